@@ -5,6 +5,7 @@ logits.
 """
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float64, Int, Integer
@@ -198,9 +199,9 @@ def check_values(
 # The definitions.
 
 
-def _draw_by_torch(logits: Tensor, *arguments: Tensor | None) -> tuple[Tensor, Tensor]:
+def _draw_by_torch(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *per_row, targets = arguments
-    check_values(logits.shape[1], *arguments)  # pyright: ignore[reportArgumentType]
+    check_values(logits.shape[1], *arguments)
     given = logits.new_full((len(logits),), -1, dtype=torch.int64) if targets is None else targets
     tokens, logprobs = [], []
     for row, *how in zip(logits, *per_row, given, strict=True):
@@ -319,14 +320,14 @@ def compute_logarithm(x: float) -> float:
 # In C++.
 
 
-def _draw_natively(logits: Tensor, *arguments: Tensor | None) -> tuple[Tensor, Tensor]:
+def _draw_natively(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     r, v = logits.shape
     threads = threads_for(r * v, FEW, r)
     tokens, logprobs = logits.new_empty(r, dtype=torch.int64), logits.new_empty(r)
     memory = logits.new_empty(threads * room(v), dtype=torch.float64)
     at = (None if x is None else x.data_ptr() for x in (logits, *arguments, tokens, logprobs, memory))
     if function(_SOURCE, "draw_rows", "p" * 10 + "i" * 4, returns=True)(*at, room(v), r, v, threads):
-        check_values(v, *arguments)  # pyright: ignore[reportArgumentType]
+        check_values(v, *arguments)
         raise AssertionError("C++ refuses arguments that Python takes")
     return tokens, logprobs
 

@@ -124,7 +124,7 @@ def _dot_by_torch(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
 
 def _check_index(x: Tensor, index: Tensor) -> None:
     if index.device.type == "cpu" and bool(((index < -1) | (index >= x.shape[0])).any()):
-        refuse_index(x.shape[0])
+        _refuse_index(x.shape[0])
 
 
 def _refuse_index(num: int) -> None:

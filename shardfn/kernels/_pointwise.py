@@ -188,7 +188,7 @@ def _split_parts(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
 
 
 def _run_elements(name: str, *tensors: Tensor) -> Tensor:
-    y = torch.empty_like(tensors[0])
+    y = _empty_like(tensors[0])
     function(_SOURCE, name, "p" * (len(tensors) + 1) + "ii")(*addresses(_list_arguments(*tensors, y)))
     return y
 
@@ -203,7 +203,7 @@ def _list_arguments(*tensors: Tensor) -> Arguments:
 
 
 def _rotate_natively(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    y = torch.empty_like(x)
+    y = _empty_like(x)
     function(_SOURCE, "rotate", "ppppiii")(*addresses((x, cos, sin, y, *x.shape)))
     return y
 

@@ -157,7 +157,7 @@ def _add_step_by_torch(p: Tensor, *rest: Any) -> None:
 
 
 def _step_natively(p: Tensor, m: Tensor, nu: Tensor, *numbers: Any) -> Tensor:
-    out = torch.empty_like(p)
+    out = torch.empty_like(p, memory_format=torch.contiguous_format)
     _call_step(p, m, nu, *numbers, out)
     return out
 

@@ -19,7 +19,7 @@ def moving_average(m: Tensor, x: Tensor, b: float) -> None:
 
 def preconditioned_step(p: Tensor, *rest: Any) -> Tensor:
     """Returns the step, fp32 of the shape of p."""
-    out = torch.empty_like(p)
+    out = torch.empty_like(p, memory_format=torch.contiguous_format)
     _launch_step(p, *rest, out, adds=False)
     return out
 

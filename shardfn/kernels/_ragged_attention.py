@@ -432,7 +432,8 @@ def _attend_natively(
     T, H, K = q.shape
     q, k, v = (x if x.stride()[1:] == (K, 1) else x.contiguous() for x in (q, k, v))
     slopes, sinks, tree = (None if x is None else x.contiguous() for x in (slopes, sinks, tree))
-    plan = [x.contiguous() for x in (slots, positions, sequences, tables)]
+    slots, positions, sequences, tables = (x.contiguous() for x in (slots, positions, sequences, tables))
+    plan = slots, positions, sequences, tables
     y, lse = q.new_empty(T, H, K), q.new_empty(T, H)
     given = _list_arguments(q, k, v, cache, *plan, scale, window, softcap, slopes, sinks, tree, y, lse)
     run = function(_SOURCE, "ragged_attention", "p" * 13 + "i" * 13 + "ff" + "ii", returns=True)

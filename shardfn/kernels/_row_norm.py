@@ -102,15 +102,16 @@ def _split_parts(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _norm_natively(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
-    y = torch.empty_like(x)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     run = function(_SOURCE, "row_norm", "ppppfiiii")
     run(*addresses(_list_arguments(x, weight, bias, eps, centered, y)))
     return y
 
 
 def _make_call(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    x, weight, bias, *_ = arguments
-    return KernelCall(_SOURCE, "row_norm", _list_arguments(*arguments, y)) if are_dense(x, weight, bias) else None
+    x, weight, bias, eps, centered = arguments
+    given = _list_arguments(x, weight, bias, eps, centered, y)
+    return KernelCall(_SOURCE, "row_norm", given) if are_dense(x, weight, bias) else None
 
 
 def _list_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, y: Tensor) -> Arguments:

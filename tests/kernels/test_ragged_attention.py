@@ -393,7 +393,7 @@ REFUSALS: list[tuple[dict[str, Any], Any, str]] = [
         r"consecutive positions up to 2",
     ),
     ({"q": torch.ones(2, 3, 3)}, ValueError, "got 2 key heads of cache and 3 heads of q"),
-    ({"q": torch.ones(2, 4, 3).half()}, TypeError, "q is torch.float16"),
+    ({"q": torch.ones(2, 4, 3).half()}, TypeError, "q must be float32 or float64, got torch.float16"),
     ({"k": torch.ones(2, 1, 3)}, ValueError, r"k is of shape \(2, 1, 3\), must be \(2, 2, 3\)"),
     ({"cache": torch.zeros(3, 2, 2, 2, 3).half()}, TypeError, "cache must be .*, got torch.float16"),
     (
