@@ -4,7 +4,7 @@
 from ._schedule import Schedule as Schedule
 from ._choose import Choice as Choice, Scored as Scored, check_fits as check_fits, choose as choose
 from ._hazards import Memory as Memory, dependences as dependences, legal_order as legal_order
-from ._edit import reordered as reordered
+from ._edit import reorder_graph as reorder_graph
 from ._reuse import reuse_gathers as reuse_gathers
 from ._bucket import bucket as bucket
 from ._overlap import overlap_reductions as overlap_reductions

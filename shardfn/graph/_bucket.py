@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from torch.fx import GraphModule, Node
 
-from ._edit import reordered, revalue
+from ._edit import reorder_graph, revalue
 from ._hazards import Memory, dependences, dependents, legal_order, ready_after
 from ._merge import merge_gathers, merge_scatters
 from ._ops import ALL_GATHER, PSUM_SCATTER
@@ -73,7 +73,7 @@ def _bucket_gathers(memory: Memory, gm: GraphModule, limit: int, which: set[Node
     head = {g[0]: g for g in groups}
     moved = {n for g in groups for n in g[1:]}
     wish = [m for n in memory.order if n not in moved for m in head.get(n, (n,))]
-    out, new = reordered(gm, legal_order(wish, before))
+    out, new = reorder_graph(gm, legal_order(wish, before))
     values = {v for g in groups for v in merge_gathers([new[n] for n in g])}
     return _revalue_views(out, new, memory, values)
 
@@ -98,7 +98,7 @@ def _bucket_scatters(gm: GraphModule, limit: int) -> GraphModule:
     lazy = waits_and_views(memory, lambda n: is_wait(n) and (start_of(n) in moved or start_of(n) in tail))
     busy = [m for n in memory.order[:-1] if n not in moved and n not in lazy for m in tail.get(n, (n,))]
     wish = [*busy, *(n for n in memory.order if n in lazy), memory.order[-1]]
-    out, new = reordered(gm, legal_order(wish, before))
+    out, new = reorder_graph(gm, legal_order(wish, before))
     leaves = _has_results(memory)
     values = {v for g in groups for v in merge_scatters([new[n] for n in g], [leaves(n) for n in g])}
     return _revalue_views(out, new, memory, values)

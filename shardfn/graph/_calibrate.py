@@ -39,7 +39,7 @@ def calibrate(mesh: Mesh | None = None, *, seconds: float = 2.0) -> Cluster:
     """
     device = mesh.device if mesh is not None else torch.device("cpu")
     each = seconds / 4
-    rates = {dtype_name(d): measured_rate(d, device, each) for d in _supported_dtypes(device)}
+    rates = {dtype_name(d): measure_rate(d, device, each) for d in _supported_dtypes(device)}
     measured = [*rates.values(), _measure_bandwidth(device, each), *_measure_link(mesh, device)]
     *flops, memory, wire, latency = _reduce_slowest(mesh, measured)
     link = Link(wire, latency)
@@ -51,7 +51,7 @@ def _supported_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     return (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32, torch.bfloat16)
 
 
-def measured_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
+def measure_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
     """Returns the operations a second of a matrix product."""
     n = 4096 if device.type == "cuda" else 384
     a = torch.ones(n, n, dtype=dtype, device=device)

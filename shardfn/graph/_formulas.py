@@ -68,17 +68,17 @@ def _tensor_argument(node: Node, i: int) -> Tensor:
     return tensors_in(value.meta["val"])[0]
 
 
-def if_16_bit(node: Node) -> int:
+def cast_bytes(node: Node) -> int:
     x = _tensor_argument(node, 0)
     return 4 * x.numel() if x.is_floating_point() and x.element_size() == 2 else 0
 
 
-def a_copy(node: Node) -> int:
+def copy_bytes(node: Node) -> int:
     return num_bytes(_tensor_argument(node, 0))
 
 
-def if_strided(node: Node) -> int:
-    return 0 if _tensor_argument(node, 0).is_contiguous() else a_copy(node)
+def copy_bytes_if_strided(node: Node) -> int:
+    return 0 if _tensor_argument(node, 0).is_contiguous() else copy_bytes(node)
 
 
 def flash_forward(node: Node) -> int:
@@ -95,7 +95,7 @@ def flash_backward(node: Node) -> int:
     return torch.get_num_threads() * 4 * rows * 2 * columns
 
 
-def of_kernel(node: Node) -> int:
+def kernel_bytes(node: Node) -> int:
     """Returns the bytes that a kernel of `shardfn.kernels` gives for its arguments."""
     args = tree_map(lambda x: x.meta["val"] if isinstance(x, Node) else x, tuple(node.args))
     return scratch_bytes(node.target, args)
@@ -106,11 +106,11 @@ def _tile_shape(queries: int, keys: int) -> tuple[int, int]:
     return min(rows, queries), min(512, keys)
 
 
-def codes(node: Node) -> int:
+def code_bytes(node: Node) -> int:
     """Returns the bytes of codes and scales outside of messages, and, where sums are encoded, of the sums."""
-    return a_copy(node) + sum(num_bytes(t) for t in tensors_of(node) if t.dtype == torch.uint8)
+    return copy_bytes(node) + sum(num_bytes(t) for t in tensors_of(node) if t.dtype == torch.uint8)
 
 
-def encoded(node: Node) -> int:
+def encoded_bytes(node: Node) -> int:
     """Returns the bytes of codes and scales outside of the messages."""
     return sum(num_bytes(t) for t in tensors_of(node))

@@ -4,7 +4,7 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from ._edit import reordered
+from ._edit import reorder_graph
 from ._hazards import Memory, dependences, keeps_its_place, put_off
 from ._ops import op_of
 
@@ -45,7 +45,7 @@ def free_at_last_use(gm: GraphModule) -> GraphModule:
     kept = set(order)
     before = {n: [p for p in before[n] if p in kept] for n in order}
     lazy = {n for n in order if _is_cheap(n, memory)}
-    return reordered(gm, put_off(_unpack_early(order, memory), before, lazy))[0]
+    return reorder_graph(gm, put_off(_unpack_early(order, memory), before, lazy))[0]
 
 
 def _find_alive(memory: Memory) -> list[Node]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardfn.kernels import DimLabels, KernelOp
 
 from ._forms import VARYING, Form, Operand, OpUse, Owner, Ranks, Rule, Run, Strategy, whole
-from ._labelled import Labels, strategies
+from ._labelled import Labels, list_strategies
 from ._row_rules import starts_of
 
 # (ranks, rows, matrices, ends of the groups, arguments of the op) -> product
@@ -28,7 +28,7 @@ def kernel_rule(kernel: KernelOp) -> Rule:
     def apply_rule(use: OpUse) -> list[Strategy]:
         given = kernel.sharding(*use.args) if callable(kernel.sharding) else kernel.sharding
         assert given is not None
-        out = [whole(use), *strategies(use, _read_labels(given, len(use.operands)))]
+        out = [whole(use), *list_strategies(use, _read_labels(given, len(use.operands)))]
         return [*out, *_cut_matrices(use, _multiply_by_sizes(use.target), ends=False)] if given.grouped else out
 
     return apply_rule
@@ -44,7 +44,7 @@ def _read_labels(given: DimLabels, num: int) -> Labels:
     return Labels(tuple(ins[:num]), tuple(outs), sums=given.sums, linear=linear)
 
 
-def grouped_mm(use: OpUse) -> list[Strategy]:
+def shard_grouped_mm(use: OpUse) -> list[Strategy]:
     """Returns the strategies of `aten::_grouped_mm(a, b, offs)`: a [m, k] and b [e, k, n], or a [k, m] and b [m, n]."""
     out = [whole(use)]
     if len(use.operands) != 3 or use.operands[0].ndim != 2 or use.arg(3, "bias") is not None:
@@ -57,9 +57,9 @@ def grouped_mm(use: OpUse) -> list[Strategy]:
 
     if use.operands[1].ndim == 3:
         labels = Labels(((None, "k"), (None, "k", "n"), (None,)), ((None, "n"),), sums=alone, linear=(0,), run=make_run)
-        return [*out, *strategies(use, labels), *_cut_matrices(use, _grouped_mm_by_ends, ends=True)]
+        return [*out, *list_strategies(use, labels), *_cut_matrices(use, _grouped_mm_by_ends, ends=True)]
     labels = Labels((("k", None), (None, "n"), (None,)), ((None, "k", "n"),), linear=(0, 1), run=make_run)
-    return [*out, *strategies(use, labels)]
+    return [*out, *list_strategies(use, labels)]
 
 
 def _cut_matrices(use: OpUse, multiply: _Multiply, *, ends: bool) -> list[Strategy]:

@@ -34,16 +34,16 @@ class Labels:
     run: Callable[[tuple[Form, ...]], Run | None] = lambda outs: None
 
 
-def labelled(label: Callable[[OpUse], Labels]) -> Callable[[OpUse], list[Strategy]]:
+def rule_of_labels(label: Callable[[OpUse], Labels]) -> Callable[[OpUse], list[Strategy]]:
     """Returns the rule of an op with labels."""
 
     def apply_rule(use: OpUse) -> list[Strategy]:
-        return [whole(use), *strategies(use, label(use))]
+        return [whole(use), *list_strategies(use, label(use))]
 
     return apply_rule
 
 
-def strategies(use: OpUse, labels: Labels) -> list[Strategy]:
+def list_strategies(use: OpUse, labels: Labels) -> list[Strategy]:
     """Returns the strategies that cut a label, and the strategies that leave a sum to be taken."""
     out: list[Strategy] = []
     for name, size in _label_sizes(use, labels).items():
@@ -86,58 +86,58 @@ def _ways_to_cut(use: OpUse, labels: Labels, name: object) -> list[tuple[int, Pa
 # Labels of families.
 
 
-def broadcast(use: OpUse) -> Labels:
+def label_broadcast(use: OpUse) -> Labels:
     """Labels a pointwise op by the dims of the results, to which operands are broadcast."""
     out = use.outs[0]
-    ins = tuple(aligned(x, out) for x in use.operands)
+    ins = tuple(align_dims(x, out) for x in use.operands)
     return Labels(ins, tuple(tuple(range(x.ndim)) for x in use.outs))
 
 
-def aligned(x: Operand, out: Operand) -> Dims:
+def align_dims(x: Operand, out: Operand) -> Dims:
     """Returns labels of an operand's dims: the dims of the result to which the operand's dims are broadcast."""
     lead = out.ndim - x.ndim
     return tuple(i + lead if size == out.shape[i + lead] else None for i, size in enumerate(x.shape))
 
 
-def sum_of_operands(use: OpUse) -> Labels:
+def label_sum(use: OpUse) -> Labels:
     """Labels an op that is pointwise and linear in all operands together, if all operands are tensors."""
-    labels = broadcast(use)
+    labels = label_broadcast(use)
     every = tuple(range(len(use.operands)))
     alone = len(every) == len(use.args)
     # A partial operand that is broadcast stays a summand. A number would be added on every rank.
     return dataclasses.replace(labels, together=every if alone else ())
 
 
-def unary_linear(use: OpUse) -> Labels:
+def label_unary(use: OpUse) -> Labels:
     """Labels an op of a single operand that is pointwise and linear."""
-    return dataclasses.replace(broadcast(use), together=(0,))
+    return dataclasses.replace(label_broadcast(use), together=(0,))
 
 
-def scaled(use: OpUse) -> Labels:
+def label_product_of_elements(use: OpUse) -> Labels:
     """Labels a product with a number, or of two tensors: a sum that is scaled may be taken afterwards."""
-    labels = broadcast(use)
+    labels = label_broadcast(use)
     if len(use.operands) == 1:
         return dataclasses.replace(labels, together=(0,))
     single = [i for i, x in enumerate(use.operands) if all(s == 1 for s in x.shape)]
     return dataclasses.replace(labels, linear=tuple(i for i in (0, 1) if 1 - i in single))
 
 
-def divided(use: OpUse) -> Labels:
+def label_quotient(use: OpUse) -> Labels:
     """Labels a quotient, linear in the dividend."""
-    labels = broadcast(use)
+    labels = label_broadcast(use)
     small = len(use.operands) == 1 or all(s == 1 for s in use.operands[1].shape)
     first = isinstance(use.args[0], Operand)
     plain = use.kwargs.get("rounding_mode") is None
     return dataclasses.replace(labels, linear=(0,) if small and first and plain else ())
 
 
-def product(*terms: str) -> Callable[[OpUse], Labels]:
+def label_product(*terms: str) -> Callable[[OpUse], Labels]:
     """Returns the labelling of products, for example `product("mk", "kn", "mn")`."""
     ins, out = tuple(tuple(t) for t in terms[:-1]), tuple(terms[-1])
     return lambda use: Labels(ins, (out,), sums=True, linear=(0,))
 
 
-def keeps_all_but(dims: Callable[[OpUse], Sequence[int]]) -> Callable[[OpUse], Labels]:
+def label_all_but(dims: Callable[[OpUse], Sequence[int]]) -> Callable[[OpUse], Labels]:
     """Labels an op that computes along some dims, not to be cut, for each index of the others.
 
     Results have all dims.

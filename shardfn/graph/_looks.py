@@ -41,7 +41,7 @@ def whole_views(steps: Sequence[Node | Region]) -> dict[Node, Node]:
     return first
 
 
-def needed(steps: Sequence[Node | Region], first: dict[Node, Node]) -> list[Node | Region]:
+def list_needed(steps: Sequence[Node | Region], first: dict[Node, Node]) -> list[Node | Region]:
     """Returns the steps without views that no other step reads. Views in `first` are read from the first value."""
     read: set[Node] = set()
     kept: list[Node | Region] = []

@@ -94,7 +94,7 @@ def _read_record(kernel: KernelOp) -> Op:
 
     return Op(
         flops=None if kernel.flops is None else count_flops,
-        scratch=None if kernel.scratch is None else formulas.of_kernel,
+        scratch=None if kernel.scratch is None else formulas.kernel_bytes,
         rows=kernel.rows,
         in_place=KERNELS[kernel.in_place].op.default if kernel.in_place else None,
     )
@@ -113,9 +113,9 @@ _SCALES = Op(scales=True)
 _LOOKUP = Op(lookup=True)
 _ATTENTION = Op(flops=formulas.attention)
 _ATTENTION_BACKWARD = Op(flops=formulas.attention_backward)
-_DENSE = _keep_layout(lay_out=strides.contiguous)
-_IN_FORMAT, _IN_FORMAT_OF_INPUT = (_keep_layout(lay_out=strides.in_format_of(i)) for i in (0, 1))
-_ELEMENTWISE = _keep_layout(lay_out=strides.as_elementwise)
+_DENSE = _keep_layout(lay_out=strides.lay_out_contiguous)
+_IN_FORMAT, _IN_FORMAT_OF_INPUT = (_keep_layout(lay_out=strides.keep_format_of(i)) for i in (0, 1))
+_ELEMENTWISE = _keep_layout(lay_out=strides.lay_out_elementwise)
 
 OPS: dict[Any, Op] = {
     operator.getitem: Op(scales=True, rows="first", calls={"": operator.getitem}),
@@ -144,10 +144,10 @@ OPS: dict[Any, Op] = {
     **_make_rows("sum amax amin prod any all argmax argmin var var_mean", _FUSED),
     **_make_rows("_softmax_backward_data nll_loss_backward native_layer_norm", _FUSED),
     **_make_rows("_fused_rms_norm _fused_rms_norm_backward", _FUSED),
-    _ATEN.mean: Op(scratch=formulas.if_16_bit, fuses=True),
-    _ATEN.logsumexp: Op(scratch=formulas.a_copy, fuses=True),
-    _ATEN._softmax: Op(scratch=formulas.if_strided, fuses=True),
-    _ATEN._log_softmax: Op(scratch=formulas.if_strided, fuses=True),
+    _ATEN.mean: Op(scratch=formulas.cast_bytes, fuses=True),
+    _ATEN.logsumexp: Op(scratch=formulas.copy_bytes, fuses=True),
+    _ATEN._softmax: Op(scratch=formulas.copy_bytes_if_strided, fuses=True),
+    _ATEN._log_softmax: Op(scratch=formulas.copy_bytes_if_strided, fuses=True),
     _ATEN._log_softmax_backward_data: Op(fuses=True, strides=_DENSE),
     _ATEN.native_layer_norm_backward: Op(fuses=True, strides=_DENSE),
     # pointwise, without the tag or with further facts
@@ -157,7 +157,7 @@ OPS: dict[Any, Op] = {
     **_make_rows("gelu gelu_backward", Op(fuses=True, weight=2, rows="each")),
     _ATEN.add: Op(calls={"Tensor": torch.add}),
     _ATEN.mul: Op(scales=True, types="product", calls={"Tensor": torch.mul}),
-    _ATEN.div: Op(scales=True, strides=_keep_layout("Tensor_mode", lay_out=strides.as_elementwise)),
+    _ATEN.div: Op(scales=True, strides=_keep_layout("Tensor_mode", lay_out=strides.lay_out_elementwise)),
     **_make_rows("mul_ div_", _SCALES),
     # constants
     **_make_rows("empty eye", Op(constant=True)),
@@ -187,15 +187,15 @@ OPS: dict[Any, Op] = {
     ),  # with several results, or sometimes new results
     # Ops whose results have other strides than torch's formulas give, found by a search over torch's operations: the
     # formulas take operands in another order, or keep strides that the kernels do not. Grouped by the kernels' strides.
-    _ATEN.copysign: Op(strides=_keep_layout("Tensor", lay_out=strides.as_elementwise)),
-    _ATEN.xlogy: Op(strides=_keep_layout("Tensor", lay_out=strides.as_elementwise)),
+    _ATEN.copysign: Op(strides=_keep_layout("Tensor", lay_out=strides.lay_out_elementwise)),
+    _ATEN.xlogy: Op(strides=_keep_layout("Tensor", lay_out=strides.lay_out_elementwise)),
     **_make_rows("floor_divide hardswish_backward hardtanh_backward logit_backward", Op(strides=_ELEMENTWISE)),
     **_make_rows("native_dropout_backward softplus_backward special_xlog1py", Op(strides=_ELEMENTWISE)),
     **_make_rows(
         "huber_loss_backward log_sigmoid_forward mse_loss_backward smooth_l1_loss_backward", Op(strides=_DENSE)
     ),
-    _ATEN.normal: Op(strides=_keep_layout("Tensor_Tensor", lay_out=strides.contiguous)),
-    _ATEN.pow: Op(strides=_keep_layout("Scalar", lay_out=strides.contiguous)),
+    _ATEN.normal: Op(strides=_keep_layout("Tensor_Tensor", lay_out=strides.lay_out_contiguous)),
+    _ATEN.pow: Op(strides=_keep_layout("Scalar", lay_out=strides.lay_out_contiguous)),
     **_make_rows("channel_shuffle max_unpool2d native_batch_norm", Op(strides=_IN_FORMAT)),
     **_make_rows("batch_norm_backward native_batch_norm_backward", Op(strides=_IN_FORMAT_OF_INPUT)),
     _ATEN.replication_pad2d_backward: Op(strides=_IN_FORMAT_OF_INPUT),
@@ -211,10 +211,10 @@ OPS: dict[Any, Op] = {
     _WIRE.sent: Op(waits=True),
     _WIRE.wait: Op(waits=True, carries=True),
     _WIRE.pvary: Op(identity=True, types="declare", calls={"default": lambda x, axes: x}),
-    _WIRE.encode: Op(copies=True, carries=True, scratch=formulas.encoded),
-    _WIRE.decode: Op(carries=True, scratch=formulas.codes),
-    _WIRE.decode_sum: Op(copies=True, scales=True, scratch=formulas.codes),
-    _WIRE.decode_sum_encode: Op(copies=True, scales=True, scratch=formulas.codes),
+    _WIRE.encode: Op(copies=True, carries=True, scratch=formulas.encoded_bytes),
+    _WIRE.decode: Op(carries=True, scratch=formulas.code_bytes),
+    _WIRE.decode_sum: Op(copies=True, scales=True, scratch=formulas.code_bytes),
+    _WIRE.decode_sum_encode: Op(copies=True, scales=True, scratch=formulas.code_bytes),
     # collectives of the loss and of the metrics
     _WIRE.loss_psum_start: Op(channel="loss", transfer=wire.loss_psum, types="collective"),
     _WIRE.loss_pmax_start: Op(channel="loss", transfer=wire.loss_pmax, types="collective"),

@@ -10,19 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._forms import Form, OpUse, Parts, Ranks, Run, Strategy, whole
-from ._labelled import strategies
-from ._shape_rules import closed
+from ._labelled import list_strategies
+from ._shape_rules import label_other_dims
 
 
-def taken_apart(at: int) -> Callable[[OpUse], list[Strategy]]:
+def shard_split(at: int) -> Callable[[OpUse], list[Strategy]]:
     """Returns the rule of `slice`, `split`, `split_with_sizes`, with the dim at `at`.
 
     Other dims, and parts of the dim.
     """
-    label = closed(at)
+    label = label_other_dims(at)
 
     def apply_rule(use: OpUse) -> list[Strategy]:
-        out = [whole(use), *strategies(use, label(use))]
+        out = [whole(use), *list_strategies(use, label(use))]
         x, form = use.operands[0], use.forms[0]
         dim = use.arg(at, "dim", 0) % max(x.ndim, 1)
         if not (form.kind == "cut" and form.dim == dim and form.parts):
@@ -65,12 +65,12 @@ def _take_parts(form: Form, size: int, pieces: Sequence[tuple[int, int]], *, sin
     return take_pieces
 
 
-def joined(use: OpUse) -> list[Strategy]:
+def shard_cat(use: OpUse) -> list[Strategy]:
     """Returns the strategies of `cat`.
 
     Other dims, or each operand is cut along the dim, and is a part of the result.
     """
-    out = [whole(use), *strategies(use, closed(1)(use))]
+    out = [whole(use), *list_strategies(use, label_other_dims(1)(use))]
     dim = use.arg(1, "dim", 0) % max(use.outs[0].ndim, 1)
     alike = all(x.ndim == use.outs[0].ndim for x in use.operands)
     if not alike or not any(f.kind == "cut" and f.dim == dim for f in use.forms):

@@ -6,7 +6,7 @@ import torch
 
 from shardfn.core import dtype_name
 
-from ._calibrate import measured_rate
+from ._calibrate import measure_rate
 from ._device import DEVICES
 
 # Words of the names that drivers give, each with an entry of `DEVICES`. The first that fits counts.
@@ -43,7 +43,7 @@ def peak_flops(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     known = known_device(name)
     rates = {} if known is None else DEVICES[known].device.flops
-    return rates.get(dtype_name(dtype)) or measured_rate(dtype, device, seconds)
+    return rates.get(dtype_name(dtype)) or measure_rate(dtype, device, seconds)
 
 
 def known_device(name: str) -> str | None:

@@ -18,7 +18,7 @@ from ._forms import VARYING, Form, Operand, OpUse, Owner, Ranks, Rule, Run, Stra
 Keeps = Callable[[OpUse, list[bool]], bool]
 
 
-def keeping_rows(rule: Rule, keeps: Keeps) -> Rule:
+def keep_rows(rule: Rule, keeps: Keeps) -> Rule:
     """Returns a rule, with own rows for results of operands with own rows."""
 
     def apply_rule(use: OpUse) -> list[Strategy]:
@@ -27,8 +27,8 @@ def keeping_rows(rule: Rule, keeps: Keeps) -> Rule:
     return apply_rule
 
 
-def clearing_rows(rule: Rule, keeps: Keeps = lambda use, have: False) -> Rule:
-    """Returns a rule as `keeping_rows` does. Where zeros do not stay zeros, other ranks' rows are cleared after the op.
+def clear_rows(rule: Rule, keeps: Keeps = lambda use, have: False) -> Rule:
+    """Returns a rule as `keep_rows` does. Where zeros do not stay zeros, other ranks' rows are cleared after the op.
 
     For pointwise ops that are finite at 0, with finite derivatives. Otherwise a cleared row would have a NaN as
     gradient.
@@ -82,24 +82,24 @@ def _has_rows(x: Operand, out: Operand) -> bool:
     return x.ndim == out.ndim and x.shape[:1] == out.shape[:1]
 
 
-def of_one(use: OpUse, have: list[bool]) -> bool:
+def is_single_operand(use: OpUse, have: list[bool]) -> bool:
     """Returns whether the op has a single operand, for ops that make zeros of zeros."""
     del use
     return len(have) == 1
 
 
-def of_any(use: OpUse, have: list[bool]) -> bool:
+def has_any_rows(use: OpUse, have: list[bool]) -> bool:
     """Returns whether any operand has own rows, for products, where a single such factor is enough."""
     del use
     return any(have)
 
 
-def of_all(use: OpUse, have: list[bool]) -> bool:
+def has_all_rows(use: OpUse, have: list[bool]) -> bool:
     """Returns whether both operands have own rows, for sums of two values."""
     return len(have) == 2 and all(have)
 
 
-def of_columns(use: OpUse, have: list[bool]) -> bool:
+def is_along_columns(use: OpUse, have: list[bool]) -> bool:
     """Returns whether an op takes parts along a dim other than the rows."""
     at = 1 if use.target.__name__.startswith("slice") else 2
     return have[0] and use.arg(at, "dim", 0) % use.operands[0].ndim != 0

@@ -10,7 +10,7 @@ from shardfn.core import IN_FLIGHT_BYTES, PREFETCH_BYTES
 
 from ._bucket import bucket
 from ._donate import donate
-from ._edit import drafted, settled
+from ._edit import draft_graph, settle_graph
 from ._free import free_at_last_use
 from ._overlap import overlap_reductions
 from ._prefetch import prefetch
@@ -101,10 +101,10 @@ class Schedule:
         """
         for own in self.passes:
             gm = own(gm)
-        draft = drafted(gm)
+        draft = draft_graph(gm)
         for stage in self.stages(fuses=fuses)[len(self.passes) :]:
             draft = stage(draft)
-        return settled(draft)
+        return settle_graph(draft)
 
     def stages(self, *, fuses: bool = False) -> list[Stage]:
         """Returns the passes of this schedule, in order: first `passes`, then the passes of the room."""

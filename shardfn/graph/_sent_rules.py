@@ -13,7 +13,7 @@ def sent_along(x: Any, axis: str, before: Any, after: Any, shape: Any) -> Any:
     """
 
 
-def sent(use: OpUse) -> Labels:
+def label_sent(use: OpUse) -> Labels:
     """Labels the dims that the other axis does not cut. The op is a sum of blocks, so partial values stay partial."""
     before, after = (Form(*form) for form in use.args[2:4])
     cut = {form.dim for form in (before, after) if form.kind == "cut"}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from torch.fx import GraphModule, Node
 
-from ._edit import reordered
+from ._edit import reorder_graph
 from ._hazards import Memory, dependences, put_off
 from ._ops import MOVE_WAIT, SENT
 from ._transfers import is_wait
@@ -44,7 +44,7 @@ def sink_waits(gm: GraphModule) -> GraphModule:
     memory = Memory(gm)
     lazy = waits_and_views(memory, lambda n: is_wait(n) and n.target not in (MOVE_WAIT, SENT))
     order = put_off(memory.order, dependences(memory), lazy)
-    return reordered(gm, order)[0]
+    return reorder_graph(gm, order)[0]
 
 
 def waits_and_views(memory: Memory, which: Callable[[Node], bool]) -> set[Node]:

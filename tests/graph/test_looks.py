@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardfn.graph import compile_graph
-from shardfn.graph._looks import needed, whole_views
+from shardfn.graph._looks import list_needed, whole_views
 
 # By name, a view of a tensor of two dims or more; the last two show it in another order, or a part of it.
 LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -60,7 +60,7 @@ def test_a_chain_is_one_view() -> None:
     gm = make_fx(lambda x: (torch.relu((x + 1).view(4, 3)[None][0].view(2, 6)),), tracing_mode="fake")(torch.ones(12))
     steps = list(gm.graph.nodes)
     first = whole_views(steps)
-    assert [str(step) for step in needed(steps, first)] == ["x_1", "add", "view_1", "relu", "output"]
+    assert [str(step) for step in list_needed(steps, first)] == ["x_1", "add", "view_1", "relu", "output"]
     assert {str(a): str(b) for a, b in first.items()}["view_1"] == "add"
 
 
@@ -79,7 +79,7 @@ def test_an_end_of_a_transfer_is_no_view() -> None:
     steps = list(gm.graph.nodes)
     first = whole_views(steps)
     assert {str(a): str(b) for a, b in first.items()} == {"unsqueeze": "wait", "select": "wait"}
-    assert "wait" in map(str, needed(steps, first))
+    assert "wait" in map(str, list_needed(steps, first))
 
 
 def test_conjugates_and_negatives_are_values_of_their_own() -> None:
