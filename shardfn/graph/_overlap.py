@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 from ._edit import reorder_graph
 from ._hazards import Memory, dependences, dependents, is_copy, legal_order, put_forward
 from ._ops import TO_HOST
-from ._sink import waits_and_views
+from ._reorder import waits_and_views
 from ._transfers import is_reduction, is_wait, start_of, wait_of
 
 

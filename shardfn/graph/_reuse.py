@@ -7,10 +7,10 @@ from torch.fx import GraphModule, Node
 
 from ._edit import reorder_graph, revalue
 from ._hazards import Memory
-from ._numbers import value_numbers
 from ._ops import ALL_GATHER, TO_DEVICE
 from ._prefetch import gathered_bytes
 from ._transfers import is_gather, wait_of
+from ._value_numbering import value_numbers
 
 
 def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:

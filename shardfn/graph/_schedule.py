@@ -11,12 +11,11 @@ from shardfn.core import IN_FLIGHT_BYTES, PREFETCH_BYTES
 from ._bucket import bucket
 from ._donate import donate
 from ._edit import draft_graph, settle_graph
-from ._free import free_at_last_use
 from ._overlap import overlap_reductions
 from ._prefetch import prefetch
 from ._rematerialise import rematerialise
+from ._reorder import free_at_last_use, sink_waits
 from ._reuse import reuse_gathers
-from ._sink import sink_waits
 
 
 class Stage(NamedTuple):

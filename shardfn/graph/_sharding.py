@@ -8,21 +8,29 @@ import torch
 from shardfn.collectives import pmax, psum, pvary
 from shardfn.kernels import KERNELS
 
-from ._forms import OpUse, Rule
-from ._group_rules import kernel_rule, shard_grouped_mm
-from ._labelled import (
+from ._einsum_rules import (
     label_all_but,
     label_broadcast,
     label_product,
     label_product_of_elements,
     label_quotient,
+    label_sent,
     label_sum,
     label_unary,
     rule_of_labels,
+    sent_along,
 )
-from ._part_rules import shard_cat, shard_split
-from ._row_rules import clear_rows, has_all_rows, has_any_rows, is_along_columns, is_single_operand, keep_rows
-from ._sent_rules import label_sent, sent_along
+from ._forms import OpUse, Rule
+from ._group_rules import (
+    clear_rows,
+    has_all_rows,
+    has_any_rows,
+    is_along_columns,
+    is_single_operand,
+    keep_rows,
+    kernel_rule,
+    shard_grouped_mm,
+)
 from ._shape_rules import (
     label_expand,
     label_gather,
@@ -36,9 +44,11 @@ from ._shape_rules import (
     label_stack,
     label_transpose,
     label_unsqueeze,
+    shard_cat,
     shard_constant,
     shard_constant_like,
     shard_embedding,
+    shard_split,
 )
 from ._sum_rules import (
     label_mean,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._einsum_rules import Dims, Labels, list_strategies
 from ._forms import PARTIAL, VARYING, WHOLE, Form, Operand, OpUse, Ranks, Run, Strategy, whole
-from ._labelled import Dims, Labels, list_strategies
 
 
 def _label_reduction(use: OpUse) -> tuple[Dims, Dims, list[int]]:
