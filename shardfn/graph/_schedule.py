@@ -18,7 +18,7 @@ from ._reorder import free_at_last_use, sink_waits
 from ._reuse import reuse_gathers
 
 
-class Stage(NamedTuple):
+class SchedulePass(NamedTuple):
     """Pass of a schedule with options. Equal stages make equal graphs of the same graph.
 
     Attributes:
@@ -105,7 +105,7 @@ class Schedule:
             draft = stage(draft)
         return settle_graph(draft)
 
-    def stages(self, *, fuses: bool = False) -> list[Stage]:
+    def stages(self, *, fuses: bool = False) -> list[SchedulePass]:
         """Returns the passes of this schedule, in order: first `passes`, then the passes of the room."""
         reuse = self.prefetch if self.reuse is None else self.reuse
         chosen = [
@@ -119,4 +119,7 @@ class Schedule:
             (True, free_at_last_use, {}),
             (self.donate, donate, {"temporaries": not fuses}),
         ]
-        return [*map(Stage, self.passes), *(Stage(run, tuple(how.items())) for wanted, run, how in chosen if wanted)]
+        return [
+            *map(SchedulePass, self.passes),
+            *(SchedulePass(run, tuple(how.items())) for wanted, run, how in chosen if wanted),
+        ]

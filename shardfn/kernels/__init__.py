@@ -25,17 +25,17 @@ from ._block_sparse_attention import block_sparse_attention as block_sparse_atte
 from ._block_sparse_attention import block_sparse_attention_backward as block_sparse_attention_backward
 from ._draw import draw as draw, draw_uniforms as draw_uniforms, top_logprobs as top_logprobs
 from ._penalise import penalise as penalise
-from ._row_linear import joined as joined, pack_rows as pack_rows
+from ._row_linear import sum_chunks as sum_chunks, pack_rows as pack_rows
 from ._row_linear import row_linear as row_linear, row_linears as row_linears
 from ._row_codes import BLOCK_BYTES as BLOCK_BYTES, GROUP as GROUP, Codes as Codes
 from ._row_codes import block_bytes as block_bytes, decode_blocks as decode_blocks
 from ._row_codes import code_blocks as code_blocks, pack_blocks as pack_blocks
-from ._row_codes import packed_rows as packed_rows, packed_shape as packed_shape, unpack_rows as unpack_rows
+from ._row_codes import take_rows as take_rows, packed_shape as packed_shape, unpack_rows as unpack_rows
 from ._fit_blocks import fit_blocks as fit_blocks
 from ._pointwise import gated_silu as gated_silu, gated_silu_gradient as gated_silu_gradient
 from ._pointwise import gelu as gelu, rotate as rotate
 from ._row_norm import row_norm as row_norm
-from ._ragged_attention import cache_row as cache_row, coded_rows as coded_rows, decoded_rows as decoded_rows
+from ._ragged_attention import cache_row as cache_row, encode_rows as encode_rows, decode_rows as decode_rows
 from ._ragged_attention import ragged_attention as ragged_attention
 from ._gather_rows import gather_rows as gather_rows, row_dots as row_dots
 from ._grouped_product import grouped_outer as grouped_outer, grouped_product as grouped_product

@@ -451,7 +451,7 @@ def count_forward_scratch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
     block, size = int(rest[-2]), _element_bytes(q)
     W, P = _pad_length(q.shape[-1]), _pad_length(block)
     own = block * (2 * W + P * max(_WIDE // P, 1) + 2)
-    return _packed_bytes(k, block) + num_threads() * own * size + sum(map(_widened_bytes, (q, q, k, v)))
+    return _count_packed_bytes(k, block) + num_threads() * own * size + sum(map(_count_widened_bytes, (q, q, k, v)))
 
 
 def _count_backward_scratch(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *rest: Any) -> int:
@@ -461,11 +461,11 @@ def _count_backward_scratch(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tens
     W, P = _pad_length(K), _pad_length(block)
     parts = min(-(-T // block), -(-_PARTS // max(B * H, 1)))
     sums, own = B * H * parts * 2 * S * W, block * (3 * W + 2 * P)
-    widened = sum(map(_widened_bytes, (dy, q, q, k, k, v, v)))
-    return 2 * _packed_bytes(k, block) + (sums + num_threads() * own) * _element_bytes(q) + widened
+    widened = sum(map(_count_widened_bytes, (dy, q, q, k, k, v, v)))
+    return 2 * _count_packed_bytes(k, block) + (sums + num_threads() * own) * _element_bytes(q) + widened
 
 
-def _packed_bytes(k: Tensor, block: int) -> int:
+def _count_packed_bytes(k: Tensor, block: int) -> int:
     B, S, G, K = k.shape
     return B * G * (-(-S // block) * K * _pad_length(block) + S * _pad_length(K)) * _element_bytes(k)
 
@@ -478,7 +478,7 @@ def _element_bytes(x: Tensor) -> int:
     return max(x.element_size(), 4)
 
 
-def _widened_bytes(x: Tensor) -> int:
+def _count_widened_bytes(x: Tensor) -> int:
     return 4 * x.numel() if x.element_size() == 2 else 0
 
 

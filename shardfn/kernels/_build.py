@@ -231,7 +231,7 @@ def cxx_compiler() -> str | None:
 
 def call(name: str, *args: Any, source: str = SHARED) -> None:
     """Calls a function: tensors and arrays pass as pointers, ints as int64, floats as fp32, None as null."""
-    getattr(library(source), name)(*map(_as_ctypes, args))
+    getattr(library(source), name)(*map(_convert_argument, args))
 
 
 def function(source: str, name: str, kinds: str, *, returns: bool = False) -> Any:
@@ -258,7 +258,7 @@ def _load_function(source: str, name: str, kinds: str, returns: bool, generation
 _KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 
-def total(lanes: Tensor) -> Tensor:
+def sum_lanes(lanes: Tensor) -> Tensor:
     """Sums float64 [spans, LANES] by halving, as in `_sums.py`.
 
     Overwrites the argument, and returns a view of the argument, [].
@@ -267,7 +267,7 @@ def total(lanes: Tensor) -> Tensor:
     return lanes.view(-1)[0] if lanes.numel() else lanes.sum()
 
 
-def _as_ctypes(arg: Any) -> Any:
+def _convert_argument(arg: Any) -> Any:
     if arg is None:
         return None
     if isinstance(arg, Tensor):

@@ -223,7 +223,7 @@ def _top_by_torch(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 def _uniforms_by_torch(keys: Tensor, places: Tensor) -> Tensor:
-    keys, places = _as_words(keys, places)
+    keys, places = _convert_words(keys, places)
     k0, k1 = keys >> 32 & MASK, keys & MASK
     ks = k0, k1, k0 ^ k1 ^ PARITY
     x0, x1 = (places >> 32 & MASK) + k0 & MASK, (places & MASK) + k1 & MASK
@@ -324,9 +324,9 @@ def _draw_natively(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     r, v = logits.shape
     threads = threads_for(r * v, FEW, r)
     tokens, logprobs = logits.new_empty(r, dtype=torch.int64), logits.new_empty(r)
-    memory = logits.new_empty(threads * room(v), dtype=torch.float64)
+    memory = logits.new_empty(threads * count_room(v), dtype=torch.float64)
     at = (None if x is None else x.data_ptr() for x in (logits, *arguments, tokens, logprobs, memory))
-    if function(_SOURCE, "draw_rows", "p" * 10 + "i" * 4, returns=True)(*at, room(v), r, v, threads):
+    if function(_SOURCE, "draw_rows", "p" * 10 + "i" * 4, returns=True)(*at, count_room(v), r, v, threads):
         check_values(v, *arguments)
         raise AssertionError("C++ refuses arguments that Python takes")
     return tokens, logprobs
@@ -336,24 +336,24 @@ def _top_natively(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
     r, v = logits.shape
     threads = threads_for(r * v, FEW, r)
     tokens, logprobs = _empty_top(logits, num)
-    memory = logits.new_empty(threads * room(v), dtype=torch.float64)
+    memory = logits.new_empty(threads * count_room(v), dtype=torch.float64)
     at = (x.data_ptr() for x in (logits, tokens, logprobs, memory))
-    function(_SOURCE, "top_rows", "p" * 4 + "i" * 5)(*at, room(v), r, v, num, threads)
+    function(_SOURCE, "top_rows", "p" * 4 + "i" * 5)(*at, count_room(v), r, v, num, threads)
     return tokens, logprobs
 
 
 def _uniforms_natively(keys: Tensor, places: Tensor) -> Tensor:
-    keys, places = _as_words(keys, places)
+    keys, places = _convert_words(keys, places)
     out = torch.empty(keys.shape, dtype=torch.float64)
     function(_SOURCE, "draw_uniforms", "pppi")(keys.data_ptr(), places.data_ptr(), out.data_ptr(), len(keys))
     return out
 
 
-def room(vocab: int) -> int:
+def count_room(vocab: int) -> int:
     """Returns the float64 numbers of memory that a thread needs.
 
     Example:
-        >>> room(49152)
+        >>> count_room(49152)
         115458
     """
     blocks, ends = -(-vocab // 64), 8192 // 2
@@ -362,10 +362,10 @@ def room(vocab: int) -> int:
 
 def _scratch_bytes(logits: Tensor, *rest: Tensor | None) -> int:
     del rest
-    return 8 * room(logits.shape[1]) * min(num_threads(), len(logits))
+    return 8 * count_room(logits.shape[1]) * min(num_threads(), len(logits))
 
 
-def _as_words(keys: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def _convert_words(keys: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """Returns keys and places as int64."""
     return keys.view(torch.int64), places.to(torch.int64)
 

@@ -91,7 +91,7 @@ def _stabilise_blocks(blocks: Tensor, w: Tensor, codes: Codes) -> Tensor:
     return blocks
 
 
-class _Grid(NamedTuple):
+class _CodeGrid(NamedTuple):
     """Values `scale q + least` of groups, with scales and least values rounded to float16. `codes` bound q."""
 
     scale: Tensor
@@ -116,7 +116,7 @@ class _Grid(NamedTuple):
 _BOUNDS: dict[Codes, tuple[int, int]] = {"int8": (-127, 127), "int4": (0, 15)}
 
 
-def _search_grid(x: Tensor, h: Tensor, codes: Codes) -> _Grid:
+def _search_grid(x: Tensor, h: Tensor, codes: Codes) -> _CodeGrid:
     """Returns the best grid of each group, with the group's elements along the last dim of x."""
     best, least_error = None, None
     for shrink in _SHRINKS:
@@ -128,7 +128,7 @@ def _search_grid(x: Tensor, h: Tensor, codes: Codes) -> _Grid:
                 best, least_error = grid, error
                 continue
             better = (error < least_error) & grid.spans(q)
-            best = _Grid(
+            best = _CodeGrid(
                 torch.where(better, grid.scale, best.scale), torch.where(better, grid.least, best.least), codes
             )
             least_error = torch.where(better, error, least_error)
@@ -136,7 +136,7 @@ def _search_grid(x: Tensor, h: Tensor, codes: Codes) -> _Grid:
     return best
 
 
-def _span_grid(x: Tensor, codes: Codes, shrink: float) -> _Grid:
+def _span_grid(x: Tensor, codes: Codes, shrink: float) -> _CodeGrid:
     """Returns the grid from bound to bound of each group, shrunk towards the middle.
 
     Unshrunk: the grid of `code_blocks`.
@@ -148,7 +148,7 @@ def _span_grid(x: Tensor, codes: Codes, shrink: float) -> _Grid:
     return _make_grid((high - (high - low) * (1 - shrink) / 2 - least) / 15, least, codes)
 
 
-def _regress_grid(x: Tensor, q: Tensor, h: Tensor, codes: Codes) -> _Grid:
+def _regress_grid(x: Tensor, q: Tensor, h: Tensor, codes: Codes) -> _CodeGrid:
     """Returns the weighted regression of the elements on the codes.
 
     Through the origin where there is no least value.
@@ -164,8 +164,8 @@ def _regress_grid(x: Tensor, q: Tensor, h: Tensor, codes: Codes) -> _Grid:
     return _make_grid(scale, x_mean - scale * q_mean, codes)
 
 
-def _make_grid(scale: Tensor, least: Tensor, codes: Codes) -> _Grid:
-    return _Grid(scale.clamp(0, 65504).half().float(), least.clamp(-65504, 65504).half().float(), codes)
+def _make_grid(scale: Tensor, least: Tensor, codes: Codes) -> _CodeGrid:
+    return _CodeGrid(scale.clamp(0, 65504).half().float(), least.clamp(-65504, 65504).half().float(), codes)
 
 
 def _compensate_errors(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def _compensate_errors(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
     damped = moments_KK + (_DAMPING * h_K.mean() + 1e-30) * torch.eye(k, device=w.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped.double()))
     upper = torch.linalg.cholesky(inverse, upper=True).float()
-    grids, found = list[_Grid](), list[Tensor]()
+    grids, found = list[_CodeGrid](), list[Tensor]()
     for start in range(0, k, GROUP):
         stop = start + GROUP
         own, errors = w[:, start:stop], torch.empty(w.shape[0], GROUP, device=w.device)
@@ -200,10 +200,10 @@ def _compensate_errors(w: Tensor, codes: Codes, moments_KK: Tensor) -> Tensor:
         grids.append(grid)
         found.append(q)
     scale, least = torch.stack([x.scale for x in grids], 1), torch.stack([x.least for x in grids], 1)
-    return _pack_blocks(_Grid(scale, least, codes), torch.stack(found, 1))
+    return _pack_blocks(_CodeGrid(scale, least, codes), torch.stack(found, 1))
 
 
-def _pack_blocks(grid: _Grid, q: Tensor) -> Tensor:
+def _pack_blocks(grid: _CodeGrid, q: Tensor) -> Tensor:
     """Returns the bytes of GGUF's blocks."""
     scale, n = grid.scale.half().view(torch.uint8), q.shape[0]
     if grid.codes == "int8":

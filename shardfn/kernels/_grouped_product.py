@@ -178,7 +178,7 @@ def _multiply_natively(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, e
 
 def _outer_natively(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
     (m, k), n, e = x.shape, y.shape[1], counts.shape[0]
-    if _turns(m, k, n, e):
+    if _is_turned(m, k, n, e):
         return _outer_natively(y, x, counts).mT.contiguous()
     kind, size = torch.promote_types(x.dtype, torch.float32), _outer_depth(check_counts(counts, m)) * PANEL
     rows, others, threads = x.to(kind), y.to(kind), threads_for(m * k * n, FEW)
@@ -198,7 +198,7 @@ def _outer_depth(rows: int) -> int:
     return rows if rows <= _DEPTH else _DEPTH + _COLUMNS
 
 
-def _turns(m: int, k: int, n: int, e: int) -> bool:
+def _is_turned(m: int, k: int, n: int, e: int) -> bool:
     """Returns whether `grouped_outer` computes the transpose.
 
     Rows of the narrower operand are read by columns, nearer to each other in memory. With few rows of a group the
@@ -224,7 +224,7 @@ def _outer_scratch(x: Tensor, y: Tensor, counts: Tensor) -> int:
     (m, k), n = x.shape, y.shape[1]
     wide = max(x.element_size(), 4)
     casts = _cast_bytes(x, y) + (4 * len(counts) * k * n if wide > x.element_size() else 0)
-    turned = len(counts) * k * n * x.element_size() if _turns(m, k, n, len(counts)) else 0
+    turned = len(counts) * k * n * x.element_size() if _is_turned(m, k, n, len(counts)) else 0
     return casts + turned + _panel_bytes(m * k * n, _outer_depth(m), wide)
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._grouped_product import CHUNKS, GROUPED_PRODUCT, lay_out
-from ._row_linear import joined
+from ._row_linear import sum_chunks
 from ._triton import ceil, launch
 
 ROWS, COLUMNS, DEPTH = 32, 64, 32
@@ -40,7 +40,7 @@ def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exac
         "K": DEPTH,
     }
     launch(_product_kernel, chunks * across * tiles.shape[1], x.device, x, w, tiles, parts, *sizes, **constants)
-    return joined(list(parts.unbind())) if exact else parts[0]
+    return sum_chunks(list(parts.unbind())) if exact else parts[0]
 
 
 def grouped_outer(x: Tensor, y: Tensor, counts: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ._arguments import check_dtype, check_shape
 from ._build import function
 from ._chain import Arguments, KernelCall, addresses, are_dense, define_call
-from ._exponential import exponential, fused
+from ._exponential import exponential, multiply_add
 from ._num_threads import threads_for
 from ._op import EXACT, KernelOp
 
@@ -135,7 +135,7 @@ def _gate_by_torch(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _gelu_by_torch(x: Tensor) -> Tensor:
-    factor = fused(x * x, x.new_tensor(CUBIC), x.new_tensor(LINEAR))
+    factor = multiply_add(x * x, x.new_tensor(CUBIC), x.new_tensor(LINEAR))
     return _multiply_sigmoid(x, x * factor)
 
 

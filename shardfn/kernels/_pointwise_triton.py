@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._triton import ceil, exponential, fused, launch
+from ._triton import ceil, exponential, launch, multiply_add
 
 WIDTH = 1024
 
@@ -67,7 +67,7 @@ def _gated_silu(gate, up, y, n, WIDTH: tl.constexpr):
 def _gelu_kernel(x, y, n, WIDTH: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     value = tl.load(x + at, mask=at < n, other=0.0)
-    factor = fused(value * value, 0.0713548162726009, 1.59576912160573)
+    factor = multiply_add(value * value, 0.0713548162726009, 1.59576912160573)
     tl.store(y + at, _multiply_sigmoid(value, value * factor), mask=at < n)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ._arguments import check_dtype, check_shape, check_written
 from ._build import function
 from ._chain import Arguments, KernelCall, addresses, are_dense
-from ._exponential import exponential, fused, polynomial
+from ._exponential import exponential, multiply_add, polynomial
 from ._num_threads import num_threads
 from ._op import EXACT, KernelOp
 from ._sums import sum_halves
@@ -189,7 +189,7 @@ def cache_row(head_dim: int, dtype: torch.dtype) -> int:
     return -(-head_dim // 4) * 4 + 4 if dtype in LARGEST else head_dim
 
 
-def coded_rows(x: Float32[Tensor, "*batch k"], dtype: torch.dtype) -> UInt8[Tensor, "*batch row"]:
+def encode_rows(x: Float32[Tensor, "*batch k"], dtype: torch.dtype) -> UInt8[Tensor, "*batch row"]:
     """Rounds rows to codes. |x - decoded| is at most half of the scale in int8, and max(|x| / 16, scale / 1024) in fp8.
 
     A row with an infinite or NaN value is decoded as NaN.
@@ -202,7 +202,7 @@ def coded_rows(x: Float32[Tensor, "*batch k"], dtype: torch.dtype) -> UInt8[Tens
         The bytes of the rows.
 
     Example:
-        >>> decoded_rows(coded_rows(torch.tensor([[1.0, -4.0, 0.5]]), torch.float8_e4m3fn), 3, torch.float8_e4m3fn)
+        >>> decode_rows(encode_rows(torch.tensor([[1.0, -4.0, 0.5]]), torch.float8_e4m3fn), 3, torch.float8_e4m3fn)
         tensor([[ 1.0000, -4.0000,  0.5000]])
     """
     top, k = LARGEST[dtype], x.shape[-1]
@@ -213,19 +213,19 @@ def coded_rows(x: Float32[Tensor, "*batch k"], dtype: torch.dtype) -> UInt8[Tens
     return torch.cat([codes, scale.view(torch.uint8)], -1)
 
 
-def decoded_rows(rows: UInt8[Tensor, "*batch row"], k: int, dtype: torch.dtype) -> Float32[Tensor, "*batch k"]:
+def decode_rows(rows: UInt8[Tensor, "*batch row"], k: int, dtype: torch.dtype) -> Float32[Tensor, "*batch k"]:
     """Returns the values of the bytes of rows.
 
     Args:
-        rows: rows from `coded_rows`.
+        rows: rows from `encode_rows`.
         k: the head dim.
-        dtype: see `coded_rows`.
+        dtype: see `encode_rows`.
     """
     scale = rows[..., -4:].contiguous().view(torch.float32)
     return rows[..., :k].contiguous().view(dtype).float() * scale
 
 
-def as_rows(cache: Shaped[Tensor, "*batch row"]) -> Shaped[Tensor, "*batch row"]:
+def view_rows(cache: Shaped[Tensor, "*batch row"]) -> Shaped[Tensor, "*batch row"]:
     """Returns a cache of codes as bytes, as a view."""
     return cache.view(torch.uint8) if cache.dtype in LARGEST else cache
 
@@ -308,17 +308,17 @@ def _attend_by_torch(
     slope, sink = (None if x is None else x.view(G, H // G) for x in (slopes, sinks))
     block = cache.shape[3]
     places = find_slots(block, slots, positions, sequences, tables, window, tree)
-    by_place, q = as_rows(cache), q.view(T, G, H // G, K)
+    by_place, q = view_rows(cache), q.view(T, G, H // G, K)
     state = _start_state(q, sink)
     for begin in range(0, places.shape[1], TILE):
         at = places[:, begin : begin + TILE]
         slot = at.clamp(min=0)
         rows = by_place[slot // block, :, :, slot % block]
-        kv_TN2GK = decoded_rows(rows, K, cache.dtype) if cache.dtype in LARGEST else rows.to(q.dtype)
+        kv_TN2GK = decode_rows(rows, K, cache.dtype) if cache.dtype in LARGEST else rows.to(q.dtype)
         x = _compute_scores(q, kv_TN2GK[:, :, 0], scale, softcap)
         if slope is not None:
             p = torch.arange(begin, begin + TILE, device=q.device)
-            x = fused(-slope[..., None], (positions[:, None] - p).to(q.dtype)[:, None, None], x)
+            x = multiply_add(-slope[..., None], (positions[:, None] - p).to(q.dtype)[:, None, None], x)
         state = _add_tile(state, x, kv_TN2GK[:, :, 1], at >= 0)
     most, lanes, y = state
     total = sum_halves(lanes)
@@ -332,9 +332,9 @@ def write_cache(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
     last = order.new_full((cache.shape[0] * cache.shape[3],), -1).scatter_reduce(0, index, order, "amax")
     kept = last[index] == order
     rows = torch.stack([k, v], 1)[kept]
-    rows = coded_rows(rows, cache.dtype) if cache.dtype in LARGEST else rows.to(cache.dtype)
+    rows = encode_rows(rows, cache.dtype) if cache.dtype in LARGEST else rows.to(cache.dtype)
     block = cache.shape[3]
-    as_rows(cache)[index[kept] // block, :, :, index[kept] % block] = rows
+    view_rows(cache)[index[kept] // block, :, :, index[kept] % block] = rows
 
 
 def find_slots(
@@ -375,7 +375,7 @@ def _compute_scores(q: Tensor, k_TNGK: Tensor, scale: float, softcap: float | No
     k = torch.nn.functional.pad(k_TNGK, pad).unflatten(-1, (-1, LANES)).movedim(1, 2)[:, :, None]
     total = q.new_zeros(*q.shape[:3], k.shape[3], LANES)
     for j in range(q.shape[-2]):
-        total = fused(q[..., j, :], k[..., j, :], total)
+        total = multiply_add(q[..., j, :], k[..., j, :], total)
     x = sum_halves(total)
     if softcap is None:
         return x * x.new_tensor(scale)
@@ -394,9 +394,13 @@ def _add_tile(
     weights, factor = exponential(x - shift[..., None]), exponential(most - shift)[..., None]
     values = torch.zeros_like(y)
     for n in range(TILE):
-        more = fused(weights[..., n, None], v_TNGK[:, n, :, None], values)
+        more = multiply_add(weights[..., n, None], v_TNGK[:, n, :, None], values)
         values = torch.where(seen[:, n, None, None, None], more, values)
-    fresh = new, fused(lanes, factor, weights[..., :LANES] + weights[..., LANES:]), fused(y, factor, values)
+    fresh = (
+        new,
+        multiply_add(lanes, factor, weights[..., :LANES] + weights[..., LANES:]),
+        multiply_add(y, factor, values),
+    )
     any_seen = seen.any(1)[:, None, None]
     return (
         torch.where(any_seen, fresh[0], most),
@@ -408,7 +412,7 @@ def _add_tile(
 def tanh(x: Tensor) -> Tensor:
     """Returns the hyperbolic tangent: a polynomial near 0, else by e^(-2 |x|)."""
     square, e = x * x, exponential(-2 * x.abs())
-    near = _wide_near(x, square) if x.dtype == torch.float64 else fused(polynomial(TANH, square) * square, x, x)
+    near = _wide_near(x, square) if x.dtype == torch.float64 else multiply_add(polynomial(TANH, square) * square, x, x)
     return torch.where(x.abs() < SMALL, near, torch.copysign((1 - e) / (1 + e), x))
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._ragged_attention import LARGEST, TILE, as_rows, check_plan, find_slots, write_cache
+from ._ragged_attention import LARGEST, TILE, check_plan, find_slots, view_rows, write_cache
 from ._triton import added, greatest, launch
 
 
@@ -29,10 +29,10 @@ def ragged_attention(
     given = (None if x is None else x.contiguous() for x in (slopes, sinks))
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
     # Codes are bytes, and scales the last of each row's float32 numbers.
-    scales = as_rows(cache).view(torch.float32) if cache.dtype in LARGEST else None
+    scales = view_rows(cache).view(torch.float32) if cache.dtype in LARGEST else None
     args = (
         q.contiguous(),
-        as_rows(cache),
+        view_rows(cache),
         scales,
         places,
         positions,

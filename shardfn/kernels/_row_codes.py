@@ -192,7 +192,7 @@ def unpack_rows(packed: Tensor, num: int, k: int) -> Float[Tensor, "num k"]:
     return value.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[:num, :k]
 
 
-def packed_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[Tensor, "*batch k"]:
+def take_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[Tensor, "*batch k"]:
     """Returns some rows of a packed weight, as of a table of embeddings. Indices are from 0 to num - 1.
 
     Args:
@@ -205,7 +205,7 @@ def packed_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[T
 
     Example:
         >>> packed = pack_blocks(code_blocks(torch.arange(64.0).view(2, 32), "int8"), 32)
-        >>> packed_rows(packed, torch.tensor([1, 1]), 32).shape
+        >>> take_rows(packed, torch.tensor([1, 1]), 32).shape
         torch.Size([2, 32])
     """
     panel, lane = index // PANEL, index % PANEL

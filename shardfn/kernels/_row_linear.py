@@ -13,7 +13,7 @@ from torch import Tensor
 from ._arguments import check_dtype, check_shape
 from ._build import function
 from ._chain import KernelCall, are_dense
-from ._exponential import fused
+from ._exponential import multiply_add
 from ._num_threads import threads_for
 from ._op import EXACT, KernelOp
 from ._row_codes import GROUP, PANEL, Codes, code_blocks, kind_of, pack_blocks, packed_shape, unpack_rows
@@ -169,9 +169,9 @@ def compute_rows(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor 
     for i in range(chunks):
         total = x.new_zeros(x.shape[0], num)
         for j in range(i * k // chunks, (i + 1) * k // chunks):
-            total = fused(x[:, j, None], weight[:, j], total)
+            total = multiply_add(x[:, j, None], weight[:, j], total)
         chains.append(total)
-    out = joined(chains)
+    out = sum_chunks(chains)
     return out if bias is None else out + bias
 
 
@@ -190,7 +190,7 @@ def compute_layers(
     return [compute(rows, w.contiguous(), n, chunks, bias).view(*x.shape[:-1], n) for w, n, bias in layers]
 
 
-def joined(chains: Sequence[Tensor]) -> Tensor:
+def sum_chunks(chains: Sequence[Tensor]) -> Tensor:
     """Returns the chains of chunks, added by a binary tree.
 
     Neighbours come first, and the last remaining nodes from the end. For example 5 chains a to e make ((a + b) + (c +
@@ -203,7 +203,7 @@ def joined(chains: Sequence[Tensor]) -> Tensor:
 
     Example:
         >>> import torch
-        >>> joined([torch.tensor(float(x)) for x in (1, 2, 3)])  # (1 + 2) + 3
+        >>> sum_chunks([torch.tensor(float(x)) for x in (1, 2, 3)])  # (1 + 2) + 3
         tensor(6.)
     """
     nodes: list[tuple[int, Tensor]] = []

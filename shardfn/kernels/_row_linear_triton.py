@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._row_codes import GROUP, PANEL, kind_of
-from ._row_linear import compute_layers, joined
+from ._row_linear import compute_layers, sum_chunks
 from ._triton import ceil, launch
 
 ROWS = 16
@@ -31,7 +31,7 @@ def _compute_rows(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor
         views = packed, packed.view(torch.float16)
         code = {"BITS": 8 if kind == "int8" else 4, "GROUP": GROUP, "RECORD": packed.shape[2]}
         launch(_coded_chain, chunks * panels * tiles, x.device, x, *views, parts, *sizes, ROWS=ROWS, N=PANEL, **code)
-    out = joined(list(parts[..., :num].unbind()))
+    out = sum_chunks(list(parts[..., :num].unbind()))
     return out.clone() if bias is None else out + bias
 
 

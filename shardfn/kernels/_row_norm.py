@@ -11,7 +11,7 @@ from torch import Tensor
 from ._arguments import check_dtype, check_shape
 from ._build import function
 from ._chain import Arguments, KernelCall, addresses, are_dense
-from ._exponential import fused
+from ._exponential import multiply_add
 from ._num_threads import threads_for
 from ._op import EXACT, KernelOp
 from ._sums import sum_halves
@@ -74,7 +74,7 @@ def _norm_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, c
     # Numpy's roots are the numbers next to the true roots, but torch's not always.
     root = torch.from_numpy(np.sqrt(square.double().cpu().numpy())).to(square)
     y = c * (1 / root)[:, None]
-    y = y * weight if bias is None else fused(y, weight.expand_as(y), bias.expand_as(y))
+    y = y * weight if bias is None else multiply_add(y, weight.expand_as(y), bias.expand_as(y))
     return y.view(shape)
 
 
@@ -90,7 +90,7 @@ def _sum_squares(x: Tensor) -> Tensor:
     """Returns the sums of the lanes' squares, [r, 64]."""
     total = x.new_zeros(x.shape[0], LANES)
     for part in _split_parts(x):
-        total = fused(part, part, total)
+        total = multiply_add(part, part, total)
     return total
 
 

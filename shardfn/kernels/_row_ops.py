@@ -73,7 +73,7 @@ def _keep_inputs(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.rest = [x for x in inputs if not isinstance(x, Tensor)]
 
 
-def _copied_backward(ctx: Any, g: Tensor) -> Any:
+def _copy_backward(ctx: Any, g: Tensor) -> Any:
     _, index, back = ctx.saved_tensors
     return COPIED_ROWS(g, back, index), None, None
 
@@ -93,7 +93,7 @@ def _multiply_backward(ctx: Any, g: Tensor) -> Any:
 
 
 for _kernel, _backward in (
-    (COPIED_ROWS, _copied_backward),
+    (COPIED_ROWS, _copy_backward),
     (COMBINED_ROWS, _combine_backward),
     (MULTIPLIED_ROWS, _multiply_backward),
 ):

@@ -12,7 +12,7 @@ from jaxtyping import Float, Float32, UInt8
 from torch import Tensor
 
 from ._arguments import check_bytes, check_dtype, check_shape, check_written
-from ._build import call, total
+from ._build import call, sum_lanes
 from ._op import FLOATS, KernelOp
 from ._sums import LANES, SPAN, cut_spans, root_mean, sum_squares
 
@@ -327,14 +327,14 @@ def _add_input(x: Tensor, y: Tensor, start: int) -> float:
     for lo, hi in cut_spans(c, c if x.dtype == torch.float32 else SPAN):
         more = x[start + lo : start + hi].float()
         call("add_squares", more, more.numel(), y[lo:], hi - lo, lanes[lo // SPAN :])
-    return float(root_mean(total(lanes), c))
+    return float(root_mean(sum_lanes(lanes), c))
 
 
 def _average_natively(bits: Tensor, scale: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
     k, b = bits.shape
     lanes = torch.zeros(-(-8 * b // SPAN), LANES, dtype=torch.float64)
     call("add_mean", bits, k, b, np.stack([_table_of(s) for s in scale.tolist()]), error, lanes)
-    root, packed = root_mean(total(lanes), 8 * b), torch.empty(b, dtype=torch.uint8)
+    root, packed = root_mean(sum_lanes(lanes), 8 * b), torch.empty(b, dtype=torch.uint8)
     call("subtract_signs", error, 8 * b, float(root), packed)
     return packed, root.reshape(1)
 

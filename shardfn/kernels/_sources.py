@@ -105,12 +105,12 @@ def file_of(source: str, generation: int, *more: str) -> str:
 
 def digest(source: pathlib.Path, flags: tuple[str, ...], *more: str) -> str:
     """Returns a digest of a source with its included files, flags, and more."""
-    texts = [path.read_text() for path in included(source)]
+    texts = [path.read_text() for path in list_included(source)]
     return hashlib.sha256("\0".join([*texts, *flags, *more]).encode()).hexdigest()[:16]
 
 
 @functools.cache
-def included(source: pathlib.Path) -> list[pathlib.Path]:
+def list_included(source: pathlib.Path) -> list[pathlib.Path]:
     """Returns a source, and the files of the package that the source includes, directly or not."""
     found = [source.resolve()]
     for path in found:  # grows while the loop runs

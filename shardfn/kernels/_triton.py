@@ -93,7 +93,7 @@ def decode(codes, column, mask, BITS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def fused(a, b: tl.constexpr, c: tl.constexpr):
+def multiply_add(a, b: tl.constexpr, c: tl.constexpr):
     """Returns the sum a b + c of a tensor and two numbers, rounded once."""
     return tl.fma(a, tl.full(a.shape, b, tl.float32), tl.full(a.shape, c, tl.float32))
 
@@ -102,10 +102,10 @@ def fused(a, b: tl.constexpr, c: tl.constexpr):
 @no_type_check
 def exponential(x):
     """Returns e^x of x <= 0, as in `_exponential.py`."""
-    n = fused(x, 1.4426950408889634, 12582912.0) - 12582912.0
+    n = multiply_add(x, 1.4426950408889634, 12582912.0) - 12582912.0
     r = tl.fma(n, tl.full(x.shape, -0.693147182464599609375, tl.float32), x)
     r = tl.fma(n, tl.full(x.shape, 1.904654299957768e-09, tl.float32), r)
-    y = fused(r, 1.9875691500e-4, 1.3981999507e-3)
+    y = multiply_add(r, 1.9875691500e-4, 1.3981999507e-3)
     y = tl.fma(y, r, tl.full(x.shape, 8.3334519073e-3, tl.float32))
     y = tl.fma(y, r, tl.full(x.shape, 4.1665795894e-2, tl.float32))
     y = tl.fma(y, r, tl.full(x.shape, 1.6666665459e-1, tl.float32))

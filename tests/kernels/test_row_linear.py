@@ -47,7 +47,7 @@ def test_the_fused_sum_is_that_of_the_c_library() -> None:
     # Sums that nearly cancel, ties, subnormal results, infinities.
     c = torch.cat([-(a * b)[:2000], torch.randn(1990, generator=draw), torch.tensor([math.inf, -math.inf] * 5)])
     want = torch.tensor([library.fmaf(*map(float, x)) for x in zip(a, b, c, strict=True)])
-    got = _row_linear.fused(a, b, c)
+    got = _row_linear.multiply_add(a, b, c)
     assert torch.equal(got.view(torch.int32)[got == got], want.view(torch.int32)[want == want])
     assert torch.equal(got.isnan(), want.isnan())
 
@@ -120,7 +120,7 @@ def test_ranks_that_hold_chunks_add_the_nodes_of_one_tree(ranks: int, chunks: in
     parts = [
         _own(x[:, r * each : (r + 1) * each], weight[:, r * each : (r + 1) * each], chunks=size) for r in range(ranks)
     ]
-    assert torch.equal(_row_linear.joined(parts) + bias, _own(x, weight, bias, chunks=chunks))
+    assert torch.equal(_row_linear.sum_chunks(parts) + bias, _own(x, weight, bias, chunks=chunks))
 
 
 def test_values_that_are_not_finite(generation: int) -> None:
