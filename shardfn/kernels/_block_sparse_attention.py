@@ -76,8 +76,8 @@ class Given(NamedTuple):
     """Parts of a pair's score in addition to q k. None for a field leaves the part out.
 
     Attributes:
-        ids_q: with ids_k: only pairs of the same number count, [B, T].
-        ids_k: [B, S].
+        ids_q: numbers of queries [B, T]. With ids_k only pairs of the same number count.
+        ids_k: numbers of keys, [B, S].
         added: numbers added to the scores, [B or 1, H or 1, T or 1, S or 1]. -inf leaves a pair out.
         table: added by distance: at s - t + T - 1 for query t and key s, [H or 1, T + S - 1].
         dropped: the dropout of probabilities.
@@ -116,7 +116,7 @@ def block_sparse_attention(
         tiles: computed tiles, of a single layout for all heads, or of H layouts.
         given: the other parts of scores.
         block: queries, and keys, of a tile.
-        scale: of q k.
+        scale: factor of q k.
 
     Returns:
         y, of the dtype of q, and lse, fp32 or fp64.
@@ -164,7 +164,7 @@ def block_sparse_attention_backward(
         tiles: tiles as in the forward, like the following.
         given: the other parts of scores.
         block: queries, and keys, of a tile.
-        scale: of q k.
+        scale: factor of q k.
 
     Returns:
         dq, dk and dv, of the shapes and dtype of q, k and v.

@@ -62,7 +62,7 @@ def call_of(op: Any, arguments: Sequence[Any], results: Any) -> KernelCall | Non
     """Returns the call of an op on a CPU, from the shapes, strides and dtypes of its tensors, or None for other ops.
 
     Args:
-        op: of torch.
+        op: op of torch.
         arguments: arguments by position.
         results: tensor that the op returns, or the list of tensors.
 

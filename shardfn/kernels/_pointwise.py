@@ -108,7 +108,7 @@ def gated_silu_gradient(x: Float[Tensor, "*rows i"], dy: Float[Tensor, "*rows f"
     again.
 
     Args:
-        x: of any floating-point dtype, I = 2 F.
+        x: rows of any floating-point dtype, I = 2 F.
         dy: the gradient of the product, in the dtype of `x`.
 
     Raises:

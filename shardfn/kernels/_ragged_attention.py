@@ -89,7 +89,7 @@ def ragged_attention(
             contiguous, and written in place. Keys and values are rounded to the cache's dtype before the read, also for
             the token itself. Of tokens with the same slot the last is kept. A row has K elements. int8 and float8 are
             codes with a scale for each row, of `cache_row(K, dtype)` elements.
-        slots: where each token is written, int32.
+        slots: place in the cache for each token, int32.
         positions: position of each token in the sequence, int32.
         sequences: the row of `tables` for each token, int32.
         tables: blocks of each sequence, int32. Unread entries may have any value.

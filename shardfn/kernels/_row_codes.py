@@ -78,7 +78,7 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
     """Returns blocks of codes in the order in which `row_linear` reads blocks. Values do not change.
 
     Args:
-        blocks: of GGUF's Q8_0 or Q4_1, the rows of a weight [n, k], as from `code_blocks`.
+        blocks: blocks of GGUF's Q8_0 or Q4_1, the rows of a weight [n, k], as from `code_blocks`.
         k: elements of a row, a multiple of 32.
 
     Returns:

@@ -115,7 +115,7 @@ def row_linears(
     different dtypes and codes.
 
     Args:
-        x: as of `row_linear`.
+        x: input as of `row_linear`.
         packed: the weights.
         nums: outputs of each.
         chunks: chunks of k, in all layers.
