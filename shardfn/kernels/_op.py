@@ -293,7 +293,13 @@ def without_dispatch(op: Any) -> Callable[..., Any] | None:
         True
     """
     kernel = kernel_of(op) if isinstance(op, OpOverload) else None
-    return None if kernel is None else kernel.run
+    return None if kernel is None else _bind_run(kernel)
+
+
+@functools.cache
+def _bind_run(kernel: KernelOp) -> Callable[..., Any]:
+    """Returns the same function at each call, so that emitted code names the function once."""
+    return kernel.run
 
 
 def scratch_bytes(op: Any, args: Sequence[Any]) -> int:

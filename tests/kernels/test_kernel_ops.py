@@ -254,6 +254,7 @@ def test_a_record_is_whole(name: str) -> None:
         assert set(given.linear) <= set(range(len(ins)))
         kept = {label for term in outs for label in term} - {"."}
         assert kept <= {label for term in ins for label in term}
+    assert kernels.without_dispatch(kernel.op.default) is kernels.without_dispatch(kernel.op.default) is not None
     assert not kernel.in_place or kernels.KERNELS[kernel.in_place].op.default._schema.is_mutable
 
 
