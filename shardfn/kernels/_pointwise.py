@@ -29,7 +29,7 @@ def gated_silu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> 
     """Returns `gate / (1 + e^-gate) * up`, each element by the same fixed expression.
 
     Torch's silu rounds the last elements of a thread's range otherwise than the rest, so torch's bits depend on the
-    number of rows. For a derivative take `nn.swiglu` with `nn.ExactWeight`s.
+    number of rows. For a derivative take `nn.swiglu` with `nn.BatchInvariantWeight`s.
 
     Args:
         gate: the argument of silu, float32 or float64.
@@ -54,7 +54,7 @@ def gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Returns GELU in GPT-2's form with tanh, as `x / (1 + e^-a)`, a = x (c + 0.044715 c x^2), c = 2 sqrt(2 / pi).
 
     Each element is the same fixed expression, equal to x (1 + tanh(a / 2)) / 2. For a derivative take `nn.mlp` with
-    `nn.ExactWeight`s.
+    `nn.BatchInvariantWeight`s.
 
     Args:
         x: float32 or float64, any shape.
@@ -286,7 +286,7 @@ def _define(
     )
 
 
-_REMEDY = "use nn.{} with nn.ExactWeight.of(weight, chunks), or detach its arguments."
+_REMEDY = "use nn.{} with nn.BatchInvariantWeight.of(weight, chunks), or detach its arguments."
 GATED_SILU, GELU = (
     _define(
         schema,
