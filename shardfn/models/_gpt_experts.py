@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from shardfn.collectives import all_gather_invariant, axis_size, psum, pvary, take_own_block
@@ -132,7 +133,7 @@ def by_layer(config: Config, chosen_BTmk: Tensor, tokens_BT: Tensor) -> Tensor:
             f" {has}, so chosen must be {'None' if config.experts is None else wanted}: the routes of an engine of this"
             " config."
         )
-    return chosen_BTmk.permute(2, 0, 1, 3)
+    return rearrange(chosen_BTmk, "b t m k -> m b t k")
 
 
 def check_bias(config: Config, bias_mE: Tensor | Sequence[Tensor] | None) -> None:

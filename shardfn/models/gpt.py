@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
@@ -136,7 +137,8 @@ def choices(
         raise ValueError(
             "choices: the config has experts=None, so tokens choose none. Give it models.moe.Experts(...)."
         )
-    return seen.experts.unflatten(1, tokens_BT.shape).permute(1, 2, 0, 3)
+    B, T = tokens_BT.shape
+    return rearrange(seen.experts, "m (b t) k -> b t m k", b=B, t=T)
 
 
 def loss(
