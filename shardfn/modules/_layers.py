@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from shardfn.core import Ambient, named_modules, named_parameters, raise_all
 
-from ._absent import NeedsValue, is_absent
+from ._draws import Draws
 from ._layer_kinds import LayerKinds
-from ._layers_run import Ended, LayerSpan, LayersRun, RunAgain
-from ._module_draws import Draws
+from ._partial_forward import Ended, LayerSpan, NeedsValue, PartialForward, RunAgain, is_placeholder
 
 _SPAN = Ambient[LayerSpan]("layers of a module on this rank", by_thread=True)
 
@@ -152,7 +151,7 @@ class LayeredFunction:
                 continue
             if not span.calls:
                 raise ValueError(f"the loss does not call the module, whose layers {self.path!r} are on several ranks.")
-            if not is_absent(out):
+            if not is_placeholder(out):
                 return out
             self._require_params("the loss depends on it" if span.ends else "a layer's first argument depends on it")
 
@@ -208,7 +207,7 @@ class LayeredFunction:
         except ValueError as error:
             hint = "; a loss of blocks of layers is for pipeline_module" if whole else ""
             raise ValueError(f"{error}{hint}.") from None
-        run = LayersRun(self, span, draws, forward)
+        run = PartialForward(self, span, draws, forward)
         return self._function.run(draws, flat, None, args, kwargs, run.call)[0]
 
 

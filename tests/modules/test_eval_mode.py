@@ -142,7 +142,7 @@ def test_statistics_from_before_training_are_announced() -> None:
     state, _ = step(step.init(params, model_state=buffers), X)
     with pytest.warns(UserWarning, match=r"buffers of its own, 1\.running_mean, 1\.running_var, 1\.num_batches"):
         step.evaluate(state, [X], metrics=lambda p, s, x: {"square": predict(p, x).square().mean()})
-    with pytest.warns(UserWarning, match=r"Give it these: predict\(params \| model_state, batch\)"):
+    with pytest.warns(UserWarning, match=r"Pass the buffers of the state: predict\(params \| model_state, batch\)"):
         step.apply(predict, state, X)
     want = step.evaluate(state, [X])["loss"]
     with warnings.catch_warnings():

@@ -1,6 +1,9 @@
-"""Checks of `from_module` for features that a step cannot train."""
+"""Checks of modules for features that a step cannot train, and checks of each call."""
 
-from collections.abc import Iterator
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -8,7 +11,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shardfn._torch import caches_parametrizations
-from shardfn.core import named_buffers, named_modules, named_parameters, raise_all
+from shardfn.core import (
+    Ambient,
+    PyTree,
+    named_buffers,
+    named_modules,
+    named_parameters,
+    raise_all,
+    tree_entries,
+    tree_leaves,
+)
+
+from ._call import ModuleCall, Replacement
 
 HOOKS = (
     "a step keeps parameters elsewhere, and a rank's gradient is a part of the mean; remove the hook, and change the"
@@ -75,17 +89,25 @@ def _describe_value(x: Any) -> str:
     return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
-def check_cache() -> None:
-    """Refuses to run a module while parametrizations are cached from other parameters.
+class CallChecks(Replacement):
+    """Checks of each call, without a replacement."""
 
-    Raises:
-        ValueError: `torch.nn.utils.parametrize.cached()` is active.
-    """
-    if caches_parametrizations():
-        raise ValueError(
-            "torch.nn.utils.parametrize.cached() around a call of a module would hand it results of other parameters;"
-            " leave it out, or use it inside the module's forward."
-        )
+    order = 0
+
+    def check(self, call: ModuleCall) -> None:
+        """Refuses cached parametrizations, and warns of buffers and balance losses that are not the step's.
+
+        Raises:
+            ValueError: `torch.nn.utils.parametrize.cached()` is active.
+        """
+        if caches_parametrizations():
+            raise ValueError(
+                "torch.nn.utils.parametrize.cached() must not be active around a call of a module, since the results"
+                " in the cache are of other parameters. Remove it, or use it inside the module's forward."
+            )
+        _warn_of_requested_balance(call.module, call.kwargs)
+        if call.state is None:
+            _warn_of_module_buffers(call)
 
 
 def _lazy_problems(module: nn.Module) -> Iterator[str]:
@@ -131,3 +153,82 @@ def _shared_memory_problems(module: nn.Module) -> Iterator[str]:
                 f"{name} shares the memory of {other} but is another tensor; assign the parameter itself to tie them,"
                 f" or give {name} a memory of its own: clone()"
             )
+
+
+_COEFFICIENT = re.compile(r"aux_loss_coef|z_loss_coef|moe_loss_weight")
+
+
+def warn_of_configured_balance(module: nn.Module) -> None:
+    """Warns of a module with a balance loss by configuration."""
+    for config in _list_configs(module):
+        if getattr(config, "output_router_logits", False):
+            _warn_balance(config)
+            return
+
+
+def _warn_of_requested_balance(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Warns of a balance loss by a call's arguments, without the configuration."""
+    if kwargs.get("output_router_logits"):
+        configs = list(_list_configs(module))
+        if configs and not any(getattr(config, "output_router_logits", False) for config in configs):
+            _warn_balance(configs[0])
+
+
+def _list_configs(module: nn.Module) -> Iterator[Any]:
+    found: dict[int, Any] = {}
+    for _, sub in named_modules(module):
+        config: Any = getattr(sub, "config", None)
+        for one in (config, getattr(config, "text_config", None), getattr(config, "ffn_config", None)):
+            found.setdefault(id(one), one)
+    yield from (x for x in found.values() if x is not None and any(_loss_coefficients(x)))
+
+
+def _loss_coefficients(config: Any) -> dict[str, float]:
+    named = vars(config) if hasattr(config, "__dict__") else {}
+    return {k: v for k, v in named.items() if _COEFFICIENT.search(k) and isinstance(v, float) and v}
+
+
+def _warn_balance(config: Any) -> None:
+    pairs = ", ".join(f"{name}={value}" for name, value in _loss_coefficients(config).items())
+    warnings.warn(
+        f"output_router_logits=True has the module add a balance loss of its own ({pairs}), computed over the rows of a"
+        " call: over several ranks or microbatches a step takes the mean of these losses, which is not that of the"
+        " global batch. Set output_router_logits=False and add a balance loss over all rows to the loss, or accept the"
+        " difference.",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+_KEPT = Ambient[Mapping[Any, tuple[int, ...]]]("buffers of the model state", by_thread=True)
+
+
+def beside_model_state(model_state: PyTree) -> AbstractContextManager[Any]:
+    """Warns of modules that run with the module's buffers while the context is open.
+
+    The state of the step has other values. For example, a copy of a module in eval mode, made by
+    `from_module(copy.deepcopy(module).eval())`, has the statistics from before training.
+
+    Args:
+        model_state: model state of the step. A leaf of a dict may be the buffer of the same name.
+    """
+    pairs = zip(tree_entries(model_state), tree_leaves(model_state), strict=True)
+    return _KEPT.bound({entries[-1]: tuple(x.shape) for entries, x in pairs if entries})
+
+
+def _warn_of_module_buffers(call: ModuleCall) -> None:
+    """Warns if a module runs with the module's values of buffers in the model state."""
+    module, parts, given = call.module, call.parts, call.given
+    kept = _KEPT.innermost()
+    if not kept:
+        return
+    own = {name: slot.owner._buffers[slot.name] for name, slot in parts.buffers.items() if name not in given.buffers}
+    stale = [name for name, x in own.items() if x is not None and kept.get(name) == tuple(x.shape)]
+    if stale:
+        warnings.warn(
+            f"this {type(module).__name__} runs with buffers of its own, {', '.join(stale)}, which are not the"
+            " buffers that training has left in the model state. Pass the buffers of the state:"
+            " predict(params | model_state, batch), where evaluate(metrics=) passes both, metrics(params, model_state,"
+            " batch).",
+            stacklevel=4,
+        )

@@ -11,7 +11,7 @@ from shardfn import P, make_mesh, shard_map
 from shardfn.collectives import take_own_block
 from shardfn.kernels import pack_rows
 from shardfn.modules import ExactRows, PackedWeight, RowEdge, WeightUses
-from shardfn.modules._module_rows import grouped_rows
+from shardfn.modules._batch_invariant import grouped_rows
 from shardfn.testing import RTOL, distributed
 
 WIDTH = 37

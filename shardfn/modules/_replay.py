@@ -19,12 +19,13 @@ from torch.overrides import TorchFunctionMode
 from shardfn.core import named_modules
 from shardfn.nn import moe
 
-from ._expert_table import experts_in
+from ._call import Forwards, ModuleRun, Replacement
+from ._experts import experts_in
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
-class ModuleReplay:
+class ModuleReplay(Replacement):
     """Choices of all tokens of a call.
 
     Args:
@@ -35,6 +36,8 @@ class ModuleReplay:
         TypeError: `chosen` has no integers.
         ValueError: no layer of the module has experts of transformers' table, or `chosen` has another number of layers.
     """
+
+    order = 80
 
     def __init__(self, module: nn.Module, chosen: Int[Tensor, "*tokens m k"]) -> None:
         name, found = type(module).__name__, experts_in(module)
@@ -57,8 +60,9 @@ class ModuleReplay:
             for own_Sk, (path, experts) in zip(chosen_mSk, found.items(), strict=True)
         ]
 
-    def forwards(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    def forwards(self, run: ModuleRun) -> Forwards:
         """Returns forwards of the layers with experts, which take the given experts."""
+        del run
         return [(layer, _replay_choices(layer.forward, own)) for layer, own in self._layers]
 
 

@@ -218,38 +218,6 @@ def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def shadowed(forwards: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
-    """Lets submodules run other forwards for a while."""
-    before = [(sub, sub.__dict__.get("forward")) for sub, _ in forwards]
-    try:
-        for sub, forward in forwards:
-            sub.__dict__["forward"] = forward
-        yield
-    finally:
-        for sub, forward in before:
-            if forward is None:
-                sub.__dict__.pop("forward", None)
-            else:
-                sub.__dict__["forward"] = forward
-
-
-@contextlib.contextmanager
-def in_eval_mode(parts: ModuleParts) -> Iterator[None]:
-    """Sets all submodules to eval mode for a while.
-
-    The method `train` is not called, since a module may override `train`, for example to merge weights.
-    """
-    before = [sub for _, sub in parts.unique if sub.training]
-    for sub in before:
-        sub.training = False
-    try:
-        yield
-    finally:
-        for sub in before:
-            sub.training = True
-
-
-@contextlib.contextmanager
 def one_thread(module: nn.Module, caller: int) -> Iterator[None]:
     """Refuses to run a module in two threads at a time: a module has a single place for each tensor.
 

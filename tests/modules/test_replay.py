@@ -7,7 +7,7 @@ import torch
 
 import shardfn as sf
 from shardfn.nn import moe
-from tests.modules.test_module_experts import BATCHES, KINDS, captured, model_of
+from tests.modules.test_experts import BATCHES, KINDS, captured, model_of
 
 TOKENS = BATCHES[0]["tokens"]
 SHAPE = (*TOKENS.shape, 1, 2)

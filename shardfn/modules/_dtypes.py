@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardfn.core import Ambient, tree_leaves, tree_map
 
-from ._module_parts import ModuleParts
+from ._call import Forwards, ModuleCall, ModuleRun, Replacement
+from ._given_tensors import GivenTensors, ModuleParts
 
 _COMPUTE = Ambient[tuple[torch.dtype | None]]("dtype in which the loss computes", by_thread=True)
 # (own dtype, dtype of the given parameter) -> number of elements.
@@ -37,13 +38,55 @@ def computing_in(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     return _COMPUTE.bound((dtype,))
 
 
-def compute_dtype() -> torch.dtype | None:
-    """Returns the dtype set by `computing_in`, or None if unknown."""
-    bound = _COMPUTE.innermost()
-    return bound[0] if bound else None
+class ParamDtypes(Replacement):
+    """Lets a module compute in the dtypes of the given parameters.
+
+    Args:
+        keep: patterns. A buffer keeps the dtype if `re.search` finds a pattern in the name.
+    """
+
+    order = 40
+
+    def __init__(self, keep: Sequence[str]) -> None:
+        self._keep = tuple(keep)
+        # By the given dtypes: a module's structure does not change.
+        self._casts: dict[Any, Casts] = {}
+
+    def of_call(self, call: ModuleCall) -> "Replacement":
+        """Returns the casts of submodules for one call, and casts the buffers of the call."""
+        found = self._find_casts(call.parts, call.given)
+        call.given.buffers.update(_cast_buffers(call.parts, call.given, found, call.state or {}))
+        return _CastForwards(found)
+
+    def _find_casts(self, parts: ModuleParts, given: GivenTensors) -> Casts:
+        own = {name: _module_param(parts, name).dtype for name in given.params}
+        dtypes = {name: x.dtype for name, x in given.params.items()}
+        bound = _COMPUTE.innermost()
+        compute, key = bound[0] if bound else None, (tuple(own.items()), tuple(dtypes.values()), tuple(parts.buffers))
+        known = self._casts.get(key)
+        # Recomputation in the backward runs outside the loss: there the answer found in the forward is used.
+        if known is None or compute not in (None, known.main):
+            known = self._casts[key] = find_casts(parts, own, dtypes, self._keep, compute)
+        return known
 
 
-def casts(
+class _CastForwards(Replacement):
+    """Casts of one call: a submodule with a separate dtype casts inputs to the dtype, and results back."""
+
+    order = ParamDtypes.order
+
+    def __init__(self, casts: Casts) -> None:
+        assert casts.main is not None or not casts.apart
+        self._casts = casts
+
+    def forwards(self, run: ModuleRun) -> Forwards:
+        """Returns the forwards of the submodules with a separate dtype."""
+        modules, main = run.call.parts.modules, self._casts.main
+        unique = {id(modules[path]): (modules[path], dtype) for path, dtype in self._casts.apart.items()}
+        return [(sub, _run_in_dtype(dtype, main, sub.forward)) for sub, dtype in unique.values()]
+
+
+def find_casts(
     parts: ModuleParts,
     own: Mapping[str, torch.dtype],
     given: Mapping[str, torch.dtype],
@@ -82,18 +125,8 @@ def casts(
     return Casts(buffers, wide, main)
 
 
-def forwards(parts: ModuleParts, found: Casts) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """Returns the forwards of the submodules with a separate dtype.
-
-    Such a forward casts inputs to the dtype, and results back.
-    """
-    assert found.main is not None or not found.apart
-    unique = {id(parts.modules[path]): (parts.modules[path], dtype) for path, dtype in found.apart.items()}
-    return [(sub, _computing_in(dtype, found.main, sub.forward)) for sub, dtype in unique.values()]
-
-
-def _computing_in(dtype: torch.dtype, main: torch.dtype | None, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run_in_dtype(*args: Any, **kwargs: Any) -> Any:
+def _run_in_dtype(dtype: torch.dtype, main: torch.dtype | None, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def cast_forward(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         came = next((x.dtype for x in tensors if x.is_floating_point()), main)
         if not tensors or came is None:
@@ -101,11 +134,32 @@ def _computing_in(dtype: torch.dtype, main: torch.dtype | None, forward: Callabl
         args, kwargs = tree_map(lambda x: _cast_tensor(x, dtype), (args, kwargs))  # pyright: ignore[reportGeneralTypeIssues]
         return tree_map(lambda x: _cast_tensor(x, came), forward(*args, **kwargs))
 
-    return run_in_dtype
+    return cast_forward
 
 
 def _cast_tensor(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _module_param(parts: ModuleParts, name: str) -> Tensor:
+    slot = parts.params[name]
+    own = slot.owner._parameters[slot.name]
+    assert own is not None
+    return own
+
+
+def _cast_buffers(
+    parts: ModuleParts, given: GivenTensors, found: Casts, state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns the buffers cast to another dtype. Buffers of a state keep the dtype."""
+    out = {}
+    for name, dtype in found.buffers.items():
+        if name in state:
+            continue
+        slot = parts.buffers[name]
+        x: Any = given.buffers.get(name, slot.owner._buffers[slot.name])
+        out[name] = x.to(dtype)
+    return out
 
 
 def _list_ancestors(path: str) -> list[str]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardfn._torch import FakeTensor, is_functorch_wrapped_tensor
 
-from ._module_parts import Placed, TensorSlot
+from ._given_tensors import Placed, TensorSlot
 
 WRITES_WHOLE = frozenset({"copy_", "fill_", "zero_"})
 # The same values, perhaps elsewhere or in another dtype.

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardfn._torch import TorchDispatchMode
 from shardfn.core import Ambient
 
-from ._module_draws import Draws
+from ._draws import Draws
 
 # A module around the caller of such a function sees the call as well.
 _INSIDE = Ambient[None]("a function draws by key within itself", by_thread=True)

@@ -4,8 +4,10 @@ A forward must be a function of parameters, inputs and key, with the same meanin
 functions are refused by name, in eager steps and in captures. Dropout is drawn by the key. The rest runs unchanged.
 """
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,15 +16,42 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import parse_to
+from shardfn.collectives import axis_size, psum, pvary
 from shardfn.core import Axes
 from shardfn.leaves import LazyLeaf
 
-from ._module_buffers import Buffers, has_storage, tensors_of, writes
-from ._module_checks import BY_FREQUENCY, MAX_NORM
-from ._module_draws import Draws
-from ._module_dropouts import dropout_of
-from ._module_parts import Placed, TensorSlot
-from ._module_statistics import global_batch_norm
+from ._buffers import Buffers, has_storage, tensors_of, writes
+from ._call import ModuleRun, Replacement
+from ._checks import BY_FREQUENCY, MAX_NORM
+from ._draws import Draws
+from ._dropouts import dropout_of
+from ._given_tensors import Placed, TensorSlot
+
+
+class FunctionWatch(Replacement):
+    """Runs a forward under `ModuleMode`.
+
+    Args:
+        axis: axes along which ranks hold other rows of the batch, for a module with a state.
+    """
+
+    order = 90
+
+    def __init__(self, axis: Axes = None) -> None:
+        self._axis = axis
+
+    @contextlib.contextmanager
+    def running(self, run: ModuleRun) -> Iterator[None]:
+        """Watches functions while open. Without an error, refuses state that the forward has left in the module."""
+        mode = ModuleMode(run.placed, run.call.draws, run.state, self._axis)
+        with mode:
+            yield
+        if assigned := run.placed.assigned_params():
+            raise ValueError(
+                f"the forward of the module must not assign parameters, got {', '.join(assigned)}, which the step keeps"
+                " and trains. Give its result another name, or convert the module before from_module."
+            )
+        mode.check()
 
 
 class ModuleMode(TorchFunctionMode):
@@ -152,7 +181,7 @@ def _embed_dense(
     return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, False)
 
 
-def _embedding_bag(
+def _run_embedding_bag(
     func: Callable[..., Tensor],
     input: Tensor,
     weight: Tensor,
@@ -177,7 +206,7 @@ def _check_embedding(name: str, max_norm: float | None, scale_grad_by_freq: bool
         raise ValueError(f"{name}(scale_grad_by_freq=True) in the forward of the module: {BY_FREQUENCY}.")
 
 
-def _batch_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _refuse_batch_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     training = kwargs.get("training", args[5] if len(args) > 5 else False)
     if training:
         raise ValueError(
@@ -189,7 +218,7 @@ def _batch_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _instance_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _refuse_instance_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     at = 1 if func is F.instance_norm else 3  # torch.instance_norm has weight and bias first
     running = kwargs.get("running_mean", args[at] if len(args) > at else None)
     used = kwargs.get("use_input_stats", args[5] if len(args) > 5 else True)
@@ -201,7 +230,7 @@ def _instance_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _plain_embedding(
+def _run_plain_embedding(
     func: Any, weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, *sparse: Any
 ) -> Tensor:
     """Runs `torch.embedding`, with other arguments than torch.nn.functional's."""
@@ -210,7 +239,7 @@ def _plain_embedding(
     return func(weight, indices, padding_idx, scale_grad_by_freq, False)
 
 
-def _plain_embedding_bag(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_plain_embedding_bag(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs `torch.embedding_bag`, with other arguments than torch.nn.functional's."""
     _check_embedding("embedding_bag", None, bool(kwargs.get("scale_grad_by_freq", args[3] if len(args) > 3 else False)))
     return func(*args, **kwargs)
@@ -218,12 +247,62 @@ def _plain_embedding_bag(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.embedding: _embed_dense,
-    F.embedding_bag: _embedding_bag,
-    F.batch_norm: _batch_norm,
-    torch.batch_norm: _batch_norm,
-    F.instance_norm: _instance_norm,
-    torch.embedding: _plain_embedding,
-    torch.embedding_bag: _plain_embedding_bag,
-    torch.instance_norm: _instance_norm,
-    torch.native_batch_norm: _batch_norm,
+    F.embedding_bag: _run_embedding_bag,
+    F.batch_norm: _refuse_batch_norm,
+    torch.batch_norm: _refuse_batch_norm,
+    F.instance_norm: _refuse_instance_norm,
+    torch.embedding: _run_plain_embedding,
+    torch.embedding_bag: _run_plain_embedding_bag,
+    torch.instance_norm: _refuse_instance_norm,
+    torch.native_batch_norm: _refuse_batch_norm,
 }
+
+
+def global_batch_norm(axis: Axes) -> Callable[..., Tensor]:
+    """Returns the replacement of `batch_norm` where ranks along `axis` hold parts of the batch.
+
+    Mean and variance are over all rows, for any number of rows per rank, for example 3, 2 and 2. Gradients of mean and
+    variance are summed over ranks, since every rank's output depends on both. Sums are taken in float32 at least.
+    Running statistics keep their dtype.
+    """
+    return functools.partial(_normalize_rows, axis)
+
+
+def _normalize_rows(
+    axis: Axes,
+    func: Callable[..., Tensor],
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not training:
+        return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    count = input.numel() // max(1, input.shape[1])
+    if axis_size(axis) == 1 and count < 2:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    over = [d for d in range(x.ndim) if d != 1]
+    shape = [-1 if d == 1 else 1 for d in range(x.ndim)]
+    num = psum(torch.tensor(float(count), dtype=x.dtype, device=x.device), axis)
+    mean = psum(x.sum(over), axis) / num
+    centred = x - pvary(mean, axis).view(shape)
+    var = psum(centred.square().sum(over), axis) / num
+    _update_running(running_mean, running_var, mean.detach(), (var * (num / (num - 1).clamp(min=1))).detach(), momentum)
+    out = centred * torch.rsqrt(pvary(var, axis) + eps).view(shape)
+    for scale, op in ((weight, torch.mul), (bias, torch.add)):
+        out = out if scale is None else op(out, scale.to(x.dtype).view(shape))
+    return out.to(input.dtype)
+
+
+def _update_running(
+    mean: Tensor | None, var: Tensor | None, new_mean: Tensor, new_var: Tensor, momentum: float
+) -> None:
+    """Updates the running statistics, which are buffers of this call."""
+    for old, new in ((mean, new_mean), (var, new_var)):
+        if old is not None:
+            old.mul_(1 - momentum).add_(momentum * new.to(old.dtype))

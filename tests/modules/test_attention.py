@@ -8,7 +8,7 @@ import torch
 
 import shardfn as sf
 from shardfn import nn
-from shardfn.modules._module_windows import Windows
+from shardfn.modules._attention import Windows
 from shardfn.testing import RTOL, distributed
 
 transformers = pytest.importorskip("transformers")
@@ -209,7 +209,7 @@ def test_calls_that_no_body_computes_are_refused() -> None:
     params, apply = sf.from_module(llama(attention_dropout=0.1).train(), attention=nn.Blockwise(4))
     with pytest.raises(ValueError, match=r"dropout of attention\(p=0\.1\).*apply\.keyed"):
         apply(params, input_ids=TOKENS)
-    from shardfn.modules._module_attention import routed_attention
+    from shardfn.modules._attention import routed_attention
 
     with pytest.raises(RuntimeError, match="from_module"):
         x = torch.zeros(1, 1, 1, 1)

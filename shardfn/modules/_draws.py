@@ -17,8 +17,6 @@ from shardfn.core import fold_in, named_modules, uncompiled, uniform
 from shardfn.leaves import LazyLeaf
 from shardfn.nn import dropout, dropout_of_rows
 
-from ._module_undrawn import Undrawn
-
 KEYED = (
     "apply.keyed(key, index_B)(params, ...), with the key that sharded_step(key=) gives the loss and the global numbers"
     " of this rank's rows"
@@ -173,7 +171,7 @@ class Draws:
     def _draw_scalar(self, kwargs: dict[str, Any]) -> Any:
         """Returns a number for the whole batch, by which a forward chooses a path."""
         if self._key is None:
-            return Undrawn(KEYED)
+            return LazyRandom(KEYED)
         key, _ = self.take("rand", 0.0)
         return uniform(key, (), dtype=kwargs.get("dtype") or torch.get_default_dtype(), device=kwargs.get("device"))
 
@@ -193,3 +191,58 @@ def _is_training(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _is_scalar(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     size = kwargs.get("size", args[0] if len(args) == 1 else args)
     return isinstance(size, list | tuple) and len(size) == 0
+
+
+class LazyRandom:
+    """Uniform number in [0, 1) that cannot be drawn for lack of a key.
+
+    Models draw such a number for each layer in every configuration, and compare the number with the rate of skipped
+    layers, most often 0. A comparison with the same result for all numbers in [0, 1) gives the result, for example `x <
+    0`. Any other use is an error.
+
+    Args:
+        remedy: words for the way to give a key.
+    """
+
+    def __init__(self, remedy: str) -> None:
+        self._remedy = remedy
+
+    def __lt__(self, other: Any) -> bool:
+        return self._compare_known("<", other)
+
+    def __ge__(self, other: Any) -> bool:
+        return not self._compare_known(">=", other)
+
+    def _compare_known(self, sign: str, other: Any) -> bool:
+        """Returns whether the number is less than `other`, if equal for all numbers in [0, 1)."""
+        if isinstance(other, int | float) and not 0 < other < 1:
+            return other >= 1
+        return self._raise_undrawn(f"asks whether it {sign} {other!r}")
+
+    def __gt__(self, other: Any) -> bool:
+        return self._raise_undrawn(f"asks whether it > {other!r}")
+
+    def __le__(self, other: Any) -> bool:
+        return self._raise_undrawn(f"asks whether it <= {other!r}")
+
+    def _raise_undrawn(self, what: str) -> Any:
+        raise ValueError(
+            f"the forward of the module draws a number from torch's generator (rand) and {what}: ranks, or a"
+            f" recomputation, would get different ones. Draw by a key: {self._remedy}; or turn off the random parts"
+            " (module.eval(), or its option in the model's configuration)."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return self._raise_undrawn(f"takes its {name}")
+
+    def __bool__(self) -> bool:
+        return self._raise_undrawn("branches on it")
+
+    def __float__(self) -> float:
+        return self._raise_undrawn("takes its value")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        found = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, LazyRandom))
+        return found._raise_undrawn(f"gives it to {getattr(func, '__name__', func)}")

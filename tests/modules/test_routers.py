@@ -1,4 +1,4 @@
-"""Covers shardfn/modules/_module_routers.py: a warning of balance losses over a rank's own rows."""
+"""Covers shardfn/modules/_checks.py: a warning of balance losses over a rank's own rows."""
 
 import warnings
 from typing import Any

@@ -37,8 +37,8 @@ from shardfn.nn import (
     whole_sequence,
 )
 
-from ._module_draws import Draws
-from ._module_windows import WINDOWS, Windows, kind_of
+from ._call import ModuleCall, ModuleRun, Replacement
+from ._draws import Draws
 
 NAME = "shardfn"
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -50,7 +50,7 @@ _SEEN = ("pixel_values", "image", "video", "input_features", "input_values", "au
 
 
 @contextlib.contextmanager
-def named(configs: Iterable[Any], name: str, field: str = "_attn_implementation_internal") -> Iterator[None]:
+def name_functions(configs: Iterable[Any], name: str, field: str = "_attn_implementation_internal") -> Iterator[None]:
     """Lets configs of transformers name this attention, or another function by the function's field."""
     before = [(c, getattr(c, field)) for c in configs]
     try:
@@ -62,7 +62,7 @@ def named(configs: Iterable[Any], name: str, field: str = "_attn_implementation_
             setattr(c, field, old)
 
 
-class AttentionRoute:
+class AttentionRoute(Replacement):
     """Body that computes the attention of one module.
 
     Args:
@@ -73,6 +73,8 @@ class AttentionRoute:
         ValueError: there is no such model, or the attention of a model cannot be routed. The message lists all with
             reasons.
     """
+
+    order = 60
 
     def __init__(self, module: nn.Module, body: Body) -> None:
         self.body, towers = body, _find_towers(module)
@@ -87,12 +89,12 @@ class AttentionRoute:
         )
         _register_attention()
 
-    def of_call(self, draws: Draws) -> "RoutedCall":
+    def of_call(self, call: ModuleCall) -> Replacement:
         """Returns the routing of a call, including parts that run again in the backward."""
-        return RoutedCall(self, draws)
+        return RoutedCall(self, call.draws)
 
     @contextlib.contextmanager
-    def watched(self, hook: Any) -> Iterator[None]:
+    def hook_models(self, hook: Any) -> Iterator[None]:
         """Shows the arguments of the models' calls to `hook`."""
         handles = [m.register_forward_pre_hook(hook, with_kwargs=True, prepend=True) for m in self._models]
         try:
@@ -102,8 +104,10 @@ class AttentionRoute:
                 handle.remove()
 
 
-class RoutedCall:
+class RoutedCall(Replacement):
     """Call of a module. The documents given to the first model hold for the whole call."""
+
+    order = AttentionRoute.order
 
     def __init__(self, route: AttentionRoute, draws: Draws) -> None:
         self._route, self.body, self._draws = route, route.body, draws
@@ -116,19 +120,16 @@ class RoutedCall:
         self.attends = True
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Computes attention by the body while open."""
-        with named(self._route.configs, NAME), self._route.watched(self._call_model):
-            with _CALL.bound(self), WINDOWS.bound(self.windows):
-                yield
-
-    def check(self) -> None:
-        """Refuses a forward that has not called attention.
+    def running(self, run: ModuleRun) -> Iterator[None]:
+        """Computes attention by the body while open.
 
         Raises:
-            ValueError: attention was not called.
+            ValueError: a whole forward has not called attention.
         """
-        if self.attends and not self.num_calls:
+        with name_functions(self._route.configs, NAME), self._route.hook_models(self._call_model):
+            with _CALL.bound(self), WINDOWS.bound(self.windows):
+                yield
+        if not run.again and self.attends and not self.num_calls:
             raise ValueError(
                 f"from_module(attention={self.body}): the forward has not asked transformers for its attention, and"
                 " may have attended to this rank's tokens alone. Use a model whose attention follows its"
@@ -389,3 +390,47 @@ def _number_documents(whole_BT: Tensor) -> Tensor:
     """Returns each token's document in the whole rows: a new document begins where positions do not rise by 1."""
     steps_BT = torch.diff(whole_BT, prepend=whole_BT[:, :1] - 1, dim=-1)
     return (steps_BT != 1).cumsum(-1)
+
+
+class Windows:
+    """Windows of the masks that a call of a model has made. None is a mask without a window.
+
+    Example:
+        >>> windows = Windows()
+        >>> windows.made.add(5)
+        >>> windows.of(object(), None)
+        5
+    """
+
+    def __init__(self) -> None:
+        self.made: set[int | None] = set()
+
+    def of(self, module: Any, given: int | None) -> int | None:
+        """Returns the window of a layer: the given window, or the window of the mask.
+
+        Args:
+            module: the attention of the layer.
+            given: window in the arguments, or None.
+
+        Raises:
+            ValueError: masks have several windows.
+        """
+        kind = kind_of(module)
+        if given is not None or kind == "chunked_attention" or (None in self.made and kind != "sliding_attention"):
+            return given
+        found = sorted(w for w in self.made if w is not None)
+        if len(found) > 1:
+            raise ValueError(
+                f"{type(module).__name__} has no window of its own, and masks of the model have windows of {found}; one"
+                " window is supported there."
+            )
+        return found[0] if found else None
+
+
+def kind_of(module: Any) -> str | None:
+    """Returns the kind of a layer, as its model's config names it."""
+    kinds, at = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    return kinds[at] if kinds and at is not None else None
+
+
+WINDOWS = Ambient[Windows]("windows of a module's call", by_thread=True)

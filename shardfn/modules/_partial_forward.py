@@ -6,15 +6,16 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from shardfn._torch import pytree
-from shardfn.core import uncompiled
+from shardfn._torch import DisableTorchFunctionSubclass, disable_current_modes, pytree
+from shardfn.core import MetadataTensor, uncompiled
 
-from ._absent import AbsentTensor, NeedsValue, is_absent
-from ._module_attention import none_attends
-from ._module_draws import Draws
-from ._module_parts import ModuleParts
+from ._attention import none_attends
+from ._buffers import writes
+from ._draws import Draws
+from ._given_tensors import ModuleParts
 
 
 @dataclasses.dataclass
@@ -79,7 +80,7 @@ class Layers(Protocol):
         ...
 
 
-class LayersRun:
+class PartialForward:
     """Call of a module on a rank with some of the layers.
 
     Invariant: while `call` runs, the module's list holds placeholders, and until the call of this rank's first layer,
@@ -145,7 +146,7 @@ class LayersRun:
         self._next = number + 1
         before = number < span.start
         if before and number < self._of.num_layers - 1:
-            return self._rebuild_result(layer, args, kwargs, _absent_like(h))
+            return self._rebuild_result(layer, args, kwargs, _make_placeholder(h))
         self._give_params()
         if before:  # a last stage without layers
             out = self._rebuild_result(layer, args, kwargs, span.given)
@@ -161,7 +162,7 @@ class LayersRun:
         """Runs a layer of this rank."""
         if number == self._span.start and self._span.given is not None:
             args, kwargs = _first_argument(layer, args, kwargs)[1](self._span.given)
-        if is_absent((args, kwargs)):
+        if is_placeholder((args, kwargs)):
             raise NeedsValue(f"layer {number} is given it, besides its first argument")
         return layer(*args, **kwargs)
 
@@ -172,7 +173,7 @@ class LayersRun:
         result is assumed to be a tensor until this rank's first layer has run.
         """
         if self._of.returns is None and self._assumed is None:
-            absent, mark = pytree.tree_map_only(Tensor, _absent_like, (args, kwargs)), self._draws.mark
+            absent, mark = pytree.tree_map_only(Tensor, _make_placeholder, (args, kwargs)), self._draws.mark
             try:
                 self._record_structure(layer(*absent[0], **absent[1]))
             except (NeedsValue, Exception) as error:
@@ -201,7 +202,7 @@ class LayersRun:
             self._raise_uncuttable(
                 f"a layer returns a {type(out).__name__}, which does not begin with a tensor. {_IN_ORDER}"
             )
-        self._of.returns = [_absent_like(x) if isinstance(x, Tensor) else x for x in leaves[1:]], treedef
+        self._of.returns = [_make_placeholder(x) if isinstance(x, Tensor) else x for x in leaves[1:]], treedef
         assumed, self._assumed = self._assumed, None
         if assumed is not None and not isinstance(out, Tensor):
             raise RunAgain
@@ -210,12 +211,12 @@ class LayersRun:
         dot = f"{self._of.path}."
         for name, (owner, own) in ModuleParts.of(module).params.items():
             if not name.startswith(dot):
-                _make_absent(owner, own, self._absent)
+                _hide_param(owner, own, self._absent)
 
     def _hide_params(self, layer: nn.Module, taken: list[tuple[dict[str, Any], str, Any]]) -> None:
         """Makes the parameters of another rank's layer absent: this rank has only the initial values."""
         for owner, own in ModuleParts.of(layer).params.values():
-            _make_absent(owner, own, taken)
+            _hide_param(owner, own, taken)
 
     def _give_params(self) -> None:
         _put_back(self._absent)
@@ -264,11 +265,11 @@ def _recorded_outputs() -> list[str]:
     return sorted(name for name in found or {} if not name.startswith("_"))
 
 
-def _make_absent(owner: nn.Module, name: str, taken: list[tuple[dict[str, Any], str, Any]]) -> None:
+def _hide_param(owner: nn.Module, name: str, taken: list[tuple[dict[str, Any], str, Any]]) -> None:
     x: Any = owner._parameters[name]
-    if x is not None and type(x) is not AbsentTensor:
+    if x is not None and type(x) is not Placeholder:
         taken.append((owner._parameters, name, x))
-        owner._parameters[name] = AbsentTensor.of(x)  # pyright: ignore[reportArgumentType]
+        owner._parameters[name] = Placeholder.of(x)  # pyright: ignore[reportArgumentType]
 
 
 def _put_back(taken: list[tuple[dict[str, Any], str, Any]]) -> None:
@@ -290,5 +291,83 @@ def _first_argument(
     return kwargs[name], lambda h: (args, {**kwargs, name: h})
 
 
-def _absent_like(x: Tensor) -> Tensor:
-    return x if type(x) is AbsentTensor else AbsentTensor.of(x)
+def _make_placeholder(x: Tensor) -> Tensor:
+    return x if type(x) is Placeholder else Placeholder.of(x)
+
+
+# Other functions that need no value.
+_ANSWERED = frozenset({"requires_grad_", "__format__"})
+
+
+class NeedsValue(BaseException):
+    """Raised where the running code needs an absent value. Not an `Exception`, so no forward catches the error."""
+
+
+class Placeholder(MetadataTensor):
+    """Tensor without data, on the device of the absent value.
+
+    Raises:
+        NeedsValue: the value is needed, or written to a tensor with data.
+    """
+
+    _meta: Tensor
+
+    @staticmethod
+    def of(x: Tensor) -> "Placeholder":
+        """Returns an absent tensor with the shape and dtype of a tensor."""
+        return _wrap_meta(_make_meta(x), x.device)
+
+    @classmethod
+    def on_values(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function on tensors without data."""
+        name = getattr(func, "__name__", "")
+        if name in _ANSWERED or (name == "__get__" and func not in _VIEWS):
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        written = (args[:1] if writes(name) else (), kwargs.get("out"))
+        if any(isinstance(x, Tensor) and type(x) is not Placeholder for x in pytree.tree_leaves(written)):
+            raise NeedsValue(f"{name} writes it to a tensor")
+        device = next(x.device for x in pytree.tree_leaves((args, kwargs)) if type(x) is Placeholder)
+        try:
+            # A capture must not record the operations: the graph would run on tensors of the meta device.
+            with DisableTorchFunctionSubclass(), disable_current_modes(), torch.no_grad():
+                on_meta = pytree.tree_map(_convert_arg, (args, {k: v for k, v in kwargs.items() if k != "device"}))
+                out = func(*on_meta[0], **on_meta[1])
+        except (RuntimeError, NotImplementedError) as error:  # torch's errors for meta tensors without values
+            raise NeedsValue(f"{name}: {error}") from error
+        if writes(name):
+            return args[0]
+        return pytree.tree_map_only(Tensor, lambda x: _wrap_meta(x, device), out)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuses calls from outside of `__torch_function__`."""
+        del types, args, kwargs
+        raise NeedsValue(f"{func} takes it by another way than a function of torch")
+
+
+def is_placeholder(x: Any) -> bool:
+    """Returns whether anything in a tree is absent."""
+    for leaf in pytree.tree_leaves(x):
+        if type(leaf) is Placeholder:
+            return True
+    return False
+
+
+_VIEWS: Any = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag"))
+
+
+def _wrap_meta(meta: Tensor, device: torch.device) -> Placeholder:
+    made = Placeholder.empty(meta.shape, meta.dtype, device, meta.stride(), meta.storage_offset())
+    made._meta = meta
+    return made
+
+
+def _convert_arg(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x._meta if type(x) is Placeholder else _make_meta(x)
+    return torch.device("meta") if isinstance(x, torch.device) else x
+
+
+def _make_meta(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")

@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,19 @@ from torch import Tensor, nn
 from shardfn.core import Ambient, a_kind, did_you_mean, named_modules, named_parameters, raise_all, uncompiled
 from shardfn.nn import moe
 
-from ._expert_table import FIELD, experts_in, leaves_of
+from ._attention import (
+    OVER_TOKENS,
+    WINDOWS,
+    Windows,
+    configs_of,
+    mask_of_none,
+    models_in,
+    name_functions,
+    numbers_tokens,
+)
+from ._batch_invariant import grouped_rows
+from ._experts import FIELD, apply_experts, experts_in, leaves_of
 from ._from_module import ModuleFunction, from_module
-from ._module_attention import OVER_TOKENS, configs_of, mask_of_none, models_in, named, numbers_tokens
-from ._module_served_experts import CALL, ServedExperts, served_experts
-from ._module_windows import WINDOWS, Windows
 
 NAME = "shardfn_decoding"
 _KINDS = ("full_attention", "sliding_attention")
@@ -111,10 +120,10 @@ class DecodingFunction:
         def forward() -> Tensor:
             with (
                 mode or contextlib.nullcontext(),
-                named(self._configs, NAME),
-                named(self._of_experts, NAME, FIELD),
+                name_functions(self._configs, NAME),
+                name_functions(self._of_experts, NAME, FIELD),
                 _CALL.bound(attend),
-                CALL.bound(served),
+                _EXPERTS_CALL.bound(served),
                 WINDOWS.bound(Windows()),
             ):
                 out = self.module(
@@ -319,3 +328,33 @@ def _weight_problems(module: nn.Module, params: Mapping[str, Tensor] | None) -> 
     for name in params:
         if name not in shapes:
             yield f"params[{name!r}] is no parameter of the model.{did_you_mean(name, shapes)}"
+
+
+@dataclass(frozen=True)
+class ServedExperts:
+    """Exchange of a call's tokens with experts, and the choices.
+
+    Attributes:
+        exchange: exchange of `nn.moe`.
+        choices: choices [T, k] of each module of experts that has run, by identity.
+    """
+
+    exchange: moe.Exchange
+    choices: dict[int, Tensor] = field(default_factory=dict)
+
+
+_EXPERTS_CALL = Ambient[ServedExperts]("experts of a decoder's call", by_thread=True)
+
+
+def served_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Computes experts for transformers, [S, D], [S, k], [S, k] -> [S, D].
+
+    Raises:
+        RuntimeError: no function of `decoding` runs.
+    """
+    call = _EXPERTS_CALL.innermost()
+    if call is None:
+        raise RuntimeError("experts 'shardfn_decoding' are for modules that run by decoding(module).")
+    call.choices[id(module)] = top_k_index
+    choices = top_k_index, top_k_weights
+    return apply_experts(module, hidden_states, *choices, exchange=call.exchange, product=grouped_rows)

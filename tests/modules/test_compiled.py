@@ -1,4 +1,4 @@
-"""Covers shardfn/modules/_module_compiled.py: modules compiled by torch.compile, and their names."""
+"""Covers modules compiled by torch.compile, and their names."""
 
 import copy
 import json

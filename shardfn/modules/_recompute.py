@@ -8,7 +8,7 @@ weights after the call is refused.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,32 +16,22 @@ from torch import nn
 from shardfn._torch import unbound
 from shardfn.core import Again, Ambient, Replaced, bound_again, checkpoints_as_now
 
-_CALLS = Ambient["Running"]("calls of modules", by_thread=True)
+from ._call import ModuleCall, ModuleRun, Replacement
+
+_CALLS = Ambient[ModuleCall]("calls of modules", by_thread=True)
 
 
-@runtime_checkable
-class Running(Protocol):
-    """Call of a module in progress."""
+class Recomputation(Replacement):
+    """Lets checkpointed functions run later as parts of the call. Calls nest: the innermost is entered last."""
 
-    def again(self) -> Again:
-        """Returns a context to resume the call later, as from here."""
-        ...
+    order = 30
 
-    def converted(self, sub: nn.Module, convert: Callable[[Any], Any]) -> bool:
-        """Returns whether `sub` is a part of the module that `convert` would not change."""
-        ...
-
-    def path_of(self, sub: nn.Module) -> str | None:
-        """Returns the path of `sub` in the module, or None if `sub` is not a part of the module."""
-        ...
-
-
-@contextlib.contextmanager
-def running_module(run: Running) -> Iterator[None]:
-    """Lets checkpointed functions run later as parts of `run`. Calls nest: the innermost is entered last."""
-    # Names of torch are replaced for all threads; each thread looks in `_CALLS` for the thread's calls.
-    with _CALLS.bound(run), checkpoints_as_now(), _REFUSALS:
-        yield
+    @contextlib.contextmanager
+    def running(self, run: ModuleRun) -> Iterator[None]:
+        """Binds the call while open."""
+        # Names of torch are replaced for all threads; each thread looks in `_CALLS` for the thread's calls.
+        with _CALLS.bound(run.call), checkpoints_as_now(), _REFUSALS:
+            yield
 
 
 @bound_again

@@ -11,6 +11,7 @@ ranks exchange elements without sums: results have the same bits on any number o
 import enum
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,12 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
+from shardfn import nn
 from shardfn.collectives import all_gather_invariant, take_own_block
 from shardfn.core import Axes, op_by_op
-from shardfn.kernels import gated_silu, gelu, grouped_product, row_linear, row_norm
+from shardfn.kernels import gated_silu, gelu, grouped_product, row_linear, row_linears, row_norm
 from shardfn.nn import exact_softmax, own_range
 
-from ._module_buffers import tensors_of
+from ._buffers import tensors_of
+from ._call import ModuleRun, Replacement
 
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "mm", "baddbmm", "einsum", "conv1d")
 
@@ -290,3 +293,125 @@ _HANDLERS = handlers_of(_silu_rows, _gelu_rows, _norm_rows)
 _DESCRIPTIONS = frozenset(
     {torch.Tensor.dtype.__get__, torch.Tensor.device.__get__}  # pyright: ignore[reportAttributeAccessIssue]
 )
+
+
+class BatchInvariance(Replacement):
+    """Gives each row of a module in training the bits of an engine of `hf_decoder`, for example in another batch.
+
+    A training forward then has the log probabilities of the engine, bit for bit, where the decoder is batch-invariant.
+    """
+
+    order = 100
+
+    def running(self, run: ModuleRun) -> AbstractContextManager[Any]:
+        """Returns the mode."""
+        return ExactForward(run.placed.given.params)
+
+
+class ExactForward(RowByRow):
+    """Computes linear layers and some other functions row by row, in float32, with derivatives.
+
+    Args:
+        params: parameters in the module. Products with other tensors are torch's, as in `ExactRows`.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._params = {id(p) for p in params.values()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function, or the exact form."""
+        del types
+        kwargs = kwargs or {}
+        found = linear_operands(func, args, kwargs)
+        if found is not None and id(found[1]) in self._params:
+            x, weight, bias = found
+            assert weight is not None
+            if x.dtype == torch.float64:
+                raise TypeError(
+                    f"from_module(exact=True) needs inputs of linear layers in float32, as in an engine, got {x.dtype}."
+                    " Use parameters in float32, or Policy(compute=torch.float32)."
+                )
+            return nn.linear(x, nn.ExactWeight.of(weight if func is F.linear else weight.T), bias)
+        handler = _EXACT_HANDLERS.get(func)
+        return func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
+
+
+def _silu_exact(x: Tensor) -> Tensor:
+    return nn.exact_gated_silu(x, torch.ones_like(x))
+
+
+def _norm_exact(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
+    if centered:
+        return nn.exact_layer_norm(x, weight, bias, eps=eps)
+    return nn.exact_rms_norm(x, weight, eps=eps)
+
+
+_EXACT_HANDLERS = handlers_of(_silu_exact, nn.exact_gelu, _norm_exact)
+
+
+class SameInput:
+    """Linear layers that a module calls one after another with one input, computed in one call.
+
+    For example the projections to queries, keys and values. The first call computes all layers. Later calls find the
+    results.
+
+    Args:
+        layers: layers by name, in any order. A rank must have all inputs: no layer is `RowEdge.LEAVE`.
+
+    Example:
+        >>> import torch
+        >>> from shardfn.kernels import pack_rows
+        >>> x, panels = torch.ones(2, 5), pack_rows(torch.ones(3, 5))
+        >>> both = SameInput({"k": PackedWeight(panels, 3), "v": PackedWeight(panels, 3)})
+        >>> torch.equal(both("k", x, None), both("v", x, None))
+        True
+    """
+
+    def __init__(self, layers: Mapping[str, PackedWeight]) -> None:
+        self._layers = layers
+        self._input: Tensor | None = None
+        self._results: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns the affine map of one of the layers."""
+        if x is not self._input or name not in self._results:
+            layers = list(self._layers.values())
+            assert all(layer.edge is not RowEdge.LEAVE for layer in layers)
+            ys = row_linears(x.float(), [layer.panels for layer in layers], [layer.own_num for layer in layers])
+            self._input, self._results = x, dict(zip(self._layers, ys, strict=True))
+        y = self._results.pop(name)
+        if not self._results:
+            self._input = None
+        own = self._layers[name].own_bias(bias)
+        return self._layers[name].joined((y if own is None else y + own).to(x.dtype))
+
+
+class InputUses(TorchFunctionMode):
+    """Records the weights of linear layers that multiply the same input.
+
+    Args:
+        params: parameters by name, as in the module.
+
+    Attributes:
+        groups: names of weights that are called one after another with one tensor.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {id(p): name for name, p in params.items()}
+        self._input: Tensor | None = None
+        self.groups: list[list[str]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function."""
+        del types
+        kwargs = kwargs or {}
+        found = linear_operands(func, args, kwargs)
+        name = None if found is None else self._names.get(id(found[1]))
+        if found is not None and name is not None:
+            if found[0] is not self._input:
+                self.groups.append([])
+            self._input = found[0]
+            self.groups[-1].append(name)
+        return func(*args, **kwargs)
