@@ -143,15 +143,15 @@ def test_ratios_over_ranks_begin_at_1(stage: int) -> None:
 
 def test_forwards_that_are_not_exact_are_refused() -> None:
     model = MODELS["llama"]()
-    with pytest.raises(ValueError, match=r"exact=True\) needs exact attention.*got attention=Blockwise.*Leave out attention="):
+    with pytest.raises(
+        ValueError, match=r"exact=True\) needs exact attention.*got attention=Blockwise.*Leave out attention="
+    ):
         sf.from_module(model, exact=True, attention=sf.nn.Blockwise())
     with pytest.raises(ValueError, match=r"got experts=Sum.*Use moe.Sum\(.tp., in_order=True\)"):
         sf.from_module(MODELS["mixtral"](), exact=True, experts=moe.Sum("tp"))
     x = rl.empty_rollout(2, LENGTH, 4)
     params, apply = sf.from_module(model.double(), exact=True)
-    with pytest.raises(
-        TypeError, match=r"float32, as in an engine, got torch\.float64.*Use parameters in float32"
-    ):
+    with pytest.raises(TypeError, match=r"float32, as in an engine, got torch\.float64.*Use parameters in float32"):
         apply(params, input_ids=x.ids)
     params, apply = sf.from_module(MODELS["gemma2"](), exact=True)
     with pytest.raises(ValueError, match="softcap is not computed by a body"):

@@ -165,7 +165,10 @@ def test_sparse_embeddings_have_dense_gradients(make: Any) -> None:
 def test_a_cache_of_parametrizations_is_refused() -> None:
     module = parametrizations.weight_norm(nn.Linear(3, 2))
     params, apply = sf.from_module(module)
-    with parametrize.cached(), pytest.raises(ValueError, match=r"parametrize.cached\(\) must not be active around a call"):
+    with (
+        parametrize.cached(),
+        pytest.raises(ValueError, match=r"parametrize.cached\(\) must not be active around a call"),
+    ):
         apply(params, torch.ones(1, 3))
     assert torch.equal(apply(params, torch.ones(1, 3)), module(torch.ones(1, 3)))
 
