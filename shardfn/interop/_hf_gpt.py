@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from shardfn.core import Draw, raise_all, tree_leaves
+from shardfn.interop.leaves import WrittenByFirst, gather_layer, gather_leaf
 from shardfn.models import gpt
 
 from ._archive import Archive, ArchiveWriter
-from ._gathered_leaf import WrittenByFirst, layer_of, whole
 from ._hf_config import gpt_config, hf_config, read_config
 from ._layouts import Row, empty_for, rows
 
@@ -145,7 +145,7 @@ def _yield_tensors(
         target = None
         for row in group:
             x = leaves[row.path]
-            one = whole(x) if not per_block else whole(x[i]) if isinstance(x, list) else layer_of(x, i)
+            one = gather_leaf(x) if not per_block else gather_leaf(x[i]) if isinstance(x, list) else gather_layer(x, i)
             target = empty_for(row, dtype or one.dtype) if target is None else target
             row.of(target).copy_(one.reshape(row.base))
         assert target is not None

@@ -22,9 +22,9 @@ from shardfn.core import (
     state_names,
     uncompiled,
 )
+from shardfn.interop.leaves import WrittenByFirst, gather_leaf, parameter_names
 
 from ._archive import Archive, ArchiveWriter
-from ._gathered_leaf import WrittenByFirst, whole
 from ._hf_conversions import ConvertedArchive, as_module, as_saved, saved_together
 from ._hf_files import check_tokenizer, write_beside
 
@@ -228,7 +228,7 @@ def module_to_hf(
         describe_files,
     ) as out:
         for group in groups:
-            gathered = {name: whole(leaves[name][0]) for name in group}
+            gathered = {name: gather_leaf(leaves[name][0]) for name in group}
             converted = {name: x.to(leaves[name][1]) for name, x in gathered.items()}
             out.put_all(functools.partial(as_saved, module, converted))
 
@@ -241,15 +241,6 @@ def _archive_of(
     every_name = {name for every in names.values() for name in every} | {name for name, _ in named_buffers(module)}
     archive = as_module(Archive(directory), module, every_name)
     return archive, {first: next((name for name in every if name in archive), None) for first, every in names.items()}
-
-
-def parameter_names(module: nn.Module) -> dict[str, list[str]]:
-    """Returns a mapping from the first name to all names of a parameter."""
-    firsts = {id(p): name for name, p in named_parameters(module)}
-    out: dict[str, list[str]] = {name: [] for name in firsts.values()}
-    for name, p in named_parameters(module, remove_duplicate=False):
-        out[firsts[id(p)]].append(name)
-    return out
 
 
 def _is_dropped(module: nn.Module, name: str) -> bool:

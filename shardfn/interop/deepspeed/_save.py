@@ -1,30 +1,30 @@
-"""`save_deepspeed`: saves a state as a checkpoint of DeepSpeed, universal or with a file for each rank."""
+"""`save_deepspeed`: saves a state as a checkpoint of DeepSpeed, universal or with a file for each rank.
+
+Saves a state with experts as a checkpoint of DeepSpeed. Experts go from their ranks directly to files.
+"""
 
 import functools
 import os
 import pathlib
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import raise_all, tree_leaves, tree_paths
-from shardfn.engine import agree_on_step, comms_of, told_before
+from shardfn.core import Mesh, raise_all, tree_leaves, tree_paths
+from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
+from shardfn.interop.leaves import Turns, WrittenByFirst, gather_layer, gather_leaf, gather_own_rows, is_writer
 from shardfn.state import TrainState, check_alive
 
-from ._ds_expert_files import ExpertFiles
-from ._ds_expert_save import save_experts
-from ._ds_job import DeepSpeedJob, Partition, partition_of
-from ._ds_making import FilesInTheMaking
-from ._ds_partitions import PartitionedFiles
-from ._ds_parts import Names, StatePart, is_master, key_of, part_of
-from ._ds_places import PlacedPart, placed
-from ._ds_records import VERSION, Counters
-from ._gathered_leaf import WrittenByFirst, is_writer, layer_of, whole
+from ._experts import Experts
+from ._files import ExpertFiles, PartitionedFiles, UnfinishedFiles
+from ._partition import DeepSpeedJob, Partition, make_partition
+from ._parts import Names, PlacedPart, StatePart, describe_part, find_part, is_master, place_leaves
+from ._records import VERSION, Counters
 
 _OF_EXPERTS = ".deepspeed_moe.experts."
 _ADAM = frozenset(("exp_avg", "exp_avg_sq"))
@@ -116,18 +116,18 @@ def save_deepspeed(
     counters: Counters | None = None
     cut: Partition | None = None
     with told_before(comms.control):
-        found = _parts_of(state, names)
+        found = _collect_parts(state, names)
         _check_names(found, tag)
         step, rate = int(state.step), float(learning_rate)
         if job is None:
             _check_states(found)
             entries = [PlacedPart(*x) for x in found.items()]
         else:
-            cut, counters = partition_of(job, rate), Counters(step, state.loss_scale)
+            cut, counters = make_partition(job, rate), Counters(step, state.loss_scale)
             if weights_only:
                 found = {part: x for part, x in found.items() if part.kind in ("fp32", "buffer")}
                 cut = cut._replace(states=())
-            entries = placed(found, cut, job.module, _path_names(state, names), names)
+            entries = place_leaves(found, cut, job.module, _path_names(state, names), names)
         if weights_only and (cut is None or not cut.experts.numbers):
             raise ValueError(
                 "weights_only=True, and the job has no experts: save all states, from which DeepSpeed's"
@@ -135,29 +135,27 @@ def save_deepspeed(
             )
         if is_writer(leaves) and place.exists():
             raise FileExistsError(f"{place} is there already; take another tag, or remove it.")
-    agree_on_step(comms.control, "interop.save_deepspeed", (f"{tag}: {_join_keys(entries)}", ()))
+    agree_on_step(comms.control, "interop.save_deepspeed", (f"{tag}: {_describe_entries(entries)}", ()))
     with torch.no_grad():
         if cut is None or counters is None:
-            _write_by_first(leaves, entries, functools.partial(_Files, place, step, rate, found))
+            _write_by_first(leaves, entries, functools.partial(_UniversalFiles, place, step, rate, found))
         elif cut.experts.numbers:
             save_experts(ExpertFiles(place, cut, counters, weights_only=weights_only), entries, cut, mesh)
         else:
             _write_by_first(leaves, entries, functools.partial(PartitionedFiles, place, cut, counters))
 
 
-def _write_by_first(
-    leaves: Sequence[Any], entries: Sequence[PlacedPart], files: Callable[[], FilesInTheMaking]
-) -> None:
+def _write_by_first(leaves: Sequence[Any], entries: Sequence[PlacedPart], files: Callable[[], UnfinishedFiles]) -> None:
     with WrittenByFirst(leaves, "interop.save_deepspeed", files) as out:
         for part, x, layer in entries:
-            out.put(part, whole(x) if layer is None else layer_of(x, layer))
+            out.put(part, gather_leaf(x) if layer is None else gather_layer(x, layer))
 
 
-def _join_keys(entries: Sequence[PlacedPart]) -> str:
-    return ", ".join(key_of(x.part) for x in entries)
+def _describe_entries(entries: Sequence[PlacedPart]) -> str:
+    return ", ".join(describe_part(x.part) for x in entries)
 
 
-class _Files(FilesInTheMaking):
+class _UniversalFiles(UnfinishedFiles):
     """Writes a universal checkpoint."""
 
     def __init__(self, place: pathlib.Path, step: int, rate: float, parts: Mapping[StatePart, Any]) -> None:
@@ -212,20 +210,20 @@ class _Files(FilesInTheMaking):
             torch.save(model, self._making / name)
 
 
-def _parts_of(state: TrainState, names: Names) -> dict[StatePart, Any]:
+def _collect_parts(state: TrainState, names: Names) -> dict[StatePart, Any]:
     """Returns the leaves by part, with the widest copy of each parameter."""
     named = list(zip((p.removeprefix(".") for p in tree_paths(state)), tree_leaves(state), strict=True))
-    parts = [(path, part, x) for path, x in named if (part := part_of(path, names)) and part.kind != "step"]
+    parts = [(path, part, x) for path, x in named if (part := find_part(path, names)) and part.kind != "step"]
     # Masters come after the parameters, and replace them.
     out = {part: x for _, part, x in parts}
     counts: dict[StatePart, int] = {}
     for path, part, _ in parts:
         counts[part] = counts.get(part, 0) + (not is_master(path))
-    twice = [key_of(part) for part, n in counts.items() if n > 1]
+    twice = [describe_part(part) for part, n in counts.items() if n > 1]
     raise_all(ValueError, "several leaves would have the same name:", twice)
     known = {path for path, _, _ in parts}
     rest = [
-        path for path, _ in named if path.startswith("opt_state") and path not in known and not part_of(path, names)
+        path for path, _ in named if path.startswith("opt_state") and path not in known and not find_part(path, names)
     ]
     raise_all(ValueError, "a checkpoint of DeepSpeed's has no place for these states of the optimizer:", rest)
     return out
@@ -233,7 +231,7 @@ def _parts_of(state: TrainState, names: Names) -> dict[StatePart, Any]:
 
 def _path_names(state: TrainState, names: Names) -> dict[StatePart, str]:
     paths = [path.removeprefix(".") for path in tree_paths(state)]
-    parts = [(part_of(path, names), part_of(path, lambda name: name)) for path in paths]
+    parts = [(find_part(path, names), find_part(path, lambda name: name)) for path in paths]
     return {part: own.name for part, own in parts if part is not None and own is not None}
 
 
@@ -253,3 +251,63 @@ def _check_states(parts: Mapping[StatePart, Any]) -> None:
     states = {part.kind for part in parts} - {"fp32", "buffer"}
     other = sorted(states - _ADAM) or (sorted(_ADAM - states) if states else [])
     raise_all(ValueError, "DeepSpeed loads Adam's moments, exp_avg and exp_avg_sq, and no others; here are:", other)
+
+
+def save_experts(files: ExpertFiles, entries: Sequence[PlacedPart], cut: Partition, mesh: Mesh) -> None:
+    """Writes the files of a job. Collective.
+
+    Args:
+        files: files of the job.
+        entries: all leaves, in an order equal on all ranks.
+        cut: the job's partition.
+        mesh: mesh of the leaves.
+
+    Raises:
+        OSError: a file cannot be written, or the ranks do not share the directory.
+        RankError: another rank failed.
+    """
+    turns, first = Turns(mesh, "interop.save_deepspeed"), mesh.rank == 0
+    try:
+        turns.take("begun", files.make if first else bool)
+        turns.take("found", bool if first else files.open)
+        with losing_no_peer(comms_of(mesh)):
+            failed = _put_leaves(files, _local_leaves(entries, cut.experts, first=first))
+        turns.take("leaves written", lambda: _raise_failure(failed))
+        turns.take("files written", lambda: files.write(mesh.rank, mesh.size))
+        turns.take("named", files.name if first else bool)
+    finally:
+        if first:
+            files.remove()
+
+
+def _put_leaves(files: ExpertFiles, leaves: Iterator[tuple[StatePart, Tensor]]) -> Exception | None:
+    """Writes this rank's leaves. After an error the rank gathers on, as peers wait for the gathers."""
+    failed: Exception | None = None
+    for part, x in leaves:
+        try:
+            if failed is None:
+                files.put(part, x)
+        except Exception as problem:
+            failed = problem
+    return failed
+
+
+def _raise_failure(failed: Exception | None) -> None:
+    if failed is not None:
+        raise failed
+
+
+def _local_leaves(
+    entries: Sequence[PlacedPart], experts: Experts, *, first: bool
+) -> Iterator[tuple[StatePart, Tensor]]:
+    """Yields the leaves, and rows of leaves, that this rank writes."""
+    stacks: dict[int, tuple[Any, dict[int, StatePart]]] = {}
+    for part, x, layer in entries:
+        if layer is not None and experts.has(part.name):
+            stacks.setdefault(id(x), (x, {}))[1][layer] = part
+            continue
+        value = gather_leaf(x) if layer is None else gather_layer(x, layer)
+        if first:
+            yield part, value
+    for x, parts in stacks.values():
+        yield from ((parts[i], row) for i, row in gather_own_rows(x))

@@ -1,8 +1,12 @@
-"""Tokens per second, and model FLOPs utilisation."""
+"""Tokens per second, model FLOPs utilisation, and memory in use."""
 
 import contextlib
+import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterator
+
+import torch
 
 
 def flops_per_token(num_params: int, *, num_layers: int = 0, d_attention: int = 0, length: int = 0) -> float:
@@ -109,3 +113,47 @@ class Throughput:
         finally:
             self._paused = False
             self._last += self._clock() - begin
+
+
+def memory_in_use(device: torch.device | str = "cpu") -> dict[str, float]:
+    """Returns the memory of this rank in bytes, now and at the highest since the program began.
+
+    For a GPU the memory of tensors, as torch allocates memory. For a CPU the resident memory of the process.
+
+    Args:
+        device: device, such as `mesh.device`.
+
+    Returns:
+        "memory_bytes" and "peak_memory_bytes". On macOS the two are equal.
+
+    Raises:
+        OSError: the process is on Windows, and `device` is a CPU.
+
+    Example:
+        >>> found = memory_in_use()
+        >>> 0 < found["memory_bytes"] and 0 < found["peak_memory_bytes"]
+        True
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    else:
+        now, peak = _process_memory()
+    return {"memory_bytes": float(now), "peak_memory_bytes": float(peak)}
+
+
+def _process_memory() -> tuple[int, int]:
+    try:
+        import resource
+    except ImportError:  # on Windows
+        raise OSError(
+            "memory_in_use reads the memory of a process on Linux and macOS, and of a GPU anywhere. Leave"
+            " the call out here."
+        ) from None
+    # In KiB, but in bytes on macOS.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    try:
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # on macOS, which has no such file
+        return peak, peak
+    return pages * resource.getpagesize(), peak

@@ -17,12 +17,12 @@ from shardfn.core import Mesh, P, block_slices
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 
 
-def whole(x: Any) -> Tensor:
+def gather_leaf(x: Any) -> Tensor:
     """Returns the whole leaf, detached. Collective where the leaf is sharded."""
     return x.full_tensor() if isinstance(x, GlobalTensor) else x.detach()
 
 
-def layer_of(x: Any, i: int) -> Tensor:
+def gather_layer(x: Any, i: int) -> Tensor:
     """Returns row `i` of a stack, whole. Collective.
 
     Where dim 0 is not cut, only the row crosses the mesh.
@@ -35,7 +35,7 @@ def layer_of(x: Any, i: int) -> Tensor:
     return GlobalTensor(x.local[i], torch.Size(x.shape[1:]), P(*entries), x.mesh).full_tensor()
 
 
-def own_rows(x: Any) -> Iterator[tuple[int, Tensor]]:
+def gather_own_rows(x: Any) -> Iterator[tuple[int, Tensor]]:
     """Yields the rows of a stack with their numbers, each on the first of the ranks with the row. Collective.
 
     Rows do not travel between ranks along dim 0: all ranks gather a local row at the same time, along the axes that cut

@@ -86,7 +86,7 @@ def has_experts(module: nn.Module) -> bool:
     return any(_EXPERT.fullmatch(name) for name, _ in named_parameters(module))
 
 
-def experts_of(shapes: Mapping[str, torch.Size], names: Iterable[str], ranks: int, *, data_first: bool) -> Experts:
+def find_experts(shapes: Mapping[str, torch.Size], names: Iterable[str], ranks: int, *, data_first: bool) -> Experts:
     """Returns the experts of a module with all experts.
 
     Args:

@@ -4,6 +4,7 @@ A `str` is the reason why a key has no counterpart: the key changes no computed 
 `Refused` key changes computed values, and is refused unless the value turns the key off.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shardfn.core import did_you_mean
@@ -219,7 +220,7 @@ class ReadKey(NamedTuple):
     note: str
 
 
-def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple[list[ReadKey], list[str]]:
+def read_keys(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple[list[ReadKey], list[str]]:
     """Returns the keys without a counterpart, and the problems with unknown or refused keys."""
     rows: list[ReadKey] = []
     problems: list[str] = []
@@ -235,7 +236,7 @@ def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple
             if not isinstance(value, dict):
                 problems.append(f"{path} is {value!r}, and is to be an object")
                 continue
-            below, wrong = sorted_out(value, kind, f"{path}.")
+            below, wrong = read_keys(value, kind, f"{path}.")
             rows += below
             problems += wrong
         elif isinstance(kind, Refused):
@@ -251,3 +252,44 @@ def sorted_out(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple
 def _is_needed(kind: Any) -> bool:
     """Returns whether a value is needed that DeepSpeed does not choose."""
     return kind == TAKEN or isinstance(kind, dict) or (isinstance(kind, Refused) and "auto" not in kind.off)
+
+
+class Reading:
+    """Configuration during the reading: the outcomes of the keys, and the problems.
+
+    Args:
+        config: contents of the file.
+
+    Attributes:
+        config: contents with the newest name of each section.
+        rows: outcome of each key.
+        problems: problems found so far.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = dict(config)
+        if "bfloat16" in self.config:
+            self.config.setdefault("bf16", self.config["bfloat16"])
+        self.rows, self.problems = read_keys(config)
+
+    def find_section(self, name: str) -> dict[str, Any]:
+        """Returns a section, empty if missing."""
+        found = self.config.get(name)
+        return found if isinstance(found, dict) else {}
+
+    def note_taken(self, key: str, value: Any, note: str) -> None:
+        """Records a key with a counterpart here."""
+        self.rows.append(ReadKey(key, value, "taken", note))
+
+    def note_default(self, key: str, value: Any, note: str) -> None:
+        """Records a key with another default here."""
+        self.rows.append(ReadKey(key, value, "another default here", note))
+
+    def read_number(self, section: Mapping[str, Any], key: str, at: str, otherwise: Any, kind: Any = int) -> Any:
+        """Returns a number of a section, or `otherwise` with a problem where the value is not a number."""
+        value = section.get(key, otherwise)
+        if value is None or (isinstance(value, kind) and not isinstance(value, bool) and value >= 0):
+            return value
+        if value != "auto":  # which is reported already
+            self.problems.append(f"{at}{key} = {value!r} is no number")
+        return otherwise

@@ -80,11 +80,11 @@ def read_deepspeed(directory: str, tag: str | None = None) -> DeepSpeedState:
         ValueError: a file has objects other than tensors and plain containers, or does not fit the other files, or the
             checkpoint is of several model-parallel ranks, of stage 0, or has experts: see `read_deepspeed_experts`.
     """
-    place = place_of(pathlib.Path(directory), tag)
+    place = find_checkpoint(pathlib.Path(directory), tag)
     return _read_universal(place) if (place / "zero").is_dir() else _read_partitions(place)
 
 
-def place_of(directory: pathlib.Path, tag: str | None) -> pathlib.Path:
+def find_checkpoint(directory: pathlib.Path, tag: str | None) -> pathlib.Path:
     """Returns the directory of a checkpoint."""
     if tag is None:
         tags = [directory / name for name in ("latest", "latest_universal") if (directory / name).is_file()]
@@ -100,7 +100,7 @@ def place_of(directory: pathlib.Path, tag: str | None) -> pathlib.Path:
     return place
 
 
-def loaded(path: pathlib.Path) -> Any:
+def load_file(path: pathlib.Path) -> Any:
     """Returns the contents of a file, which may have only tensors and plain containers."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -116,7 +116,7 @@ def loaded(path: pathlib.Path) -> Any:
         raise ValueError(f"{path} is no file of a checkpoint: {str(problem).splitlines()[0]}") from problem
 
 
-def optims_of(place: pathlib.Path) -> list[dict[str, Any]]:
+def load_optimizers(place: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the states of a ZeRO optimizer, by rank.
 
     Raises:
@@ -135,7 +135,7 @@ def optims_of(place: pathlib.Path) -> list[dict[str, Any]]:
     missing = sorted(set(range(len(files))) - set(files))
     if missing:
         raise FileNotFoundError(f"{place} has no optimizer states of ranks {missing}.")
-    optims = [loaded(files[rank])["optimizer_state_dict"] for rank in range(len(files))]
+    optims = [load_file(files[rank])["optimizer_state_dict"] for rank in range(len(files))]
     count = optims[0]["partition_count"]
     if (max(count) if isinstance(count, list) else count) != len(files):
         raise FileNotFoundError(f"{place} has optimizer states of {len(files)} ranks; {count} have written.")
@@ -149,38 +149,38 @@ def _read_partitions(place: pathlib.Path) -> DeepSpeedState:
             f"{place} has experts, in files of their own such as {experts[0]}; read it by read_deepspeed_experts, or"
             " the weights alone by read_deepspeed_weights."
         )
-    optims = optims_of(place)
+    optims = load_optimizers(place)
     third = "fp32_flat_groups" in optims[0]
-    models = models_of(place)
+    models = load_models(place)
     if not models:
         raise FileNotFoundError(f"{place} has no mp_rank_00_model_states.pt.")
     if third and len(models) != len(optims):
         raise FileNotFoundError(f"{place} has model states of {len(models)} ranks; {len(optims)} have written.")
     states: dict[str, dict[str, Tensor]] = {}
     step = 0
-    ranks = [(_read_stage_three if third else groups_of)(x) for x in optims]
+    ranks = [(_read_stage_three if third else read_flat_groups)(x) for x in optims]
     groups = models[0]["param_shapes"]
     # At stage 3 flat groups are cut by size, not by the optimizer's groups: all of a rank's are one sequence.
-    for number, shapes in enumerate([_join_groups(groups)] if third else groups):
+    for number, shapes in enumerate([_join_shapes(groups)] if third else groups):
         parts = [own[number] for own in ranks]
         step = max(step, parts[0].step)
-        gaps = gaps_of(optims[0], number, shapes)
-        for kind, own in states_of(parts, shapes, gaps, third=third, where=f"{place}, group {number}").items():
+        gaps = read_paddings(optims[0], number, shapes)
+        for kind, own in split_states(parts, shapes, gaps, third=third, where=f"{place}, group {number}").items():
             states.setdefault(kind, {}).update(own)
     params = states.pop("fp32", {})
-    return with_module(place, models, DeepSpeedState(params, states, step, {}, {}))
+    return add_module(place, models, DeepSpeedState(params, states, step, {}, {}))
 
 
-def with_module(place: pathlib.Path, models: Sequence[Mapping[str, Any]], own: DeepSpeedState) -> DeepSpeedState:
+def add_module(place: pathlib.Path, models: Sequence[Mapping[str, Any]], own: DeepSpeedState) -> DeepSpeedState:
     """Returns the state in the optimizer's files, completed from the module's files."""
     if not models:
         return own
-    _check_twice(place, own.params, models[0])
+    _check_rounded(place, own.params, models[0])
     return own._replace(
         params=own.params | _read_frozen(place, models, own.params),
-        step=own.step or updates_of(models[0]),
-        shared=shared_of(models[0]),
-        buffers=buffers_of(models[0]),
+        step=own.step or count_updates(models[0]),
+        shared=read_tied_names(models[0]),
+        buffers=read_buffers(models[0]),
     )
 
 
@@ -191,7 +191,7 @@ class _Flat(NamedTuple):
     states: dict[str, Tensor]
 
 
-def groups_of(optim: Mapping[str, Any]) -> list[_Flat]:
+def read_flat_groups(optim: Mapping[str, Any]) -> list[_Flat]:
     """Returns a rank's parts of the groups, below stage 3."""
     inner = optim["base_optimizer_state"].get("state", {})
     flat = optim["single_partition_of_fp32_groups"]
@@ -213,28 +213,28 @@ def _read_flat(fp32: Tensor, inner: Mapping[str, Any]) -> _Flat:
     return _Flat(int(inner.get("step", 0)), {"fp32": fp32.detach().flatten(), **states})
 
 
-def _join_groups(groups: Sequence[Mapping[str, torch.Size]]) -> dict[str, torch.Size]:
+def _join_shapes(groups: Sequence[Mapping[str, torch.Size]]) -> dict[str, torch.Size]:
     return {name: shape for group in groups for name, shape in group.items()}
 
 
-def models_of(place: pathlib.Path) -> list[dict[str, Any]]:
+def load_models(place: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the module's files by rank, without files of experts. Below stage 3 there is a single file."""
     paths = [path for path in place.glob("*mp_rank_00_model_states.pt") if "expert_" not in path.name]
-    return [loaded(path) for path in sorted(paths, key=lambda p: int((_RANK.search(p.name) or ["", "0"])[1]))]
+    return [load_file(path) for path in sorted(paths, key=lambda p: int((_RANK.search(p.name) or ["", "0"])[1]))]
 
 
-def shared_of(model: Mapping[str, Any]) -> dict[str, str]:
+def read_tied_names(model: Mapping[str, Any]) -> dict[str, str]:
     """Returns the names of tied parameters, with the first name of each."""
     return dict(model.get("shared_params") or {})
 
 
-def buffers_of(model: Mapping[str, Any]) -> dict[str, Tensor]:
+def read_buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns the module's buffers."""
     names = model.get("buffer_names") or ()
     return {name: model["module"][name].clone() for name in names if name in model["module"]}
 
 
-def updates_of(model: Mapping[str, Any]) -> int:
+def count_updates(model: Mapping[str, Any]) -> int:
     """Returns the number of updates, also for optimizers without a count, such as torch's SGD."""
     return int(model.get("global_steps") or 0) - int(model.get("skipped_steps") or 0)
 
@@ -253,12 +253,12 @@ def _read_frozen(
             raise ValueError(f"{place}, frozen parameters: {have} {name} {tuple(shape)}.")
         out[name] = parts[: shape.numel()].view(shape).float()
     # Stage 1 writes no fragments. Stage 3 has empty parts in the module, and no part is left over.
-    known = {*others, *out, *shared_of(first), *(first.get("buffer_names") or ())}
+    known = {*others, *out, *read_tied_names(first), *(first.get("buffer_names") or ())}
     rest = {name: x for name, x in (first.get("module") or {}).items() if name not in known and isinstance(x, Tensor)}
     return out | {name: x.float().clone() for name, x in rest.items()}
 
 
-def _check_twice(place: pathlib.Path, params: Mapping[str, Tensor], model: Mapping[str, Any]) -> None:
+def _check_rounded(place: pathlib.Path, params: Mapping[str, Tensor], model: Mapping[str, Any]) -> None:
     """Compares the module's weights, in the files below stage 3, with the rounded masters."""
     module = model.get("module") or {}
     both = [(name, x, module[name]) for name, x in params.items() if name in module and module[name].numel()]
@@ -271,13 +271,13 @@ def _check_twice(place: pathlib.Path, params: Mapping[str, Tensor], model: Mappi
     )
 
 
-def gaps_of(optim: Mapping[str, Any], number: int, shapes: Mapping[str, torch.Size]) -> Sequence[int]:
+def read_paddings(optim: Mapping[str, Any], number: int, shapes: Mapping[str, torch.Size]) -> Sequence[int]:
     """Returns the number of unused elements after each parameter, in a job with `parameter_alignment`."""
     found = optim.get("param_alignment_paddings")
     return found[number] if found else [0] * len(shapes)
 
 
-def states_of(
+def split_states(
     parts: Sequence[_Flat], shapes: Mapping[str, torch.Size], gaps: Sequence[int], *, third: bool = False, where: str
 ) -> dict[str, dict[str, Tensor]]:
     """Returns the parameters of a group, "fp32", and each state, by kind and name."""
@@ -314,10 +314,10 @@ def _cut_params(
 
 
 def _read_universal(place: pathlib.Path) -> DeepSpeedState:
-    models = models_of(place)
+    models = load_models(place)
     model = models[0] if models else {}
-    shapes = _join_groups(model.get("param_shapes") or ())
-    shared, buffers = shared_of(model), buffers_of(model)
+    shapes = _join_shapes(model.get("param_shapes") or ())
+    shared, buffers = read_tied_names(model), read_buffers(model)
     params: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     step = 0
@@ -325,20 +325,20 @@ def _read_universal(place: pathlib.Path) -> DeepSpeedState:
         name = path.name
         if name in shared or name in buffers:  # which are written again as if parameters
             continue
-        params[name] = _state_of(path / "fp32.pt", shapes.get(name))
+        params[name] = _read_state(path / "fp32.pt", shapes.get(name))
         for state in sorted(p for p in path.glob("*.pt") if p.stem not in _APART):
-            moments.setdefault(state.stem, {})[name] = _state_of(state, shapes.get(name))
+            moments.setdefault(state.stem, {})[name] = _read_state(state, shapes.get(name))
         if (path / "step.pt").is_file():
-            step = max(step, *_read_steps(loaded(path / "step.pt")))
+            step = max(step, *_read_steps(load_file(path / "step.pt")))
     own = place / "zero" / "optimizer_state.pt"
     if not step and own.is_file():  # where stage 3 has the step
-        step = max([0, *_read_steps(loaded(own))])
-    return with_module(place, models, DeepSpeedState(params, moments, step, {}, {}))
+        step = max([0, *_read_steps(load_file(own))])
+    return add_module(place, models, DeepSpeedState(params, moments, step, {}, {}))
 
 
-def _state_of(path: pathlib.Path, shape: torch.Size | None) -> Tensor:
+def _read_state(path: pathlib.Path, shape: torch.Size | None) -> Tensor:
     """Returns a state in the parameter's shape. Stage 3 writes states flat, as bare tensors."""
-    found = loaded(path)
+    found = load_file(path)
     tensor = found["param"] if isinstance(found, dict) and "param" in found else found
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{path} has a {type(tensor).__name__}, and is to have a tensor.")
