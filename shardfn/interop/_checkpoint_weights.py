@@ -8,9 +8,7 @@ from torch import Tensor
 
 from shardfn.checkpoint import read_leaves, save, stored
 from shardfn.core import dtype_name
-from shardfn.interop.leaves import join_keys
-
-from ._archive import Archive, ArchiveWriter
+from shardfn.interop.leaves import Archive, ArchiveWriter, join_keys
 
 _PARAMS = re.compile(r"params(\[.*\])")
 _MASTERS = re.compile(r"opt_state(?:\[\d+\]|\.\w+|\['[^']*'\])*?\.master(\[.*\])")

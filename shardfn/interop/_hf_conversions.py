@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.core import raise_all
-
-from ._archive import Archive
+from shardfn.interop.leaves import Archive
+from shardfn.interop.quantized import QuantizedArchive
 
 Box = Sequence[tuple[int, int]]
 
@@ -97,7 +97,7 @@ class ConvertedArchive(Mapping[str, Kept]):
         ValueError: parts of a leaf do not fit together. The message lists all.
     """
 
-    def __init__(self, archive: Archive, conversions: Iterable[Conversion]) -> None:
+    def __init__(self, archive: Archive | QuantizedArchive, conversions: Iterable[Conversion]) -> None:
         self.directory, self._archive = archive.directory, archive
         self._kept: dict[str, Kept] = {}
         self._made_by: dict[str, Conversion] = {}
@@ -147,7 +147,9 @@ class ConvertedArchive(Mapping[str, Kept]):
         return self._archive.box(name, [(0, n) for n in self._archive[name].shape])
 
 
-def as_module(archive: Archive, module: nn.Module, known: Iterable[str]) -> Archive | ConvertedArchive:
+def as_module(
+    archive: Archive | QuantizedArchive, module: nn.Module, known: Iterable[str]
+) -> Archive | QuantizedArchive | ConvertedArchive:
     """Returns the archive under the names of the module: unchanged where the files have the same names.
 
     Args:
@@ -239,7 +241,7 @@ def _find_conversions(
         yield Conversion(key, of_pattern[next(iter(sources))], sources, module)
 
 
-def _meta_tensor(archive: Archive, name: str) -> Tensor:
+def _meta_tensor(archive: Archive | QuantizedArchive, name: str) -> Tensor:
     kept = archive[name]
     return torch.empty(kept.shape, dtype=kept.dtype, device="meta")
 
