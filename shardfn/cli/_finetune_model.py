@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from shardfn.core import Mesh, P, Policy, PyTree, Sharding, key
 from shardfn.data import pad
-from shardfn.interop import can_decode, module_from_hf, read_quantization, without_weights
+from shardfn.interop import module_from_hf, without_weights
+from shardfn.interop.quantized import can_decode, read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import LoRA
 from shardfn.transforms import WeightedMean, accumulate, from_module, mixed_precision, partition, propose_specs

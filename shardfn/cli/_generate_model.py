@@ -30,16 +30,8 @@ from shardfn.core import (
 )
 from shardfn.data import BPETokenizer, ByteTokenizer
 from shardfn.inference import Decoder, Drafter, DraftModel, Engine, Limits, decoder, hf_decoder, limits_of
-from shardfn.interop import (
-    ArchiveWriter,
-    can_decode,
-    check_sizes,
-    gpt_config,
-    gpt_from_hf,
-    module_from_hf,
-    read_quantization,
-    without_weights,
-)
+from shardfn.interop import ArchiveWriter, check_sizes, gpt_config, gpt_from_hf, module_from_hf, without_weights
+from shardfn.interop.quantized import can_decode, read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import load_peft
 from shardfn.models import gpt

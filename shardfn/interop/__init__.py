@@ -1,7 +1,6 @@
 """Imports and exports weights and settings of other libraries' models."""
 
 from shardfn.interop.leaves import Archive as Archive, ArchiveWriter as ArchiveWriter
-from .quantized import can_decode as can_decode, read_quantization as read_quantization
 from ._hf_config import gpt_config as gpt_config, hf_config as hf_config
 from ._hf_sizes import check_sizes as check_sizes
 from ._hf_gpt import gpt_from_hf as gpt_from_hf, gpt_to_hf as gpt_to_hf
