@@ -216,7 +216,7 @@ def _table_of_saving(module: Any) -> list[Any]:
 
 
 def _find_conversions(
-    archive: Archive, module: Any, known: Mapping[str, bool], table: Sequence[Any]
+    archive: Archive | QuantizedArchive, module: Any, known: Mapping[str, bool], table: Sequence[Any]
 ) -> Iterator[Conversion]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 

@@ -78,7 +78,7 @@ def gpt_from_hf(
 
     def draw_leaf(row: Row, i: int | None = None) -> Draw:
         name = prefix(row.name if i is None else row.name.format(i))
-        if name in codes and row.path[-1] not in ("embed", "position"):
+        if isinstance(archive, QuantizedArchive) and name in codes and row.path[-1] != "embed":
             return _draw_blocks(archive, name)
         shape = _leaf_shape(config, row)
         return Draw(lambda at: _read_block(archive, name, row, shape, at).to(dtype), shape, dtype, torch.device("cpu"))

@@ -115,14 +115,14 @@ def int_quantized(n: int, k: int, *, seed: int = 0) -> Packed:
 def float_quantized(n: int, k: int, *, seed: int = 0) -> Packed:
     made = torch.Generator().manual_seed(seed)
     q = torch.randn(n, k, generator=made).to(torch.float8_e4m3fn)
-    scale = torch.rand(n, 1, generator=made)
+    scale = torch.rand(n, 1, generator=made) * 0.05
     return Packed({"weight": q, "weight_scale": scale}, q.float() * scale)
 
 
 def fp8(n: int, k: int, *, block: tuple[int, int] = (32, 48), seed: int = 0) -> Packed:
     made, (a, b) = torch.Generator().manual_seed(seed), block
     q = torch.randn(n, k, generator=made).to(torch.float8_e4m3fn)
-    scale = torch.rand(-(-n // a), -(-k // b), generator=made)
+    scale = torch.rand(-(-n // a), -(-k // b), generator=made) * 0.05
     weight = torch.empty(n, k)
     for i in range(n):
         for j in range(k):

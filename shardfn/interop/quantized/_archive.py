@@ -89,8 +89,11 @@ class QuantizedArchive(Mapping[str, SafetensorsEntry | QuantizedEntry]):
         Symmetric weights of 4 bits are held by "int4", and other integers of up to 8 bits by "int8", where the scales
         are exact in float16 and groups are multiples of 32 consecutive inputs. Other weights are not in the result.
         """
-        found = {name: weight.find_codes() for name, weight in self._weights.items()}
-        return {name: codes for name, codes in found.items() if codes is not None}
+        found: dict[str, Codes] = {}
+        for name, weight in self._weights.items():
+            if (codes := weight.find_codes()) is not None:
+                found[name] = codes
+        return found
 
     def blocks(self, name: str, rows: Span, groups: Span) -> Tensor:
         """Returns blocks of codes of a weight, in the form of `kernels.code_blocks`.
