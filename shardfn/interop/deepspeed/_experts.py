@@ -25,7 +25,7 @@ _MOST_ELEMENTS = 178956971
 Group = tuple[tuple[str, ...], dict[str, Any]]
 
 
-class Experts(NamedTuple):
+class ExpertLayout(NamedTuple):
     """Experts of a job. Without layers, each method leaves a name unchanged.
 
     Attributes:
@@ -42,7 +42,7 @@ class Experts(NamedTuple):
         """Returns a rank's number among the experts' ranks, and among the ranks with the same experts.
 
         Example:
-            >>> [Experts(2, False, {}).place(r, 4) for r in range(4)], Experts(2, True, {}).place(1, 4)
+            >>> [ExpertLayout(2, False, {}).place(r, 4) for r in range(4)], ExpertLayout(2, True, {}).place(1, 4)
             ([(0, 0), (1, 0), (0, 1), (1, 1)], (0, 1))
         """
         if self.data_first:
@@ -86,7 +86,9 @@ def has_experts(module: nn.Module) -> bool:
     return any(_EXPERT.fullmatch(name) for name, _ in named_parameters(module))
 
 
-def find_experts(shapes: Mapping[str, torch.Size], names: Iterable[str], ranks: int, *, data_first: bool) -> Experts:
+def find_experts(
+    shapes: Mapping[str, torch.Size], names: Iterable[str], ranks: int, *, data_first: bool
+) -> ExpertLayout:
     """Returns the experts of a module with all experts.
 
     Args:
@@ -127,10 +129,10 @@ def find_experts(shapes: Mapping[str, torch.Size], names: Iterable[str], ranks: 
         if _EXPERT.fullmatch(x) and x not in shapes
     ]
     raise_all(ValueError, "DeepSpeed has no checkpoint of such experts:", problems)
-    return Experts(ranks, data_first, numbers)
+    return ExpertLayout(ranks, data_first, numbers)
 
 
-def split(groups: Sequence[Group], experts: Experts, shapes: Mapping[str, torch.Size]) -> list[tuple[Group, bool]]:
+def split(groups: Sequence[Group], experts: ExpertLayout, shapes: Mapping[str, torch.Size]) -> list[tuple[Group, bool]]:
     """Splits groups of the optimizer as DeepSpeed does, in one rank's names, and marks groups of experts.
 
     Args:
@@ -164,7 +166,7 @@ def split(groups: Sequence[Group], experts: Experts, shapes: Mapping[str, torch.
     return out
 
 
-def _split_by_rank(i: int, names: Sequence[str], experts: Experts, problems: list[str]) -> list[str]:
+def _split_by_rank(i: int, names: Sequence[str], experts: ExpertLayout, problems: list[str]) -> list[str]:
     by_rank: list[list[str]] = [[] for _ in range(experts.ranks)]
     for name in filter(experts.has, names):
         rank, local = experts.local(name)

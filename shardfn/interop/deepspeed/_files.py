@@ -1,20 +1,12 @@
-"""A checkpoint of DeepSpeed during the writing: a directory that is renamed when complete.
+"""Files of a checkpoint of DeepSpeed, filled by leaves that are put one after another.
 
-Flat groups of a job of DeepSpeed, and weights, in mapped files that leaves fill one after another.
+A checkpoint is a directory that gets its name when complete. Flat groups and weights are mapped files until all leaves
+have been put. Then each rank's part is written. So one leaf and one rank's part are in memory, and twice the checkpoint
+is on the disk.
 
-So one leaf, and one rank's part of a group, are in memory at a time.
-
-Files of each rank of a job of DeepSpeed, from leaves that come one after another.
-
-Flat groups are mapped files until all leaves have arrived. Then each rank's part is written. So one leaf and one rank's
-part are in memory, and twice the checkpoint is on the disk.
-
-Files of a job of DeepSpeed with experts, written by all ranks of a mesh, a share by each rank.
-
-Tensors of experts become separate files, written by a rank that holds the tensor. All other tensors are mapped files of
-the first rank. When all leaves have arrived, each rank makes some of the job's files, such as the file of an expert, or
-of a rank's part of the optimizer's states. So a rank has at most one expert's tensor, or one of the job's files, in
-memory.
+With experts all ranks write, a share by each rank. Tensors of experts become separate files, written by a rank
+that holds the tensor. All other tensors are mapped files of the first rank. So a rank has at most one expert's tensor,
+or one of the job's files, in memory.
 """
 
 import os

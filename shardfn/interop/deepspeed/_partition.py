@@ -1,11 +1,11 @@
-"""Flat tensors of a job of DeepSpeed: the order of parameters inside, and the ranks that cut each tensor.
-
-`DeepSpeedJob`: settings that determine the place of each element in the files of a job of DeepSpeed.
+"""`DeepSpeedJob`: settings that determine the place of each element in the files of a job of DeepSpeed.
 
 stage 1, 2   the parameters of a group, one after another, are cut in equal parts, one per rank
 stage 3      each parameter is cut so. A rank's part of a group is the rank's pieces, one after another
 experts      are separate groups, cut among the ranks with the same experts
 stage 0      groups are whole. Only jobs with experts have such files
+
+A flat group is the order of parameters in one flat tensor, and the ranks that cut the tensor.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from shardfn.core import did_you_mean, named_parameters, raise_all, state_names
 from shardfn.interop.leaves import parameter_names
 
 from ._config import DeepSpeedRecipe, from_deepspeed_config
-from ._experts import Experts, Group, find_experts, has_experts, split
+from ._experts import ExpertLayout, Group, find_experts, has_experts, split
 
 # At `parameter_alignment`, parameters begin at a multiple of this many bytes.
 _ALIGNED_BYTES = 16
@@ -194,7 +194,7 @@ class Partition(NamedTuple):
     groups: tuple[FlatGroup, ...]
     states: tuple[str, ...]
     torch_steps: bool
-    experts: Experts
+    experts: ExpertLayout
 
     def trained(self) -> set[str]:
         """Returns the names of the optimizer's parameters."""
@@ -275,7 +275,7 @@ def make_partition(job: DeepSpeedJob, rate: float) -> Partition:
     )
 
 
-def _param_groups(job: DeepSpeedJob, leaves: Mapping[str, torch.Tensor], experts: Experts) -> list[Group]:
+def _param_groups(job: DeepSpeedJob, leaves: Mapping[str, torch.Tensor], experts: ExpertLayout) -> list[Group]:
     """Returns the optimizer's groups: names, and the settings of each."""
     # DeepSpeed omits empty parameters from its optimizer.
     trained = [name for name, p in leaves.items() if p.requires_grad and p.numel()]
@@ -316,7 +316,7 @@ def _find_problems(config: Mapping[str, Any], job: DeepSpeedJob) -> list[str]:
 
 
 def _check_experts(
-    experts: Experts, config: Mapping[str, Any], job: DeepSpeedJob, recipe: DeepSpeedRecipe, dtype: torch.dtype
+    experts: ExpertLayout, config: Mapping[str, Any], job: DeepSpeedJob, recipe: DeepSpeedRecipe, dtype: torch.dtype
 ) -> None:
     if not experts.numbers:
         return

@@ -1,4 +1,4 @@
-"""The part of a checkpoint of DeepSpeed for each leaf of a state.
+"""The part of a checkpoint of DeepSpeed for each leaf of a state, and `restore_deepspeed`.
 
 params['a'], opt_state...master['a']   fp32 of a
 opt_state...mu['a'], ...nu['a']        exp_avg, exp_avg_sq of a
@@ -6,9 +6,7 @@ opt_state...trace['a']                 momentum_buffer of a
 opt_state...count, step                step
 model_state['b']                       buffer b of the module
 
-Assigns the leaves of a state to parts of a job of DeepSpeed: by the module's names, stacks layer by layer.
-
-`restore_deepspeed`: resumes a state where DeepSpeed stopped.
+Leaves are assigned to the parts of a job by the module's names, stacks layer by layer.
 """
 
 import re

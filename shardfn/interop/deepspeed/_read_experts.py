@@ -1,16 +1,13 @@
-"""`read_deepspeed_weights`: the weights of DeepSpeed's checkpoints of models with experts.
+"""`read_deepspeed_weights`, `read_deepspeed_experts`: DeepSpeed's checkpoints of models with experts.
 
     layer_{l}_expert_{e}_mp_rank_00_model_states.pt   expert e, of all ranks', of the l-th layer with experts
     mp_rank_00_model_states.pt                        the rest of the module
+    expp_rank_{r}_mp_rank_00_optim_states.pt          stage 0: states of all parameters by number, the experts of rank r
+                                                      last
 
-A native layer (`deepspeed.moe.layer.MoE`) has a module for each expert. A layer of AutoEP has one tensor for all.
-
-`read_deepspeed_experts`: weights and optimizer states of DeepSpeed's checkpoints of models with experts.
-
-    stage 1, 2   experts are in separate groups, each cut over the ranks with the same experts. Names
-                 count the experts of one rank
-    stage 0      expp_rank_{r}_mp_rank_00_optim_states.pt has the states of all parameters by number, the
-                 experts of rank r last
+At stages 1 and 2 experts are in separate groups, each cut over the ranks with the same experts. Names count the experts
+of one rank. A native layer (`deepspeed.moe.layer.MoE`) has a module for each expert. A layer of AutoEP has one tensor
+for all.
 
 E experts, n ranks with different experts.
 """
@@ -45,7 +42,8 @@ _OLD = re.compile(r"expert_\d+_mp_rank_\d+_model_states\.pt")
 NATIVE = re.compile(r"\.deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.")
 FUSED = re.compile(r"(.*experts\.w[123])\.(\d+)")
 
-Experts = dict[tuple[int, int], pathlib.Path]
+# Files by the number of the layer and of the expert.
+_Paths = dict[tuple[int, int], pathlib.Path]
 
 
 def read_deepspeed_weights(directory: str, tag: str | None = None) -> DeepSpeedState:
@@ -100,7 +98,7 @@ def read_deepspeed_weights(directory: str, tag: str | None = None) -> DeepSpeedS
     return DeepSpeedState(whole, {}, count_updates(model), shared, buffers)
 
 
-def _find_files(place: pathlib.Path) -> Experts:
+def _find_files(place: pathlib.Path) -> _Paths:
     names = sorted(path.name for path in place.iterdir())
     matches = [m for m in map(_FILE.fullmatch, names) if m]
     if any(int(m[3]) for m in matches):
@@ -119,7 +117,7 @@ def _explain_missing(place: pathlib.Path, model: Mapping[str, Any]) -> str:
     return f"{place} has no files of experts: read_deepspeed reads it, with its moments."
 
 
-def _check_numbers(place: pathlib.Path, files: Experts, numbers: Any) -> None:
+def _check_numbers(place: pathlib.Path, files: _Paths, numbers: Any) -> None:
     """Compares the files with the number of experts of each layer. In older files the highest number counts."""
     layers = sorted({layer for layer, _ in files})
     if not numbers:
@@ -131,7 +129,7 @@ def _check_numbers(place: pathlib.Path, files: Experts, numbers: Any) -> None:
     raise_all(ValueError, f"{place} has files of more experts than layers have, {list(numbers)}:", more)
 
 
-def _read_experts(files: Experts) -> dict[str, Tensor]:
+def _read_experts(files: _Paths) -> dict[str, Tensor]:
     params: dict[str, Tensor] = {}
     fused: dict[str, dict[int, Tensor]] = {}
     for (_, expert), path in sorted(files.items()):

@@ -1,9 +1,7 @@
-"""The few objects of DeepSpeed in checkpoints, written without DeepSpeed.
+"""Contents of the files of each rank of a job of DeepSpeed, written without DeepSpeed.
 
-A pickle names a class by module and name. Python's pickler looks both up before the writing. Here both are written
-without a look-up, for a program that has the class.
-
-Contents of the files of each rank of a job of DeepSpeed.
+Files have a few objects of classes of DeepSpeed. A pickle names a class by module and name. Python's pickler looks both
+up before the writing. Here both are written without a look-up, for a program that has the class.
 """
 
 import os
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._experts import Experts
+from ._experts import ExpertLayout
 from ._partition import Partition
 
 
@@ -275,6 +273,6 @@ class Records:
         return out
 
 
-def _file_shape(shape: torch.Size, experts: Experts) -> tuple[int, ...]:
+def _file_shape(shape: torch.Size, experts: ExpertLayout) -> tuple[int, ...]:
     """Returns a shape in DeepSpeed's form: files of models with experts have tuples."""
     return tuple(shape) if experts.numbers else shape

@@ -1,9 +1,8 @@
-"""DeepSpeed's optimizers, by the names in the configuration.
+"""DeepSpeed's optimizers and schedulers, by the names in the configuration.
 
-DeepSpeed's schedulers as schedules: from the count of updates so far to the rate of the next update.
-
-DeepSpeed sets the rate after each update, counting from 0, and once before the first. So a scheduler's iteration `k`
-gives the rate of update `k + 1`, and the first update has a separate rate.
+A scheduler becomes a schedule, from the count of updates so far to the rate of the next update. DeepSpeed sets the rate
+after each update, counting from 0, and once before the first. So a scheduler's iteration `k` gives the rate of update
+`k + 1`, and the first update has a separate rate.
 """
 
 import math

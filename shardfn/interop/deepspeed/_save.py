@@ -1,6 +1,6 @@
 """`save_deepspeed`: saves a state as a checkpoint of DeepSpeed, universal or with a file for each rank.
 
-Saves a state with experts as a checkpoint of DeepSpeed. Experts go from their ranks directly to files.
+The first rank writes leaves that all ranks gather. Experts go from their ranks directly to files.
 """
 
 import functools
@@ -20,7 +20,7 @@ from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.interop.leaves import Turns, WrittenByFirst, gather_layer, gather_leaf, gather_own_rows, is_writer
 from shardfn.state import TrainState, check_alive
 
-from ._experts import Experts
+from ._experts import ExpertLayout
 from ._files import ExpertFiles, PartitionedFiles, UnfinishedFiles
 from ._partition import DeepSpeedJob, Partition, make_partition
 from ._parts import Names, PlacedPart, StatePart, describe_part, find_part, is_master, place_leaves
@@ -298,7 +298,7 @@ def _raise_failure(failed: Exception | None) -> None:
 
 
 def _local_leaves(
-    entries: Sequence[PlacedPart], experts: Experts, *, first: bool
+    entries: Sequence[PlacedPart], experts: ExpertLayout, *, first: bool
 ) -> Iterator[tuple[StatePart, Tensor]]:
     """Yields the leaves, and rows of leaves, that this rank writes."""
     stacks: dict[int, tuple[Any, dict[int, StatePart]]] = {}
