@@ -43,7 +43,8 @@ class Replacement:
     """Replacement of a part of a module's code. This class is the identity: every method may be left out.
 
     Attributes:
-        order: place in a call, smaller numbers outside. The reason is in the table of this file.
+        order: place in a call, smaller numbers outside, for example 50 for draws. The reason is in the table of this
+            file.
         specs: compute specs of parameters that are not whole on each rank, by name.
     """
 

@@ -101,7 +101,7 @@ class QuantizedArchive(Mapping[str, SafetensorsEntry | QuantizedEntry]):
         Args:
             name: name of the weight, which must be in `codes`.
             rows: range of outputs.
-            groups: range of blocks of 32 inputs.
+            groups: range of blocks of 32 inputs, for example (1, 3) for inputs 32 to 95.
         """
         codes = self.codes[name]
         if rows[0] >= rows[1] or groups[0] >= groups[1]:

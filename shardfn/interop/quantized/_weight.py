@@ -79,7 +79,7 @@ class QuantizedWeight(NamedTuple):
         """Returns blocks of codes, in the form of `kernels.code_blocks`.
 
         Args:
-            codes: result of `find_codes`.
+            codes: result of `find_codes`, for example "int8".
             rows: range of outputs.
             groups: range of blocks of 32 inputs.
         """
