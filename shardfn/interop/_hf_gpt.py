@@ -38,8 +38,9 @@ def gpt_from_hf(
     Args:
         directory: directory with `config.json`, and `model.safetensors` or several files with an index.
         dtype: dtype to convert to. Default: the dtype of the files, which must then be a single dtype.
-        keep_codes: whether weights of quantised files are blocks of codes, uint8, as `decoder(config)` of an exact
-            config reads them. Only weights that codes of the kernels hold exactly. All other weights are decoded.
+        keep_codes: whether weights of quantised files are blocks of codes, uint8, as `decoder(config)` of a
+            batch-invariant config reads them. Only weights that codes of the kernels hold exactly. All other weights
+            are decoded.
         **changes: other fields of the `Config`, such as `stacked=True` or `per_head=True`.
 
     Returns:

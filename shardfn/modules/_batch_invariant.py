@@ -2,7 +2,7 @@
 
 Torch's matrix products, and the last elements of some of its pointwise functions, depend on the number of rows. While
 `ExactRows` is open, linear layers read packed weights by `kernels.row_linear`, and the functions of a small table are
-computed by fixed expressions. Other functions run unchanged; a probe finds whether such functions are exact.
+computed by fixed expressions. Other functions run unchanged; a probe finds whether such functions are batch-invariant.
 
 Several ranks cut a weight only by outputs. So each element is computed by one rank, from a whole row of inputs, and
 ranks exchange elements without sums: results have the same bits on any number of ranks.
@@ -23,7 +23,7 @@ from shardfn import nn
 from shardfn.collectives import all_gather_invariant, take_own_block
 from shardfn.core import Axes, op_by_op
 from shardfn.kernels import gated_silu, gelu, grouped_product, row_linear, row_linears, row_norm
-from shardfn.nn import exact_softmax, own_range
+from shardfn.nn import batch_invariant_softmax, own_range
 
 from ._buffers import tensors_of
 from ._call import ModuleRun, Replacement
@@ -119,7 +119,7 @@ class ExactRows(RowByRow):
         self._linear = linear
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function, or the exact form."""
+        """Runs a function, or the batch-invariant form."""
         del types
         kwargs = kwargs or {}
         if (read := _WEIGHT.get(func)) is not None:
@@ -193,7 +193,7 @@ def grouped_rows(x: Tensor, w: Tensor, counts: Tensor, transposed: bool) -> Tens
 
 def _grouped_rows(func: Any, x: Tensor, w: Tensor, counts: Tensor, transposed: bool) -> Tensor:
     del func
-    return grouped_product(x.float(), w.float(), counts, transposed=transposed, exact=True).to(x.dtype)
+    return grouped_product(x.float(), w.float(), counts, transposed=transposed, batch_invariant=True).to(x.dtype)
 
 
 def _softmax_rows(
@@ -201,7 +201,7 @@ def _softmax_rows(
 ) -> Tensor:
     if dim not in (-1, input.ndim - 1):
         return func(input, dim, dtype=dtype)
-    return exact_softmax(input.float()).to(dtype or input.dtype)
+    return batch_invariant_softmax(input.float()).to(dtype or input.dtype)
 
 
 def _sigmoid_rows(func: Any, input: Tensor) -> Tensor:
@@ -217,9 +217,9 @@ def handlers_of(
     """Returns handlers of torch's functions, called with the function and the arguments.
 
     Args:
-        silu: exact silu of one tensor.
-        gelu: exact gelu with tanh.
-        norm: exact norm of an input, a scale, a shift or None, eps, and whether the mean is subtracted.
+        silu: batch-invariant silu of one tensor.
+        gelu: batch-invariant gelu with tanh.
+        norm: batch-invariant norm of an input, a scale, a shift or None, eps, and whether the mean is subtracted.
     """
 
     def handle_silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
@@ -254,8 +254,13 @@ def handlers_of(
         eps = torch.finfo(input.dtype).eps if eps is None else eps
         return norm(input, _norm_scale(input, weight), None, eps, False)
 
-    exact = {F.silu: handle_silu, F.gelu: handle_gelu, F.layer_norm: handle_layer_norm, F.rms_norm: handle_rms_norm}
-    return _ALIKE | exact
+    batch_invariant = {
+        F.silu: handle_silu,
+        F.gelu: handle_gelu,
+        F.layer_norm: handle_layer_norm,
+        F.rms_norm: handle_rms_norm,
+    }
+    return _ALIKE | batch_invariant
 
 
 def _norm_scale(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -280,7 +285,7 @@ _WEIGHT: dict[Any, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] =
     F.linear: _linear_args,
     torch.addmm: _addmm_args,
 }
-# Functions whose exact form has derivatives, too.
+# Functions whose batch-invariant form has derivatives, too.
 _ALIKE: dict[Any, Callable[..., Tensor]] = {
     grouped_rows: _grouped_rows,
     F.softmax: _softmax_rows,
@@ -305,10 +310,10 @@ class BatchInvariance(Replacement):
 
     def running(self, run: ModuleRun) -> AbstractContextManager[Any]:
         """Returns the mode."""
-        return ExactForward(run.placed.given.params)
+        return BatchInvariantForward(run.placed.given.params)
 
 
-class ExactForward(RowByRow):
+class BatchInvariantForward(RowByRow):
     """Computes linear layers and some other functions row by row, in float32, with derivatives.
 
     Args:
@@ -320,7 +325,7 @@ class ExactForward(RowByRow):
         self._params = {id(p) for p in params.values()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function, or the exact form."""
+        """Runs a function, or the batch-invariant form."""
         del types
         kwargs = kwargs or {}
         found = linear_operands(func, args, kwargs)
@@ -329,25 +334,25 @@ class ExactForward(RowByRow):
             assert weight is not None
             if x.dtype == torch.float64:
                 raise TypeError(
-                    f"from_module(exact=True) needs inputs of linear layers in float32, as in an engine, got {x.dtype}."
-                    " Use parameters in float32, or Policy(compute=torch.float32)."
+                    "from_module(batch_invariant=True) needs inputs of linear layers in float32, as in an engine, got"
+                    f" {x.dtype}. Use parameters in float32, or Policy(compute=torch.float32)."
                 )
-            return nn.linear(x, nn.ExactWeight.of(weight if func is F.linear else weight.T), bias)
+            return nn.linear(x, nn.BatchInvariantWeight.of(weight if func is F.linear else weight.T), bias)
         handler = _EXACT_HANDLERS.get(func)
         return func(*args, **kwargs) if handler is None else handler(func, *args, **kwargs)
 
 
-def _silu_exact(x: Tensor) -> Tensor:
-    return nn.exact_gated_silu(x, torch.ones_like(x))
+def _apply_silu(x: Tensor) -> Tensor:
+    return nn.batch_invariant_gated_silu(x, torch.ones_like(x))
 
 
-def _norm_exact(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
+def _apply_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
     if centered:
-        return nn.exact_layer_norm(x, weight, bias, eps=eps)
-    return nn.exact_rms_norm(x, weight, eps=eps)
+        return nn.batch_invariant_layer_norm(x, weight, bias, eps=eps)
+    return nn.batch_invariant_rms_norm(x, weight, eps=eps)
 
 
-_EXACT_HANDLERS = handlers_of(_silu_exact, nn.exact_gelu, _norm_exact)
+_EXACT_HANDLERS = handlers_of(_apply_silu, nn.batch_invariant_gelu, _apply_norm)
 
 
 class SameInput:

@@ -8,8 +8,8 @@ from jaxtyping import Int, Int64
 from torch import Tensor, nn
 
 from shardfn._torch import BatchNorm
-from shardfn.core import Axes, P, frozen, named_buffers, named_parameters, state_names
-from shardfn.nn import Body, Exact, moe
+from shardfn.core import Axes, P, explains_keywords, frozen, named_buffers, named_parameters, state_names
+from shardfn.nn import AttentionBackend, BatchInvariant, moe
 
 from ._attention import AttentionRoute, models_in
 from ._batch_invariant import BatchInvariance
@@ -30,18 +30,18 @@ def _list_replacements(
     *,
     keep_dtype: Sequence[str],
     axis: Axes,
-    attention: Body | None,
+    attention: AttentionBackend | None,
     experts: moe.Exchange | None,
-    exact: bool,
+    batch_invariant: bool,
 ) -> list[Replacement]:
     """Returns the replacements for the arguments of `from_module`. The numbers of the classes give their order.
 
     Raises:
-        ValueError: attention or experts cannot be routed, or are not exact.
+        ValueError: attention or experts cannot be routed, or are not batch-invariant.
     """
-    if exact:
-        _check_exact(attention, experts)
-        attention = Exact() if models_in(module) else None
+    if batch_invariant:
+        _check_batch_invariant(attention, experts)
+        attention = BatchInvariant() if models_in(module) else None
         experts = moe.Local() if experts is None and experts_in(module) else experts
     return [
         CallChecks(),
@@ -51,22 +51,22 @@ def _list_replacements(
         ParamDtypes(keep_dtype),
         NumberedDraws(),
         *([AttentionRoute(module, attention)] if attention is not None else []),
-        *([ExpertsRoute(module, experts, exact=exact)] if experts is not None else []),
+        *([ExpertsRoute(module, experts, batch_invariant=batch_invariant)] if experts is not None else []),
         FunctionWatch(axis),
-        *([BatchInvariance()] if exact else []),
+        *([BatchInvariance()] if batch_invariant else []),
     ]
 
 
-def _check_exact(attention: Body | None, experts: moe.Exchange | None) -> None:
-    if attention is not None and not isinstance(attention, Exact):
+def _check_batch_invariant(attention: AttentionBackend | None, experts: moe.Exchange | None) -> None:
+    if attention is not None and not isinstance(attention, BatchInvariant):
         raise ValueError(
-            "from_module(exact=True) needs exact attention, on one device or on ranks with whole rows, got"
-            f" attention={attention}. Leave out attention=, or pass nn.Exact()."
+            "from_module(batch_invariant=True) needs batch-invariant attention, on one device or on ranks with whole"
+            f" rows, got attention={attention}. Leave out attention=, or pass nn.BatchInvariant()."
         )
-    if isinstance(experts, moe.Sum) and not experts.in_order:
+    if isinstance(experts, moe.AllReduce) and not experts.in_order:
         raise ValueError(
-            "from_module(exact=True) needs sums over ranks in the order of a token's choices, got"
-            f" experts={experts}. Use moe.Sum({experts.axis!r}, in_order=True)."
+            "from_module(batch_invariant=True) needs sums over ranks in the order of a token's choices, got"
+            f" experts={experts}. Use moe.AllReduce({experts.axis!r}, in_order=True)."
         )
 
 
@@ -270,9 +270,9 @@ def from_module(
     keep_dtype: Sequence[str] = ...,
     has_state: Literal[False] = ...,
     axis: Axes = ...,
-    attention: Body | None = ...,
+    attention: AttentionBackend | None = ...,
     experts: moe.Exchange | None = ...,
-    exact: bool = ...,
+    batch_invariant: bool = ...,
 ) -> tuple[dict[str, Tensor], ModuleFunction]: ...
 @overload
 def from_module(
@@ -281,9 +281,9 @@ def from_module(
     keep_dtype: Sequence[str] = ...,
     has_state: Literal[True],
     axis: Axes = ...,
-    attention: Body | None = ...,
+    attention: AttentionBackend | None = ...,
     experts: moe.Exchange | None = ...,
-    exact: bool = ...,
+    batch_invariant: bool = ...,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], StatefulFunction]: ...
 @overload
 def from_module(
@@ -291,10 +291,11 @@ def from_module(
     *,
     keep_dtype: Sequence[str] = ...,
     layers: str,
-    attention: Body | None = ...,
+    attention: AttentionBackend | None = ...,
     experts: moe.Exchange | None = ...,
-    exact: bool = ...,
+    batch_invariant: bool = ...,
 ) -> tuple[dict[str, Any], LayeredFunction]: ...
+@explains_keywords(exact="batch_invariant={value!r}")
 def from_module(
     module: nn.Module,
     *,
@@ -302,9 +303,9 @@ def from_module(
     has_state: bool = False,
     axis: Axes = "dp",
     layers: str | None = None,
-    attention: Body | None = None,
+    attention: AttentionBackend | None = None,
     experts: moe.Exchange | None = None,
-    exact: bool = False,
+    batch_invariant: bool = False,
 ) -> Any:
     """Splits a module into parameters and a pure function of the parameters.
 
@@ -334,10 +335,11 @@ def from_module(
             `nn.Ulysses(axis, length)` and `nn.Ring(axis, length)` on ranks that each have some tokens of a sequence.
             Positions then count all tokens. Where given positions start again, a new document begins.
         experts: exchange of `nn.moe` by which tokens meet the experts of models of transformers inside, such as
-            `nn.moe.Tokens("ep")`, an all-to-all. The module's routers choose. The step needs `specs=apply.specs`. With
-            `layers`, specs such as `P("pp", "ep")` for the stacked leaves of experts.
-        exact: whether each token's results are batch-invariant, with the bits of an engine of `hf_decoder(module,
-            exact=True)`: for float32 parameters, and causal attention. Gradients are not exact.
+            `nn.moe.AllToAll("ep")`, an all-to-all. The module's routers choose. The step needs `specs=apply.specs`.
+            With `layers`, specs such as `P("pp", "ep")` for the stacked leaves of experts.
+        batch_invariant: whether each token's results are batch-invariant, with the bits of an engine of
+            `hf_decoder(module, batch_invariant=True)`: for float32 parameters, and causal attention. Gradients are not
+            batch-invariant.
 
     Returns:
         `(params, apply)`: detached parameters by name, and `apply(params, *args, **kwargs)` = the module's forward.
@@ -361,7 +363,7 @@ def from_module(
     check_module(module)
     module = uncompiled_module(module)
     warn_of_configured_balance(module)
-    chosen: dict[str, Any] = {"attention": attention, "experts": experts, "exact": exact}
+    chosen: dict[str, Any] = {"attention": attention, "experts": experts, "batch_invariant": batch_invariant}
     replacements = _list_replacements(module, keep_dtype=keep_dtype, axis=axis if has_state else None, **chosen)
     function = ModuleFunction(module, replacements)
     params = {name: p.detach() if p.requires_grad else frozen(p.detach()) for name, p in named_parameters(module)}

@@ -94,9 +94,9 @@ def full(params: Any) -> Any:
 def test_an_engine_has_the_bits_and_tokens_of_the_decoded_weights(kind: str, tmp_path: pathlib.Path) -> None:
     model = llama()
     want = write_model(tmp_path, model, kind)
-    config, floats = gpt_from_hf(tmp_path, dtype=torch.float32, exact=True)
+    config, floats = gpt_from_hf(tmp_path, dtype=torch.float32, batch_invariant=True)
     assert torch.equal(floats["blocks"][1]["w_down"].full(), want["model.layers.1.mlp.down_proj.weight"])
-    _, coded = gpt_from_hf(tmp_path, dtype=torch.float32, exact=True, keep_codes=True)
+    _, coded = gpt_from_hf(tmp_path, dtype=torch.float32, batch_invariant=True, keep_codes=True)
     num = sum(x.dtype == torch.uint8 for x in tree_leaves(coded))
     assert num == (0 if kind == "fp8" else 14)
     how, prompts = Sampling(max_tokens=6, temperature=0.0, prompt_logprobs=True), [[1, 3, 4], [5, 6, 7, 8, 9]]

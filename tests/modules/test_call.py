@@ -61,7 +61,7 @@ def with_noted(module: nn.Module, sub: nn.Module, notes: list[str], **orders: in
 
 
 def test_each_replacement_of_from_module_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, apply = sf.from_module(nn.Linear(2, 3), exact=True)
+    _, apply = sf.from_module(nn.Linear(2, 3), batch_invariant=True)
     kinds = {type(one).__name__: one.order for one in apply._replacements}
     assert sorted(kinds, key=lambda name: kinds[name]) == ORDER
     assert len(set(kinds.values())) == len(ORDER)
