@@ -1,4 +1,4 @@
-"""A module with layers on several ranks. Each rank runs the module's forward around the rank's layers.
+"""Module with layers on several ranks. Each rank runs the module's forward around the rank's layers.
 
 Each layer is replaced by a placeholder that handles the call. On a rank with layers [a, b):
 

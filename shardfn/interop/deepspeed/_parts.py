@@ -1,4 +1,4 @@
-"""The part of a checkpoint of DeepSpeed for each leaf of a state, and `restore_deepspeed`.
+"""Part of a checkpoint of DeepSpeed for each leaf of a state, and `restore_deepspeed`.
 
 params['a'], opt_state...master['a']   fp32 of a
 opt_state...mu['a'], ...nu['a']        exp_avg, exp_avg_sq of a

@@ -24,7 +24,7 @@ _ROWS = 512  # rows that are decoded at a time
 
 
 class Groups(NamedTuple):
-    """Scales [n, G] and zero points [n, G] of some outputs. Floats have the zero points 0."""
+    """Scales [n, G] and zero points [n, G] of some outputs, for example of rows 512 to 1023."""
 
     scale: Tensor
     zero: Tensor
