@@ -1,5 +1,5 @@
-// Attention of ragged tokens over a paged cache, which first receives their keys and values. Threads take groups: tokens
-// of one sequence that follow each other in the plan, with the query heads of one key head.
+// Attention of ragged tokens over a paged cache, which first receives their keys and values. Threads take groups:
+// queries of one sequence that follow each other, with the query heads of one key head. Query r is of token rows[r].
 #include "_chain.h"
 #include "_threads.h"
 #include "_cache_rows.h"
@@ -17,12 +17,14 @@ constexpr int64_t ROWS = 64;
 struct Call {
     const float *q, *k, *v;
     void* cache;
-    const int32_t *slots, *positions, *sequences, *tables;
+    const int32_t *slots, *positions, *sequences, *tables, *rows;
     const float *slopes, *sinks;
     const uint8_t* tree;
     float *y, *lse;
-    int64_t T, H, G, K, q_stride, k_stride, v_stride, blocks, block, S, width, window, kind;
+    int64_t T, Q, H, G, K, q_stride, k_stride, v_stride, blocks, block, S, width, window, kind;
     Scoring how;
+
+    int64_t token(int64_t query) const { return rows ? rows[query] : query; }
 };
 
 // For each token the first position it sees, the first of guesses, and where the list of their slots begins.
@@ -32,7 +34,7 @@ struct Plan {
 };
 
 struct Group {
-    int64_t first, count, begin, end, shared;  // tokens, the positions they see, those before guesses
+    int64_t first, count, begin, end, shared;  // queries, the positions they see, those before guesses
 };
 
 bool read_tree(const Call& o, Plan& plan, int64_t i) {
@@ -53,6 +55,8 @@ bool read_tree(const Call& o, Plan& plan, int64_t i) {
 
 // Whether all numbers are in range; fills the plan.
 bool read_plan(const Call& o, Plan& plan) {
+    for (int64_t r = 0; r < o.Q; ++r)
+        if (o.token(r) < 0 || o.token(r) >= o.T) return false;
     plan.begin.resize(o.T), plan.guesses.resize(o.T), plan.at.resize(o.T);
     std::vector<int64_t> low(o.S, 0), high(o.S, 0);  // by sequence, the entries of its table that were checked
     for (int64_t i = 0; i < o.T; ++i) {
@@ -79,11 +83,11 @@ bool read_plan(const Call& o, Plan& plan) {
 std::vector<Group> groups_of(const Call& o, const Plan& plan) {
     const int64_t most = std::max<int64_t>(1, ROWS / (o.H / o.G));
     std::vector<Group> out;
-    for (int64_t i = 0; i < o.T; ++i) {
-        const int64_t end = o.positions[i] + 1;
+    for (int64_t r = 0; r < o.Q; ++r) {
+        const int64_t i = o.token(r), end = o.positions[i] + 1;
         const int64_t shared = plan.guesses[i] < end ? plan.guesses[i] : std::numeric_limits<int64_t>::max();
-        if (out.empty() || out.back().count == most || o.sequences[i] != o.sequences[i - 1]) {
-            out.push_back({i, 1, plan.begin[i], end, shared});
+        if (out.empty() || out.back().count == most || o.sequences[i] != o.sequences[o.token(r - 1)]) {
+            out.push_back({r, 1, plan.begin[i], end, shared});
             continue;
         }
         Group& group = out.back();
@@ -182,7 +186,7 @@ INLINE void attend(const Call& o, const Plan& plan, const Group& group, int64_t 
     }
     for (int64_t tile = group.begin / TILE * TILE; tile < group.end; tile += TILE) {
         for (int64_t row = 0; row < rows; ++row) {
-            const int64_t i = group.first + row / R, own = o.positions[i] - tile;
+            const int64_t i = o.token(group.first + row / R), own = o.positions[i] - tile;
             const int64_t low = std::max<int64_t>(0, plan.begin[i] - tile), high = std::min<int64_t>(TILE, own + 1);
             seen[row] = {(int)std::min<int64_t>(low, TILE), (int)std::max<int64_t>(high, 0), (int)own};
         }
@@ -194,7 +198,7 @@ INLINE void attend(const Call& o, const Plan& plan, const Group& group, int64_t 
             for (int64_t r = row; r < row + together; ++r)
                 if (seen[r].low < seen[r].high) low = std::min(low, seen[r].low), high = std::max(high, seen[r].high);
             if (low >= high) continue;
-            const int64_t i = group.first + row / R;
+            const int64_t i = o.token(group.first + row / R);
             const int64_t guesses = shared ? group.shared : plan.guesses[i], end = std::min<int64_t>(guesses, o.positions[i] + 1);
             foresee(o, s, o.tables + o.sequences[i] * o.width, g, group.begin / TILE * TILE, tile, end, together);
             find_keys<L>(o, plan, s, g, i, guesses, tile, low, high);
@@ -213,12 +217,12 @@ extern "C" {
 
 // Returns 0 if all was written; 1, and changes nothing, if a number of the plan is out of range.
 int64_t ragged_attention(const float* q, const float* k, const float* v, void* cache, const int32_t* slots,
-                         const int32_t* positions, const int32_t* sequences, const int32_t* tables, const float* slopes,
-                         const float* sinks, const uint8_t* tree, float* y, float* lse, int64_t T, int64_t H, int64_t G, int64_t K,
-                         int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t blocks, int64_t block, int64_t S,
+                         const int32_t* positions, const int32_t* sequences, const int32_t* tables, const int32_t* rows,
+                         const float* slopes, const float* sinks, const uint8_t* tree, float* y, float* lse, int64_t T,
+                         int64_t Q, int64_t H, int64_t G, int64_t K, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t blocks, int64_t block, int64_t S,
                          int64_t width, int64_t window, int64_t kind, float scale, float cap, int64_t threads,
                          int64_t few) {
-    const Call o = {q, k, v, cache, slots, positions, sequences, tables, slopes, sinks, tree, y, lse, T, H, G, K,
+    const Call o = {q, k, v, cache, slots, positions, sequences, tables, rows, slopes, sinks, tree, y, lse, T, Q, H, G, K,
                     q_stride, k_stride, v_stride, blocks, block, S, width, window, kind, {scale, cap}};
     Plan plan;
     if (!read_plan(o, plan)) return 1;

@@ -48,7 +48,7 @@ _SOURCE = "_ragged_attention.cpp"
 
 
 def ragged_attention(
-    q: Float[Tensor, "t h k"],
+    q: Float[Tensor, "r h k"],
     k: Float[Tensor, "t g k"],
     v: Float[Tensor, "t g k"],
     cache: Shaped[Tensor, "blocks 2 g block row"],
@@ -63,7 +63,8 @@ def ragged_attention(
     slopes: Float[Tensor, " h"] | None = None,
     sinks: Float[Tensor, " h"] | None = None,
     tree: Bool[Tensor, "t t"] | UInt8[Tensor, "t t"] | None = None,
-) -> tuple[Float[Tensor, "t h k"], Float[Tensor, "t h"]]:
+    rows: Int32[Tensor, " r"] | None = None,
+) -> tuple[Float[Tensor, "r h k"], Float[Tensor, "r h"]]:
     """Writes the keys and values of tokens into a KV cache, then returns each token's attention to its sequence.
 
         cache[slots[i] // block, :, :, slots[i] % block] = k[i], v[i]               for all tokens i, then
@@ -102,6 +103,9 @@ def ragged_attention(
             of token i come from the tokens j with tree[i, j], from the slots of these tokens instead of the table. In
             the order of j, the tokens belong to i's sequence, at consecutive positions up to positions[i], and the last
             token is i. A row without bits uses only the table.
+        rows: token of each query, int32. The keys and values of all tokens are written, and y has a row for each query,
+            with the bits of row rows[r] of a call without `rows`. For example the last token of each prompt, or of 7
+            tokens the tokens 6 and 2. None: a query for each token, in order.
 
     Returns:
         y and lse, in the dtype of q. A row of y is 0 if all scores are -inf, and lse is then -inf. The bits of lse
@@ -130,8 +134,9 @@ def ragged_attention(
         https://arxiv.org/abs/2309.06180
         Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, https://arxiv.org/abs/1805.02867
     """
-    _check_arguments(q, k, v, cache, {"slots": slots, "positions": positions, "sequences": sequences}, tables)
-    T, H, K = q.shape
+    plan = {"slots": slots, "positions": positions, "sequences": sequences}
+    _check_arguments(q, k, v, cache, plan, tables, len(q) if rows is None else len(slots))
+    H, K = q.shape[1:]
     for name, x in (("slopes", slopes), ("sinks", sinks)):
         if x is not None:
             check_dtype(name, x, q.dtype)
@@ -143,21 +148,25 @@ def ragged_attention(
     if tree is not None:
         if tree.dtype not in (torch.bool, torch.uint8):
             raise TypeError(f"tree is {tree.dtype}, must be {torch.bool} or {torch.uint8}")
-        check_shape("tree", tree, (T, T), "a bit for each two tokens")
+        check_shape("tree", tree, (len(k), len(k)), "a bit for each two tokens")
+    if rows is not None:
+        check_dtype("rows", rows, torch.int32)
+        check_shape("rows", rows, (len(q),), "a token for each query")
     scale = K**-0.5 if scale is None else scale
     window = None if window is None else min(window, 1 << 30)
-    plan = slots, positions, sequences, tables
-    return RAGGED_ATTENTION(q, k, v, cache, *plan, scale, window, softcap, slopes, sinks, tree)
+    return RAGGED_ATTENTION(q, k, v, cache, *plan.values(), tables, scale, window, softcap, slopes, sinks, tree, rows)
 
 
-def _check_arguments(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: dict[str, Tensor], tables: Tensor) -> None:
+def _check_arguments(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: dict[str, Tensor], tables: Tensor, T: int
+) -> None:
     RAGGED_ATTENTION.check_dtype("q", q)
     for name, x in (("k", k), ("v", v)):
         check_dtype(name, x, q.dtype)
     if cache.dtype not in _CACHES[q.dtype]:
         known = ", ".join(map(str, _CACHES[q.dtype]))
         raise TypeError(f"cache must be one of {known} for q of {q.dtype}, got {cache.dtype}")
-    T, H, K = q.shape
+    H, K = q.shape[1:]
     if not 1 <= K <= WIDEST:
         raise ValueError(f"heads of q must have from 1 to {WIDEST} elements, got q of shape {tuple(q.shape)}")
     G = cache.shape[2] if cache.ndim == 5 else 0
@@ -235,15 +244,16 @@ def view_rows(cache: Shaped[Tensor, "*batch row"]) -> Shaped[Tensor, "*batch row
 
 def check_plan(
     cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor, window: int | None,
-    tree: Tensor | None,
+    tree: Tensor | None, rows: Tensor | None,
 ) -> None:  # fmt: skip
-    """Raises ValueError with the first token where slot, position, sequence, blocks or guesses are out of range."""
+    """Raises ValueError with the first token where slot, position, sequence, block, guess or row is out of range."""
     blocks, block = cache.shape[0], cache.shape[3]
     width = tables.shape[1]
     for name, x, count, of in (
         ("slots", slots, blocks * block, f"cache has {blocks} blocks of {block} tokens"),
         ("sequences", sequences, len(tables), f"tables has {len(tables)} sequences"),
         ("positions", positions, width * block, f"tables has {width} blocks of {block} tokens a sequence"),
+        ("rows", slots[:0] if rows is None else rows, len(slots), f"the call has {len(slots)} tokens"),
     ):
         wrong = (x < 0) | (x >= count)
         if wrong.any():
@@ -299,31 +309,33 @@ def _check_tree(positions: Tensor, sequences: Tensor, tree: Tensor) -> None:
 def _attend_by_torch(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
-    tree: Tensor | None,
+    tree: Tensor | None, rows: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns [T, H, K] and [T, H]. Writes the cache [blocks, 2, G, block, row]."""
-    check_plan(cache, slots, positions, sequences, tables, window, tree)
+    """Returns [R, H, K] and [R, H] of R queries. Writes the cache [blocks, 2, G, block, row]."""
+    check_plan(cache, slots, positions, sequences, tables, window, tree, rows)
     write_cache(k, v, cache, slots)
-    (T, H, K), G = q.shape, k.shape[1]
+    (R, H, K), G = q.shape, k.shape[1]
     slope, sink = (None if x is None else x.view(G, H // G) for x in (slopes, sinks))
     block = cache.shape[3]
     places = find_slots(block, slots, positions, sequences, tables, window, tree)
-    by_place, q = view_rows(cache), q.view(T, G, H // G, K)
+    if rows is not None:
+        places, positions = places[rows.long()], positions[rows.long()]
+    by_place, q = view_rows(cache), q.reshape(R, G, H // G, K)
     state = _start_state(q, sink)
     for begin in range(0, places.shape[1], TILE):
         at = places[:, begin : begin + TILE]
         slot = at.clamp(min=0)
-        rows = by_place[slot // block, :, :, slot % block]
-        kv_TN2GK = decode_rows(rows, K, cache.dtype) if cache.dtype in LARGEST else rows.to(q.dtype)
-        x = _compute_scores(q, kv_TN2GK[:, :, 0], scale, softcap)
+        found = by_place[slot // block, :, :, slot % block]
+        kv_RN2GK = decode_rows(found, K, cache.dtype) if cache.dtype in LARGEST else found.to(q.dtype)
+        x = _compute_scores(q, kv_RN2GK[:, :, 0], scale, softcap)
         if slope is not None:
             p = torch.arange(begin, begin + TILE, device=q.device)
             x = multiply_add(-slope[..., None], (positions[:, None] - p).to(q.dtype)[:, None, None], x)
-        state = _add_tile(state, x, kv_TN2GK[:, :, 1], at >= 0)
+        state = _add_tile(state, x, kv_RN2GK[:, :, 1], at >= 0)
     most, lanes, y = state
     total = sum_halves(lanes)
     y = torch.where(total[..., None] == 0, 0.0, y / total[..., None])
-    return y.view(T, H, K), (most + total.log()).view(T, H)
+    return y.view(R, H, K), (most + total.log()).view(R, H)
 
 
 def write_cache(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -431,38 +443,40 @@ def _wide_near(x: Tensor, square: Tensor) -> Tensor:
 def _attend_natively(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
-    tree: Tensor | None,
+    tree: Tensor | None, rows: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    T, H, K = q.shape
+    R, H, K = q.shape
     q, k, v = (x if x.stride()[1:] == (K, 1) else x.contiguous() for x in (q, k, v))
-    slopes, sinks, tree = (None if x is None else x.contiguous() for x in (slopes, sinks, tree))
+    slopes, sinks, tree, rows = (None if x is None else x.contiguous() for x in (slopes, sinks, tree, rows))
     slots, positions, sequences, tables = (x.contiguous() for x in (slots, positions, sequences, tables))
     plan = slots, positions, sequences, tables
-    y, lse = q.new_empty(T, H, K), q.new_empty(T, H)
-    given = _list_arguments(q, k, v, cache, *plan, scale, window, softcap, slopes, sinks, tree, y, lse)
-    run = function(_SOURCE, "ragged_attention", "p" * 13 + "i" * 13 + "ff" + "ii", returns=True)
+    y, lse = q.new_empty(R, H, K), q.new_empty(R, H)
+    given = _list_arguments(q, k, v, cache, *plan, scale, window, softcap, slopes, sinks, tree, rows, y, lse)
+    run = function(_SOURCE, "ragged_attention", "p" * 14 + "i" * 14 + "ff" + "ii", returns=True)
     if run(*addresses(given)):
-        check_plan(cache, *plan, window, tree)
+        check_plan(cache, *plan, window, tree, rows)
         raise AssertionError("C++ refused a plan that is in range")
     return y, lse
 
 
 def _make_call(arguments: Sequence[Any], results: Sequence[Tensor]) -> KernelCall | None:
-    q, k, v, cache, *plan, _, window, _, slopes, sinks, tree = arguments
-    if not are_dense(q, k, v, slopes, sinks) or not all(x is None or x.is_contiguous() for x in (cache, *plan, tree)):
+    q, k, v, cache, *plan, _, window, _, slopes, sinks, tree, rows = arguments
+    if not are_dense(q, k, v, slopes, sinks) or not all(
+        x is None or x.is_contiguous() for x in (cache, *plan, tree, rows)
+    ):
         return None
-    check = check_plan, (cache, *plan, window, tree)
+    check = check_plan, (cache, *plan, window, tree, rows)
     return KernelCall(_SOURCE, "ragged_attention", _list_arguments(*arguments, *results), check)
 
 
 def _list_arguments(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
-    tree: Tensor | None, y: Tensor, lse: Tensor,
+    tree: Tensor | None, rows: Tensor | None, y: Tensor, lse: Tensor,
 ) -> Arguments:  # fmt: skip
-    (T, H, K), G = q.shape, k.shape[1]
-    tensors = q, k, v, cache, slots, positions, sequences, tables, slopes, sinks, tree, y, lse
-    sizes = *(T, H, G, K), *(x.stride(0) for x in (q, k, v)), cache.shape[0], cache.shape[3], *tables.shape
+    (R, H, K), (T, G) = q.shape, k.shape[:2]
+    tensors = q, k, v, cache, slots, positions, sequences, tables, rows, slopes, sinks, tree, y, lse
+    sizes = *(T, R, H, G, K), *(x.stride(0) for x in (q, k, v)), cache.shape[0], cache.shape[3], *tables.shape
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
     return *tensors, *sizes, window or 0, _KINDS[cache.dtype], *scores, num_threads(), FEW
 
@@ -476,7 +490,7 @@ def _count_flops(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, *rest: Any) -> 
 RAGGED_ATTENTION = KernelOp(
     schema="ragged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) cache, Tensor slots, Tensor positions,"
     " Tensor sequences, Tensor tables, float scale, int? window, float? softcap, Tensor? slopes, Tensor? sinks,"
-    " Tensor? tree) -> (Tensor, Tensor)",
+    " Tensor? tree, Tensor? rows) -> (Tensor, Tensor)",
     abstract=lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2])),
     reference=_attend_by_torch,
     dtypes=EXACT,

@@ -18,14 +18,16 @@ from ._triton import added, greatest, launch
 def ragged_attention(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
-    tree: Tensor | None,
+    tree: Tensor | None, rows: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns fp32 [T, H, K] and [T, H]. Writes the cache [blocks, 2, G, block, row]."""
-    check_plan(cache, slots, positions, sequences, tables, window, tree)
+    """Returns fp32 [R, H, K] and [R, H] of R queries. Writes the cache [blocks, 2, G, block, row]."""
+    check_plan(cache, slots, positions, sequences, tables, window, tree, rows)
     write_cache(k, v, cache, slots)
-    (T, H, K), G = q.shape, k.shape[1]
+    (R, H, K), G = q.shape, k.shape[1]
     places = find_slots(cache.shape[3], slots, positions, sequences, tables, window, tree)
-    y, lse, width = q.new_empty(T, H, K), q.new_empty(T, H), max(16, triton.next_power_of_2(K))
+    if rows is not None:
+        places, positions = places[rows.long()], positions[rows.long()]
+    y, lse, width = q.new_empty(R, H, K), q.new_empty(R, H), max(16, triton.next_power_of_2(K))
     given = (None if x is None else x.contiguous() for x in (slopes, sinks))
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
     # Codes are bytes, and scales the last of each row's float32 numbers.
@@ -46,7 +48,7 @@ def ragged_attention(
         cache.shape[3],
     )
     codes = {torch.int8: 1, torch.float8_e4m3fn: 2}.get(cache.dtype, 0)
-    launch(_row_kernel, T * H, q.device, *args, K=K, ROW=cache.shape[-1], WIDTH=width, N=TILE, CODES=codes)
+    launch(_row_kernel, R * H, q.device, *args, K=K, ROW=cache.shape[-1], WIDTH=width, N=TILE, CODES=codes)
     return y, lse
 
 
@@ -72,7 +74,7 @@ def _row_kernel(
     q, cache, scales, places, positions, slopes, sinks, y, lse, scale, cap, end, H, G, block,
     K: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """Computes a head of a token."""
+    """Computes a head of a query."""
     program = tl.program_id(0).to(tl.int64)
     i, h = program // H, program % H
     n, d, g = tl.arange(0, N), tl.arange(0, WIDTH), h // (H // G)

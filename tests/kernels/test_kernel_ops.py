@@ -72,7 +72,7 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
     ("row_linears", lambda x, w: tuple(kernels.row_linears(x, [w, w], [5, 3])),
      (X, kernels.pack_rows(torch.randn(5, 16))),
      (X, [kernels.pack_rows(torch.randn(5, 16))] * 2, [5, 3], 8, [torch.ones(5), None])),
-    ("ragged_attention", kernels.ragged_attention, PAGES, (*PAGES, 0.5, None, None, None, torch.ones(2), None)),
+    ("ragged_attention", kernels.ragged_attention, PAGES, (*PAGES, 0.5, None, None, None, torch.ones(2), None, None)),
     ("gated_silu", kernels.gated_silu, (X, ERROR), (X, ERROR)),
     ("gelu", kernels.gelu, (X,), (X,)),
     ("gated_silu_gradient", kernels.gated_silu_gradient, (X, X[:, :8]), (X, X[:, :8])),
