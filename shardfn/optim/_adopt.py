@@ -77,9 +77,9 @@ def scale_by_adopt(
     positive("scale_by_adopt", eps=eps)
 
     def numbers_at(count: Tensor) -> dict[str, Any]:
-        begun = count > 1
+        begun = (count > 1).double()
         bound = torch.inf if clip_value_fn is None else clip_value_fn(count - 1)
-        rates = {"b1": torch.where(begun, b1, 1.0).double(), "b2": torch.where(begun, b2, 0.0).double()}
+        rates = {"b1": 1 - begun * (1 - b1), "b2": begun * b2}  # 1 and 0 in the first step
         return rates | {"eps": eps, "bound": bound, "nesterov": nesterov}
 
     return elementwise("scale_by_adopt", ScaleByAdamState, _leaf_direction, {"mu": same, "nu": torch.clone}, numbers_at)

@@ -117,15 +117,16 @@ def scale_by_galore(
         unknown = transforming() or isinstance(renews, FakeTensor) or renews.is_meta
         out = []
         for g, old in zip(gs, treedef.flatten_up_to(state.subspaces), strict=True):
-            projector = old.projector
+            projector, kept = old.projector, old.mu.dtype
+            g = wide(g.to(kept)).contiguous()  # LAPACK rounds by the layout
             if unknown:
                 projector = torch.where(renews, _find_basis(g, projector), projector)
             elif bool(renews):
                 projector = _find_basis(g, projector)
             mu, nu = moments(_project(g, projector), old.mu, old.nu, b1, b2)
             u = (mu / c1) / ((nu / c2).sqrt() + eps)
-            new = Subspace(*(x.to(old.mu.dtype).contiguous() for x in (projector, mu, nu)))
-            out.append(((scale * _lift(u, projector, g.shape)).to(g.dtype), new))
+            new = Subspace(*(x.to(kept).contiguous() for x in (projector, mu, nu)))
+            out.append(((scale * _lift(u, projector, g.shape)).to(kept), new))
         us, subspaces = (tree_unflatten(treedef, [row[k] for row in out]) for k in (0, 1))
         return us, ScaleByGaloreState(count, subspaces)
 
@@ -191,7 +192,9 @@ def _first_subspace(p: Tensor, rank: int) -> Subspace:
 def _find_basis(g: Tensor, like: Tensor) -> Tensor:
     """Returns the first singular vectors of the longer side, each with a positive largest element."""
     m, n = g.shape
-    vectors = torch.linalg.svd(wide(g) if m >= n else wide(g).T, full_matrices=False)[0][:, : like.shape[1]]
+    # A value that is not finite reaches the update by the product with the basis. LAPACK would raise an error.
+    finite = wide(g).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    vectors = torch.linalg.svd(finite if m >= n else finite.T.contiguous(), full_matrices=False)[0][:, : like.shape[1]]
     # A singular vector has two signs. Ranks with the same gradient, and one device with nearly the same, choose one.
     at = vectors.abs().argmax(dim=0, keepdim=True) if vectors.numel() else None
     return (vectors if at is None else vectors * vectors.gather(0, at).sign()).to(like.dtype)

@@ -390,7 +390,8 @@ class _LowPrecision:
         token = None if pieces is None or whole else pieces.begin(state.inner, specs=cuts)
         for group in [range(len(ps))] if whole else _groups([p.numel() for p in ps]):
             here = [k.owner is None or k.owner in group for k in kept]
-            wide = [self._wide(*row) if on else None for on, *row in zip(here, codes, scales, kept, strict=True)]
+            columns = zip(here, codes, scales, kept, strict=True)
+            wide = [self._wide(c, s, k) if on else None for on, c, s, k in columns]
             own, rows = (
                 tree_unflatten(treedef, [x if i in group else None for i, x in enumerate(xs)]) for xs in (gs, ps)
             )
