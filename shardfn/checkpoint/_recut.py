@@ -3,7 +3,7 @@
 Error-feedback residuals are per rank, and must be converted for another number of ranks.
 
 For the same number of ranks errors are read unchanged. Only codes of the last momentum are left out, because the codes
-depend on the ZeRO stage: the next step gathers the rows instead, once. For another number `optim.rebalanced`
+depend on the ZeRO stage: the next step gathers the rows instead, once. For another number `optim.rebalance_residuals`
 distributes the old ranks' errors. Whole leaves are needed in memory. Where other axes cut the leaves, or layers are
 stacked on one side, errors are first converted to the shape of the leaves, and then cut again (`_owed`).
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardfn.collectives import GlobalTensor, Residual
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_unflatten
-from shardfn.optim import compresses
+from shardfn.optim import is_compressing
 
 from ._manifest import Manifest, StoredLeaf
 from ._match import Rename, Target, asked
@@ -93,9 +93,9 @@ def recut(like: PyTree, targets: Sequence[Target], manifest: Manifest, rename: R
     """Returns the states of a tree that the checkpoint has for other ranks, or with other codes."""
     out = Recut(frozenset(), frozenset(), [], [], [], [])
     first = 0
-    for state in tree_flatten(like, is_leaf=compresses)[0]:
+    for state in tree_flatten(like, is_leaf=is_compressing)[0]:
         count = len(tree_leaves(state))
-        if compresses(state):
+        if is_compressing(state):
             out = _recut_state(out, state, first, targets[first : first + count], manifest, rename)
         first += count
     return out

@@ -13,13 +13,13 @@ from shardfn.core import PyTree, explains_keywords, raise_all, tree_flatten, tre
 from ._adam import bias_corrections, moments, scale_by_adam
 from ._base import GradientTransformation, Needs
 from ._chain import chain
-from ._checks import decay_rate, not_negative, num_steps, positive
+from ._checks import check_decay_rate, check_not_negative, check_num_steps, check_positive
 from ._decay import add_decayed_weights
 from ._learning_rate import check_rate, scale_by_learning_rate
 from ._leaves import check_state, wide, zero_count
 from ._mask import multi_transform
-from ._no_rule import MEANT
 from ._types import LearningRate, Mask, Number, OptState, Params, Updates
+from ._unsupported import MEANT
 
 
 class Subspace(NamedTuple):
@@ -95,10 +95,10 @@ def scale_by_galore(
         https://arxiv.org/abs/2403.03507
     """
     who = "scale_by_galore"
-    num_steps(who, rank=rank, update_proj_gap=update_proj_gap)
-    positive(who, scale=scale)
-    decay_rate(who, b1=b1, b2=b2)
-    not_negative(who, eps=eps)
+    check_num_steps(who, rank=rank, update_proj_gap=update_proj_gap)
+    check_positive(who, scale=scale)
+    check_decay_rate(who, b1=b1, b2=b2)
+    check_not_negative(who, eps=eps)
 
     def init_fn(params: Params) -> ScaleByGaloreState:
         wrong = [p for p, x in zip(tree_paths(params, "params"), tree_flatten(params)[0], strict=True) if x.ndim != 2]

@@ -9,26 +9,26 @@ from shardfn.core import PyTree, explains_keywords, tree_flatten
 
 from ._base import GradientTransformation, Needs
 from ._chain import chain, check_chain
-from ._checks import decay_rate
+from ._checks import check_decay_rate
 from ._decay import add_decayed_weights, decay_flags
-from ._decide import resolved
-from ._hyper import leafwise, number
+from ._decide import resolve_prefix
+from ._hyper import as_number, map_leaves
 from ._kernels import foreach_add_, foreach_mul, foreach_mul_, foreach_sign
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import (
-    blocks,
     check_shapes,
     check_state,
-    everywhere,
-    grouped,
+    group_columns,
+    is_any,
     leaves_like,
-    stage,
-    unstage,
+    split_columns,
+    stage_columns,
+    unstage_columns,
     wide,
     zeros_like,
 )
-from ._no_rule import MEANT
 from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
+from ._unsupported import MEANT
 
 
 class ScaleByLionState(NamedTuple):
@@ -65,7 +65,7 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation
     References:
         Chen et al., Symbolic Discovery of Optimization Algorithms, 2023, https://arxiv.org/abs/2302.06675
     """
-    decay_rate("scale_by_lion", b1=b1, b2=b2)
+    check_decay_rate("scale_by_lion", b1=b1, b2=b2)
 
     def init_fn(params: Params) -> ScaleByLionState:
         return ScaleByLionState(zeros_like(params))
@@ -75,7 +75,7 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation
     ) -> tuple[Updates, OptState]:
         del params
         check_state("scale_by_lion", state, ScaleByLionState)
-        us, mu = leafwise(_leaf_direction, 2, updates, of={"mu": state.mu}, specs=specs, b1=b1, b2=b2)
+        us, mu = map_leaves(_leaf_direction, 2, updates, of={"mu": state.mu}, specs=specs, b1=b1, b2=b2)
         return us, ScaleByLionState(mu)
 
     return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
@@ -128,19 +128,19 @@ def lion(
         gs = leaves_like(grads, treedef, "grads", "params")
         mus = leaves_like(state[0].mu, treedef, "state.mu", "params")
         check_shapes(treedef, ps, grads=gs, mu=mus)
-        columns, copies = stage([ps, mus, gs], widen=everywhere)
+        columns, copies = stage_columns([ps, mus, gs], widen=is_any)
         on = flags(params, ps, treedef, specs)
-        lr, rates = next_rate(learning_rate, state[-1]), (number(b1), number(b2))
-        for (decays, device, _), (p, mu, g) in grouped(columns, on).items():
-            for p_, mu_, g_ in blocks([p, mu, g]):
-                _step_leaves(p_, mu_, g_, on_device(lr, device), *rates, number(weight_decay) if decays else 0.0)
-        unstage(copies)
+        lr, rates = next_rate(learning_rate, state[-1]), (as_number(b1), as_number(b2))
+        for (decays, device, _), (p, mu, g) in group_columns(columns, on).items():
+            for p_, mu_, g_ in split_columns([p, mu, g]):
+                _step_leaves(p_, mu_, g_, on_device(lr, device), *rates, as_number(weight_decay) if decays else 0.0)
+        unstage_columns(copies)
         return params, state
 
     def decide_decay(params: Params) -> GradientTransformation:
-        return lion(learning_rate, b1, b2, weight_decay, resolved(mask, params, bool, "mask"))
+        return lion(learning_rate, b1, b2, weight_decay, resolve_prefix(mask, params, bool, "mask"))
 
-    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element", decide=decide_decay))
+    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element", resolve_masks=decide_decay))
 
 
 def _step_leaves(

@@ -9,15 +9,24 @@ from shardfn.core import PyTree, explains_keywords, tree_flatten
 
 from ._base import GradientTransformation, Needs
 from ._chain import chain, check_chain
-from ._checks import decay_rate, not_negative
+from ._checks import check_decay_rate, check_not_negative
 from ._decay import add_decayed_weights
-from ._even import even
-from ._hyper import is_zero, leafwise, number
+from ._hyper import as_number, is_zero, map_leaves
 from ._kernels import foreach_add_, foreach_mul_, fused_sgd_
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
-from ._leaves import check_shapes, check_state, grouped, leaves_like, stage, unstage, wide, zeros_like
-from ._no_rule import MEANT
+from ._leaves import (
+    check_shapes,
+    check_state,
+    group_columns,
+    leaves_like,
+    stage_columns,
+    unstage_columns,
+    wide,
+    zeros_like,
+)
+from ._pad_for_fused import pad_for_fused
 from ._types import LearningRate, Number, OptState, Params, Specs, Updates
+from ._unsupported import MEANT
 
 
 class TraceState(NamedTuple):
@@ -53,7 +62,7 @@ def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
         Sutskever et al., On the importance of initialization and momentum in deep learning, 2013,
         https://proceedings.mlr.press/v28/sutskever13.html
     """
-    decay_rate("trace", decay=decay)
+    check_decay_rate("trace", decay=decay)
 
     def trace_leaf(g: Tensor, trace: Tensor, decay: Number) -> tuple[Tensor, Tensor]:
         t = wide(g) + decay * wide(trace)
@@ -68,7 +77,7 @@ def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
     ) -> tuple[Updates, OptState]:
         del params
         check_state("trace", state, TraceState)
-        us, new = leafwise(trace_leaf, 2, updates, of={"trace": state.trace}, specs=specs, decay=decay)
+        us, new = map_leaves(trace_leaf, 2, updates, of={"trace": state.trace}, specs=specs, decay=decay)
         return us, TraceState(new)
 
     return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
@@ -103,7 +112,7 @@ def sgd(
         [tensor([-0.1000])]
     """
     check_rate("sgd", learning_rate)
-    not_negative("sgd", weight_decay=weight_decay)
+    check_not_negative("sgd", weight_decay=weight_decay)
     if nesterov and is_zero(momentum):
         raise ValueError(f"sgd: nesterov=True has no effect with momentum={momentum!r}. Give a momentum > 0.")
     rules = [] if is_zero(weight_decay) else [add_decayed_weights(weight_decay)]
@@ -121,14 +130,14 @@ def sgd(
             check_state("sgd", state[-2], TraceState)
         ts = [] if momentum is None else leaves_like(state[-2].trace, treedef, "state.trace", "params")
         check_shapes(treedef, ps, grads=gs, **({"trace": ts} if momentum is not None else {}))
-        columns, copies = stage([ps, gs] if momentum is None else [ps, ts, gs], widen=_is_on_cpu, narrow=True)
+        columns, copies = stage_columns([ps, gs] if momentum is None else [ps, ts, gs], widen=_is_on_cpu, narrow=True)
         lr = next_rate(learning_rate, state[-1])
-        for (_, device, _), (p, *t, g) in grouped(columns, [g.dtype for g in columns[-1]]).items():
-            for p_, *t_, g_ in even([p, *t, g]):
+        for (_, device, _), (p, *t, g) in group_columns(columns, [g.dtype for g in columns[-1]]).items():
+            for p_, *t_, g_ in pad_for_fused([p, *t, g]):
                 _step_leaves(
-                    p_, t_[0] if t_ else [], g_, on_device(lr, device), momentum, nesterov, number(weight_decay)
+                    p_, t_[0] if t_ else [], g_, on_device(lr, device), momentum, nesterov, as_number(weight_decay)
                 )
-        unstage(copies)
+        unstage_columns(copies)
         return params, state
 
     return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element"))
@@ -138,7 +147,7 @@ def _step_leaves(
     p: list[Tensor], t: list[Tensor], g: list[Tensor], lr: float | Tensor, momentum: Number | None, nesterov: bool,
     decay: float,
 ) -> None:  # fmt: skip
-    by = number(momentum or 0.0)
+    by = as_number(momentum or 0.0)
     if t and not by:  # torch's kernel takes a trace only with a momentum: here the trace is the stored gradient
         foreach_mul_(t, by)
         foreach_add_(t, g)

@@ -108,7 +108,7 @@ def check_low(name: str, mesh: Any, f: Any = linear, **options: Any) -> None:
     assert_same(got, want, exact=True)
 
 
-@pytest.mark.day("8 bits-2")
+@pytest.mark.day("2-8 bits")
 @pytest.mark.parametrize("name", LOW)
 @distributed(world=[2, 4], timeout=200)
 def test_low_precision_has_the_bits_of_one_device_at_every_stage(world: int, name: str) -> None:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from ._kernels import foreach_copy_
-from ._leaves import Columns, blocks
+from ._leaves import Columns, split_columns
 
 _CAST = 1 << 18  # elements a thread: a megabyte of cast gradient; smaller pieces pay more for their launches
 _LANES = 64  # elements: a multiple of every vector width, and of the cache line that divides the work among threads
 _SMALL = 1 << 10  # elements: a smaller leaf with an end is joined whole, as a view costs more than its copy
 
 
-def even(columns: Columns) -> Iterator[Columns]:
+def pad_for_fused(columns: Columns) -> Iterator[Columns]:
     """Yields the columns in one or several forms for a fused kernel, and writes ends back after each.
 
     Args:
@@ -35,7 +35,7 @@ def even(columns: Columns) -> Iterator[Columns]:
     if columns[-1][0].dtype == dtype:
         yield from _align_columns(columns)
         return
-    pieces = list(blocks(columns, _CAST * torch.get_num_threads()))
+    pieces = list(split_columns(columns, _CAST * torch.get_num_threads()))
     # One buffer for all: memory that is freed and taken again for each piece may be fresh, zeroed pages each time.
     scratch = torch.empty(max(_total_numel(grads) for *_, grads in pieces), dtype=dtype, device=columns[0][0].device)
     for *piece, grads in pieces:
