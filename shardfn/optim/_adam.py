@@ -6,28 +6,25 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.core import PyTree, explains_keywords, tree_flatten
+from shardfn.core import PyTree, explains_keywords
 
 from ._base import GradientTransformation, Needs
-from ._chain import chain, check_chain
+from ._chain import chain
 from ._checks import check_decay_rate, check_float_dtype, check_not_negative
 from ._decay import add_decayed_weights, decay_flags
 from ._decide import resolve_prefix
 from ._elementwise import elementwise, keep_zeros
+from ._fused import fused, pad_for_fused
 from ._hyper import as_number, is_zero, safe_root
 from ._kernels import fused_adamw_
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import (
+    Columns,
     check_shapes,
-    check_state,
-    group_columns,
     leaves_like,
-    stage_columns,
-    unstage_columns,
     wide,
 )
-from ._pad_for_fused import pad_for_fused
-from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
+from ._types import LearningRate, Mask, Number, OptState, Params
 from ._unsupported import MEANT
 
 
@@ -305,28 +302,21 @@ def _fused_rule(
     weight_decay: Number,
     mask: Mask,
 ) -> GradientTransformation:
-    flags = decay_flags(weight_decay, mask)
-
-    @torch.no_grad()
-    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        check_chain("adam", state, num)
-        check_state("adam", state[0], ScaleByAdamState)
-        ps, treedef = tree_flatten(params)
-        gs = leaves_like(grads, treedef, "grads", "params")
-        check_shapes(treedef, ps, grads=gs)
-        # The kernel expects rows of a single dtype. `unstage_columns` writes staged copies back.
-        columns, copies = stage_columns([ps, *moments_like(state[0], ps, treedef, "params"), gs], narrow=True)
-        on = zip(flags(params, ps, treedef, specs), [g.dtype for g in columns[-1]], strict=True)
+    def advance(state: OptState) -> tuple[Tensor, Any]:
         # The rule's counter and the rate's counter: each rule of the chain has a counter, advanced once a step.
-        step, lr = state[0].count.add_(1).float(), next_rate(learning_rate, state[-1])
-        for ((decays, _), device, _), (p, mu, nu, g) in group_columns(columns, list(on)).items():
-            decay = as_number(weight_decay) if decays else 0.0
-            for p_, mu_, nu_, g_ in pad_for_fused([p, mu, nu, g]):
-                fused_adamw_(
-                    p_, g_, mu_, nu_, [], [step.to(device)] * len(p_), lr=on_device(lr, device), beta1=as_number(b1),
-                    beta2=as_number(b2), weight_decay=decay, eps=as_number(eps), amsgrad=False, maximize=False,
-                )  # fmt: skip
-        unstage_columns(copies)
-        return params, state
+        return state[0].count.add_(1).float(), next_rate(learning_rate, state[-1])
 
+    def step_leaves(columns: Columns, decays: bool, device: torch.device, numbers: tuple[Tensor, Any]) -> None:
+        step, lr = numbers
+        for p, mu, nu, g in pad_for_fused(columns):
+            fused_adamw_(
+                p, g, mu, nu, [], [step.to(device)] * len(p), lr=on_device(lr, device), beta1=as_number(b1),
+                beta2=as_number(b2), weight_decay=as_number(weight_decay) if decays else 0.0, eps=as_number(eps),
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
+
+    apply_fn = fused(
+        "adam", step_leaves, advance, num=num, kind=ScaleByAdamState, fields=("mu", "nu"),
+        flags=decay_flags(weight_decay, mask), narrow=True,
+    )  # fmt: skip
     return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element"))

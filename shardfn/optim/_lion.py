@@ -1,29 +1,26 @@
 """Lion: the sign of an interpolated momentum."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, explains_keywords, tree_flatten
+from shardfn.core import PyTree, explains_keywords
 
 from ._base import GradientTransformation, Needs
-from ._chain import chain, check_chain
+from ._chain import chain
 from ._checks import check_decay_rate
 from ._decay import add_decayed_weights, decay_flags
 from ._decide import resolve_prefix
+from ._fused import fused
 from ._hyper import as_number, map_leaves
 from ._kernels import foreach_add_, foreach_mul, foreach_mul_, foreach_sign
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import (
-    check_shapes,
+    Columns,
     check_state,
-    group_columns,
     is_any,
-    leaves_like,
     split_columns,
-    stage_columns,
-    unstage_columns,
     wide,
     zeros_like,
 )
@@ -118,24 +115,16 @@ def lion(
     check_rate("lion", learning_rate)
     decay = add_decayed_weights(weight_decay, mask)
     pure = chain(scale_by_lion(b1, b2), decay, scale_by_learning_rate(learning_rate))
-    flags = decay_flags(weight_decay, mask)
 
-    @torch.no_grad()
-    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        check_chain("lion", state, 3)
-        check_state("lion", state[0], ScaleByLionState)
-        ps, treedef = tree_flatten(params)
-        gs = leaves_like(grads, treedef, "grads", "params")
-        mus = leaves_like(state[0].mu, treedef, "state.mu", "params")
-        check_shapes(treedef, ps, grads=gs, mu=mus)
-        columns, copies = stage_columns([ps, mus, gs], widen=is_any)
-        on = flags(params, ps, treedef, specs)
-        lr, rates = next_rate(learning_rate, state[-1]), (as_number(b1), as_number(b2))
-        for (decays, device, _), (p, mu, g) in group_columns(columns, on).items():
-            for p_, mu_, g_ in split_columns([p, mu, g]):
-                _step_leaves(p_, mu_, g_, on_device(lr, device), *rates, as_number(weight_decay) if decays else 0.0)
-        unstage_columns(copies)
-        return params, state
+    def step_leaves(columns: Columns, decays: bool, device: torch.device, lr: Any) -> None:
+        decay = as_number(weight_decay) if decays else 0.0
+        for p, mu, g in split_columns(columns):
+            _step_leaves(p, mu, g, on_device(lr, device), as_number(b1), as_number(b2), decay)
+
+    apply_fn = fused(
+        "lion", step_leaves, lambda state: next_rate(learning_rate, state[-1]), num=3, kind=ScaleByLionState,
+        fields=("mu",), flags=decay_flags(weight_decay, mask), widen=is_any,
+    )  # fmt: skip
 
     def decide_decay(params: Params) -> GradientTransformation:
         return lion(learning_rate, b1, b2, weight_decay, resolve_prefix(mask, params, bool, "mask"))

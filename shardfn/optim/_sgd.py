@@ -1,30 +1,26 @@
 """Stochastic gradient descent, with momentum."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, explains_keywords, tree_flatten
+from shardfn.core import PyTree, explains_keywords
 
 from ._base import GradientTransformation, Needs
-from ._chain import chain, check_chain
+from ._chain import chain
 from ._checks import check_decay_rate, check_not_negative
 from ._decay import add_decayed_weights
+from ._fused import fused, pad_for_fused
 from ._hyper import as_number, is_zero, map_leaves
 from ._kernels import foreach_add_, foreach_mul_, fused_sgd_
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import (
-    check_shapes,
+    Columns,
     check_state,
-    group_columns,
-    leaves_like,
-    stage_columns,
-    unstage_columns,
     wide,
     zeros_like,
 )
-from ._pad_for_fused import pad_for_fused
 from ._types import LearningRate, Number, OptState, Params, Specs, Updates
 from ._unsupported import MEANT
 
@@ -118,28 +114,19 @@ def sgd(
     rules = [] if is_zero(weight_decay) else [add_decayed_weights(weight_decay)]
     rules += [trace(momentum, nesterov)] if momentum is not None else []
     pure = chain(*rules, scale_by_learning_rate(learning_rate))
-    num = len(rules) + 1
 
-    @torch.no_grad()
-    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        del specs
-        check_chain("sgd", state, num)
-        ps, treedef = tree_flatten(params)
-        gs = leaves_like(grads, treedef, "grads", "params")
-        if momentum is not None:
-            check_state("sgd", state[-2], TraceState)
-        ts = [] if momentum is None else leaves_like(state[-2].trace, treedef, "state.trace", "params")
-        check_shapes(treedef, ps, grads=gs, **({"trace": ts} if momentum is not None else {}))
-        columns, copies = stage_columns([ps, gs] if momentum is None else [ps, ts, gs], widen=_is_on_cpu, narrow=True)
-        lr = next_rate(learning_rate, state[-1])
-        for (_, device, _), (p, *t, g) in group_columns(columns, [g.dtype for g in columns[-1]]).items():
-            for p_, *t_, g_ in pad_for_fused([p, *t, g]):
-                _step_leaves(
-                    p_, t_[0] if t_ else [], g_, on_device(lr, device), momentum, nesterov, as_number(weight_decay)
-                )
-        unstage_columns(copies)
-        return params, state
+    def step_leaves(columns: Columns, decays: bool, device: torch.device, lr: Any) -> None:
+        del decays
+        for p, *t, g in pad_for_fused(columns):
+            rate = on_device(lr, device)
+            _step_leaves(p, t[0] if t else [], g, rate, momentum, nesterov, as_number(weight_decay))
 
+    traced = momentum is not None
+    apply_fn = fused(
+        "sgd", step_leaves, lambda state: next_rate(learning_rate, state[-1]), num=len(rules) + 1,
+        at=-2 if traced else -1,
+        kind=TraceState if traced else None, fields=("trace",) if traced else (), widen=_is_on_cpu, narrow=True,
+    )  # fmt: skip
     return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element"))
 
 

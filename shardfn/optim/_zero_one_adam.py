@@ -105,7 +105,7 @@ def zero_one_adam(
 
     So decay is applied in rounds, outside the momentum, and after a round all ranks have the same bits. Between rounds
     the ranks have different parameters, in copies of the same tensor of the state: evaluate and save right after a
-    round (`in_round(opt_state)`), and do not use ZeRO along `axis`.
+    round (`is_in_round(opt_state)`), and do not use ZeRO along `axis`.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
