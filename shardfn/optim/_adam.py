@@ -29,7 +29,7 @@ from ._unsupported import MEANT
 
 
 class ScaleByAdamState(NamedTuple):
-    """The moments of Adam.
+    """Moments of Adam.
 
     Attributes:
         count: int32, 0-d: steps taken.

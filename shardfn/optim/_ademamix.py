@@ -21,7 +21,7 @@ from ._unsupported import MEANT
 
 
 class ScaleByAdemamixState(NamedTuple):
-    """The moments of AdEMAMix.
+    """Moments of AdEMAMix.
 
     Attributes:
         count: int32, 0-d: steps taken.

@@ -101,7 +101,7 @@ def adopt(
 ) -> GradientTransformation:
     """ADOPT: `p = p - lr * (u + weight_decay * p)`, with u of `scale_by_adopt`.
 
-    The names and defaults are optax's, which has no decay.
+    The names and defaults are optax's. The decay is an addition.
 
     Args:
         learning_rate: a number >= 0, or a schedule.

@@ -24,7 +24,7 @@ Decay = Number | Callable[[Tensor], Any]
 
 
 class AverageParamsState(NamedTuple):
-    """The average, and the state of the rule that trains.
+    """Average, and the state of the rule that trains.
 
     Attributes:
         count: int32, 0-d: steps taken.
@@ -141,7 +141,7 @@ class _AverageParams:
 
 
 class EmaState(NamedTuple):
-    """The average.
+    """Average.
 
     Attributes:
         count: int32, 0-d: steps taken.

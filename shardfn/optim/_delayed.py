@@ -23,7 +23,7 @@ from ._types import OptState, Pair, Params, Specs, Updates
 
 
 class DelayedState(NamedTuple):
-    """The state of a delayed rule.
+    """State of a delayed rule.
 
     Attributes:
         pending: tree like params: gradients of the last step, or zeros if no gradient waits.

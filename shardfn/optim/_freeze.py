@@ -48,7 +48,7 @@ FreezeStep = int | Literal["auto"] | VarianceStability
 
 
 class FreezeState(NamedTuple):
-    """The state of the freeze: 0-d tensors.
+    """State of the freeze: 0-d tensors.
 
     Attributes:
         count: int32: steps taken.

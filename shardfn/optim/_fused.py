@@ -50,9 +50,9 @@ def fused(
 
     Args:
         who: name of the rule, for errors.
-        kernel: `kernel(columns, decays, device, numbers)`, which steps leaves of one device and dtype in place. The
+        kernel: `kernel(columns, decays, device, numbers)`: steps leaves of one device and dtype in place. The
             columns are parameters, the fields of the state, and gradients.
-        advance: `advance(state) -> numbers`, which advances the counters and returns the numbers of the step.
+        advance: `advance(state) -> numbers`: advances the counters and returns the numbers of the step.
         num: number of rules of the chain.
         at: index of the rule whose state has the fields.
         kind: type of this state.

@@ -1,4 +1,4 @@
-"""GaLore: Adam's moments in a subspace of the gradient, which is found again from time to time."""
+"""GaLore: Adam's moments in a subspace of the gradient that is renewed from time to time."""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from ._unsupported import MEANT
 
 
 class Subspace(NamedTuple):
-    """The moments of one matrix.
+    """Moments of one matrix.
 
     Attributes:
         projector: [m, r] or [n, r] with orthonormal columns: basis of the subspace, for a gradient [m, n].
@@ -37,7 +37,7 @@ class Subspace(NamedTuple):
 
 
 class ScaleByGaloreState(NamedTuple):
-    """The state of `scale_by_galore`.
+    """State of `scale_by_galore`.
 
     Attributes:
         count: int32, 0-d: steps taken.

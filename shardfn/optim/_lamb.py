@@ -36,7 +36,7 @@ from ._unsupported import MEANT
 
 
 class ScaleByMomentRatioState(NamedTuple):
-    """The moments.
+    """Moments.
 
     Attributes:
         mu: tree like params: mean of the gradients.

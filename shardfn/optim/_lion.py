@@ -29,7 +29,7 @@ from ._unsupported import MEANT
 
 
 class ScaleByLionState(NamedTuple):
-    """The momentum of Lion.
+    """Momentum of Lion.
 
     Attributes:
         mu: tree like params.

@@ -19,7 +19,7 @@ from ._checks import check_positive
 
 
 class LossScale(NamedTuple):
-    """A rule for the scale of the loss.
+    """Rule for the scale of the loss.
 
     Attributes:
         init: `init() -> state`. A state has a field `scale`, float32, 0-d, on the CPU.
@@ -33,7 +33,7 @@ class LossScale(NamedTuple):
 
 
 class StaticScaleState(NamedTuple):
-    """The state of `static_loss_scale`.
+    """State of `static_loss_scale`.
 
     Attributes:
         scale: the scale.
@@ -43,7 +43,7 @@ class StaticScaleState(NamedTuple):
 
 
 class DynamicScaleState(NamedTuple):
-    """The state of `dynamic_loss_scale`.
+    """State of `dynamic_loss_scale`.
 
     Attributes:
         scale: the scale of the next step.

@@ -46,7 +46,7 @@ _GROUP = 1 << 22  # elements that are decoded at once
 
 
 class LowPrecisionState(NamedTuple):
-    """The state of `quantize_states` and `round_states`.
+    """State of `quantize_states` and `round_states`.
 
     Attributes:
         count: int32, 0-d: steps taken.
@@ -268,7 +268,7 @@ def _wrap(who: str, inner: GradientTransformation | Pair, codec: _StateCodec, le
 
 
 class _StateLeaf(NamedTuple):
-    """A leaf of the inner state.
+    """Leaf of the inner state.
 
     Attributes:
         owner: number of the parameter. None: a counter, or a leaf with a placement of its own.

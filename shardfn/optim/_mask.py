@@ -33,7 +33,7 @@ from ._types import Mask, OptState, Pair, Params, Specs, Updates
 
 
 class MultiTransformState(NamedTuple):
-    """The states of the inner rules.
+    """States of the inner rules.
 
     Attributes:
         inner: label -> state, over the leaves of the label.

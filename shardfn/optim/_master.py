@@ -27,7 +27,7 @@ from ._types import OptState, Pair, Params, Specs, Updates
 
 
 class MasterState(NamedTuple):
-    """The state of `master_weights`.
+    """State of `master_weights`.
 
     Attributes:
         master: tree like params: the wide copies, or None at leaves without one.

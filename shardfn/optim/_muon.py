@@ -165,7 +165,7 @@ def as_matrices(path: str, x: Any, dims: MatrixDims) -> Matrices:
 
 
 class ScaleByMuonState(NamedTuple):
-    """The momentum.
+    """Momentum.
 
     Attributes:
         count: int32, 0-d: steps taken.

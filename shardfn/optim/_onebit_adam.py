@@ -36,7 +36,7 @@ SIGN = sign()
 
 
 class OneBitAdamState(NamedTuple):
-    """The state of `onebit_adam` and `apmsqueeze`.
+    """State of `onebit_adam` and `apmsqueeze`.
 
     Attributes:
         freeze: counters, and the step of the freeze.

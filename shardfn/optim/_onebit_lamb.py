@@ -32,7 +32,7 @@ from ._unsupported import MEANT
 
 
 class OneBitLambState(NamedTuple):
-    """The state of `onebit_lamb`. Vectors have one entry a leaf of params, float32, the same on all ranks.
+    """State of `onebit_lamb`. Vectors have one entry a leaf of params, float32, the same on all ranks.
 
     Attributes:
         freeze: counters, and the step of the freeze.

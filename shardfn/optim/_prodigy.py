@@ -22,14 +22,14 @@ from ._unsupported import MEANT
 
 
 class ProdigyState(NamedTuple):
-    """The state of Prodigy.
+    """State of Prodigy.
 
     Attributes:
         exp_avg: tree like params: mean of the scaled gradients.
         exp_avg_sq: tree like params: mean of their squares.
         grad_sum: tree like params: weighted sum of the scaled gradients.
         params0: tree like params: first parameters.
-        estim_lr: 0-d: estimate of the distance to a solution, which is the learning rate.
+        estim_lr: 0-d: estimate of the distance to a solution, used as the learning rate.
         numerator_weighted: 0-d: weighted sum of the products of gradients and distances.
         count: int32, 0-d: steps taken.
     """

@@ -22,7 +22,7 @@ from ._unsupported import MEANT
 
 
 class ScaleByRmsState(NamedTuple):
-    """The moments of RMSProp.
+    """Moments of RMSProp.
 
     Attributes:
         nu: tree like params: mean of the squares of the gradients.
@@ -36,7 +36,7 @@ class ScaleByRmsState(NamedTuple):
 
 
 class ScaleByRssState(NamedTuple):
-    """The sums of Adagrad.
+    """Sums of Adagrad.
 
     Attributes:
         sum_of_squares: tree like params: of the gradients of all steps.

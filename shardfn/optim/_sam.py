@@ -22,7 +22,7 @@ from ._unsupported import MEANT
 
 
 class SamState(NamedTuple):
-    """The state of `sam`.
+    """State of `sam`.
 
     Attributes:
         perturbed: int32, 0-d: 1 if the parameters are perturbed, so that the next step is the optimizer's. Else 0.
@@ -51,7 +51,7 @@ def sam(optimizer: GradientTransformation | Pair, rho: float = 0.05) -> Gradient
             state, metrics = step(state, batch)  # descends
 
     Between the two calls the parameters are the perturbed parameters: evaluate, export and save when
-    `is_perturbed(state.opt_state)` is false. The cost in memory is a copy of the parameters, which ZeRO cuts and
+    `is_perturbed(state.opt_state)` is false. The cost in memory is a copy of the parameters. ZeRO cuts and
     offloads like a moment. Put the rule outermost.
 
     Args:
@@ -101,7 +101,7 @@ def is_perturbed(opt_state: OptState) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Sam:
-    """The rule, in a step in which gradients have the norm `norm`. None: the norm is not known yet.
+    """The rule, in a step where gradients have the norm `norm`. None: the norm is not known yet.
 
     Compared by identity, because tensors cannot be compared.
     """

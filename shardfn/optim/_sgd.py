@@ -26,7 +26,7 @@ from ._unsupported import MEANT
 
 
 class TraceState(NamedTuple):
-    """The momentum.
+    """Momentum.
 
     Attributes:
         trace: tree like params.

@@ -24,7 +24,7 @@ from ._unsupported import MEANT
 
 
 class SophiaState(NamedTuple):
-    """The state of `sophia`.
+    """State of `sophia`.
 
     Attributes:
         count: int32, 0-d: steps that moved the parameters.

@@ -37,7 +37,7 @@ class Interval(NamedTuple):
 
 
 class ZeroOneAdamState(NamedTuple):
-    """The state of `zero_one_adam`.
+    """State of `zero_one_adam`.
 
     Attributes:
         freeze: counters, and the step of the freeze.
