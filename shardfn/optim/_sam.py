@@ -52,7 +52,7 @@ def sam(optimizer: GradientTransformation | Pair, rho: float = 0.05) -> Gradient
 
     Between the two calls the parameters are the perturbed parameters: evaluate, export and save when
     `is_perturbed(state.opt_state)` is false. The cost in memory is a copy of the parameters. ZeRO cuts and
-    offloads like a moment. Put the rule outermost.
+    offloads the copy like a moment. Put the rule outermost.
 
     Args:
         optimizer: rule that steps the parameters. Its schedules count batches.
