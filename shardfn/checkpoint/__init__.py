@@ -13,4 +13,4 @@ from ._inspect import Difference as Difference, Verified as Verified
 from ._inspect import diff as diff, inspect as inspect, read_leaves as read_leaves, stored as stored, verify as verify
 from ._safetensors import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES, SafetensorsEntry as SafetensorsEntry
 from ._safetensors import safetensors_entries as safetensors_entries, safetensors_header as safetensors_header
-from ._bands import read_box as read_box
+from ._strided_read import read_box as read_box

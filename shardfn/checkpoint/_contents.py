@@ -26,7 +26,7 @@ from shardfn.core import (
 from shardfn.memory import Bytes, as_bytes
 from shardfn.optim import check_in_round
 
-from ._codes import as_codes
+from ._quantized import as_codes
 from ._manifest import DTYPES, File, Manifest, StoredChunk, StoredLeaf
 from ._owners import Owned
 from ._safetensors import safetensors_header

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardfn.collectives import Box
 from shardfn.memory import Bytes, as_bytes
 
-from ._bands import PIECE, read_box, staging
+from ._strided_read import PIECE, read_box, staging
 from ._manifest import DTYPES, Manifest, StoredChunk, StoredLeaf
 from ._place import Location, OpenedFile, damaged
 

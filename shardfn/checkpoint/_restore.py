@@ -29,14 +29,14 @@ from shardfn.memory import DiskTensor, Pool, host_empty
 from shardfn.optim import rebalanced
 from shardfn.state import check_alive, empty_block
 
-from ._codes import as_codes, from_codes
+from ._quantized import as_codes, from_codes
 from ._contents import mesh_of
 from ._kinds import copying, match_kinds
 from ._located import check_directory, located
 from ._match import Rename, Source, Target, keeping, matched, remedy
 from ._place import read_manifest
 from ._read import BoxReader, ChunkReader
-from ._recut import recut
+from ._reshard_residuals import recut
 
 log = logging.getLogger("shardfn.checkpoint")
 _UNEQUAL = (

@@ -14,7 +14,7 @@ from ._all_gather import quantized_all_gather as quantized_all_gather
 from ._psum_scatter import psum_scatter as psum_scatter, take_own_block as take_own_block
 from ._all_to_all import all_to_all as all_to_all
 from ._ragged_ops import HEAD as HEAD
-from ._keeping import Keeper as Keeper, keeper_around as keeper_around, keeping as keeping
+from ._remat_results import Keeper as Keeper, keeper_around as keeper_around, keeping as keeping
 from ._ragged import ragged_all_to_all as ragged_all_to_all, ragged_exchange as ragged_exchange
 from ._exchange_rows import check_room as check_room, exchange_rows as exchange_rows
 from ._exchange_rows import values_are_known as values_are_known
@@ -55,18 +55,18 @@ from ._traced import TracedChannels as TracedChannels, TracedControl as TracedCo
 from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyControl as AnyControl
 from ._traced import AnyRounds as AnyRounds
 from ._hops import TwoHops as TwoHops
-from ._code import Code as Code
-from ._coded import CodedGather as CodedGather, CodedReduce as CodedReduce, Relayed as Relayed
+from ._quantizer import Code as Code
+from ._quantized_channels import CodedGather as CodedGather, CodedReduce as CodedReduce, Relayed as Relayed
 from ._wires import GatherWire as GatherWire, SumWire as SumWire, gather_wires as gather_wires
 from ._wire_ops import StoppedError as StoppedError, bind_channels as bind_channels
 from ._wire_ops import Sizes as Sizes, as_runs as as_runs, in_runs as in_runs, with_sizes as with_sizes
 from ._axis_index import AxisTypeError as AxisTypeError
-from ._followed import following as following, following_now as following_now, noted_axes as noted_axes
-from ._followed import not_following as not_following, one_operation as one_operation, same_axes as same_axes
-from ._followed import summed_inside as summed_inside
-from ._following import Following as Following
-from ._where import Applied as Applied, current_application as current_application
-from ._where import at_line as at_line, current_line as current_line, recording_lines as recording_lines
+from ._axis_type_mode import following as following, following_now as following_now, noted_axes as noted_axes
+from ._axis_type_mode import not_following as not_following, one_operation as one_operation, same_axes as same_axes
+from ._axis_type_mode import summed_inside as summed_inside
+from ._axis_types import Following as Following
+from ._call_sites import Applied as Applied, current_application as current_application
+from ._call_sites import at_line as at_line, current_line as current_line, recording_lines as recording_lines
 from .transport import Notice as Notice, notice_of as notice_of
 from .transport import Rounds as Rounds
 from .transport import (

@@ -8,7 +8,7 @@ from jaxtyping import Float, Shaped
 from shardfn.core import Axes
 
 from ._arguments import joined_size, tensor_dim
-from ._line import line_along
+from ._axis_group import line_along
 from ._primitive import Call, bind
 
 

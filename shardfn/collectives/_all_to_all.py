@@ -6,7 +6,7 @@ from jaxtyping import Shaped
 from shardfn.core import Axes
 
 from ._arguments import joined_size, tensor_dim
-from ._line import Line, line_along
+from ._axis_group import Line, line_along
 from ._primitive import Call, bind
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardfn.core import PyTree, raise_all, tree_flatten, tree_map, tree_paths
 
-from ._line import Line
+from ._axis_group import Line
 
 
 def map_tensors(op: str, f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardfn._torch import functorch
 
-from ._where import recording
+from ._call_sites import recording
 
 
 def arrived_rows(x: Shaped[Tensor, "rows ..."], sizes: Int64[Tensor, "n n"]) -> Shaped[Tensor, "rows ..."]:

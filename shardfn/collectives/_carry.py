@@ -17,10 +17,10 @@ from shardfn.core import MemoryKind, Pending, Placement, StoredValue
 
 from ._buckets import staggered
 from ._env import current_mesh
-from ._line import line_along
+from ._axis_group import line_along
 from ._primitive import Call, bind
 from ._route import AllGather, AllToAll, Cast, Hop, Move, Psum, PsumScatter, Route, Slice
-from ._together import start_together
+from ._coalesced import start_together
 
 # Leaves of fewer bytes share messages, of at most as many bytes of whole leaves, as between meshes.
 SMALL, MESSAGE = 64 << 10, 4 << 20

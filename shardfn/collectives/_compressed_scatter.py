@@ -16,7 +16,7 @@ from shardfn.core import Axes, PyTree, raise_all, tree_flatten, tree_paths, tree
 from ._buckets import BUCKET, buckets, check_leaves, matched, misfit, staggered
 from ._compressor import Codes, Compressor, Memory, identity, sum_of_rows
 from ._grid import Grid, grid_of
-from ._line import line_along
+from ._axis_group import line_along
 from ._message import exchange_rows
 from ._residual import Residual, check_compressor, check_dims, check_memory, split_axes
 

@@ -13,10 +13,10 @@ from torch.fx.node import has_side_effect
 from shardfn._torch import FakeTensor, functorch
 from shardfn.core import Axes, raise_all
 
-from ._followed import one_operation
-from ._line import Line, line_along
+from ._axis_type_mode import one_operation
+from ._axis_group import Line, line_along
 from ._primitive import Call, bind
-from ._where import recording
+from ._call_sites import recording
 
 
 def exchange_rows(

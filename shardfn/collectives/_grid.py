@@ -10,7 +10,7 @@ from torch import Tensor
 from shardfn.core import Axes
 
 from ._env import axis_index, current_mesh
-from ._line import block_lengths
+from ._axis_group import block_lengths
 from ._residual import split_axes
 
 

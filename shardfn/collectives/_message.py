@@ -8,7 +8,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from . import _native as native
-from ._line import Line
+from ._axis_group import Line
 
 Parts = tuple[Tensor, ...]
 

@@ -14,7 +14,7 @@ from shardfn._torch import FakeTensor, num_dispatch_modes, peek_interpreter_stac
 from shardfn.collectives.transport import Channel, loss_channel, ordered_sum
 
 from ._env import this_mesh
-from ._line import Line
+from ._axis_group import Line
 
 _ops = torch.ops.shardfn
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from shardfn.core import Axes, raise_all
 
-from ._line import line_along
+from ._axis_group import line_along
 from ._primitive import Call, bind, start
-from ._where import recording
+from ._call_sites import recording
 
 
 def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int]]) -> Shaped[Tensor, "..."]:

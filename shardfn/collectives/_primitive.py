@@ -33,10 +33,10 @@ from shardfn.core import adopted, this_program
 
 from . import _native as native
 from ._function_modes import began
-from ._keeping import transferred
-from ._line import Line
+from ._remat_results import transferred
+from ._axis_group import Line
 from ._message import gather_rows
-from ._where import Applied, applying, at_line, current_line, recording
+from ._call_sites import Applied, applying, at_line, current_line, recording
 
 _NUMBERS = itertools.count(1)
 # The primitives that send nothing.

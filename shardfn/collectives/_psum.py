@@ -6,8 +6,8 @@ from torch import Tensor
 from shardfn.core import Axes, PyTree
 
 from ._arguments import map_tensors
-from ._keeping import as_one
-from ._line import line_along
+from ._remat_results import as_one
+from ._axis_group import line_along
 from ._primitive import Call, bind
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from shardfn.core import Axes
 
 from ._arguments import tensor_dim
-from ._line import line_along
+from ._axis_group import line_along
 from ._primitive import Call, bind
 
 

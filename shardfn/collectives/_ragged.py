@@ -14,13 +14,13 @@ from shardfn._torch import FakeTensor, functorch
 from shardfn.collectives.transport import Channel, loss_channel
 from shardfn.core import Axes, raise_all
 
-from ._followed import one_operation
-from ._keeping import joined, transferred
-from ._line import Line, line_along
+from ._axis_type_mode import one_operation
+from ._remat_results import joined, transferred
+from ._axis_group import Line, line_along
 from ._native import start_op
 from ._primitive import PRIMITIVES, Call, Operands, Primitive, bind, no_transpose, swap_dims
 from ._ragged_ops import Header, compared_places
-from ._where import recording
+from ._call_sites import recording
 
 _INTEGERS = (torch.int32, torch.int64)
 

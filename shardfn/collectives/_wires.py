@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shardfn.core import Pending
 
-from ._code import Code
-from ._coded import CodedGather, CodedReduce
+from ._quantizer import Code
+from ._quantized_channels import CodedGather, CodedReduce
 from ._hops import TwoHops
 from ._route import AllGather, Psum, PsumScatter, Route
 from ._traced import AnyChannel, AnyChannels

@@ -18,7 +18,7 @@ from ._mesh import HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
 from ._mesh import MOST_DRAWN as MOST_DRAWN, all_coords as all_coords
 from ._groups import is_known as is_known
 from ._make_mesh import as_mesh as as_mesh, make_mesh as make_mesh
-from ._codes_of import CodePolicy as CodePolicy, check_policy as check_policy, codes_of as codes_of
+from ._quantization import CodePolicy as CodePolicy, check_policy as check_policy, codes_of as codes_of
 from ._placement import GROUP_BYTES as GROUP_BYTES, GROUP as GROUP
 from ._placement import Code as Code, Placement as Placement, dtype_name as dtype_name
 from ._saved_hooks import saved_tensors_hooks as saved_tensors_hooks
@@ -55,7 +55,7 @@ from ._pending import Pending as Pending
 from ._tracing import one_tracing as one_tracing
 from ._stored_value import Absent as Absent, Stored as Stored, StoredValue as StoredValue
 from ._stored_value import as_stored as as_stored, load as load, read_rows as read_rows
-from ._shown import as_html as as_html, columns as columns, size as size
+from ._display import as_html as as_html, columns as columns, size as size
 from ._ambient import (
     Ambient as Ambient,
     OfProgram as OfProgram,
@@ -66,7 +66,7 @@ from ._ambient import (
     this_program as this_program,
 )
 from ._evaluating import evaluating as evaluating, is_evaluating as is_evaluating
-from ._again import Again as Again, Note as Note, Replaced as Replaced, as_now as as_now
-from ._again import bound_again as bound_again, checkpoints_as_now as checkpoints_as_now, noted_again as noted_again
+from ._ambient_rebind import Again as Again, Note as Note, Replaced as Replaced, as_now as as_now
+from ._ambient_rebind import bound_again as bound_again, checkpoints_as_now as checkpoints_as_now, noted_again as noted_again
 from ._checkpoint_name import checkpoint_name as checkpoint_name, hearing_names as hearing_names
-from ._same_again import same_again as same_again
+from ._recompute_check import same_again as same_again

@@ -23,7 +23,7 @@ from shardfn._torch import default_timeout, on_one_thread
 
 from ._errors import did_you_mean
 from ._groups import MadeGroups, NamedGroups, end_lost, end_with, name_of
-from ._shown import as_html
+from ._display import as_html
 
 # The most ranks that a drawing of a mesh shows.
 MOST_DRAWN = 1024

@@ -14,7 +14,7 @@ from shardfn.collectives import all_gather, axis_index
 from shardfn.core import Axes, explains_keywords
 from shardfn.inference import widened
 
-from ._answers import answer_mask, masked
+from ._completions import answer_mask, masked
 from ._meant import ADVANTAGES
 from ._shapes import check_lengths, check_numbers, check_shapes, has_values
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardfn.engine import WeightedMean
 
-from ._answers import answer_mask, counted_mean, masked, row_mean
+from ._completions import answer_mask, counted_mean, masked, row_mean
 from ._rollout import Rollout
 from ._shapes import check_lengths, check_numbers, check_shapes
 

@@ -19,8 +19,8 @@ from shardfn.core import check_key
 from shardfn.engine import WeightedMean
 from shardfn.inference import Completion, Engine, Sampling
 
-from ._answers import row_mean
-from ._forked import Called, Outcome, count_kinds, outcomes_of
+from ._completions import row_mean
+from ._sandbox import Called, Outcome, count_kinds, outcomes_of
 from ._rollout import FAILURES, Rollout
 from ._sample import check_end, check_prompts, check_sampling, put_routes, rollout_for, seeds_of
 from ._shapes import check_shapes

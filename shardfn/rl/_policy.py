@@ -13,10 +13,10 @@ from torch import Tensor
 from shardfn.core import explains_keywords
 from shardfn.engine import WeightedMean
 
-from ._answers import answer_mask, counted_mean, masked, row_mean
+from ._completions import answer_mask, counted_mean, masked, row_mean
 from ._kl import Estimator, kl
 from ._meant import MEANT
-from ._older import TRUNCATE, drawn_ratios, truncated_weights
+from ._off_policy import TRUNCATE, drawn_ratios, truncated_weights
 from ._shapes import check_lengths, check_numbers, check_shapes
 
 Clip = float | tuple[float, float]

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfn.core import explains_keywords
 from shardfn.engine import WeightedMean
 
-from ._answers import row_mean
+from ._completions import row_mean
 from ._meant import PREFERENCES
 from ._shapes import check_negative, check_numbers, check_shapes
 

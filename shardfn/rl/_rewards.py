@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfn.core import explains_keywords
 from shardfn.engine import WeightedMean
 
-from ._answers import answer_mask, masked, row_mean
+from ._completions import answer_mask, masked, row_mean
 from ._meant import ADVANTAGES
 from ._shapes import check_lengths, check_numbers, check_shapes
 

@@ -13,7 +13,7 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import Axes, Mesh, P, PyTree, tree_map
 from shardfn.engine import WeightedMean
 
-from ._answers import answer_mask, row_mean
+from ._completions import answer_mask, row_mean
 from ._shapes import check_numbers
 
 # Failures of a call of a function in Python: an exception, no result in time, an invalid result, the end of its

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.collectives._line import line_along
+from shardfn.collectives._axis_group import line_along
 from shardfn.collectives._message import _pack_rows, _unpack_rows, exchange_rows, gather_rows
 from shardfn.testing import distributed
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardfn.core import Pending
 
-from ._code import Code
+from ._quantizer import Code
 from ._hops import NearFar, TwoHops
 from ._traced import AnyChannel, AnyChannels
 

@@ -18,7 +18,7 @@ import torch.utils.checkpoint as torch_checkpoint
 
 from shardfn._torch import CHECKPOINT, CHECKPOINT_APART, CHECKPOINT_GENERATOR
 
-from ._same_again import FirstRun
+from ._recompute_check import FirstRun
 
 # Binds a value again, in each call.
 Again = Callable[[], AbstractContextManager[Any]]

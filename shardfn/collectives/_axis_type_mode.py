@@ -2,7 +2,7 @@
 
 Contexts, functions that count as one operation, rematerialization.
 
-The rules are in `_following.py`.
+The rules are in `_axis_types.py`.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from shardfn.core import Again, Axes, Note, bound_again, noted_again
 
 from ._axis_index import AxisNumber
 from ._env import current_mesh
-from ._following import NOTED, Following
+from ._axis_types import NOTED, Following
 from ._function_modes import WAITING, LateMode, began, function_modes, function_modes_changed, waiting_to_begin
 
 _NONE = LateMode(TorchFunctionMode(), begun=True)

@@ -5,7 +5,7 @@ Error-feedback residuals are per rank, and must be converted for another number 
 For the same number of ranks errors are read unchanged. Only codes of the last momentum are left out, because the codes
 depend on the ZeRO stage: the next step gathers the rows instead, once. For another number `optim.rebalanced`
 distributes the old ranks' errors. Whole leaves are needed in memory. Where other axes cut the leaves, or layers are
-stacked on one side, errors are first converted to the shape of the leaves, and then cut again (`_owed`).
+stacked on one side, errors are first converted to the shape of the leaves, and then cut again (`_residuals`).
 """
 
 import math
@@ -21,7 +21,7 @@ from shardfn.optim import compresses
 
 from ._manifest import Manifest, StoredLeaf
 from ._match import Rename, Target, asked
-from ._owed import Owed, everywhere, owed
+from ._residuals import Owed, everywhere, owed
 from ._read import ChunkReader, dtype_of
 
 # This loses the rounding errors that ranks have not sent yet.

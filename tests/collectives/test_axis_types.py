@@ -1,4 +1,4 @@
-"""Axes along which values vary (`_following.py`): casts, refusals, writes, function modes, and losses of steps."""
+"""Axes along which values vary (`_axis_types.py`): casts, refusals, writes, function modes, and losses of steps."""
 
 import math
 import warnings

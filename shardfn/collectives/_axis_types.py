@@ -32,7 +32,7 @@ from shardfn.core import Mesh
 
 from ._axis_index import AxisNumber, AxisTypeError, with_plain_numbers
 from ._function_modes import NotingMode, interception
-from ._line import line_along
+from ._axis_group import line_along
 from ._primitive import Call, bind, own_block
 
 # The attribute of a tensor with the axes.

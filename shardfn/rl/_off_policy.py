@@ -6,7 +6,7 @@ B rows, T tokens of an answer.
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ._answers import answer_mask, masked
+from ._completions import answer_mask, masked
 
 TRUNCATE = 2.0  # the default of the losses
 
