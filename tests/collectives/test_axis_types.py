@@ -135,7 +135,7 @@ def test_a_result_that_differs_where_its_spec_promises_one_is_refused(world: int
     with pytest.raises(AxisTypeError) as error:
         sf.shard_map(f, mesh=_on(world), in_specs=P("dp"), out_specs=P())(X)
     assert words in str(error.value)
-    assert "test_following.py:" in str(error.value) or name == "declared varying"
+    assert "test_axis_types.py:" in str(error.value) or name == "declared varying"
 
 
 def test_numbers_made_of_an_index_remember_its_axes() -> None:
@@ -404,7 +404,7 @@ def test_a_loss_that_varies_where_ranks_have_the_same_rows_is_refused(world: int
     step = sf.sharded_step(
         lambda p, x: (x @ p["w"].T).square().mean(), sf.optim.sgd(1.0), mesh=mesh, specs={"w": P("tp")}, batch=P()
     )
-    with pytest.raises(AxisTypeError, match=r"the loss varies along 'tp'.*test_following.py.*sf.psum\(x, 'tp'\)"):
+    with pytest.raises(AxisTypeError, match=r"the loss varies along 'tp'.*test_axis_types.py.*sf.psum\(x, 'tp'\)"):
         step(step.init({"w": torch.ones(4, 3)}), torch.ones(2, 3))
 
 
