@@ -4,10 +4,10 @@ Losses are pure functions of log probabilities and lengths. Each loss is a `Weig
 microbatches has the gradient of the whole batch.
 """
 
-from ._completions import answer_mask as answer_mask, token_mean as token_mean, row_mean as row_mean
-from ._completions import answer_logprobs as answer_logprobs, answer_entropies as answer_entropies
-from ._completions import answer_positions as answer_positions, logprobs_at as logprobs_at
-from ._completions import answer_values as answer_values, answer_divergences as answer_divergences
+from ._completions import completion_mask as completion_mask, token_mean as token_mean, row_mean as row_mean
+from ._completions import completion_logprobs as completion_logprobs, completion_entropies as completion_entropies
+from ._completions import completion_positions as completion_positions, logprobs_at as logprobs_at
+from ._completions import completion_values as completion_values, completion_divergences as completion_divergences
 from ._kl import kl as kl, follow_divergence as follow_divergence
 from ._rewards import kl_rewards as kl_rewards, last_values as last_values, pairwise as pairwise
 from ._advantages import gae as gae, group_advantages as group_advantages
@@ -20,6 +20,6 @@ from ._reward_signal import RewardSignal as RewardSignal
 from ._scores import Scores as Scores, score as score
 from ._sample import sample as sample
 from ._converse import Conversations as Conversations, call_metrics as call_metrics, converse as converse
-from ._temperature import tempered as tempered
+from ._temperature import with_temperature as with_temperature
 from ._checks import check_first_ratios as check_first_ratios, check_tokenizers as check_tokenizers
 from ._checks import mismatch_metrics as mismatch_metrics

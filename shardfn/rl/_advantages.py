@@ -14,7 +14,7 @@ from shardfn.collectives import all_gather, axis_index
 from shardfn.core import Axes, explains_keywords
 from shardfn.inference import widened
 
-from ._completions import answer_mask, masked
+from ._completions import completion_mask, masked
 from ._meant import ADVANTAGES
 from ._shapes import check_lengths, check_numbers, check_shapes, has_values
 
@@ -22,30 +22,30 @@ from ._shapes import check_lengths, check_numbers, check_shapes, has_values
 @explains_keywords(**ADVANTAGES)
 def group_advantages(
     rewards_B: Float[Tensor, " b"],
-    size: int,
+    num_generations: int,
     *,
     baseline: Literal["mean", "others"] = "mean",
-    deviation: bool = True,
+    scale_rewards: Literal["group", "none"] = "group",
     eps: float = 1e-4,
     axis: Axes = None,
 ) -> Float[Tensor, " b"]:
     """Returns each reward less the rewards of the answers to the same prompt.
 
-    | | baseline | deviation |
+    | | baseline | scale_rewards |
     |---|---|---|
-    | GRPO | "mean" of the group | divides by the group's sample deviation + eps |
-    | Dr. GRPO | "mean" | False |
-    | RLOO | mean of the "others" | False |
+    | GRPO | "mean" of the group | "group": divides by the group's sample deviation + eps |
+    | Dr. GRPO | "mean" | "none" |
+    | RLOO | mean of the "others" | "none" |
 
     A group of equal rewards has advantages 0. A reward that is NaN or infinite is missing: its answer has advantage 0,
     and the remaining answers are a group. A group of a single answer has advantage 0. If all rewards are missing, for
     example where `score` was not called, there is a warning, except in a captured step.
 
     Args:
-        rewards_B: rewards. Rows `size * i` to `size * (i + 1) - 1` are group i.
-        size: number of answers to a prompt.
+        rewards_B: rewards. Rows `num_generations * i` to `num_generations * (i + 1) - 1` are group i.
+        num_generations: number of answers to a prompt.
         baseline: see above.
-        deviation: see above.
+        scale_rewards: see above.
         eps: term added to the deviation. Above 0, as the deviation of equal rewards is 0.
         axis: mesh axes that cut the rows, also within groups. All ranks have equal numbers of rows. Only a loss, or
             another function that a mesh runs, knows its axes. Elsewhere the rows are only this rank's.
@@ -54,10 +54,11 @@ def group_advantages(
         The advantages of this rank's rows, as constants.
 
     Raises:
-        ValueError: rewards are not one dim, `size` does not divide the number of rows, or `eps` is not above 0.
+        ValueError: rewards are not one dim, `num_generations` does not divide the number of rows, or `eps` is not above
+            0.
 
     Example:
-        >>> group_advantages(torch.tensor([1.0, 0.0, 2.0, 2.0]), 2, deviation=False).tolist()
+        >>> group_advantages(torch.tensor([1.0, 0.0, 2.0, 2.0]), 2, scale_rewards="none").tolist()
         [0.5, -0.5, 0.0, 0.0]
 
     References:
@@ -68,13 +69,17 @@ def group_advantages(
     check_shapes("group_advantages", rewards_B=rewards_B)
     check_numbers("group_advantages", eps=eps)
     whole = rewards_B.detach() if axis is None else all_gather(rewards_B.detach(), axis)
-    if size < 1 or len(whole) % size:
-        raise ValueError(f"group_advantages: {len(whole)} rewards and groups of {size}. Pass whole groups.")
+    if num_generations < 1 or len(whole) % num_generations:
+        raise ValueError(f"group_advantages: {len(whole)} rewards and groups of {num_generations}. Pass whole groups.")
     if baseline not in ("mean", "others"):
         raise ValueError(f'baseline must be "mean" or "others", got {baseline!r}.')
+    if scale_rewards not in ("group", "none"):
+        raise ValueError(f'scale_rewards must be "group" or "none", got {scale_rewards!r}.')
     _warn_without_rewards(whole)
     # In float64 the square of no reward in float32 overflows.
-    of_all = _compare_groups(whole.double().view(-1, size), baseline == "others", eps if deviation else None).flatten()
+    of_all = _compare_groups(
+        whole.double().view(-1, num_generations), baseline == "others", eps if scale_rewards == "group" else None
+    ).flatten()
     start = 0 if axis is None else int(axis_index(axis)) * len(rewards_B)
     return of_all[start : start + len(rewards_B)].to(widened(rewards_B).dtype)
 
@@ -109,20 +114,20 @@ def gae(
     values_BT: Float[Tensor, "b t"],
     lengths_B: Int[Tensor, " b"],
     *,
-    discount: float = 1.0,
-    decay: float = 0.95,
+    gamma: float = 1.0,
+    lam: float = 0.95,
 ) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
     """Returns generalised advantages, and the returns that a critic learns.
 
-    delta_t = r_t + discount V_{t+1} - V_t,  A_t = delta_t + discount decay A_{t+1},  R_t = A_t + V_t. V is 0 from the
+    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  R_t = A_t + V_t. V is 0 from the
     answer's end on.
 
     Args:
         rewards_BT: rewards of each token.
         values_BT: values of the critic, before each token.
         lengths_B: tokens of each answer.
-        discount: gamma.
-        decay: lambda.
+        gamma: factor of the next value.
+        lam: lambda, the factor of the next advantage.
 
     Returns:
         (advantages, returns), as constants. 0 from each answer's end on.
@@ -140,15 +145,15 @@ def gae(
         https://arxiv.org/abs/1506.02438
     """
     check_shapes("gae", rewards_BT=rewards_BT, values_BT=values_BT, lengths_B=lengths_B)
-    check_numbers("gae", "from 0 to 1", discount=discount, decay=decay)
+    check_numbers("gae", "from 0 to 1", gamma=gamma, lam=lam)
     check_lengths("gae", rewards_BT.shape[1], lengths_B=lengths_B)
-    mask_BT = answer_mask(lengths_B, rewards_BT.shape[1])
+    mask_BT = completion_mask(lengths_B, rewards_BT.shape[1])
     r_BT, v_BT = (masked(x.detach(), mask_BT) for x in (rewards_BT, values_BT))
     after_BT = torch.cat((v_BT[:, 1:], torch.zeros_like(v_BT[:, :1])), 1)
-    delta_BT = r_BT + discount * after_BT - v_BT
+    delta_BT = r_BT + gamma * after_BT - v_BT
     columns, last_B = [], v_BT.new_zeros(len(v_BT))
     for delta_B in reversed(delta_BT.unbind(1)):
-        last_B = delta_B + discount * decay * last_B
+        last_B = delta_B + gamma * lam * last_B
         columns.append(last_B)
     a_BT = torch.stack(columns[::-1], 1) if columns else delta_BT
     return masked(a_BT, mask_BT), masked(a_BT + v_BT, mask_BT)

@@ -18,7 +18,7 @@ from shardfn.inference import logprobs, widened
 from ._shapes import check_lengths, check_places, check_shapes
 
 
-def answer_mask(lengths_B: Int[Tensor, " b"], width: int) -> Bool[Tensor, "b t"]:
+def completion_mask(lengths_B: Int[Tensor, " b"], width: int) -> Bool[Tensor, "b t"]:
     """Returns the mask of tokens that count: the tokens before each row's length.
 
     Args:
@@ -26,7 +26,7 @@ def answer_mask(lengths_B: Int[Tensor, " b"], width: int) -> Bool[Tensor, "b t"]
         width: T.
 
     Example:
-        >>> answer_mask(torch.tensor([2, 0]), 3).tolist()
+        >>> completion_mask(torch.tensor([2, 0]), 3).tolist()
         [[True, True, False], [False, False, False]]
     """
     return torch.arange(width, device=lengths_B.device) < lengths_B[:, None]
@@ -58,7 +58,7 @@ def token_mean(x_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -> Weig
 
 def counted_mean(x_BT: Tensor, lengths_B: Tensor) -> WeightedMean:
     """Returns `token_mean` of tensors that are checked."""
-    mask_BT, x_BT = answer_mask(lengths_B, x_BT.shape[1]), widened(x_BT)  # 16 bits have no count of 257
+    mask_BT, x_BT = completion_mask(lengths_B, x_BT.shape[1]), widened(x_BT)  # 16 bits have no count of 257
     return WeightedMean(masked(x_BT, mask_BT).sum(), mask_BT.sum().to(x_BT.dtype))
 
 
@@ -76,7 +76,7 @@ def row_mean(x_B: Float[Tensor, " b"]) -> WeightedMean:
     return WeightedMean(x_B.sum(), x_B.new_tensor(len(x_B)))
 
 
-def answer_logprobs(
+def completion_logprobs(
     logits_BLV: Float[Tensor, "b l v"],
     ids_BL: Int[Tensor, "b l"],
     prompts_B: Int[Tensor, " b"],
@@ -106,15 +106,15 @@ def answer_logprobs(
 
     Example:
         >>> ids, one = torch.tensor([[5, 3, 0]]), torch.tensor([1])
-        >>> answer_logprobs(torch.zeros(1, 3, 8), ids, one, one, 2)
+        >>> completion_logprobs(torch.zeros(1, 3, 8), ids, one, one, 2)
         tensor([[-2.0794,  0.0000]])
     """
     given = {"logits_BLV": logits_BLV}
-    before_BT = _find_before("answer_logprobs", given, prompts_B, lengths_B, width, places_BT, ids_BL)
+    before_BT = _find_before("completion_logprobs", given, prompts_B, lengths_B, width, places_BT, ids_BL)
     return _compute_drawn(_take_rows(logits_BLV, before_BT), ids_BL, before_BT, lengths_B)
 
 
-def answer_positions(
+def completion_positions(
     ids_BL: Int[Tensor, "b l"],
     prompts_B: Int[Tensor, " b"],
     lengths_B: Int[Tensor, " b"],
@@ -126,11 +126,11 @@ def answer_positions(
     The head then multiplies no token of a prompt, and no logits of a prompt are kept for the backward.
 
     Args:
-        ids_BL: ids as of `answer_logprobs`.
+        ids_BL: ids as of `completion_logprobs`.
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
-        places_BT: places as of `answer_logprobs`.
+        places_BT: places as of `completion_logprobs`.
 
     Returns:
         Positions [B, T]. Any position of the row from each answer's end on.
@@ -139,10 +139,10 @@ def answer_positions(
         ValueError: shapes do not fit, or an answer does not lie in its row.
 
     Example:
-        >>> answer_positions(torch.tensor([[5, 3, 4, 0]]), torch.tensor([2]), torch.tensor([1]), 2)
+        >>> completion_positions(torch.tensor([[5, 3, 4, 0]]), torch.tensor([2]), torch.tensor([1]), 2)
         tensor([[1, 2]])
     """
-    return _find_before("answer_positions", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
+    return _find_before("completion_positions", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
 
 
 def logprobs_at(
@@ -153,15 +153,15 @@ def logprobs_at(
     width: int,
     places_BT: Int[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
-    """Returns `answer_logprobs` of logits at `answer_positions` only, with the same bits.
+    """Returns `completion_logprobs` of logits at `completion_positions` only, with the same bits.
 
     Args:
-        logits_BTV: logits as from `gpt.apply(..., at=answer_positions(ids_BL, ...))`.
-        ids_BL: ids as of `answer_logprobs`.
+        logits_BTV: logits as from `gpt.apply(..., at=completion_positions(ids_BL, ...))`.
+        ids_BL: ids as of `completion_logprobs`.
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
-        places_BT: places as of `answer_logprobs`.
+        places_BT: places as of `completion_logprobs`.
 
     Returns:
         Log probabilities [B, T]. 0 from each answer's end on.
@@ -179,7 +179,7 @@ def logprobs_at(
     return _compute_drawn(logits_BTV, ids_BL, before_BT, lengths_B)
 
 
-def answer_values(
+def completion_values(
     values_BL: Float[Tensor, "b l"],
     prompts_B: Int[Tensor, " b"],
     lengths_B: Int[Tensor, " b"],
@@ -193,7 +193,7 @@ def answer_values(
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
-        places_BT: places as of `answer_logprobs`.
+        places_BT: places as of `completion_logprobs`.
 
     Returns:
         Values [B, T]. 0 from each answer's end on.
@@ -202,15 +202,15 @@ def answer_values(
         ValueError: shapes do not fit, or an answer does not lie in its row.
 
     Example:
-        >>> answer_values(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2]), torch.tensor([1]), 2)
+        >>> completion_values(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2]), torch.tensor([1]), 2)
         tensor([[2., 0.]])
     """
-    before_BT = _find_before("answer_values", {"values_BL": values_BL}, prompts_B, lengths_B, width, places_BT)
+    before_BT = _find_before("completion_values", {"values_BL": values_BL}, prompts_B, lengths_B, width, places_BT)
     found_BT = values_BL.gather(1, before_BT)
-    return masked(found_BT, answer_mask(lengths_B, width))
+    return masked(found_BT, completion_mask(lengths_B, width))
 
 
-def answer_entropies(
+def completion_entropies(
     logits_BLV: Float[Tensor, "b l v"],
     prompts_B: Int[Tensor, " b"],
     lengths_B: Int[Tensor, " b"],
@@ -220,11 +220,11 @@ def answer_entropies(
     """Returns the entropies of the distributions that answers are drawn from.
 
     Args:
-        logits_BLV: logits as of `answer_logprobs`.
+        logits_BLV: logits as of `completion_logprobs`.
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
-        places_BT: places as of `answer_logprobs`.
+        places_BT: places as of `completion_logprobs`.
 
     Returns:
         Entropies [B, T]. 0 from each answer's end on.
@@ -234,16 +234,16 @@ def answer_entropies(
 
     Example:
         >>> one = torch.tensor([1])
-        >>> answer_entropies(torch.zeros(1, 3, 8), one, one, 2)
+        >>> completion_entropies(torch.zeros(1, 3, 8), one, one, 2)
         tensor([[2.0794, 0.0000]])
     """
-    before_BT = _find_before("answer_entropies", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT)
+    before_BT = _find_before("completion_entropies", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT)
     logs_BTV = _take_rows(logits_BLV, before_BT).log_softmax(-1)
     entropies_BT = -(logs_BTV.exp() * logs_BTV.clamp(min=torch.finfo(logs_BTV.dtype).min)).sum(-1)
-    return masked(entropies_BT, answer_mask(lengths_B, width))
+    return masked(entropies_BT, completion_mask(lengths_B, width))
 
 
-def answer_divergences(
+def completion_divergences(
     logits_BLV: Float[Tensor, "b l v"],
     reference_BLV: Float[Tensor, "b l v"],
     prompts_B: Int[Tensor, " b"],
@@ -257,12 +257,12 @@ def answer_divergences(
     vocabulary has the same mean over draws and no such tail, so take the sum to watch or to bound a divergence.
 
     Args:
-        logits_BLV: logits of the policy, as of `answer_logprobs`.
+        logits_BLV: logits of the policy, as of `completion_logprobs`.
         reference_BLV: logits of the reference.
         prompts_B: tokens of each prompt, at least 1.
         lengths_B: tokens of each answer.
         width: T.
-        places_BT: places as of `answer_logprobs`.
+        places_BT: places as of `completion_logprobs`.
 
     Returns:
         Divergences [B, T]. 0 from each answer's end on.
@@ -272,18 +272,20 @@ def answer_divergences(
 
     Example:
         >>> one, even = torch.tensor([1]), torch.zeros(1, 3, 2)
-        >>> answer_divergences(even + torch.tensor([0.0, 1.0]), even, one, one, 2)
+        >>> completion_divergences(even + torch.tensor([0.0, 1.0]), even, one, one, 2)
         tensor([[0.1109, 0.0000]])
 
     References:
         Amini et al., Better Estimation of the KL Divergence Between Language Models, 2025,
         https://arxiv.org/abs/2504.10637
     """
-    check_shapes("answer_divergences", logits_BLV=logits_BLV, reference_BLV=reference_BLV)
-    before_BT = _find_before("answer_divergences", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT)
+    check_shapes("completion_divergences", logits_BLV=logits_BLV, reference_BLV=reference_BLV)
+    before_BT = _find_before(
+        "completion_divergences", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT
+    )
     p_BTV, q_BTV = (_take_rows(x_BLV, before_BT).log_softmax(-1) for x_BLV in (logits_BLV, reference_BLV))
     logs_BTV = torch.where(p_BTV.isneginf(), 0.0, p_BTV - q_BTV)  # a token that is excluded counts 0
-    return masked((p_BTV.exp() * logs_BTV).sum(-1), answer_mask(lengths_B, width))
+    return masked((p_BTV.exp() * logs_BTV).sum(-1), completion_mask(lengths_B, width))
 
 
 def _find_before(
@@ -315,6 +317,6 @@ def _take_rows(logits_BLV: Tensor, places_BT: Tensor) -> Tensor:
 
 def _compute_drawn(rows_BTV: Tensor, ids_BL: Tensor, before_BT: Tensor, lengths_B: Tensor) -> Tensor:
     """Returns the log probability of the token behind each position, by the logits there."""
-    mask_BT = answer_mask(lengths_B, rows_BTV.shape[1])
+    mask_BT = completion_mask(lengths_B, rows_BTV.shape[1])
     tokens_BT = masked(ids_BL.gather(1, (before_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)
     return masked(logprobs(rows_BTV, tokens_BT), mask_BT)

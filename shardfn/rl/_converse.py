@@ -20,9 +20,9 @@ from shardfn.engine import WeightedMean
 from shardfn.inference import Completion, Engine, Sampling
 
 from ._completions import row_mean
-from ._sandbox import Called, Outcome, count_kinds, outcomes_of
 from ._rollout import FAILURES, Rollout
 from ._sample import check_end, check_prompts, check_sampling, put_routes, rollout_for, seeds_of
+from ._sandbox import Called, Outcome, count_kinds, outcomes_of
 from ._shapes import check_shapes
 
 
@@ -91,7 +91,7 @@ def converse(
     the tool is a function of its arguments.
 
     Each turn is a request with the whole conversation as its prompt, whose full blocks the engine still has in its KV
-    cache. With an exact model, `answer_logprobs(logits, rollout.ids, *rollout.where)` of one forward of the whole
+    cache. With an exact model, `completion_logprobs(logits, rollout.ids, *rollout.where)` of one forward of the whole
     conversation has the bits of the rollout's log probabilities.
 
     Args:

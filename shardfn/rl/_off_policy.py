@@ -6,19 +6,19 @@ B rows, T tokens of an answer.
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ._completions import answer_mask, masked
+from ._completions import completion_mask, masked
 
-TRUNCATE = 2.0  # the default of the losses
+CLIP_MAX = 2.0  # the default of the losses
 
 
 def truncated_weights(
     who: str,
-    old_BT: Float[Tensor, "b t"],
-    behaviour_BT: Float[Tensor, "b t"] | None,
+    old_logprobs_BT: Float[Tensor, "b t"],
+    sampling_logprobs_BT: Float[Tensor, "b t"] | None,
     lengths_B: Int[Tensor, " b"],
-    truncate: float,
+    importance_sampling_clip_max: float,
 ) -> Float[Tensor, "..."]:
-    """Returns truncated importance sampling weights: min(pi_old / pi_behaviour, truncate), as constants.
+    """Returns truncated importance sampling weights: min(pi_old / pi_behaviour, importance_sampling_clip_max).
 
     Answers of pi_behaviour are learnt from by a loss of pi / pi_old. The clip of the loss then bounds only the updates
     by these answers, and not the updates since the answers were drawn. Without the bound, the mean of a token's
@@ -27,36 +27,46 @@ def truncated_weights(
 
     Args:
         who: function, for the error.
-        old_BT: log probabilities by the weights before the first update by these answers.
-        behaviour_BT: log probabilities by the weights that drew the answers, or None if the weights are the same.
+        old_logprobs_BT: log probabilities by the weights before the first update by these answers.
+        sampling_logprobs_BT: log probabilities by the weights that drew the answers, or None if the weights are the
+            same.
         lengths_B: tokens of each answer.
-        truncate: largest weight.
+        importance_sampling_clip_max: largest weight.
 
     Returns:
         Weights [B, T], 0 from each answer's end on, or 1.
 
     Raises:
-        ValueError: `truncate` is not positive, or without effect.
+        ValueError: `importance_sampling_clip_max` is not positive, or without effect.
     """
-    if not truncate > 0:
-        raise ValueError(f"{who}: truncate is {truncate}. It must be positive, such as {TRUNCATE}.")
-    if behaviour_BT is None:
-        if truncate != TRUNCATE:
+    if not importance_sampling_clip_max > 0:
+        raise ValueError(
+            f"{who}: importance_sampling_clip_max must be positive, for example {CLIP_MAX}, got"
+            f" {importance_sampling_clip_max}."
+        )
+    if sampling_logprobs_BT is None:
+        if importance_sampling_clip_max != CLIP_MAX:
             raise ValueError(
-                f"{who}: truncate is {truncate} without behaviour_BT, so it has no effect. Pass both, or leave it out."
+                f"{who}: importance_sampling_clip_max={importance_sampling_clip_max} has no effect without"
+                " sampling_logprobs_BT. Pass both, or remove it."
             )
-        return old_BT.new_ones(())
-    mask_BT = answer_mask(lengths_B, old_BT.shape[1])
+        return old_logprobs_BT.new_ones(())
+    mask_BT = completion_mask(lengths_B, old_logprobs_BT.shape[1])
     # Padding is left out before exp, so that its numbers never overflow.
-    return masked(masked((old_BT - behaviour_BT).detach(), mask_BT).exp().clamp(max=truncate), mask_BT)
+    return masked(
+        masked((old_logprobs_BT - sampling_logprobs_BT).detach(), mask_BT)
+        .exp()
+        .clamp(max=importance_sampling_clip_max),
+        mask_BT,
+    )
 
 
 def drawn_ratios(
     logprobs_BT: Float[Tensor, "b t"],
-    old_BT: Float[Tensor, "b t"],
-    behaviour_BT: Float[Tensor, "b t"] | None,
+    old_logprobs_BT: Float[Tensor, "b t"],
+    sampling_logprobs_BT: Float[Tensor, "b t"] | None,
     lengths_B: Int[Tensor, " b"],
 ) -> Float[Tensor, "b t"]:
     """Returns the ratios pi / pi_behaviour, with a gradient and without a bound. 1 from each answer's end on."""
-    drawn_BT = old_BT if behaviour_BT is None else behaviour_BT
-    return masked(logprobs_BT - drawn_BT, answer_mask(lengths_B, old_BT.shape[1])).exp()
+    drawn_BT = old_logprobs_BT if sampling_logprobs_BT is None else sampling_logprobs_BT
+    return masked(logprobs_BT - drawn_BT, completion_mask(lengths_B, old_logprobs_BT.shape[1])).exp()

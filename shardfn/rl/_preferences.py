@@ -20,23 +20,23 @@ from ._shapes import check_negative, check_numbers, check_shapes
 def dpo(
     chosen_B: Float[Tensor, " b"],
     rejected_B: Float[Tensor, " b"],
-    chosen_reference_B: Float[Tensor, " b"],
-    rejected_reference_B: Float[Tensor, " b"],
+    ref_chosen_B: Float[Tensor, " b"],
+    ref_rejected_B: Float[Tensor, " b"],
     *,
     beta: float = 0.1,
-    smoothing: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> WeightedMean:
     """Computes the loss of direct preference optimisation: -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h).
 
-    With `smoothing` the loss is conservative DPO. TRL's `label_smoothing` belongs to another loss, `robust_dpo`.
+    With `label_smoothing` the loss is conservative DPO. TRL's `label_smoothing` belongs to another loss, `robust_dpo`.
 
     Args:
         chosen_B: log probabilities of the better answers: sums over their tokens.
         rejected_B: log probabilities of the rejected answers.
-        chosen_reference_B: log probabilities of the better answers by the reference.
-        rejected_reference_B: log probabilities of the rejected answers by the reference.
+        ref_chosen_B: log probabilities of the better answers by the reference.
+        ref_rejected_B: log probabilities of the rejected answers by the reference.
         beta: strength with which the policy is held to the reference.
-        smoothing: s, the part of pairs that is expected to be the wrong way round.
+        label_smoothing: s, the part of pairs that is expected to be the wrong way round.
 
     Raises:
         ValueError: a tensor has not one number for each answer (sum log probabilities of tokens first), or beta is not
@@ -49,21 +49,21 @@ def dpo(
 
     References:
         Rafailov et al., Direct Preference Optimization, 2023, https://arxiv.org/abs/2305.18290
-        Mitchell, A note on DPO with noisy preferences, 2023 (`smoothing`), https://ericmitchell.ai/cdpo.pdf
+        Mitchell, A note on DPO with noisy preferences, 2023 (`label_smoothing`), https://ericmitchell.ai/cdpo.pdf
     """
-    check_numbers("dpo", "from 0 to 1", smoothing=smoothing)
-    h_B = beta * _compute_margins("dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
-    return row_mean(-(1 - smoothing) * F.logsigmoid(h_B) - smoothing * F.logsigmoid(-h_B))
+    check_numbers("dpo", "from 0 to 1", label_smoothing=label_smoothing)
+    h_B = beta * _compute_margins("dpo", beta, chosen_B, rejected_B, ref_chosen_B, ref_rejected_B)
+    return row_mean(-(1 - label_smoothing) * F.logsigmoid(h_B) - label_smoothing * F.logsigmoid(-h_B))
 
 
 @explains_keywords(**PREFERENCES)
 def robust_dpo(
     chosen_B: Float[Tensor, " b"],
     rejected_B: Float[Tensor, " b"],
-    chosen_reference_B: Float[Tensor, " b"],
-    rejected_reference_B: Float[Tensor, " b"],
+    ref_chosen_B: Float[Tensor, " b"],
+    ref_rejected_B: Float[Tensor, " b"],
     *,
-    smoothing: float,
+    label_smoothing: float,
     beta: float = 0.1,
 ) -> WeightedMean:
     """Computes robust DPO: (-(1 - s) log sigmoid(beta h) + s log sigmoid(-beta h)) / (1 - 2 s).
@@ -74,9 +74,9 @@ def robust_dpo(
     Args:
         chosen_B: log probabilities as of `dpo`.
         rejected_B: log probabilities as of `dpo`.
-        chosen_reference_B: log probabilities as of `dpo`.
-        rejected_reference_B: log probabilities as of `dpo`.
-        smoothing: s, the part of pairs that is the wrong way round.
+        ref_chosen_B: log probabilities as of `dpo`.
+        ref_rejected_B: log probabilities as of `dpo`.
+        label_smoothing: s, the part of pairs that is the wrong way round.
         beta: strength with which the policy is held to the reference.
 
     Raises:
@@ -91,18 +91,20 @@ def robust_dpo(
     References:
         Chowdhury et al., Provably Robust DPO, 2024, https://arxiv.org/abs/2403.00409
     """
-    if not 0 <= smoothing < 0.5:
-        raise ValueError(f"robust_dpo: smoothing is {smoothing}; it must be at least 0 and below 0.5.")
-    h_B = beta * _compute_margins("robust_dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
-    return row_mean((-(1 - smoothing) * F.logsigmoid(h_B) + smoothing * F.logsigmoid(-h_B)) / (1 - 2 * smoothing))
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"robust_dpo: label_smoothing must be at least 0 and below 0.5, got {label_smoothing}.")
+    h_B = beta * _compute_margins("robust_dpo", beta, chosen_B, rejected_B, ref_chosen_B, ref_rejected_B)
+    return row_mean(
+        (-(1 - label_smoothing) * F.logsigmoid(h_B) + label_smoothing * F.logsigmoid(-h_B)) / (1 - 2 * label_smoothing)
+    )
 
 
 @explains_keywords(**PREFERENCES)
 def ipo(
     chosen_B: Float[Tensor, " b"],
     rejected_B: Float[Tensor, " b"],
-    chosen_reference_B: Float[Tensor, " b"],
-    rejected_reference_B: Float[Tensor, " b"],
+    ref_chosen_B: Float[Tensor, " b"],
+    ref_rejected_B: Float[Tensor, " b"],
     chosen_lengths_B: Int[Tensor, " b"],
     rejected_lengths_B: Int[Tensor, " b"],
     *,
@@ -116,8 +118,8 @@ def ipo(
     Args:
         chosen_B: log probabilities as of `dpo`: sums over an answer's tokens.
         rejected_B: log probabilities as of `dpo`.
-        chosen_reference_B: log probabilities as of `dpo`.
-        rejected_reference_B: log probabilities as of `dpo`.
+        ref_chosen_B: log probabilities as of `dpo`.
+        ref_rejected_B: log probabilities as of `dpo`.
         chosen_lengths_B: number of tokens of each better answer.
         rejected_lengths_B: number of tokens of each rejected answer.
         beta: strength with which the policy is held to the reference.
@@ -136,11 +138,11 @@ def ipo(
         https://arxiv.org/abs/2310.12036
     """
     check_numbers("ipo", beta=beta)
-    references = {"chosen_reference_B": chosen_reference_B, "rejected_reference_B": rejected_reference_B}
+    references = {"ref_chosen_B": ref_chosen_B, "ref_rejected_B": ref_rejected_B}
     lengths = {"chosen_lengths_B": chosen_lengths_B, "rejected_lengths_B": rejected_lengths_B}
     check_shapes("ipo", chosen_B=chosen_B, rejected_B=rejected_B, **references, **lengths)
-    chosen_B = (chosen_B - chosen_reference_B) / chosen_lengths_B.clamp(min=1)
-    h_B = chosen_B - (rejected_B - rejected_reference_B) / rejected_lengths_B.clamp(min=1)
+    chosen_B = (chosen_B - ref_chosen_B) / chosen_lengths_B.clamp(min=1)
+    h_B = chosen_B - (rejected_B - ref_rejected_B) / rejected_lengths_B.clamp(min=1)
     return row_mean((h_B - 1 / (2 * beta)) ** 2)
 
 
@@ -148,8 +150,8 @@ def ipo(
 def hinge(
     chosen_B: Float[Tensor, " b"],
     rejected_B: Float[Tensor, " b"],
-    chosen_reference_B: Float[Tensor, " b"],
-    rejected_reference_B: Float[Tensor, " b"],
+    ref_chosen_B: Float[Tensor, " b"],
+    ref_rejected_B: Float[Tensor, " b"],
     *,
     beta: float = 0.1,
 ) -> WeightedMean:
@@ -158,8 +160,8 @@ def hinge(
     Args:
         chosen_B: log probabilities as of `dpo`.
         rejected_B: log probabilities as of `dpo`.
-        chosen_reference_B: log probabilities as of `dpo`.
-        rejected_reference_B: log probabilities as of `dpo`.
+        ref_chosen_B: log probabilities as of `dpo`.
+        ref_rejected_B: log probabilities as of `dpo`.
         beta: inverse of the margin, which is 1 / beta.
 
     Raises:
@@ -174,32 +176,34 @@ def hinge(
     References:
         Zhao et al., SLiC-HF, 2023, https://arxiv.org/abs/2305.10425
     """
-    h_B = _compute_margins("hinge", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
+    h_B = _compute_margins("hinge", beta, chosen_B, rejected_B, ref_chosen_B, ref_rejected_B)
     return row_mean((1 - beta * h_B).relu())
 
 
 @explains_keywords(**PREFERENCES)
 def kto(
     logprobs_B: Float[Tensor, " b"],
-    reference_B: Float[Tensor, " b"],
-    wanted_B: Bool[Tensor, " b"],
-    divergence: Float[Tensor, ""],
+    ref_logprobs_B: Float[Tensor, " b"],
+    desirable_B: Bool[Tensor, " b"],
+    kl: Float[Tensor, ""],
     *,
     beta: float = 0.1,
-    weights: tuple[float, float] = (1.0, 1.0),
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
 ) -> WeightedMean:
     """Computes Kahneman-Tversky optimisation, of single answers: w sigmoid(s beta (log pi - log ref - z)).
 
-    s is -1 for an answer that is wanted, and 1 for an unwanted answer.
+    s is -1 for a desirable answer, and 1 for an undesirable answer.
 
     Args:
         logprobs_B: log probabilities of the answers: sums over their tokens.
-        reference_B: log probabilities of the answers by the reference.
-        wanted_B: whether each answer is wanted.
-        divergence: mean of log pi - log ref over answers that belong to other prompts, of all ranks (`pmean`). z is
+        ref_logprobs_B: log probabilities of the answers by the reference.
+        desirable_B: whether each answer is desirable.
+        kl: mean of log pi - log ref over answers that belong to other prompts, of all ranks (`pmean`). z is
             this number, or 0 if it is negative, as a constant.
         beta: strength with which the policy is held to the reference.
-        weights: w of wanted answers, and w of unwanted answers.
+        desirable_weight: w of desirable answers.
+        undesirable_weight: w of undesirable answers.
 
     Raises:
         ValueError: a tensor has not one number for each answer (sum log probabilities of tokens first), or beta is not
@@ -215,11 +219,11 @@ def kto(
             https://arxiv.org/abs/2402.01306
     """
     check_numbers("kto", beta=beta)
-    check_numbers("kto", "0 or more", **{"weights[0]": weights[0], "weights[1]": weights[1]})
-    check_shapes("kto", logprobs_B=logprobs_B, reference_B=reference_B, wanted_B=wanted_B)
-    ahead_B = beta * (logprobs_B - reference_B - divergence.detach().clamp(min=0))
-    rows_B = torch.sigmoid(torch.where(wanted_B, -ahead_B, ahead_B))
-    return row_mean(torch.where(wanted_B, weights[0] * rows_B, weights[1] * rows_B))
+    check_numbers("kto", "0 or more", desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    check_shapes("kto", logprobs_B=logprobs_B, ref_logprobs_B=ref_logprobs_B, desirable_B=desirable_B)
+    ahead_B = beta * (logprobs_B - ref_logprobs_B - kl.detach().clamp(min=0))
+    rows_B = torch.sigmoid(torch.where(desirable_B, -ahead_B, ahead_B))
+    return row_mean(torch.where(desirable_B, desirable_weight * rows_B, undesirable_weight * rows_B))
 
 
 @explains_keywords(**PREFERENCES)
@@ -256,6 +260,6 @@ def _compute_margins(
     who: str, beta: float, chosen: Tensor, rejected: Tensor, chosen_reference: Tensor, rejected_reference: Tensor
 ) -> Tensor:
     check_numbers(who, beta=beta)
-    references = {"chosen_reference_B": chosen_reference, "rejected_reference_B": rejected_reference}
+    references = {"ref_chosen_B": chosen_reference, "ref_rejected_B": rejected_reference}
     check_shapes(who, chosen_B=chosen, rejected_B=rejected, **references)
     return (chosen - chosen_reference) - (rejected - rejected_reference)

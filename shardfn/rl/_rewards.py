@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfn.core import explains_keywords
 from shardfn.engine import WeightedMean
 
-from ._completions import answer_mask, masked, row_mean
+from ._completions import completion_mask, masked, row_mean
 from ._meant import ADVANTAGES
 from ._shapes import check_lengths, check_numbers, check_shapes
 
@@ -19,12 +19,12 @@ from ._shapes import check_lengths, check_numbers, check_shapes
 @explains_keywords(**ADVANTAGES)
 def kl_rewards(
     logprobs_BT: Float[Tensor, "b t"],
-    reference_BT: Float[Tensor, "b t"],
+    ref_logprobs_BT: Float[Tensor, "b t"],
     scores_B: Float[Tensor, " b"],
     lengths_B: Int[Tensor, " b"],
     *,
-    beta: float = 0.1,
-    clip: float | None = 5.0,
+    kl_coef: float = 0.1,
+    clip_reward_value: float | None = 5.0,
     after_end: bool = False,
 ) -> Float[Tensor, "b t"]:
     """Returns the reward of each token: -beta times k1, and at the last token the answer's clipped score.
@@ -34,17 +34,18 @@ def kl_rewards(
 
     Args:
         logprobs_BT: log probabilities of the policy that drew the answers.
-        reference_BT: log probabilities of the reference.
+        ref_logprobs_BT: log probabilities of the reference.
         scores_B: scores of the answers.
         lengths_B: tokens of each answer.
-        beta: weight of the divergence.
-        clip: bound of scores, which are clipped to [-clip, clip]. None leaves scores unchanged.
+        kl_coef: weight of the divergence.
+        clip_reward_value: bound of scores, which are clipped to [-clip, clip]. None leaves scores unchanged.
         after_end: whether the score goes to the place after the last token where the row has such a place, as in
             DeepSpeed-Chat. Then pass `(lengths + 1).clamp(max=T)` to `gae` as lengths, and the lengths themselves to
             the losses.
 
     Raises:
-        ValueError: shapes do not fit. A length is not from 0 to T. `beta` is negative, or `clip` not above 0.
+        ValueError: shapes do not fit. A length is not from 0 to T. `kl_coef` is negative, or `clip_reward_value` not
+            above 0.
 
     Example:
         >>> policy, reference = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]])
@@ -55,19 +56,19 @@ def kl_rewards(
         Yao et al., DeepSpeed-Chat, 2023, https://arxiv.org/abs/2308.01320
     """
     check_shapes(
-        "kl_rewards", logprobs_BT=logprobs_BT, reference_BT=reference_BT, scores_B=scores_B, lengths_B=lengths_B
+        "kl_rewards", logprobs_BT=logprobs_BT, ref_logprobs_BT=ref_logprobs_BT, scores_B=scores_B, lengths_B=lengths_B
     )
-    check_numbers("kl_rewards", "0 or more", beta=beta)
-    if clip is not None:
-        check_numbers("kl_rewards", clip=clip)
+    check_numbers("kl_rewards", "0 or more", kl_coef=kl_coef)
+    if clip_reward_value is not None:
+        check_numbers("kl_rewards", clip_reward_value=clip_reward_value)
     width = logprobs_BT.shape[1]
     check_lengths("kl_rewards", width, lengths_B=lengths_B)
-    drift_BT = masked((logprobs_BT - reference_BT).detach(), answer_mask(lengths_B, width))
+    drift_BT = masked((logprobs_BT - ref_logprobs_BT).detach(), completion_mask(lengths_B, width))
     scores_B = scores_B.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    scores_B = scores_B if clip is None else scores_B.clamp(-clip, clip)
+    scores_B = scores_B if clip_reward_value is None else scores_B.clamp(-clip_reward_value, clip_reward_value)
     at_B = lengths_B.clamp(max=width - 1) if after_end else lengths_B - 1
     last_BT = torch.arange(width, device=lengths_B.device) == at_B[:, None]
-    return -beta * drift_BT + torch.where(last_BT, scores_B[:, None].to(drift_BT.dtype), 0.0)
+    return -kl_coef * drift_BT + torch.where(last_BT, scores_B[:, None].to(drift_BT.dtype), 0.0)
 
 
 def last_values(values_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -> Float[Tensor, " b"]:

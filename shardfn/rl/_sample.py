@@ -29,8 +29,8 @@ def sample(
     the same next to any other prompts, and on any rank. Call `engine.update_weights` before, with the parameters of the
     training state.
 
-    The log probabilities are the engine's. With an exact model, such as `gpt.Config(exact=True)`, `answer_logprobs` of
-    the training forward has the same bits, otherwise both differ by rounding.
+    The log probabilities are the engine's. With an exact model, such as `gpt.Config(exact=True)`, `completion_logprobs`
+    of the training forward has the same bits, otherwise both differ by rounding.
 
     Args:
         engine: engine of one rank, or of several that all pass the same prompts.
@@ -108,7 +108,7 @@ def check_sampling(who: str, sampling: Sampling) -> None:
                 f"{who}: {name} is {value}; answers would be drawn from another distribution than that of their log"
                 f" probabilities, so their ratios would not begin at 1. Take {name}={usual}; "
                 + (
-                    f"an engine of rl.tempered(decoder, {value}) draws at that temperature."
+                    f"an engine of rl.with_temperature(decoder, {value}) draws at that temperature."
                     if name == "temperature" and value
                     else "engine.generate draws answers for an evaluation."
                 )

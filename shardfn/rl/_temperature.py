@@ -8,7 +8,7 @@ from shardfn.core import PyTree
 from shardfn.inference import Decoder, Outputs, widened
 
 
-def tempered(decoder: Decoder, temperature: float) -> Decoder:
+def with_temperature(decoder: Decoder, temperature: float) -> Decoder:
     """Returns the model whose logits are the logits of another model, divided by a temperature.
 
     An engine of the result draws by `Sampling(temperature=1.0)` at this temperature. Its log probabilities belong to
@@ -17,8 +17,8 @@ def tempered(decoder: Decoder, temperature: float) -> Decoder:
 
     | distribution | in training |
     |---|---|
-    | sampled | `answer_logprobs(logits / temperature, ...)`, with first ratios of 1 |
-    | full | `answer_logprobs(logits, ...)` |
+    | sampled | `completion_logprobs(logits / temperature, ...)`, with first ratios of 1 |
+    | full | `completion_logprobs(logits, ...)` |
 
     Args:
         decoder: decoder of the model.
@@ -31,12 +31,12 @@ def tempered(decoder: Decoder, temperature: float) -> Decoder:
         >>> from shardfn import inference
         >>> from shardfn.models import gpt
         >>> config = gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4)
-        >>> tempered(inference.decoder(config), 0.7).vocab
+        >>> with_temperature(inference.decoder(config), 0.7).vocab
         64
     """
     if not 0 < temperature < math.inf:
         raise ValueError(
-            f"tempered: temperature is {temperature}; it must be above 0 and finite. engine.generate with"
+            f"with_temperature: temperature must be above 0 and finite, got {temperature}. engine.generate with"
             " Sampling(temperature=0.0) draws the most probable tokens."
         )
 

@@ -36,7 +36,7 @@ def test_equal_rewards_have_no_advantage(baseline: str) -> None:
 def test_a_missing_reward_is_left_out() -> None:
     nan = math.nan
     rewards = torch.tensor([1, nan, 3, nan, nan, nan, 2, nan, nan, -0.3, -0.3, nan])
-    found = rl.group_advantages(rewards, 3, deviation=False)
+    found = rl.group_advantages(rewards, 3, scale_rewards="none")
     assert found.tolist() == [-1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     scaled = rl.group_advantages(rewards, 3)
     assert not scaled.isnan().any() and torch.equal(scaled[:3], rl.group_advantages(rewards[[0, 1, 2]], 3))
@@ -64,7 +64,7 @@ def test_gae_of_answers_of_any_length() -> None:
     draw = torch.Generator().manual_seed(0)
     rewards, values = (torch.randn(4, 6, dtype=torch.float64, generator=draw) for _ in range(2))
     lengths = torch.tensor([6, 1, 0, 3])
-    advantages, returns = rl.gae(rewards, values, lengths, discount=0.9, decay=0.8)
+    advantages, returns = rl.gae(rewards, values, lengths, gamma=0.9, lam=0.8)
     for i, n in enumerate(lengths.tolist()):
         wanted = torch.zeros(6, dtype=torch.float64)
         for t in range(n):

@@ -24,7 +24,7 @@ runner = functools.cache(lambda: Runner(MODEL, LIMITS))
 def test_weights_are_ratios_up_to_a_bound() -> None:
     behaviour = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -1.0, -torch.inf]])
     old = torch.tensor([[-1.0, -3.0, -1.0], [-0.5, 300.0, torch.nan]], requires_grad=True)
-    lengths, how = torch.tensor([3, 1]), {"behaviour_BT": behaviour, "truncate": 1.5}
+    lengths, how = torch.tensor([3, 1]), {"sampling_logprobs_BT": behaviour, "importance_sampling_clip_max": 1.5}
     policy = old.detach().requires_grad_()
     (grad,) = torch.autograd.grad(rl.ppo_policy(policy, old, torch.ones(2, 3), lengths, **how).total, policy)
     wanted = torch.tensor([[1.0, torch.tensor(-1.0).exp(), 1.5], [1.5, 0.0, 0.0]])
@@ -33,19 +33,18 @@ def test_weights_are_ratios_up_to_a_bound() -> None:
     assert torch.equal(weight.total, wanted.sum()) and not weight.total.requires_grad
 
 
-@pytest.mark.parametrize("objective", ["clip", "weight"])
-@pytest.mark.parametrize("normalise", ["batch", "sequence"])
-def test_answers_of_the_newest_weights_leave_the_bits_of_losses_and_metrics(objective: Any, normalise: Any) -> None:
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo"])
+def test_answers_of_the_newest_weights_leave_the_bits_of_losses_and_metrics(loss_type: Any) -> None:
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     old, reference, advantages, lengths = draw(3, 5), draw(3, 5), draw(3), torch.tensor([5, 0, 2])
     found = []
     for behaviour in (None, old.clone()):
         policy = (old + 0.3 * torch.linspace(-1, 1, 5)).requires_grad_()
-        how: dict[str, Any] = {"reference_BT": reference, "behaviour_BT": behaviour}
-        more = {"objective": objective, "normalise": normalise, "beta": 0.1, "corrected": True}
+        how: dict[str, Any] = {"ref_logprobs_BT": reference, "sampling_logprobs_BT": behaviour}
+        more = {"loss_type": loss_type, "beta": 0.1, "use_bias_correction_kl": True}
         losses = [
             rl.grpo(policy, old, advantages, lengths, **how, **more),
-            rl.ppo_policy(policy, old, reference, lengths, behaviour_BT=behaviour),
+            rl.ppo_policy(policy, old, reference, lengths, sampling_logprobs_BT=behaviour),
         ]
         torch.stack([loss.total for loss in losses]).sum().backward()
         metrics = rl.policy_metrics(policy, old, lengths, **how)
@@ -62,23 +61,29 @@ def test_a_bound_that_does_not_bound_is_refused(name: str) -> None:
         "ppo_policy": functools.partial(rl.ppo_policy, x, x, x, one),
         "policy_metrics": functools.partial(rl.policy_metrics, x, x, one),
     }[name]
-    with pytest.raises(ValueError, match=rf"{name}: truncate is 3.0 without behaviour_BT, so it has no effect"):
-        call(truncate=3.0)
-    with pytest.raises(ValueError, match=rf"{name}: truncate is 0. It must be positive, such as 2.0"):
-        call(behaviour_BT=x, truncate=0)
-    with pytest.raises(ValueError, match=rf"(?s){name}: .*behaviour_BT has shape \(1,\); it must be \[B = 1, T = 1\]"):
-        call(behaviour_BT=x[0])
+    with pytest.raises(
+        ValueError, match=rf"{name}: importance_sampling_clip_max=3.0 has no effect without sampling_logprobs_BT"
+    ):
+        call(importance_sampling_clip_max=3.0)
+    with pytest.raises(
+        ValueError, match=rf"{name}: importance_sampling_clip_max must be positive, for example 2.0, got 0"
+    ):
+        call(sampling_logprobs_BT=x, importance_sampling_clip_max=0)
+    with pytest.raises(
+        ValueError, match=rf"(?s){name}: .*sampling_logprobs_BT has shape \(1,\); it must be \[B = 1, T = 1\]"
+    ):
+        call(sampling_logprobs_BT=x[0])
 
 
 def test_padding_of_older_weights_is_never_used() -> None:
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     old, reference, advantages, lengths = draw(2, 3), draw(2, 3), draw(2), torch.tensor([3, 1])
-    mask, found = rl.answer_mask(lengths, 3), []
+    mask, found = rl.completion_mask(lengths, 3), []
     for padding in (0.0, torch.nan, -torch.inf):
         policy = (old + 0.1).requires_grad_()
         behaviour = torch.where(mask, old - 0.2, padding)
-        how: dict[str, Any] = {"reference_BT": reference, "behaviour_BT": behaviour}
-        loss = rl.grpo(policy, old, advantages, lengths, beta=0.1, corrected=True, **how)
+        how: dict[str, Any] = {"ref_logprobs_BT": reference, "sampling_logprobs_BT": behaviour}
+        loss = rl.grpo(policy, old, advantages, lengths, beta=0.1, use_bias_correction_kl=True, **how)
         loss.total.backward()
         found.append([*sf.tree_leaves((loss, rl.policy_metrics(policy, old, lengths, **how))), policy.grad])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
@@ -98,7 +103,12 @@ def test_the_mean_gradient_of_tokens_of_older_weights_is_that_of_the_policy() ->
         loss_BT = -(logprobs - policy[answers]).exp() * weights * rewards[answers]
         assert torch.allclose(
             rl.ppo_policy(
-                logprobs, policy[answers], rewards[answers], lengths, behaviour_BT=drawn, truncate=10.0
+                logprobs,
+                policy[answers],
+                rewards[answers],
+                lengths,
+                sampling_logprobs_BT=drawn,
+                importance_sampling_clip_max=10.0,
             ).mean(),
             loss_BT.mean(),
         )
@@ -109,13 +119,13 @@ def test_the_mean_gradient_of_tokens_of_older_weights_is_that_of_the_policy() ->
 
 def loss(params: Any, batch: Any) -> Any:
     rollout, advantages, old = batch
-    logprobs = rl.answer_logprobs(gpt.apply(CONFIG, params, rollout.ids), rollout.ids, *rollout.where)
-    metrics = rl.policy_metrics(logprobs, old, rollout.lengths, behaviour_BT=rollout.logprobs)
-    return rl.grpo(logprobs, old, advantages, rollout.lengths, behaviour_BT=rollout.logprobs), metrics
+    logprobs = rl.completion_logprobs(gpt.apply(CONFIG, params, rollout.ids), rollout.ids, *rollout.where)
+    metrics = rl.policy_metrics(logprobs, old, rollout.lengths, sampling_logprobs_BT=rollout.logprobs)
+    return rl.grpo(logprobs, old, advantages, rollout.lengths, sampling_logprobs_BT=rollout.logprobs), metrics
 
 
 def logprobs(params: Any, rollout: rl.Rollout) -> torch.Tensor:
-    return rl.answer_logprobs(gpt.apply(CONFIG, params, rollout.ids), rollout.ids, *rollout.where)
+    return rl.completion_logprobs(gpt.apply(CONFIG, params, rollout.ids), rollout.ids, *rollout.where)
 
 
 def learn(beside: bool) -> tuple[Any, list[rl.Rollout]]:

@@ -40,7 +40,7 @@ def logprobs(params: Any, x: dict[str, Tensor]) -> Tensor:
 
 def of_grpo(params: Any, x: dict[str, Tensor], **how: Any) -> Any:
     return rl.grpo(
-        logprobs(params, x), x["old"], x["advantages"], x["lengths"], reference_BT=x["reference"], beta=0.1, **how
+        logprobs(params, x), x["old"], x["advantages"], x["lengths"], ref_logprobs_BT=x["reference"], beta=0.1, **how
     )
 
 
@@ -58,15 +58,15 @@ def of_answers(params: Any, x: dict[str, Tensor]) -> Any:
 
 
 def of_pairs(params: Any, x: dict[str, Tensor]) -> Any:
-    sums = (logprobs(params, x) * rl.answer_mask(x["lengths"], WIDTH)).sum(1)
+    sums = (logprobs(params, x) * rl.completion_mask(x["lengths"], WIDTH)).sum(1)
     return rl.dpo(sums, x["old"].sum(1), x["reference"].sum(1), x["rewards"].sum(1))
 
 
 LOSSES = {
     "batch": of_grpo,
-    "sequence": functools.partial(of_grpo, normalise="sequence"),
-    "constant": functools.partial(of_grpo, normalise="constant", constant=9),
-    "gspo": functools.partial(of_grpo, normalise="sequence", ratio="sequence"),
+    "sequence": functools.partial(of_grpo, loss_type="grpo"),
+    "constant": functools.partial(of_grpo, loss_type="dr_grpo", max_completion_length=9),
+    "gspo": functools.partial(of_grpo, loss_type="grpo", importance_sampling_level="sequence"),
     "ppo_policy": of_ppo,
     "ppo_value": of_values,
     "rloo": of_answers,

@@ -19,9 +19,8 @@ def batch(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 
 def call(loss: Any, x: dict[str, Tensor], arguments: dict[str, Any]) -> Tensor:
-    clip = {"clip": tuple(arguments["clip"])} if isinstance(arguments.get("clip"), list) else {}
-    more = {"reference_BT": x["reference"]} if "beta" in arguments else {}
-    return loss(x["logprobs"], x["old"], x["advantages"], x["lengths"], **arguments | clip, **more).mean()
+    more = {"ref_logprobs_BT": x["reference"]} if "beta" in arguments else {}
+    return loss(x["logprobs"], x["old"], x["advantages"], x["lengths"], **arguments, **more).mean()
 
 
 @pytest.mark.parametrize("case", [*GOLDENS["grpo"], *GOLDENS["rloo"]], ids=lambda c: f"{c['batch']}-{c['arguments']}")
@@ -52,11 +51,11 @@ def test_ppo_of_deepspeed_chat() -> None:
     "arguments",
     [
         {},
-        {"normalise": "sequence", "ratio": "sequence"},
-        {"normalise": "constant", "constant": 9, "beta": 0.3, "corrected": False},
-        {"beta": 0.3, "estimator": "k2", "clip": (0.1, 0.4)},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"loss_type": "dr_grpo", "max_completion_length": 9, "beta": 0.3, "use_bias_correction_kl": False},
+        {"beta": 0.3, "estimator": "k2", "epsilon": 0.1, "epsilon_high": 0.4},
         {"beta": 0.3},
-        {"most": 1.25},
+        {"delta": 1.25},
     ],
     ids=str,
 )
@@ -78,7 +77,7 @@ def test_gradients_are_finite_differences(arguments: dict[str, Any]) -> None:
 
 def test_padding_is_never_used() -> None:
     x = batch("large")
-    mask = rl.answer_mask(x["lengths"], 7)
+    mask = rl.completion_mask(x["lengths"], 7)
     spoilt = {k: torch.where(mask, x[k], torch.nan) for k in ("logprobs", "old", "reference")}
     results = []
     for one in (x, x | spoilt):
@@ -86,7 +85,7 @@ def test_padding_is_never_used() -> None:
         one = one | {"logprobs": logprobs}
         losses = [
             call(rl.grpo, one, {"beta": 0.1}),
-            call(rl.grpo, one, {"objective": "weight"}),
+            call(rl.grpo, one, {"loss_type": "cispo"}),
             call(rl.rloo, one, {}),
             rl.ppo_value(logprobs, one["old"], one["reference"], x["lengths"]).mean(),
         ]
@@ -96,31 +95,31 @@ def test_padding_is_never_used() -> None:
 
 def test_an_empty_answer_is_a_row_of_loss_zero() -> None:
     zero, one = torch.zeros(2, 3, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
-    assert rl.grpo(zero, zero, one, torch.tensor([2, 0]), normalise="sequence").mean() == -0.5
+    assert rl.grpo(zero, zero, one, torch.tensor([2, 0]), loss_type="grpo").mean() == -0.5
     assert rl.grpo(zero, zero, one, torch.tensor([2, 0])).mean() == -1
     assert rl.grpo(zero, zero, one, torch.tensor([0, 0])) == (0, 0)
 
 
 def test_metrics() -> None:
     x = batch("small")
-    found = rl.policy_metrics(x["logprobs"], x["old"], x["lengths"], reference_BT=x["reference"])
+    found = rl.policy_metrics(x["logprobs"], x["old"], x["lengths"], ref_logprobs_BT=x["reference"])
     means = {name: value.mean().item() for name, value in found.items()}
     assert means["exact"] == 0.4 and means["clipped"] == 0.6 and means["length"] == 2.5
     rows = (x["logprobs"] - x["old"]).exp() * rl.kl(x["logprobs"], x["reference"])
     assert means["kl"] == rl.token_mean(rows, x["lengths"]).mean().item()
-    own = rl.policy_metrics(x["logprobs"], x["logprobs"], x["lengths"], reference_BT=x["reference"])
+    own = rl.policy_metrics(x["logprobs"], x["logprobs"], x["lengths"], ref_logprobs_BT=x["reference"])
     assert abs(own["kl"].mean().item() - 0.066980809) < 1e-9
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"normalise": "tokens"}, r"normalise is 'tokens'; it must be one of 'sequence', 'batch', 'constant'"),
-        ({"ratio": "geometric"}, "ratio is 'geometric'"),
-        ({"objective": "reinforce"}, "objective is 'reinforce'"),
-        ({"normalise": "constant"}, r"constant is None and normalise is 'constant'.*constant=256"),
-        ({"constant": 5}, r"constant is 5 and normalise is 'batch'"),
-        ({"normalise": "constant", "constant": 0}, "constant is 0"),
+        ({"loss_type": "reinforce"}, r"loss_type must be one of 'grpo', 'dapo', .*, got 'reinforce'"),
+        ({"loss_type": "bnpo"}, r"got 'bnpo'.*is \"dapo\" here"),
+        ({"importance_sampling_level": "geometric"}, "must be one of 'token', 'sequence', got 'geometric'"),
+        ({"loss_type": "dr_grpo"}, r"for example 256.*got max_completion_length=None and loss_type='dr_grpo'"),
+        ({"max_completion_length": 5}, r"got max_completion_length=5 and loss_type='dapo'"),
+        ({"loss_type": "dr_grpo", "max_completion_length": 0}, "got max_completion_length=0"),
     ],
     ids=str,
 )
@@ -128,27 +127,27 @@ def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
     x = batch("small")
     with pytest.raises(ValueError, match=message):
         call(rl.grpo, x, arguments)
-    with pytest.raises(ValueError, match=r"beta is 0.1 without a reference"):
+    with pytest.raises(ValueError, match=r"got beta=0.1 without ref_logprobs_BT"):
         rl.grpo(x["logprobs"], x["old"], x["advantages"], x["lengths"], beta=0.1)
-    with pytest.raises(ValueError, match=r"beta is 0.0 with a reference"):
-        rl.grpo(x["logprobs"], x["old"], x["advantages"], x["lengths"], reference_BT=x["old"])
+    with pytest.raises(ValueError, match=r"got beta=0.0 with ref_logprobs_BT"):
+        rl.grpo(x["logprobs"], x["old"], x["advantages"], x["lengths"], ref_logprobs_BT=x["old"])
 
 
-@pytest.mark.parametrize("most", [None, 3.0])
+@pytest.mark.parametrize("delta", [None, 3.0])
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-def test_a_ratio_that_overflows_makes_no_nan(advantage: float, most: float | None) -> None:
+def test_a_ratio_that_overflows_makes_no_nan(advantage: float, delta: float | None) -> None:
     old = torch.tensor([[-101.0, -1.0]])  # e^100 is beyond float32
     policy = -torch.ones(1, 2, requires_grad=True)
     own, of_each, two = torch.tensor([advantage]), torch.full((1, 2), advantage), torch.tensor([2])
     largest = 3.0 if advantage < 0 else 1.2
     losses = [
-        (rl.grpo(policy, old, own, two, most=most), [0.0, -advantage / 2], -advantage * (largest + 1) / 2),
-        (rl.ppo_policy(policy, old, of_each, two, most=most), [0.0, -advantage / 2], -advantage * (largest + 1) / 2),
+        (rl.grpo(policy, old, own, two, delta=delta), [0.0, -advantage / 2], -advantage * (largest + 1) / 2),
+        (rl.ppo_policy(policy, old, of_each, two, delta=delta), [0.0, -advantage / 2], -advantage * (largest + 1) / 2),
         (rl.rloo(policy, old, own, two), [0.0, 0.0], -advantage * 1.2),
     ]
-    for loss, gradient, value in losses[:2] if most else losses:
+    for loss, gradient, value in losses[:2] if delta else losses:
         (grad,) = torch.autograd.grad(loss.mean(), policy)
-        if advantage < 0 and most is None:  # the loss has no bound
+        if advantage < 0 and delta is None:  # the loss has no bound
             assert loss.mean() == torch.inf and grad[0, 0] == torch.inf and not grad.isnan().any()
         else:
             torch.testing.assert_close(loss.mean(), torch.tensor(value))

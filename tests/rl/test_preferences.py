@@ -30,14 +30,14 @@ def test_values() -> None:
 def test_smoothing_is_a_mean_of_both_ways_round() -> None:
     chosen, rejected, of_chosen, of_rejected = MANY
     both = [rl.dpo(*MANY).mean(), rl.dpo(rejected, chosen, of_rejected, of_chosen).mean()]
-    torch.testing.assert_close(rl.dpo(*MANY, smoothing=0.3).mean(), 0.7 * both[0] + 0.3 * both[1])
+    torch.testing.assert_close(rl.dpo(*MANY, label_smoothing=0.3).mean(), 0.7 * both[0] + 0.3 * both[1])
 
 
 def batch(name: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The tensors of a golden, and the mask of its answers."""
     x = {key: torch.tensor(value, dtype=F64) for key, value in GOLDENS["batches"][name].items()}
     x["lengths"] = x["lengths"].long()
-    return x, rl.answer_mask(x["lengths"], x["old"].shape[1])
+    return x, rl.completion_mask(x["lengths"], x["old"].shape[1])
 
 
 @pytest.mark.parametrize("case", GOLDENS["pairs"], ids=lambda c: f"{c['batch']}-{c['trl']}")
@@ -59,7 +59,9 @@ def test_kto_has_the_values_of_trl(case: dict[str, Any]) -> None:
     policy = x["logprobs"].requires_grad_()
     own, reference, other = ((values * mask).sum(1) for values in (policy, x["reference"], x["old"]))
     divergence = (other - (reference - 0.5)).mean()
-    loss = rl.kto(own, reference, x["advantages"] > 0, divergence, beta=0.3, weights=(0.7, 1.3)).mean()
+    loss = rl.kto(
+        own, reference, x["advantages"] > 0, divergence, beta=0.3, desirable_weight=0.7, undesirable_weight=1.3
+    ).mean()
     (grad,) = torch.autograd.grad(loss, policy)
     for found, wanted in ((loss, case["loss"]), (grad, case["gradient"])):
         torch.testing.assert_close(found, torch.tensor(wanted, dtype=F64), rtol=1e-15, atol=1e-15)
@@ -68,14 +70,14 @@ def test_kto_has_the_values_of_trl(case: dict[str, Any]) -> None:
 def test_the_mean_of_robust_dpo_over_wrong_labels_is_dpo_of_right_ones() -> None:
     chosen, rejected, of_chosen, of_rejected = MANY
     right, wrong = MANY, (rejected, chosen, of_rejected, of_chosen)
-    found = [rl.robust_dpo(*pairs, smoothing=0.3).mean() for pairs in (right, wrong)]
+    found = [rl.robust_dpo(*pairs, label_smoothing=0.3).mean() for pairs in (right, wrong)]
     torch.testing.assert_close(0.7 * found[0] + 0.3 * found[1], rl.dpo(*MANY).mean())
 
 
 @pytest.mark.parametrize("z", [0.4, -3.0])
 def test_kto(z: float) -> None:
     wanted, divergence = torch.tensor([True, False, True, False]), torch.tensor(z, dtype=F64)
-    found = rl.kto(MANY[0], MANY[2], wanted, divergence, beta=0.5, weights=(1.0, 1.5))
+    found = rl.kto(MANY[0], MANY[2], wanted, divergence, beta=0.5, undesirable_weight=1.5)
     ahead = 0.5 * (MANY[0] - MANY[2] - max(z, 0))
     rows = [1 - ahead[i].sigmoid() if i % 2 == 0 else 1.5 * (1 - (-ahead[i]).sigmoid()) for i in range(4)]
     torch.testing.assert_close(found.mean(), torch.stack(rows).mean())
@@ -83,7 +85,7 @@ def test_kto(z: float) -> None:
 
 def test_weights_of_kto_are_not_rounded() -> None:
     zero, wanted = torch.zeros(2, dtype=F64), torch.tensor([True, False])
-    found = rl.kto(zero, zero, wanted, torch.tensor(0.0, dtype=F64), weights=(0.1, 0.2))
+    found = rl.kto(zero, zero, wanted, torch.tensor(0.0, dtype=F64), desirable_weight=0.1, undesirable_weight=0.2)
     assert found.total.item() == 0.1 / 2 + 0.2 / 2
 
 
@@ -95,8 +97,8 @@ def test_orpo() -> None:
 
 LENGTHS = {"chosen_lengths_B": torch.tensor([3, 1, 0, 2]), "rejected_lengths_B": torch.tensor([1, 4, 2, 2])}
 MORE: dict[str, dict[str, Any]] = {
-    "kto": {"wanted_B": torch.tensor([True, False, True, False]), "divergence": torch.tensor(0.2)},
-    "robust_dpo": {"smoothing": 0.2},
+    "kto": {"desirable_B": torch.tensor([True, False, True, False]), "kl": torch.tensor(0.2)},
+    "robust_dpo": {"label_smoothing": 0.2},
     "ipo": LENGTHS,
 }
 

@@ -13,13 +13,13 @@ from tests.rl.test_sample import CONFIG, LENGTH, PROMPTS, SAMPLING
 
 
 def engine_at(temperature: float | None, params: Any) -> Engine:
-    model = decoder(CONFIG) if temperature is None else rl.tempered(decoder(CONFIG), temperature)
+    model = decoder(CONFIG) if temperature is None else rl.with_temperature(decoder(CONFIG), temperature)
     return Engine(model, params, limits=limits_of(model, running=8, buckets=(32,)))
 
 
 def logprobs(params: Any, x: rl.Rollout, temperature: float) -> torch.Tensor:
     logits = gpt.apply(CONFIG, params, x.ids) / temperature
-    return rl.answer_logprobs(logits, x.ids, x.prompts, x.lengths, x.width)
+    return rl.completion_logprobs(logits, x.ids, x.prompts, x.lengths, x.width)
 
 
 @pytest.mark.parametrize("temperature", [0.7, pytest.param(1.3, marks=pytest.mark.nightly)])
@@ -46,4 +46,4 @@ def test_tokens_are_those_of_the_temperature() -> None:
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_temperature_out_of_range_is_named(temperature: float) -> None:
     with pytest.raises(ValueError, match=f"temperature is {temperature}; it must be above 0"):
-        rl.tempered(decoder(CONFIG), temperature)
+        rl.with_temperature(decoder(CONFIG), temperature)

@@ -20,14 +20,20 @@ from trl.trainer.rloo_trainer import RLOOTrainer  # pyright: ignore[reportMissin
 OUT = pathlib.Path(__file__).with_suffix(".json")
 # Cases of TRL, by the arguments of `rl.grpo`.
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"normalise": "sequence"}, {"loss_type": "grpo"}),
-    ({"normalise": "batch"}, {"loss_type": "dapo"}),
-    ({"normalise": "constant", "constant": 4}, {"loss_type": "dr_grpo"}),
-    ({"normalise": "sequence", "beta": 0.1, "corrected": False}, {"loss_type": "grpo", "beta": 0.1, "unbiased": False}),
-    ({"normalise": "batch", "clip": [0.2, 0.28], "beta": 0.04}, {"loss_type": "bnpo", "high": 0.28, "beta": 0.04}),
-    ({"normalise": "sequence", "ratio": "sequence"}, {"loss_type": "grpo", "level": "sequence"}),
-    ({"normalise": "batch", "most": 1.25}, {"loss_type": "dapo", "delta": 1.25}),
-    ({"normalise": "batch", "objective": "weight", "clip": [1.0, 0.3]}, {"loss_type": "cispo", "high": 1.3}),
+    ({"loss_type": "grpo"}, {"loss_type": "grpo"}),
+    ({"loss_type": "dapo"}, {"loss_type": "dapo"}),
+    ({"loss_type": "dr_grpo", "max_completion_length": 4}, {"loss_type": "dr_grpo"}),
+    (
+        {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},
+        {"loss_type": "grpo", "beta": 0.1, "unbiased": False},
+    ),
+    (
+        {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.04},
+        {"loss_type": "bnpo", "high": 0.28, "beta": 0.04},
+    ),
+    ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"loss_type": "grpo", "level": "sequence"}),
+    ({"loss_type": "dapo", "delta": 1.25}, {"loss_type": "dapo", "delta": 1.25}),
+    ({"loss_type": "cispo", "epsilon": 1.0, "epsilon_high": 0.3}, {"loss_type": "cispo", "high": 1.3}),
 ]
 # Losses of pairs: the function of `shardfn.rl` with its arguments, and the arguments of TRL.
 PAIRS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -35,7 +41,7 @@ PAIRS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dpo", {"beta": 0.3}, {"loss_type": "sigmoid", "beta": 0.3, "label_smoothing": 0.2}),
     ("hinge", {"beta": 0.3}, {"loss_type": "hinge", "beta": 0.3}),
     ("ipo", {"beta": 0.3}, {"loss_type": "ipo", "beta": 0.3}),
-    ("robust_dpo", {"beta": 0.3, "smoothing": 0.2}, {"loss_type": "robust", "beta": 0.3, "label_smoothing": 0.2}),
+    ("robust_dpo", {"beta": 0.3, "label_smoothing": 0.2}, {"loss_type": "robust", "beta": 0.3, "label_smoothing": 0.2}),
 ]
 
 
