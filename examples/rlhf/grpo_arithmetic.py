@@ -129,9 +129,14 @@ def loss(beta, params, batch):
     logits = gpt.apply(CONFIG, params["actor"], rollout.ids)
     logprobs = rl.completion_logprobs(logits, rollout.ids, *rollout.where)
     with torch.no_grad():
-        reference = rl.completion_logprobs(gpt.apply(CONFIG, params["reference"], rollout.ids), rollout.ids, *rollout.where)
+        reference = rl.completion_logprobs(
+            gpt.apply(CONFIG, params["reference"], rollout.ids), rollout.ids, *rollout.where
+        )
         entropies = rl.completion_entropies(logits, *rollout.where)
-    how = {"ref_logprobs_BT": reference, "sampling_logprobs_BT": rollout.logprobs}  # equal to `old` for the newest weights
+    how = {
+        "ref_logprobs_BT": reference,
+        "sampling_logprobs_BT": rollout.logprobs,
+    }  # equal to `old` for the newest weights
     metrics = rl.policy_metrics(logprobs, old, rollout.lengths, **how) | rl.rollout_metrics(
         rollout, batch["advantages"]
     )

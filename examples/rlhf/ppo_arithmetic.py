@@ -119,7 +119,11 @@ def before(params, rollout):
     """For each token the critic's value, the reference's log probability, and the divergence from the reference."""
     logits, reference = (gpt.apply(CONFIG, params[name], rollout.ids) for name in ("actor", "reference"))
     divergences = rl.completion_divergences(logits, reference, *rollout.where)
-    return values_of(params["critic"], rollout), rl.completion_logprobs(reference, rollout.ids, *rollout.where), divergences
+    return (
+        values_of(params["critic"], rollout),
+        rl.completion_logprobs(reference, rollout.ids, *rollout.where),
+        divergences,
+    )
 
 
 def learnt_from(rollout, values=None, reference=None, divergences=None, beta=0.0):

@@ -26,9 +26,9 @@ from shardfn.core import (
 from shardfn.memory import Bytes, as_bytes
 from shardfn.optim import check_in_round
 
-from ._quantized import as_codes
 from ._manifest import DTYPES, File, Manifest, StoredChunk, StoredLeaf
 from ._owners import Owned
+from ._quantized import as_codes
 from ._safetensors import safetensors_header
 
 # Bytes that are read, hashed and written at a time.

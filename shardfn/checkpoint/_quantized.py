@@ -14,15 +14,15 @@ from shardfn.state import codes_of, with_codes
 
 def as_codes(x: Any) -> Any:
     """Returns a view of a leaf in codes as a leaf of bytes, and other values unchanged."""
-    code = x.code if isinstance(x, GlobalTensor) and not x.donated else None
-    if not isinstance(code, str):
+    quantization = x.quantization if isinstance(x, GlobalTensor) and not x.donated else None
+    if not isinstance(quantization, str):
         return x
-    shape = torch.Size((*x.shape[:-1], block_bytes(x.shape[-1], code)))
+    shape = torch.Size((*x.shape[:-1], block_bytes(x.shape[-1], quantization)))
     return GlobalTensor(codes_of(x.held), shape, x.spec, x.mesh, x.memory_kind, x.frozen)
 
 
 def from_codes(found: Any, like: Any) -> Any:
     """Returns a leaf like another leaf, from the bytes of the codes. Inverts `as_codes`."""
-    if not isinstance(like, GlobalTensor) or like.donated or not isinstance(like.code, str):
+    if not isinstance(like, GlobalTensor) or like.donated or not isinstance(like.quantization, str):
         return found
     return like.with_block(with_codes(like.held, found.held, like.memory_kind))

@@ -15,9 +15,9 @@ from torch import Tensor
 from shardfn.collectives import Box
 from shardfn.memory import Bytes, as_bytes
 
-from ._strided_read import PIECE, read_box, staging
 from ._manifest import DTYPES, Manifest, StoredChunk, StoredLeaf
 from ._place import Location, OpenedFile, damaged
+from ._strided_read import PIECE, read_box, staging
 
 # Files of one checkpoint that are open at a time. Often a process may have a thousand open files.
 _MAX_OPEN = 64

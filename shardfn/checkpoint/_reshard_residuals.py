@@ -21,8 +21,8 @@ from shardfn.optim import compresses
 
 from ._manifest import Manifest, StoredLeaf
 from ._match import Rename, Target, asked
-from ._residuals import Owed, everywhere, owed
 from ._read import ChunkReader, dtype_of
+from ._residuals import StoredResidual, find_missing_ranks, find_residuals
 
 # This loses the rounding errors that ranks have not sent yet.
 _WITHOUT = "let errors begin at 0: rename=lambda path: None if '.residual' in path else path"
@@ -56,7 +56,7 @@ class _Fresh(NamedTuple):
         return [*self.codes, *self.begun]
 
 
-class Recut(NamedTuple):
+class ReshardedState(NamedTuple):
     """The leaves of a tree that are converted from states of other ranks.
 
     Attributes:
@@ -64,7 +64,7 @@ class Recut(NamedTuple):
         paths: paths of the source leaves in the checkpoint.
         nodes: the states.
         zeros: the numbers of leaves that begin at 0.
-        owed: errors that are cut again, leaf by leaf.
+        residuals: errors that are cut again, leaf by leaf.
         problems: messages about states that cannot be converted.
     """
 
@@ -72,7 +72,7 @@ class Recut(NamedTuple):
     paths: frozenset[str]
     nodes: list[_Node]
     zeros: list[int]
-    owed: list[Owed]
+    residuals: list[StoredResidual]
     problems: list[str]
 
     def apply(self, leaves: Sequence[Any], reader: ChunkReader, rebalance: Rebalance) -> list[Any]:
@@ -80,7 +80,7 @@ class Recut(NamedTuple):
         out = list(leaves)
         for i in self.zeros:
             out[i] = _zeros_like(out[i])
-        for x in self.owed:
+        for x in self.residuals:
             for i, new in zip(x.at, x.read(reader), strict=True):
                 out[i] = new
         for node in self.nodes:
@@ -89,9 +89,11 @@ class Recut(NamedTuple):
         return out
 
 
-def recut(like: PyTree, targets: Sequence[Target], manifest: Manifest, rename: Rename | None) -> Recut:
+def reshard_residuals(
+    like: PyTree, targets: Sequence[Target], manifest: Manifest, rename: Rename | None
+) -> ReshardedState:
     """Returns the states of a tree that the checkpoint has for other ranks, or with other codes."""
-    out = Recut(frozenset(), frozenset(), [], [], [], [])
+    out = ReshardedState(frozenset(), frozenset(), [], [], [], [])
     first = 0
     for state in tree_flatten(like, is_leaf=compresses)[0]:
         count = len(tree_leaves(state))
@@ -102,8 +104,8 @@ def recut(like: PyTree, targets: Sequence[Target], manifest: Manifest, rename: R
 
 
 def _recut_state(
-    out: Recut, state: Any, first: int, targets: Sequence[Target], manifest: Manifest, rename: Rename | None
-) -> Recut:
+    out: ReshardedState, state: Any, first: int, targets: Sequence[Target], manifest: Manifest, rename: Rename | None
+) -> ReshardedState:
     here = range(first, first + len(targets))
     names = [asked(t.parts, rename) for t in targets]
     found = [None if name is None else manifest.leaves.get(name) for name in names]
@@ -118,7 +120,7 @@ def _recut_state(
     )
     if residual and all(names[i - first] is None for i in residual):  # the caller has dropped the errors
         return _reset_residuals(anew, sorted(residual), f"{prefix}.residual", manifest)
-    errors = owed(state, node.index, dict(zip(here, targets, strict=True)), manifest, rename)
+    errors = find_residuals(state, node.index, dict(zip(here, targets, strict=True)), manifest, rename)
     if not all(x.cut_alike for x in errors):
         return _cut_anew(anew, errors, manifest, targets[0])
     missing = {i for i in here if i not in codes and found[i - first] is None}
@@ -137,23 +139,25 @@ def _recut_state(
     return out if codes <= {*same} and old_codes <= {*names} else anew
 
 
-def _reset_residuals(out: Recut, residual: Sequence[int], at: str, manifest: Manifest) -> Recut:
+def _reset_residuals(out: ReshardedState, residual: Sequence[int], at: str, manifest: Manifest) -> ReshardedState:
     """Resets the error-feedback residuals to 0, and ignores the checkpoint's residuals."""
     lost = {p for p in manifest.leaves if p.startswith(at)}
     return out._replace(at=out.at.union(residual), paths=out.paths.union(lost), zeros=[*out.zeros, *residual])
 
 
-def _cut_anew(out: Recut, errors: Sequence[Owed], manifest: Manifest, state: Target) -> Recut:
+def _cut_anew(
+    out: ReshardedState, errors: Sequence[StoredResidual], manifest: Manifest, state: Target
+) -> ReshardedState:
     """Adds errors that are cut by other axes than in the checkpoint, or with layers stacked on one side."""
     problems = [
         f"the state of {state.path}: all of its errors are cut along {axis}, which may be of the axes inside of"
         f" `outer`, along which nothing can be moved; keep that axis, or {_WITHOUT}"
-        for axis in everywhere(errors, manifest)
+        for axis in find_missing_ranks(errors, manifest)
     ]
     return out._replace(
         at=out.at.union(*(x.at for x in errors)),
         paths=out.paths.union(*(x.paths for x in errors)),
-        owed=[*out.owed, *errors],
+        residuals=[*out.residuals, *errors],
         problems=[*out.problems, *problems],
     )
 

@@ -37,7 +37,7 @@ class _Layer(NamedTuple):
     row: int | None
 
 
-class Owed(NamedTuple):
+class StoredResidual(NamedTuple):
     """Errors of compression of a leaf of the tree.
 
     Attributes:
@@ -79,9 +79,9 @@ class Owed(NamedTuple):
         return out
 
 
-def owed(
+def find_residuals(
     state: Any, index: Any, targets: Mapping[int, Target], manifest: Manifest, rename: Rename | None
-) -> list[Owed]:
+) -> list[StoredResidual]:
     """Returns the errors in a checkpoint for each leaf that a state compresses, empty if unknown.
 
     Args:
@@ -109,16 +109,18 @@ def owed(
         if not layers or blocks is None or not isinstance(found, Source):
             return []
         paths = frozenset(f"{_residual_of(p)}.{f}" for p in found.paths for f in layers[0].errors)
-        out.append(Owed(tuple(tree_leaves(at)), paths, like, tuple(moments[name].shape), blocks, layers, found.piled))
+        out.append(
+            StoredResidual(tuple(tree_leaves(at)), paths, like, tuple(moments[name].shape), blocks, layers, found.piled)
+        )
     return out
 
 
-def everywhere(owed_leaves: Sequence[Owed], manifest: Manifest) -> list[str]:
+def find_missing_ranks(residuals: Sequence[StoredResidual], manifest: Manifest) -> list[str]:
     """Returns the axes that cut all errors, there or here. Axes inside of `outer=` are possible, but cut no leaf."""
-    here = [_worker_axes(x.like.worker) for x in owed_leaves if hasattr(x.like.worker, "shape")]
+    here = [_worker_axes(x.like.worker) for x in residuals if hasattr(x.like.worker, "shape")]
     there = [
         {a for axes in layer.errors["worker"].spec[1:2] for a in axes if manifest.mesh.get(a, 1) > 1}
-        for x in owed_leaves
+        for x in residuals
         for layer in x.layers
         if "worker" in layer.errors
     ]

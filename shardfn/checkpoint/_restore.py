@@ -29,14 +29,14 @@ from shardfn.memory import DiskTensor, Pool, host_empty
 from shardfn.optim import rebalanced
 from shardfn.state import check_alive, empty_block
 
-from ._quantized import as_codes, from_codes
 from ._contents import mesh_of
 from ._kinds import copying, match_kinds
 from ._located import check_directory, located
-from ._match import Rename, Source, Target, keeping, matched, remedy
+from ._match import Rename, Source, Target, keep_remat_results, matched, remedy
 from ._place import read_manifest
+from ._quantized import as_codes, from_codes
 from ._read import BoxReader, ChunkReader
-from ._reshard_residuals import recut
+from ._reshard_residuals import reshard_residuals
 
 log = logging.getLogger("shardfn.checkpoint")
 _UNEQUAL = (
@@ -158,8 +158,10 @@ def restore(
         if by_kind:
             raise_all(ValueError, _UNEQUAL, kinds.problems)
             rename = kinds.rename(rename)
-        rename = copying(like, targets, manifest, keeping(rename, kept), partial=partial) if not at else rename
-        recuts = recut(like, targets, manifest, rename)
+        rename = (
+            copying(like, targets, manifest, keep_remat_results(rename, kept), partial=partial) if not at else rename
+        )
+        recuts = reshard_residuals(like, targets, manifest, rename)
         left = [path for path in manifest.leaves if by_kind and kinds.leaves_out(path)]
         sources, problems = matched(
             targets, manifest, at, rename, partial=partial, cast=cast, but=recuts, keep=kept, left=left

@@ -255,12 +255,12 @@ def _write_result(job: FinetuneJob, made: Trained, tokenizer: Any, state: TrainS
 def _merge_adapters(job: FinetuneJob, made: Trained, state: TrainState, adapters: PyTree) -> dict[str, Any]:
     """Returns the parameters of MODEL with the adapters added, each deferred until the writing.
 
-    Parameters are read from MODEL's files, since the step may have rounded them. Leaves in codes come from the step, as
+    Parameters are read from MODEL's files, since the step may have rounded them. Quantized leaves come from the step, as
     the adapters were trained with these codes.
     """
     lora = made.lora
     assert lora is not None
-    coded = {path: state.params["base"][path] for path in lora.sites} if job.codes else {}
+    coded = {path: state.params["base"][path] for path in lora.sites} if job.quantization else {}
     base = module_from_hf(made.module, job.model) | unshard(coded)
 
     def defer_merged(path: str) -> Draw:

@@ -31,7 +31,7 @@ _HELP = {
     "seed": "of the order of examples and of the adapters",
     "lora": "rank of adapters; 0 trains all weights",
     "lora_alpha": "their scale is alpha / rank; 0 takes the rank",
-    "codes": "int8 or int4 keeps the weights that have an adapter in these codes (QLoRA)",
+    "quantization": "int8 or int4 quantizes the weights that have an adapter (QLoRA)",
     "merge": "also write the model with the adapters added",
     "learn": "answers: only completions, and messages of the assistant; everything: all tokens",
     "dtype": "float32, bfloat16 or float16 for the written model (default: the dtypes of MODEL's files)",
@@ -63,7 +63,7 @@ class FinetuneJob:
     seed: int = 0
     lora: int = 0
     lora_alpha: float = 0.0
-    codes: str = ""
+    quantization: str = ""
     merge: bool = False
     learn: str = "answers"
     dtype: str = ""
@@ -158,11 +158,11 @@ def _find_problems(job: FinetuneJob) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} must be 0 or more, and finite, got {getattr(job, name)}"
     if job.lora < 0:
         yield f"--lora {job.lora}: the rank is 1 or more, or 0 for no adapters"
-    for name in ("lora_alpha", "codes", "merge"):
+    for name in ("lora_alpha", "quantization", "merge"):
         if not job.lora and getattr(job, name):
             yield f"--{name.replace('_', '-')} has no effect without --lora RANK"
-    if job.codes and job.codes not in GROUP_BYTES:
-        yield f"--codes {job.codes}: it is int8 or int4.{did_you_mean(job.codes, GROUP_BYTES)}"
+    if job.quantization and job.quantization not in GROUP_BYTES:
+        yield f"--quantization {job.quantization}: it is int8 or int4.{did_you_mean(job.quantization, GROUP_BYTES)}"
     if job.dtype and job.dtype not in _DTYPES:
         yield f"--dtype {job.dtype}: it is {', '.join(_DTYPES)}.{did_you_mean(job.dtype, _DTYPES)}"
     if job.zero not in (0, 1, 2, 3):
@@ -231,6 +231,8 @@ def _find_differences(job: FinetuneJob) -> Iterator[str]:
     if not record.is_file() or not steps(pathlib.Path(job.out, "checkpoints")):
         return
     before = json.loads(record.read_text(encoding="utf-8"))
+    if "codes" in before:  # its name in runs of earlier versions
+        before["quantization"] = before.pop("codes")
     if (
         "learn" not in before
         and job.learn == "answers"

@@ -55,11 +55,16 @@ def load_model(job: FinetuneJob, mesh: Mesh) -> Trained:
     lora = None
     if job.lora:
         targets, transposed = _lora_targets(module)
-        codes: Any = job.codes or None
+        quantization: Any = job.quantization or None
         lora = LoRA.of(
-            params, targets, rank=job.lora, alpha=job.lora_alpha or None, fan_in_fan_out=transposed, codes=codes
+            params,
+            targets,
+            rank=job.lora,
+            alpha=job.lora_alpha or None,
+            fan_in_fan_out=transposed,
+            quantization=quantization,
         )
-        if codes:
+        if quantization:
             specs = _quantized_specs(specs, lora, mesh.axis_size("tp")) if cut else lora.base_specs
         specs = {"base": specs, "lora": P()}  # `partition` finds out how adapters next to cut leaves are used
     whole = batch_loss if lora is None else lora.adapt(batch_loss)
@@ -118,13 +123,13 @@ def _lora_targets(module: Any) -> tuple[list[str], bool]:
 
 
 def _quantized_specs(specs: Mapping[str, P], lora: LoRA, num: int) -> dict[str, P | Sharding]:
-    """Returns the specs of a base whose weights with an adapter are in codes.
+    """Returns the specs of a base whose weights with an adapter are quantized.
 
     A cut of the last dim between elements with a shared scale becomes a cut of dim 0.
 
     Args:
         specs: specs by name.
-        lora: adapters with the codes.
+        lora: adapters with the quantization.
         num: ranks along `tp`.
     """
 
@@ -133,6 +138,6 @@ def _quantized_specs(specs: Mapping[str, P], lora: LoRA, num: int) -> dict[str, 
             return spec
         *first, last = lora.sites[name].shape
         apart = "tp" in spec.dim_axes(len(first)) and last % (num * GROUP)
-        return Sharding(P("tp") if apart else spec, codes=lora.codes)
+        return Sharding(P("tp") if apart else spec, quantization=lora.quantization)
 
     return {name: quantized_spec(name, spec) for name, spec in specs.items()}

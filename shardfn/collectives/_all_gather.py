@@ -8,7 +8,7 @@ from jaxtyping import Float, Shaped
 from shardfn.core import Axes
 
 from ._arguments import joined_size, tensor_dim
-from ._axis_group import line_along
+from ._axis_group import axis_group_along
 from ._primitive import Call, bind
 
 
@@ -45,7 +45,7 @@ def all_gather(
         >>> all_gather(torch.arange(3), "dp")
         tensor([0, 1, 2])
     """
-    line = line_along(axis)
+    line = axis_group_along(axis)
     dim = tensor_dim("all_gather", x, dim)
     size = joined_size("all_gather", x, line, dim, size)
     return x if line is None else bind(x, Call("all_gather", line, dim, size))
@@ -81,7 +81,7 @@ def all_gather_invariant(
         >>> all_gather_invariant(torch.ones(2, 3), "dp", dim=1).shape
         torch.Size([2, 3])
     """
-    line = line_along(axis)
+    line = axis_group_along(axis)
     dim = tensor_dim("all_gather_invariant", x, dim)
     size = joined_size("all_gather_invariant", x, line, dim, size)
     return x if line is None else bind(x, Call("all_gather_invariant", line, dim, size))
@@ -134,7 +134,7 @@ def quantized_all_gather(
         >>> quantized_all_gather(torch.ones(2, 3), "dp", bits=4).shape
         torch.Size([2, 3])
     """
-    line = line_along(axis)
+    line = axis_group_along(axis)
     dim = tensor_dim("quantized_all_gather", x, dim)
     size = joined_size("quantized_all_gather", x, line, dim, size)
     if x.dtype not in _QUANTIZED:

@@ -6,7 +6,7 @@ from jaxtyping import Shaped
 from shardfn.core import Axes
 
 from ._arguments import joined_size, tensor_dim
-from ._axis_group import Line, line_along
+from ._axis_group import AxisGroup, axis_group_along
 from ._primitive import Call, bind
 
 
@@ -44,7 +44,7 @@ def all_to_all(
         >>> all_to_all(torch.ones(4, 6), "sp", split_dim=1, concat_dim=0).shape
         torch.Size([4, 6])
     """
-    line = line_along(axis)
+    line = axis_group_along(axis)
     split_dim = tensor_dim("all_to_all", x, split_dim, "split_dim")
     concat_dim = tensor_dim("all_to_all", x, concat_dim, "concat_dim")
     if split_dim == concat_dim:
@@ -56,7 +56,7 @@ def all_to_all(
     return bind(x, Call("all_to_all", line, split_dim, x.shape[split_dim], concat_dim, size))
 
 
-def _exchanged_size(x: Shaped[torch.Tensor, "..."], line: Line | None, dim: int, size: int | None) -> int:
+def _exchanged_size(x: Shaped[torch.Tensor, "..."], line: AxisGroup | None, dim: int, size: int | None) -> int:
     n, rows = (1 if line is None else line.size), x.shape[dim]
     if size is not None:
         raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardfn.core import PyTree, raise_all, tree_flatten, tree_map, tree_paths
 
-from ._axis_group import Line
+from ._axis_group import AxisGroup
 
 
 def map_tensors(op: str, f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
@@ -42,7 +42,7 @@ def tensor_dim(op: str, x: Shaped[Tensor, "..."], dim: int, name: str = "dim") -
     raise ValueError(f"{op}: {name}={dim} is out of range for x of shape {tuple(x.shape)}. {remedy}.")
 
 
-def joined_size(op: str, x: Shaped[Tensor, "..."], line: Line | None, dim: int, size: int | None) -> int:
+def joined_size(op: str, x: Shaped[Tensor, "..."], line: AxisGroup | None, dim: int, size: int | None) -> int:
     """Returns the global size along a dim on which blocks are joined.
 
     Without `size`, every block is as long as this one.

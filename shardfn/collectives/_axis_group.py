@@ -1,8 +1,8 @@
 """The ranks along some mesh axes, as a collective counts the ranks.
 
-A caller names axes from major to minor, in any order. A process group has the mesh's order. `Line` is the map between
-the two. Sizes that the axes do not divide are cut axis by axis, from major to minor, each cut as in `torch.chunk`, for
-example by `P(("dp", "tp"))`.
+A caller names axes from major to minor, in any order. A process group has the mesh's order. `AxisGroup` is the map
+between the two. Sizes that the axes do not divide are cut axis by axis, from major to minor, each cut as in
+`torch.chunk`, for example by `P(("dp", "tp"))`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from ._env import current_mesh
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Line:
+class AxisGroup:
     """Ranks along `axes`, seen from a single rank. "Index" counts ranks in the caller's order of axes.
 
     Attributes:
@@ -35,9 +35,9 @@ class Line:
     mesh: Mesh
 
     @staticmethod
-    def alone() -> "Line":
+    def alone() -> "AxisGroup":
         """Returns the line of only this rank. Rows are moved on this line, too."""
-        return Line((), (), 0, range(1), current_mesh())
+        return AxisGroup((), (), 0, range(1), current_mesh())
 
     @property
     def size(self) -> int:
@@ -59,7 +59,7 @@ class Line:
         return block_lengths(size, self.sizes)
 
 
-def line_along(axis: Axes) -> Line | None:
+def axis_group_along(axis: Axes) -> AxisGroup | None:
     """Returns the line of the bound mesh along `axis`, or None for only this rank.
 
     Raises:
@@ -75,7 +75,7 @@ def line_along(axis: Axes) -> Line | None:
     if not mesh.abstract:
         mesh.check_open()
     sizes = tuple(mesh.shape[n] for n in named)
-    return Line(axes, sizes, mesh.axis_index(named), _find_ranks(mesh, named, axes), mesh)
+    return AxisGroup(axes, sizes, mesh.axis_index(named), _find_ranks(mesh, named, axes), mesh)
 
 
 @functools.lru_cache(maxsize=1024)

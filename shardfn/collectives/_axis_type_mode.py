@@ -13,25 +13,25 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardfn.core import Again, Axes, Note, bound_again, noted_again
+from shardfn.core import Again, Axes, Note, rebind_ambient, rebind_note
 
 from ._axis_index import AxisNumber
+from ._axis_types import NOTED, AxisTypeMode
 from ._env import current_mesh
-from ._axis_types import NOTED, Following
 from ._function_modes import WAITING, LateMode, began, function_modes, function_modes_changed, waiting_to_begin
 
 _NONE = LateMode(TorchFunctionMode(), begun=True)
 
 
-def following_now(*, begin: bool = True) -> Following | None:
+def current_axis_types(*, begin: bool = True) -> AxisTypeMode | None:
     """Returns the mode that follows values on this thread, if any. With `begin`, a waiting mode begins now."""
     if begin:
         began()
-    return next((m for m in reversed(function_modes()) if isinstance(m, Following)), None)
+    return next((m for m in reversed(function_modes()) if isinstance(m, AxisTypeMode)), None)
 
 
 @contextlib.contextmanager
-def following(mode: Following, *, at_once: bool = True) -> Iterator[Following]:
+def track_axis_types(mode: AxisTypeMode, *, at_once: bool = True) -> Iterator[AxisTypeMode]:
     """Follows values while the context is open: at once, or from the first collective or `axis_index` on.
 
     Until then every tensor varies along the default axes.
@@ -44,10 +44,10 @@ def following(mode: Following, *, at_once: bool = True) -> Iterator[Following]:
 
 
 @contextlib.contextmanager
-def not_following() -> Iterator[None]:
+def no_axis_types() -> Iterator[None]:
     """Runs code that already has casts, unfollowed."""
     with WAITING.bound(_NONE):
-        mode = next((m for m in function_modes() if isinstance(m, Following)), None)
+        mode = next((m for m in function_modes() if isinstance(m, AxisTypeMode)), None)
         if mode is None:
             yield
             return
@@ -61,20 +61,20 @@ def not_following() -> Iterator[None]:
                 stack.insert(at, mode)
 
 
-def one_operation(f: Callable[..., Any], *args: Any, along: Axes = None) -> Any:
+def run_one_operation(f: Callable[..., Any], *args: Any, along: Axes = None) -> Any:
     """Returns `f(*args)`, followed as one operation with a result that varies along `along`, too.
 
     For code that does not do the same on all ranks, for example a branch on the rank: followed op by op, the code would
     get casts only on some ranks.
     """
-    mode = following_now()
+    mode = current_axis_types()
     if mode is None:
         return f(*args)
     named = current_mesh().axes(along)
     mode.crossed.update(named)
 
     def run_unfollowed(_: object, *args: Any) -> Any:
-        with not_following():
+        with no_axis_types():
             return f(*args)
 
     # A number along these axes is one more operand.
@@ -83,7 +83,7 @@ def one_operation(f: Callable[..., Any], *args: Any, along: Axes = None) -> Any:
 
 def summed_inside(x: Tensor, axis: Axes) -> Tensor:
     """Notes that `x`, made by sums along `axis`, is the same on all ranks there, and returns `x`."""
-    mode = following_now(begin=False)
+    mode = current_axis_types(begin=False)
     if mode is None:
         return x
     named = current_mesh().axes(axis)
@@ -104,18 +104,18 @@ def noted_axes(x: Tensor) -> int | None:
     return x.__dict__.get(NOTED)
 
 
-@bound_again
+@rebind_ambient
 def _restore_following() -> list[Again]:
-    mode = following_now(begin=False)
+    mode = current_axis_types(begin=False)
     if mode is not None:
-        return [functools.partial(following, mode)]
+        return [functools.partial(track_axis_types, mode)]
     waiting = WAITING.innermost()
-    if waiting is None or waiting.begun or not isinstance(waiting.mode, Following):
+    if waiting is None or waiting.begun or not isinstance(waiting.mode, AxisTypeMode):
         return []
-    return [functools.partial(following, waiting.mode, at_once=False)]
+    return [functools.partial(track_axis_types, waiting.mode, at_once=False)]
 
 
-@noted_again
+@rebind_note
 def _make_argument_note(args: Sequence[Any]) -> Note | None:
     # Not the tensors, as a checkpoint has to drop tensors. Counted from the end, as other arguments may precede the
     # run's arguments.

@@ -1,7 +1,7 @@
 """The axes along which each value varies, followed operation by operation while a function over blocks runs.
 
-A value is invariant along an axis if all ranks there hold the same value, and varies otherwise. `Following` keeps the
-set of axes of every tensor, as JAX's `shard_map` does:
+A value is invariant along an axis if all ranks there hold the same value, and varies otherwise. `AxisTypeMode` keeps
+the set of axes of every tensor, as JAX's `shard_map` does:
 
     operation       varies along the union of the axes of its operands; an operand that requires a gradient and lacks
                     some of them is cast first, by `pvary`, whose transpose is the sum
@@ -10,7 +10,7 @@ set of axes of every tensor, as JAX's `shard_map` does:
     `pvary`         refuses a value that requires a gradient and varies already: its gradient would be summed twice
     in-place write  the tensor that is written varies along the union
 
-The axes are an attribute of the tensor object, a number whose high bits name the `Following` that set them. Tensors
+The axes are an attribute of the tensor object, a number whose high bits name the `AxisTypeMode` that set them. Tensors
 without it vary along the default axes. Python numbers carry no axes, with the exception of `axis_index`.
 
 References: JAX, `shard_map` and its `check_vma` (JEP 14273).
@@ -30,9 +30,9 @@ from torch import Tensor
 from shardfn._torch import DisableTorchFunctionSubclass, functorch, transforming
 from shardfn.core import Mesh
 
+from ._axis_group import axis_group_along
 from ._axis_index import AxisNumber, AxisTypeError, with_plain_numbers
 from ._function_modes import NotingMode, interception
-from ._axis_group import line_along
 from ._primitive import Call, bind, own_block
 
 # The attribute of a tensor with the axes.
@@ -45,7 +45,7 @@ _STAMPS = itertools.count(1)
 _JOINS = ("psum", "pmax", "all_gather_invariant")
 
 
-class Following(NotingMode):
+class AxisTypeMode(NotingMode):
     """Follows the axes along which values vary, and inserts the casts; entered as a context.
 
     Args:
@@ -74,7 +74,7 @@ class Following(NotingMode):
         self._wrote = False
         self._around: list[Any] = []
 
-    def __enter__(self) -> "Following":
+    def __enter__(self) -> "AxisTypeMode":
         """Begins to follow."""
         around = interception()
         around.__enter__()
@@ -218,7 +218,7 @@ class Following(NotingMode):
         return self._bind_primitive(x, "pvary", missing, self._mask_of_tensor(x) | missing)
 
     def _bind_primitive(self, x: Tensor, name: str, over: int, mask: int) -> Tensor:
-        line = line_along(self._names_of(over))
+        line = axis_group_along(self._names_of(over))
         assert line is not None
         out = bind(x, Call(name, line))
         self._note_mask(out, mask)
@@ -321,17 +321,17 @@ class Following(NotingMode):
         return out
 
 
-Rule = Callable[[Following, Any, Any, Any], Any]
+Rule = Callable[[AxisTypeMode, Any, Any, Any], Any]
 _RULES: dict[Any, Rule | None] = {
-    bind: Following.collective,
-    torch.autograd.grad: Following.gradient,
-    torch.broadcast_tensors: Following.each,
+    bind: AxisTypeMode.collective,
+    torch.autograd.grad: AxisTypeMode.gradient,
+    torch.broadcast_tensors: AxisTypeMode.each,
     **{
-        getattr(Tensor, name): Following.first_alone
+        getattr(Tensor, name): AxisTypeMode.first_alone
         for name in ("to", "type_as", "expand_as", "view_as", "reshape_as", "requires_grad_", "retain_grad")
     },
-    **{getattr(torch, f"{name}_like"): Following.constant for name in ("zeros", "ones", "full", "empty")},
-    **{getattr(Tensor, f"new_{name}"): Following.constant for name in ("zeros", "ones", "full", "empty", "tensor")},
+    **{getattr(torch, f"{name}_like"): AxisTypeMode.constant for name in ("zeros", "ones", "full", "empty")},
+    **{getattr(Tensor, f"new_{name}"): AxisTypeMode.constant for name in ("zeros", "ones", "full", "empty", "tensor")},
 }
 _WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__")
 _MOST_RULES = 4096
@@ -343,7 +343,7 @@ def _find_rule(func: Any) -> Rule | None:
     except KeyError:
         name = getattr(func, "__name__", "")
         writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
-        rule = Following.in_place if writes else None
+        rule = AxisTypeMode.in_place if writes else None
         if len(_RULES) < _MOST_RULES:
             _RULES[func] = rule
         return rule

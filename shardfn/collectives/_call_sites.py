@@ -32,17 +32,17 @@ _FIXED = Ambient[tuple[str | None]]("the line of the user's code")
 _APPLIED = Ambient[Applied]("application of a collective")
 
 
-def recording_lines(find: Callable[[], str | None]) -> AbstractContextManager[Any]:
-    """Makes `find` the source of `current_line`."""
+def record_call_sites(find: Callable[[], str | None]) -> AbstractContextManager[Any]:
+    """Makes `find` the source of `current_call_site`."""
     return _FINDER.bound(find)
 
 
-def at_line(line: str | None) -> AbstractContextManager[Any]:
+def set_call_site(line: str | None) -> AbstractContextManager[Any]:
     """Makes `line` the current line."""
     return _FIXED.bound((line,))
 
 
-def current_line() -> str | None:
+def current_call_site() -> str | None:
     """Returns the current line of the user's code, or None if lines are not recorded."""
     find, fixed = _FINDER.innermost(), _FIXED.innermost()
     return None if find is None else fixed[0] if fixed else find()

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from shardfn.core import MemoryKind, Pending, Placement, StoredValue
 
+from ._axis_group import axis_group_along
 from ._buckets import staggered
+from ._coalesced import start_coalesced
 from ._env import current_mesh
-from ._axis_group import line_along
 from ._primitive import Call, bind
 from ._route import AllGather, AllToAll, Cast, Hop, Move, Psum, PsumScatter, Route, Slice
-from ._coalesced import start_together
 
 # Leaves of fewer bytes share messages, of at most as many bytes of whole leaves, as between meshes.
 SMALL, MESSAGE = 64 << 10, 4 << 20
@@ -29,7 +29,7 @@ Mover = Callable[[Tensor, MemoryKind], Tensor]
 # Starts to move a block from one memory to another.
 Sender = Callable[[StoredValue, MemoryKind, MemoryKind], Pending[StoredValue]]
 # From the number of a route and its last block to the block that is kept.
-Keeper = Callable[[int, StoredValue], StoredValue]
+RematResults = Callable[[int, StoredValue], StoredValue]
 
 
 def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
@@ -66,7 +66,7 @@ def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
 
 
 def carry_all(
-    blocks: Sequence[StoredValue], routes: Sequence[Route], send: Sender, keep: Keeper = lambda i, block: block
+    blocks: Sequence[StoredValue], routes: Sequence[Route], send: Sender, keep: RematResults = lambda i, block: block
 ) -> list[StoredValue]:
     """Returns this rank's block at the end of each route, without gradients. Collective over the bound mesh.
 
@@ -111,7 +111,7 @@ def _group_routes(dtypes: Sequence[torch.dtype], routes: Sequence[Route]) -> lis
 
 
 def _carry_group(
-    out: list[StoredValue], at: Sequence[int], routes: Sequence[Route], send: Sender, keep: Keeper
+    out: list[StoredValue], at: Sequence[int], routes: Sequence[Route], send: Sender, keep: RematResults
 ) -> Iterator[None]:
     """Brings `out[i]` along routes of the same hops, and yields whenever something is under way."""
     for step in zip(*map(_merge_hops, routes), strict=True):
@@ -129,7 +129,7 @@ def _carry_group(
                 ends = [x.to(hop.dtype) for x in here]
             else:
                 calls = [_call_of_hop(x, one, shape) for x, (one, _, shape) in zip(here, step, strict=True)]
-                wait = start_together(here, calls)
+                wait = start_coalesced(here, calls)
                 del blocks, here
                 yield
                 ends = [*wait()]
@@ -174,6 +174,6 @@ def _call_of_hop(x: Tensor, hop: Hop, shape: torch.Size) -> Call:
             name, sizes = "all_to_all", (split_dim, x.shape[split_dim], concat_dim, shape[concat_dim])
         case _:
             raise ValueError(f"{hop} is not for `carry`: it has no derivative, or needs a `move`.")
-    line = line_along(axes)
+    line = axis_group_along(axes)
     assert line is not None  # a route has no hop along one rank
     return Call(name, line, *sizes)

@@ -1,4 +1,4 @@
-"""`start_together`: one hop of several small blocks, in one message.
+"""`start_coalesced`: one hop of several small blocks, in one message.
 
 The bytes are the same as with a message for each block. The parts of each block have the block's place in the list. So
 the values equal the results of `start`, bit for bit.
@@ -13,7 +13,7 @@ from . import _native as native
 from ._primitive import Call, start
 
 
-def start_together(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
+def start_coalesced(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
     """Starts the call of each block, in one message where the call has a message. Results have separate memory.
 
     Args:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from shardfn.core import Axes, PyTree, raise_all, tree_flatten, tree_paths, tree_unflatten
 
+from ._axis_group import axis_group_along
 from ._buckets import BUCKET, buckets, check_leaves, matched, misfit, staggered
 from ._compressor import Codes, Compressor, Memory, identity, sum_of_rows
 from ._grid import Grid, grid_of
-from ._axis_group import line_along
 from ._message import exchange_rows
 from ._residual import Residual, check_compressor, check_dims, check_memory, split_axes
 
@@ -142,11 +142,11 @@ class _Scatter:
         check_compressor(op, inner)
         if inner.remembers:
             raise ValueError(f"{op}: inner must have no memory, for which the state has no place, got {inner.name}.")
-        line_along(axis)  # raises if it is wrong
+        axis_group_along(axis)  # raises if it is wrong
         self.op, self.axis, self.outer, self.donate = op, axis, outer, donate
         self.compressor, self.inner = compressor, inner
         between, inside = split_axes(op, axis, outer)
-        self.between, self.inside = line_along(between), line_along(inside)
+        self.between, self.inside = axis_group_along(between), axis_group_along(inside)
 
     def make_jobs(
         self, leaves: list[Tensor], paths: list[str], residuals: list[Residual], dim: int

@@ -13,10 +13,10 @@ from torch.fx.node import has_side_effect
 from shardfn._torch import FakeTensor, functorch
 from shardfn.core import Axes, raise_all
 
-from ._axis_type_mode import one_operation
-from ._axis_group import Line, line_along
-from ._primitive import Call, bind
+from ._axis_group import AxisGroup, axis_group_along
+from ._axis_type_mode import run_one_operation
 from ._call_sites import recording
+from ._primitive import Call, bind
 
 
 def exchange_rows(
@@ -47,7 +47,7 @@ def exchange_rows(
         >>> exchange_rows(torch.tensor([5, 6, 7]), torch.tensor([[2]]), "ep", rows=3)
         tensor([5, 6, 0])
     """
-    line = line_along(axis)
+    line = axis_group_along(axis)
     n = 1 if line is None else line.size
     if tuple(sizes.shape) != (n, n):
         raise ValueError(f"exchange_rows: sizes must have shape ({n}, {n}) along {axis!r}, got {tuple(sizes.shape)}.")
@@ -56,7 +56,7 @@ def exchange_rows(
             "exchange_rows(rows=None) returns all rows that come, whose number a capture or a vmap cannot know. Give"
             " rows=, the most that may come."
         )
-    return one_operation(_exchange_by_table, x, sizes, line, rows, along=axis)
+    return run_one_operation(_exchange_by_table, x, sizes, line, rows, along=axis)
 
 
 def check_room(
@@ -82,7 +82,7 @@ def check_room(
     Example:
         >>> check_room(torch.tensor([[2]]), torch.tensor([3]), "ep", name="blocks.0")
     """
-    line = line_along(axis)
+    line = axis_group_along(axis)
     torch.ops.shardfn.check_room(sizes, room, name, "" if line is None else ",".join(line.axes), remedy)
 
 
@@ -100,13 +100,13 @@ def values_are_known(*tensors: Tensor) -> bool:
     return not any(isinstance(x, FakeTensor) or functorch.is_batchedtensor(x) for x in tensors)
 
 
-def _exchange_by_table(x: Tensor, sizes: Tensor, line: Line | None, rows: int | None) -> Tensor:
+def _exchange_by_table(x: Tensor, sizes: Tensor, line: AxisGroup | None, rows: int | None) -> Tensor:
     here = 0 if line is None else line.index
     sizes = sizes.detach()
     leaving, coming = sizes[here], sizes[:, here]
     if rows is None:
         rows = int(coming.sum())
-    call = Call("ragged_all_to_all", line or Line.alone(), size=rows, concat_size=x.shape[0])
+    call = Call("ragged_all_to_all", line or AxisGroup.alone(), size=rows, concat_size=x.shape[0])
     return bind(x, call, leaving.cumsum(0) - leaving, leaving, coming.cumsum(0) - coming, coming)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shardfn.core import Axes
 
-from ._env import axis_index, current_mesh
 from ._axis_group import block_lengths
+from ._env import axis_index, current_mesh
 from ._residual import split_axes
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from shardfn.core import Axes, raise_all
 
-from ._axis_group import line_along
-from ._primitive import Call, bind, start
+from ._axis_group import axis_group_along
 from ._call_sites import recording
+from ._primitive import Call, bind, start
 
 
 def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int]]) -> Shaped[Tensor, "..."]:
@@ -42,7 +42,7 @@ def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int
         >>> ppermute(torch.tensor([1, 2]), "pp", [])
         tensor([0, 0])
     """
-    line = line_along(axis)
+    line = axis_group_along(axis)
     pairs = tuple((int(src), int(dst)) for src, dst in perm)
     _check_pairs(pairs, 1 if line is None else line.size)
     if line is not None:
@@ -68,7 +68,7 @@ def ppermute_start(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[in
         >>> ppermute_start(torch.tensor([1, 2]), "pp", [(0, 0)])()
         tensor([1, 2])
     """
-    line = line_along(axis)
+    line = axis_group_along(axis)
     if line is None or recording():
         here = ppermute(x, axis, perm)
         return lambda: here

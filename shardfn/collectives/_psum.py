@@ -6,9 +6,9 @@ from torch import Tensor
 from shardfn.core import Axes, PyTree
 
 from ._arguments import map_tensors
-from ._remat_results import as_one
-from ._axis_group import line_along
+from ._axis_group import axis_group_along
 from ._primitive import Call, bind
+from ._remat_results import as_one
 
 
 def psum(x: PyTree, axis: Axes) -> PyTree:
@@ -40,7 +40,7 @@ def psum(x: PyTree, axis: Axes) -> PyTree:
         >>> psum(torch.tensor([1.0, 2.0]), "dp")
         tensor([1., 2.])
     """
-    line = line_along(axis)
+    line = axis_group_along(axis)
 
     def sum_leaf(t: Tensor) -> Tensor:
         t = t.long() if t.dtype == torch.bool else t
@@ -76,7 +76,7 @@ def pmean(x: PyTree, axis: Axes) -> PyTree:
         >>> pmean({"loss": torch.tensor(3.0)}, "dp")
         {'loss': tensor(3.)}
     """
-    line = line_along(axis)
+    line = axis_group_along(axis)
 
     def average_leaf(t: Tensor) -> Tensor:
         if line is None:
@@ -117,7 +117,7 @@ def pmax(x: PyTree, axis: Axes) -> PyTree:
         >>> pmax(torch.tensor([1, 5]), "tp")
         tensor([1, 5])
     """
-    line = line_along(axis)
+    line = axis_group_along(axis)
 
     def max_leaf(t: Tensor) -> Tensor:
         if line is None:
@@ -157,5 +157,5 @@ def pvary(x: PyTree, axis: Axes) -> PyTree:
         >>> pvary([torch.tensor(1)], "tp")
         [tensor(1)]
     """
-    line = line_along(axis)
+    line = axis_group_along(axis)
     return map_tensors("pvary", lambda t: t if line is None else bind(t, Call("pvary", line)), x)

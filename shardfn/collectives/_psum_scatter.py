@@ -7,7 +7,7 @@ from torch import Tensor
 from shardfn.core import Axes
 
 from ._arguments import tensor_dim
-from ._axis_group import line_along
+from ._axis_group import axis_group_along
 from ._primitive import Call, bind
 
 
@@ -41,7 +41,7 @@ def psum_scatter(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int = 0) -> Shape
         >>> psum_scatter(torch.tensor([1, 2, 3]), "dp")
         tensor([1, 2, 3])
     """
-    line = line_along(axis)
+    line = axis_group_along(axis)
     dim = tensor_dim("psum_scatter", x, dim)
     x = x.long() if x.dtype == torch.bool else x
     return x if line is None else bind(x, Call("psum_scatter", line, dim, x.shape[dim]))
@@ -73,6 +73,6 @@ def take_own_block(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int = 0) -> Sha
         >>> take_own_block(torch.tensor([1, 2, 3]), "dp")
         tensor([1, 2, 3])
     """
-    line = line_along(axis)
+    line = axis_group_along(axis)
     dim = tensor_dim("take_own_block", x, dim)
     return x if line is None else bind(x, Call("take_own_block", line, dim, x.shape[dim]))

@@ -1,4 +1,4 @@
-"""Channels whose transfers are quantised: a `Channel`'s interface, messages of a `Code` on the wire.
+"""Channels whose transfers are quantised: a `Channel`'s interface, messages of a `Quantizer` on the wire.
 
     all_gather       own block => message; all messages => all blocks, this rank's own rounded like the others'
     reduce_scatter   one hop:   the messages of all blocks go to their ranks, which add them up
@@ -18,26 +18,26 @@ from torch import Tensor
 
 from shardfn.core import Pending
 
-from ._quantizer import Code
 from ._hops import NearFar, TwoHops
+from ._quantizer import Quantizer
 from ._traced import AnyChannel, AnyChannels
 
 
-class CodedGather:
-    """All_gather of blocks that are sent in a code.
+class QuantizedGather:
+    """All_gather of blocks that are sent quantized.
 
     Args:
         inner: a channel that gathers bytes.
-        code: the code.
+        quantizer: rounding of the elements.
         dtype: dtype of the result.
     """
 
-    def __init__(self, inner: AnyChannel | TwoHops, code: Code, dtype: torch.dtype) -> None:
+    def __init__(self, inner: AnyChannel | TwoHops, quantizer: Quantizer, dtype: torch.dtype) -> None:
         self.axes, self.size, self.index = inner.axes, inner.size, inner.index
-        self._inner, self._code, self._dtype = inner, code, dtype
+        self._inner, self._quantizer, self._dtype = inner, quantizer, dtype
 
     def bring(self, own: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
-        """Brings blocks in code: see `TwoHops.bring`. Memory and wire are half, or a quarter, of bf16."""
+        """Brings blocks quantized: see `TwoHops.bring`. Memory and wire are half, or a quarter, of bf16."""
         assert isinstance(self._inner, TwoHops)
         return self._inner.bring(self._encode_block(own, max(sizes)), self._message_lengths(sizes))
 
@@ -46,27 +46,29 @@ class CodedGather:
         c = max(sizes)
         message = own if isinstance(self._inner, TwoHops) else self._encode_block(own, c)
         pending = self._inner.all_gather(message, self._message_lengths(sizes))
-        return pending.then(lambda messages: self._code.decode(messages, sizes, c, self._dtype))
+        return pending.then(lambda messages: self._quantizer.decode(messages, sizes, c, self._dtype))
 
     def _encode_block(self, own: Tensor, c: int) -> Tensor:
-        return self._code.encode(own.reshape(-1), [own.numel()], c)
+        return self._quantizer.encode(own.reshape(-1), [own.numel()], c)
 
     def _message_lengths(self, sizes: Sequence[int]) -> list[int]:
-        return [self._code.length(max(sizes))] * len(sizes)
+        return [self._quantizer.length(max(sizes))] * len(sizes)
 
 
-class CodedReduce:
-    """Reduce_scatter of blocks that are sent in a code. The constructor is collective over the mesh.
+class QuantizedReduce:
+    """Reduce_scatter of blocks that are sent quantized. The constructor is collective over the mesh.
 
     Args:
         channels: the communicators.
         axes: all axes, in the mesh's order.
         near: the axes of the first sum, or () for a single hop.
-        code: the code.
+        quantizer: rounding of the elements.
     """
 
-    def __init__(self, channels: AnyChannels, axes: tuple[str, ...], near: tuple[str, ...], code: Code) -> None:
-        self._code = code
+    def __init__(
+        self, channels: AnyChannels, axes: tuple[str, ...], near: tuple[str, ...], quantizer: Quantizer
+    ) -> None:
+        self._quantizer = quantizer
         self._first: AnyChannel = channels.reduce(near or axes)
         self._far: AnyChannel | None = channels.relay(tuple(a for a in axes if a not in near)) if near else None
         self._grid = None if self._far is None else NearFar(axes, self._far, self._first)
@@ -77,15 +79,15 @@ class CodedReduce:
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending[Tensor]:
         """Sums blocks as `Channel.reduce_scatter`. The result is in fp32."""
         del reuse
-        code, own, c, near, far = self._code, sizes[self.index], max(sizes), self._first, self._far
-        messages, length = code.encode(flat, sizes, c), code.length(c)
+        quantizer, own, c, near, far = self._quantizer, sizes[self.index], max(sizes), self._first, self._far
+        messages, length = quantizer.encode(flat, sizes, c), quantizer.length(c)
         if self._grid is None or far is None:
             pending = near.all_to_all(messages, [length] * near.size)
-            return pending.then(lambda arrived: code.sum(arrived, near.size, own, c))
+            return pending.then(lambda arrived: quantizer.sum(arrived, near.size, own, c))
 
         def go_on(arrived: Tensor) -> Pending[Tensor]:
-            pending = far.all_to_all(code.sum_again(arrived, near.size, c), [length] * far.size)
-            return pending.then(lambda messages: code.sum(messages, far.size, own, c))
+            pending = far.all_to_all(quantizer.sum_again(arrived, near.size, c), [length] * far.size)
+            return pending.then(lambda messages: quantizer.sum(messages, far.size, own, c))
 
         first = near.all_to_all(self._grid.from_ranks(messages), [far.size * length] * near.size)
         return Relayed(far, first, go_on)

@@ -28,7 +28,7 @@ _LIBRARY.define("decode_sum_encode(Tensor messages, int num, int c, int bits, in
 _ops = torch.ops.shardfn
 
 
-class Code(NamedTuple):
+class Quantizer(NamedTuple):
     """Rounding of elements to `bits` bits each, for example 8 bits, with a scale for each `block` elements.
 
     Example:

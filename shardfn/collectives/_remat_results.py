@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @runtime_checkable
-class Keeper(Protocol):
+class RematResults(Protocol):
     """Keeper of results of transfers: `remat` with a policy, for example."""
 
     def transfer(self, name: str, run: Callable[[], Tensor]) -> Tensor:
@@ -29,15 +29,15 @@ class Keeper(Protocol):
         ...
 
 
-_KEEPER = Ambient[Keeper]("a keeper of results of transfers", by_thread=True)
+_KEEPER = Ambient[RematResults]("a keeper of results of transfers", by_thread=True)
 
 
-def keeping(keeper: Keeper) -> AbstractContextManager[Keeper]:
-    """Shows the transfers of this thread to a keeper, which passes transfers on to `keeper_around`."""
+def keep_remat_results(keeper: RematResults) -> AbstractContextManager[RematResults]:
+    """Shows the transfers of this thread to a keeper, which passes transfers on to `current_remat_results`."""
     return _KEEPER.bound(keeper)
 
 
-def keeper_around() -> Keeper | None:
+def current_remat_results() -> RematResults | None:
     """Returns the keeper that sees the transfers now."""
     return _KEEPER.innermost()
 

@@ -18,13 +18,17 @@ from ._mesh import HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
 from ._mesh import MOST_DRAWN as MOST_DRAWN, all_coords as all_coords
 from ._groups import is_known as is_known
 from ._make_mesh import as_mesh as as_mesh, make_mesh as make_mesh
-from ._quantization import CodePolicy as CodePolicy, check_policy as check_policy, codes_of as codes_of
+from ._quantization import (
+    QuantizationPolicy as QuantizationPolicy,
+    check_policy as check_policy,
+    find_quantization as find_quantization,
+)
 from ._placement import GROUP_BYTES as GROUP_BYTES, GROUP as GROUP
-from ._placement import Code as Code, Placement as Placement, dtype_name as dtype_name
+from ._placement import AnyQuantization as AnyQuantization, Placement as Placement, dtype_name as dtype_name
 from ._saved_hooks import saved_tensors_hooks as saved_tensors_hooks
 from ._policy import Dtypes as Dtypes, Policy as Policy
 from ._memory_kind import MemoryKind as MemoryKind, is_device as is_device, is_disk as is_disk, is_host as is_host
-from ._spec import Codes as Codes, P as P, Sharding as Sharding
+from ._spec import Quantization as Quantization, P as P, Sharding as Sharding
 from ._spec import block_slices as block_slices, chunk_bounds as chunk_bounds
 from ._tree import PyTree as PyTree, broadcast_prefix as broadcast_prefix
 from ._tree import tree_entries as tree_entries, tree_flatten as tree_flatten, tree_leaves as tree_leaves
@@ -66,7 +70,11 @@ from ._ambient import (
     this_program as this_program,
 )
 from ._evaluating import evaluating as evaluating, is_evaluating as is_evaluating
-from ._ambient_rebind import Again as Again, Note as Note, Replaced as Replaced, as_now as as_now
-from ._ambient_rebind import bound_again as bound_again, checkpoints_as_now as checkpoints_as_now, noted_again as noted_again
+from ._ambient_rebind import Again as Again, Note as Note, Replaced as Replaced, capture_ambient as capture_ambient
+from ._ambient_rebind import (
+    rebind_ambient as rebind_ambient,
+    rebind_in_checkpoints as rebind_in_checkpoints,
+    rebind_note as rebind_note,
+)
 from ._checkpoint_name import checkpoint_name as checkpoint_name, hearing_names as hearing_names
-from ._recompute_check import same_again as same_again
+from ._recompute_check import check_recompute as check_recompute

@@ -1,9 +1,9 @@
 """Code that runs after its forward, in a backward, and needs the forward's ambient values.
 
 A function under activation checkpointing runs a second time in the backward, when the blocks around the first run may
-have ended. Each room registers how to bind its ambient values again. `as_now` collects these functions.
-`torch.utils.checkpoint` gets the same while `checkpoints_as_now` is active: torch looks up two names of a file in each
-run, and the two are replaced.
+have ended. Each room registers how to bind its ambient values again. `capture_ambient` collects these functions.
+`torch.utils.checkpoint` gets the same while `rebind_in_checkpoints` is active: torch looks up two names of a file in
+each run, and the two are replaced.
 """
 
 import contextlib
@@ -28,23 +28,23 @@ _LOOKS: list[Callable[[], Sequence[Again]]] = []
 _ARGUMENTS: list[Callable[[Sequence[Any]], Note | None]] = []
 
 
-def bound_again(look: Callable[[], Sequence[Again]]) -> Callable[[], Sequence[Again]]:
+def rebind_ambient(look: Callable[[], Sequence[Again]]) -> Callable[[], Sequence[Again]]:
     """Registers a look at an ambient value that later code needs: a function that returns how to bind the value.
 
-    The block that binds a value of this kind enters `checkpoints_as_now`, too.
+    The block that binds a value of this kind enters `rebind_in_checkpoints`, too.
 
     Example:
-        >>> @bound_again
+        >>> @rebind_ambient
         ... def nothing():
         ...     return []
-        >>> with as_now()():
+        >>> with capture_ambient()():
         ...     pass
     """
     _LOOKS.append(look)
     return look
 
 
-def noted_again(look: Callable[[Sequence[Any]], Note | None]) -> Callable[[Sequence[Any]], Note | None]:
+def rebind_note(look: Callable[[Sequence[Any]], Note | None]) -> Callable[[Sequence[Any]], Note | None]:
     """Registers a look at notes on the arguments of a checkpointed function, whose tensors are new objects later.
 
     The look returns a function that notes the same on the arguments of a later run, or None if there is nothing to
@@ -54,7 +54,7 @@ def noted_again(look: Callable[[Sequence[Any]], Note | None]) -> Callable[[Seque
     return look
 
 
-def as_now() -> Again:
+def capture_ambient() -> Again:
     """Returns a way to bind the ambient values of this moment again, on any thread."""
     found = [again for look in _LOOKS for again in look()]
     return functools.partial(_enter_all, found) if found else contextlib.nullcontext
@@ -121,10 +121,10 @@ _LOCK = threading.Lock()
 _VALUES: dict[tuple[Any, str], _Attribute] = {}
 
 
-def checkpoints_as_now() -> AbstractContextManager[None]:
+def rebind_in_checkpoints() -> AbstractContextManager[None]:
     """Runs functions under `torch.utils.checkpoint` again with the ambient values of their forward.
 
-    Values of `same_again` must then equal the values of the forward.
+    Values of `check_recompute` must then equal the values of the forward.
 
     The reentrant kind runs as the other kind, which means the same. Itself it would add gradients to the `.grad` of
     leaves, past a step, and drop the gradients of the function's parameters if no argument needs a gradient.
@@ -152,7 +152,7 @@ def _wrap_driver(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generator(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = args[0] if CHECKPOINT_APART else args
-        again, notes = as_now(), [note for note in (look(given) for look in _ARGUMENTS) if note is not None]
+        again, notes = capture_ambient(), [note for note in (look(given) for look in _ARGUMENTS) if note is not None]
         first = FirstRun()
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ def _wrap_reentrant(original: Any) -> Any:
         @classmethod
         def apply(cls, f: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
             # Another thread, not concerned.
-            if as_now() is contextlib.nullcontext:
+            if capture_ambient() is contextlib.nullcontext:
                 return original.apply(f, preserve_rng_state, *args)
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
             return torch_checkpoint.checkpoint(f, *args, **options)

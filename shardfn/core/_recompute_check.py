@@ -21,9 +21,9 @@ class FirstRun:
     Example:
         >>> run = FirstRun()
         >>> with run.noted():
-        ...     same_again(torch.tensor([1, 2]), "blocks.0: choices")
+        ...     check_recompute(torch.tensor([1, 2]), "blocks.0: choices")
         >>> with run.repeated():
-        ...     same_again(torch.tensor([1, 2]), "blocks.0: choices")
+        ...     check_recompute(torch.tensor([1, 2]), "blocks.0: choices")
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class FirstRun:
         return _SEEING.bound(lambda x, name: _compare_values(next(before, None), x, name))
 
 
-def same_again(x: Shaped[Tensor, "..."], name: str) -> None:
+def check_recompute(x: Shaped[Tensor, "..."], name: str) -> None:
     """Requires that a recomputation of the functions around has the same `x` here, without a gradient.
 
     The functions are under `remat`, or under `torch.utils.checkpoint` on a mesh or in a step (activation
@@ -50,7 +50,7 @@ def same_again(x: Shaped[Tensor, "..."], name: str) -> None:
         name: beginning of the error of a difference.
 
     Example:
-        >>> same_again(torch.ones(2), "mask")  # no function around is recomputed
+        >>> check_recompute(torch.ones(2), "mask")  # no function around is recomputed
     """
     for sees in _SEEING.all if _SEEING else ():
         sees(x.detach(), name)
@@ -59,7 +59,7 @@ def same_again(x: Shaped[Tensor, "..."], name: str) -> None:
 def _compare_values(before: Tensor | None, x: Tensor, name: str) -> None:
     if before is None or before.shape != x.shape:
         raise RuntimeError(_difference_text(name, ""))
-    torch.ops.shardfn.same_again(before, x, name)
+    torch.ops.shardfn.check_recompute(before, x, name)
 
 
 def _difference_text(name: str, places: str) -> str:
@@ -71,10 +71,10 @@ def _difference_text(name: str, places: str) -> str:
 
 # One operation without a result: a policy by the operations of a forward does not count the comparison.
 _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
-_LIBRARY.define("same_again(Tensor before, Tensor x, str name) -> ()")
+_LIBRARY.define("check_recompute(Tensor before, Tensor x, str name) -> ()")
 
 
-def _check_same_again(before: Tensor, x: Tensor, name: str) -> None:
+def _compare_recompute(before: Tensor, x: Tensor, name: str) -> None:
     """Raises RuntimeError if values differ. On a GPU the program ends later, without a wait."""
     if x.is_cuda:
         torch._assert_async((before == x).all(), _difference_text(name, ""))
@@ -82,13 +82,13 @@ def _check_same_again(before: Tensor, x: Tensor, name: str) -> None:
         raise RuntimeError(_difference_text(name, f" in {int((before != x).sum())} of {x.numel()} places"))
 
 
-_LIBRARY.impl("same_again", _check_same_again, "CompositeExplicitAutograd")
+_LIBRARY.impl("check_recompute", _compare_recompute, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("shardfn::same_again", lib=_LIBRARY)
+@torch.library.register_fake("shardfn::check_recompute", lib=_LIBRARY)
 def _(before: Tensor, x: Tensor, name: str) -> None:
     del before, x, name
 
 
 # The result has no use, so that dead code would be removed.
-has_side_effect(torch.ops.shardfn.same_again.default)
+has_side_effect(torch.ops.shardfn.check_recompute.default)

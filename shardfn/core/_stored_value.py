@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._memory_kind import MemoryKind
 from ._pending import Pending
-from ._placement import Code
+from ._placement import AnyQuantization
 
 
 @runtime_checkable
@@ -55,7 +55,7 @@ class Stored(StoredValue, Protocol):
 
     Attributes:
         kind: memory kind of the place.
-        code: code that the elements are rounded to, see `Placement.code`. None: they are not rounded.
+        quantization: code that the elements are rounded to, see `Placement.code`. None: they are not rounded.
 
     Example:
         >>> isinstance(torch.zeros(2), Stored)
@@ -68,7 +68,7 @@ class Stored(StoredValue, Protocol):
         ...
 
     @property
-    def code(self) -> Code | None:
+    def quantization(self) -> AnyQuantization | None:
         """The code to which its elements are rounded; None = not rounded."""
         ...
 
@@ -124,7 +124,7 @@ class Absent:
     """
 
     nbytes = 0
-    code: Code | None = None
+    quantization: AnyQuantization | None = None
 
     def __init__(self, ndim: int, dtype: torch.dtype, kind: MemoryKind, why: str) -> None:
         self.shape, self.dtype, self._why = torch.Size([0] * ndim), dtype, why

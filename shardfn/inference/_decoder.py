@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.core import CodePolicy, P, PyTree
+from shardfn.core import P, PyTree, QuantizationPolicy
 from shardfn.models import gpt
 
 from ._cache import CacheLayout
@@ -67,16 +67,16 @@ class Decoder:
         return self.outputs(weights, *rest).logits
 
 
-def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = None) -> Decoder:
+def decoder(config: gpt.Config, *, tp: str | None = None, quantization: QuantizationPolicy = None) -> Decoder:
     """Returns the decoder of a `models.gpt`.
 
     Args:
         config: shape of the model. With `exact=True`, logits equal the logits of `gpt.apply`, bit for bit.
         tp: mesh axis that cuts heads, features and vocabulary. The axis divides the number of key heads.
-        codes: "int8" or "int4" for the weights of linear layers, or codes by regular expressions found in names such as
-            "blocks.0.wq" and "embed", for example `{"embed|head": "int8", "": "int4"}`. Logits equal the logits of the
-            rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or a GGUF
-            file, are not rounded again.
+        quantization: "int8" or "int4" for the weights of linear layers, or codes by regular expressions found in names
+            such as "blocks.0.wq" and "embed", for example `{"embed|head": "int8", "": "int4"}`. Logits equal the logits
+            of the rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or
+            a GGUF file, are not rounded again.
 
     Raises:
         ValueError: tokens of the model look ahead, or its masks need whole sequences, or codes of layers that are not
@@ -87,8 +87,10 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         CacheLayout(layers=2, heads=4, head_dim=8, axis=None)
     """
     gpt.check_decodable(config)
-    if codes is not None and not config.exact:
-        raise ValueError(f"decoder: codes={codes!r} of layers that are not exact. Take Config(exact=True).")
+    if quantization is not None and not config.exact:
+        raise ValueError(
+            f"decoder: quantization={quantization!r} of layers that are not exact. Take Config(exact=True)."
+        )
     flat = dataclasses.replace(config, stacked=False)
     linear = {name: Linear(*sizes) for name, sizes in gpt.linear_sizes(flat).items()} if config.exact else {}
 
@@ -113,7 +115,7 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         cache=CacheLayout(config.num_layers, config.kv_heads, config.head_dim, tp),
         specs=gpt.specs(config, tp=tp),
         outputs=compute_outputs,
-        pack=lambda params: gpt.pack(config, params, axis=tp, codes=codes),
+        pack=lambda params: gpt.pack(config, params, axis=tp, quantization=quantization),
         packed=gpt.packed_specs(config, tp=tp),
         exact=config.exact,
         embeds=True,

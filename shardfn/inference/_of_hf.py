@@ -19,7 +19,17 @@ from torch import Tensor
 
 from shardfn import kernels, nn
 from shardfn.collectives import all_gather_invariant, current_mesh, take_own_block
-from shardfn.core import Axes, CodePolicy, P, block_slices, check_policy, codes_of, did_you_mean, first_of, raise_all
+from shardfn.core import (
+    Axes,
+    P,
+    QuantizationPolicy,
+    block_slices,
+    check_policy,
+    did_you_mean,
+    find_quantization,
+    first_of,
+    raise_all,
+)
 from shardfn.modules import (
     DecodingFunction,
     ExactRows,
@@ -56,7 +66,7 @@ def hf_decoder(
     exact: bool | None = None,
     tp: str | None = None,
     tokenizer: Any = None,
-    codes: CodePolicy = None,
+    quantization: QuantizationPolicy = None,
     params: Mapping[str, Tensor] | None = None,
 ) -> tuple[Decoder, dict[str, Tensor]]:
     """Returns the decoder of an unmodified causal model of transformers, and its parameters.
@@ -77,7 +87,7 @@ def hf_decoder(
             exact where possible.
         tp: mesh axis that cuts the heads, and the outputs of linear layers. The decoder must be exact.
         tokenizer: tokenizer of the prompts, to check that the model has its tokens.
-        codes: "int8" or "int4" for the weights of linear layers, which needs an exact model, or codes by regular
+        quantization: "int8" or "int4" for the weights of linear layers, which needs an exact model, or codes by regular
             expressions found in names of parameters, of which the first that fits counts, for example `{"embed|head":
             "int8", "": "int4"}`. Logits equal the logits of the rounded weights, bit for bit. A table of embeddings
             that is also the head is rounded, too.
@@ -116,15 +126,17 @@ def hf_decoder(
             f"tokenizer has {len(tokenizer)} tokens, and {name} has {shape.vocab}. Pass the tokenizer of this model, or"
             " resize it first: model.resize_token_embeddings(len(tokenizer))."
         )
-    if codes is not None:
+    if quantization is not None:
         if exact is False:
-            raise ValueError(f"{name} with codes={codes!r}: codes are read by exact layers. Leave out exact=False.")
+            raise ValueError(
+                f"{name} with quantization={quantization!r}: codes are read by exact layers. Leave out exact=False."
+            )
         exact = True
-        check_policy(codes, list(shape.uses.linear), "hf_decoder")
+        check_policy(quantization, list(shape.uses.linear), "hf_decoder")
     reasons = list(_explain_unpacked(function, shape.uses)) if exact is not False else ["exact=False leaves them uncut"]
     if not reasons:
         edges = {} if tp is None else edges_of(probed, shape.uses.linear, shape.kv[0][1])
-        how = shape, shape.uses.linear, tp, codes, edges
+        how = shape, shape.uses.linear, tp, quantization, edges
         tried = _make_decoder(probed, *how) if params is None else _make_decoder(probed, *how, packing=packed_once())
         reasons = list(_find_inexact(tried, probed.params, shape.uses))
         if not reasons:
@@ -184,7 +196,7 @@ def _make_decoder(
     shape: _Shape,
     linear: Mapping[str, bool],
     tp: Axes = None,
-    codes: CodePolicy = None,
+    quantization: QuantizationPolicy = None,
     edges: Mapping[str, RowEdge] = MappingProxyType({}),
     packing: Callable[..., Tensor] = kernels.pack_rows,
 ) -> Decoder:
@@ -201,14 +213,16 @@ def _make_decoder(
 
     def pack_panels(name: str, x: Tensor) -> Tensor:
         weight = x.T if linear[name] else x
-        return packing(take_own_block(weight, tp, dim=0) if name in kept else weight, codes_of(codes, name))
+        return packing(
+            take_own_block(weight, tp, dim=0) if name in kept else weight, find_quantization(quantization, name)
+        )
 
     def pack_params(params: Mapping[str, Tensor]) -> Served:
         _check_params(params, like, specs)
         packed = {name: pack_panels(name, params[name]) for name in linear}
         placed = {name: x if name in kept else packed.get(name, x) for name, x in params.items()}
         for name in linear:  # a weight that is read elsewhere, too, has the same values there
-            if name in kept and (own := codes_of(codes, name)) is not None:
+            if name in kept and (own := find_quantization(quantization, name)) is not None:
                 placed[name] = _round_weight(params[name], linear[name], own)
         return {"params": placed, "packed": {name: x for name, x in packed.items() if name in kept}}
 
@@ -262,10 +276,10 @@ def _make_decoder(
     return made if tp is None else replace(made, specs=specs, packed=served)
 
 
-def _round_weight(x: Tensor, flip: bool, codes: kernels.Codes) -> Tensor:
+def _round_weight(x: Tensor, flip: bool, quantization: kernels.Quantization) -> Tensor:
     """Returns a weight with the values of its codes."""
     weight = x.T if flip else x
-    weight = kernels.unpack_rows(kernels.pack_rows(weight, codes), *weight.shape).to(x.dtype)
+    weight = kernels.unpack_rows(kernels.pack_rows(weight, quantization), *weight.shape).to(x.dtype)
     return weight.T.contiguous() if flip else weight
 
 

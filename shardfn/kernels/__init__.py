@@ -28,14 +28,18 @@ from .draw import draw as draw, draw_uniforms as draw_uniforms, top_logprobs as 
 from .penalise import penalise as penalise
 from .row_linear import joined as joined, pack_rows as pack_rows
 from .row_linear import row_linear as row_linear, row_linears as row_linears
-from .row_linear import BLOCK_BYTES as BLOCK_BYTES, GROUP as GROUP, Codes as Codes
-from .row_linear import block_bytes as block_bytes, decode_blocks as decode_blocks
-from .row_linear import code_blocks as code_blocks, fit_blocks as fit_blocks, pack_blocks as pack_blocks
+from .row_linear import BLOCK_BYTES as BLOCK_BYTES, GROUP as GROUP, Quantization as Quantization
+from .row_linear import block_bytes as block_bytes, dequantize_blocks as dequantize_blocks
+from .row_linear import quantize_blocks as quantize_blocks, fit_blocks as fit_blocks, pack_blocks as pack_blocks
 from .row_linear import packed_rows as packed_rows, packed_shape as packed_shape, unpack_rows as unpack_rows
 from .pointwise import gated_silu as gated_silu, gated_silu_gradient as gated_silu_gradient
 from .pointwise import gelu as gelu, rotate as rotate
 from .row_norm import row_norm as row_norm
-from .ragged_attention import cache_row as cache_row, coded_rows as coded_rows, decoded_rows as decoded_rows
+from .ragged_attention import (
+    cache_row as cache_row,
+    quantize_cache_rows as quantize_cache_rows,
+    dequantize_cache_rows as dequantize_cache_rows,
+)
 from .ragged_attention import ragged_attention as ragged_attention
 from .gather_rows import gather_rows as gather_rows, row_dots as row_dots
 from .grouped_product import grouped_outer as grouped_outer, grouped_product as grouped_product

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardfn._torch import unbound
-from shardfn.core import Again, Ambient, Replaced, bound_again, checkpoints_as_now
+from shardfn.core import Again, Ambient, Replaced, rebind_ambient, rebind_in_checkpoints
 
 _CALLS = Ambient["Running"]("calls of modules", by_thread=True)
 
@@ -40,11 +40,11 @@ class Running(Protocol):
 def running_module(run: Running) -> Iterator[None]:
     """Lets checkpointed functions run later as parts of `run`. Calls nest: the innermost is entered last."""
     # Names of torch are replaced for all threads; each thread looks in `_CALLS` for the thread's calls.
-    with _CALLS.bound(run), checkpoints_as_now(), _REFUSALS:
+    with _CALLS.bound(run), rebind_in_checkpoints(), _REFUSALS:
         yield
 
 
-@bound_again
+@rebind_ambient
 def _enter_same_calls() -> list[Again]:
     return [run.again() for run in _CALLS.all]
 

@@ -13,7 +13,14 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import shardfn as sf
 from shardfn import P
-from shardfn.collectives import AxisTypeError, Following, bind_mesh, following, following_now, not_following
+from shardfn.collectives import (
+    AxisTypeError,
+    AxisTypeMode,
+    bind_mesh,
+    current_axis_types,
+    no_axis_types,
+    track_axis_types,
+)
 from shardfn.testing import distributed
 
 X = torch.arange(1.0, 5.0, dtype=torch.float64)
@@ -140,7 +147,7 @@ def test_a_result_that_differs_where_its_spec_promises_one_is_refused(world: int
 
 def test_numbers_made_of_an_index_remember_its_axes() -> None:
     mesh = sf.make_mesh({"dp": 2, "tp": 3}, abstract=True)
-    with bind_mesh(mesh), Following(mesh, ("dp", "tp")) as mode:
+    with bind_mesh(mesh), AxisTypeMode(mesh, ("dp", "tp")) as mode:
         i, j = sf.axis_index("dp"), sf.axis_index("tp")
         integers = [i + 1, 1 + i, i - 2, 2 - i, i * 3, 3 * i, (i + 6) // 2, 7 // (i + 1), i % 2, 5 % (i + 1), -i]
         integers += [
@@ -216,7 +223,7 @@ def test_a_number_that_is_chosen_by_an_index_is_refused_on_all_ranks(world: int,
 def test_a_conversion_that_would_lose_the_axes_of_a_number_is_refused(name: str) -> None:
     convert, words = CONVERTED_FROM_AN_INDEX[name]
     mesh = sf.make_mesh({"dp": 2}, abstract=True)
-    with bind_mesh(mesh), Following(mesh, ("dp",)):
+    with bind_mesh(mesh), AxisTypeMode(mesh, ("dp",)):
         with pytest.raises(AxisTypeError, match=rf"{words}.*int\(i\)"):
             convert(sf.axis_index("dp"))
         assert sf.axis_index("tp") == 0  # of one rank: an `int`
@@ -225,7 +232,7 @@ def test_a_conversion_that_would_lose_the_axes_of_a_number_is_refused(name: str)
 def test_functions_of_torch_take_numbers_made_of_an_index() -> None:
     """A number that they return remembers the axes, too; and they take one where values are not followed any more."""
     mesh, x = sf.make_mesh({"dp": 2}, abstract=True), torch.arange(4.0).view(2, 2)
-    with bind_mesh(mesh), Following(mesh, ("dp",)) as mode:
+    with bind_mesh(mesh), AxisTypeMode(mesh, ("dp",)) as mode:
         i = sf.axis_index("dp")
         taken: dict[str, Any] = {
             "x[i]": x[i], "x[:, i]": x[:, i], "x[i:]": x[i:], "narrow": x.narrow(0, i, 1), "select": x.select(0, i),
@@ -267,19 +274,19 @@ class _Counting(TorchFunctionMode):
 
 def test_a_mode_that_waits_begins_below_those_of_the_function_and_ends() -> None:
     mesh = sf.make_mesh({"dp": 2}, abstract=True)
-    mode, counting = Following(mesh, ("dp",), ("dp",)), _Counting()
+    mode, counting = AxisTypeMode(mesh, ("dp",), ("dp",)), _Counting()
     apply = torch.autograd.Function.apply
-    with bind_mesh(mesh), following(mode, at_once=False):
-        assert following_now(begin=False) is None
+    with bind_mesh(mesh), track_axis_types(mode, at_once=False):
+        assert current_axis_types(begin=False) is None
         with counting:
             torch.ones(2).add(1)
-            assert following_now() is mode
+            assert current_axis_types() is mode
             assert _get_current_function_mode_stack() == [mode, counting]
             seen = counting.seen
             torch.ones(2).add(1)
             assert counting.seen > seen
-        with not_following():
-            assert following_now() is None
+        with no_axis_types():
+            assert current_axis_types() is None
         assert _get_current_function_mode_stack() == [mode]
     assert _get_current_function_mode_stack() == []
     assert torch.autograd.Function.apply == apply

@@ -222,7 +222,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dty
 @pytest.mark.parametrize("dtype", CODES, ids=str)
 def test_a_cache_in_codes_holds_rounded_keys_and_values(dtype: torch.dtype) -> None:
     story = _story((40,), (4, 2, 26))
-    k, v = ([kernels.decoded_rows(kernels.coded_rows(x[0], dtype), 26, dtype)] for x in story[1:3])
+    k, v = ([kernels.dequantize_cache_rows(kernels.quantize_cache_rows(x[0], dtype), 26, dtype)] for x in story[1:3])
     (want,) = Pages(Story(story.q, k, v, story.how), 16).whole()
     pages = Pages(story, 16, dtype=dtype)
     chunks = [pages.run((0, range(lo, hi)))[0] for lo, hi in ((0, 13), (13, 14), (14, 40))]
@@ -242,8 +242,8 @@ def test_rows_of_codes(dtype: torch.dtype, implementation: Any) -> None:
     with kernels.implemented_by(implementation) if implementation else contextlib.nullcontext():
         kernels.ragged_attention(x[:, None], x[:, None], -x[:, None], cache, place, first, first, first[:1, None])
     rows = cache.view(torch.uint8)[:, :, 0].transpose(1, 2).flatten(0, 1)
-    assert torch.equal(rows, torch.stack([kernels.coded_rows(y, dtype) for y in (x, -x)], 1))
-    back = kernels.decoded_rows(rows[:, 0], 22, dtype)
+    assert torch.equal(rows, torch.stack([kernels.quantize_cache_rows(y, dtype) for y in (x, -x)], 1))
+    back = kernels.dequantize_cache_rows(rows[:, 0], 22, dtype)
     assert back[5:7].isnan().all() and (back[7] == 0).all()
     scale = x.abs().amax(1, keepdim=True) / (127 if dtype == torch.int8 else 448)
     bound = scale / 2 if dtype == torch.int8 else torch.maximum(x.abs() / 16, scale / 1024)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from shardfn._torch import in_other_words, maybe_get_level
-from shardfn.collectives import GlobalTensor, axis_size, following, local, psum
+from shardfn.collectives import GlobalTensor, axis_size, local, psum
 from shardfn.core import PyTree, tree_leaves, tree_map, tree_structure, tree_unflatten
 from shardfn.engine.loss import (
     Loss,

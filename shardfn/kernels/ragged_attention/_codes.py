@@ -25,7 +25,7 @@ def cache_row(head_dim: int, dtype: torch.dtype) -> int:
     return -(-head_dim // 4) * 4 + 4 if dtype in LARGEST else head_dim
 
 
-def coded_rows(x: Float32[Tensor, "*batch k"], dtype: torch.dtype) -> UInt8[Tensor, "*batch row"]:
+def quantize_cache_rows(x: Float32[Tensor, "*batch k"], dtype: torch.dtype) -> UInt8[Tensor, "*batch row"]:
     """Rounds rows to codes. |x - decoded| is at most half of the scale in int8, and max(|x| / 16, scale / 1024) in fp8.
 
     A row with an infinite or NaN value is decoded as NaN.
@@ -38,7 +38,8 @@ def coded_rows(x: Float32[Tensor, "*batch k"], dtype: torch.dtype) -> UInt8[Tens
         The bytes of the rows.
 
     Example:
-        >>> decoded_rows(coded_rows(torch.tensor([[1.0, -4.0, 0.5]]), torch.float8_e4m3fn), 3, torch.float8_e4m3fn)
+        >>> rows = quantize_cache_rows(torch.tensor([[1.0, -4.0, 0.5]]), torch.float8_e4m3fn)
+        >>> dequantize_cache_rows(rows, 3, torch.float8_e4m3fn)
         tensor([[ 1.0000, -4.0000,  0.5000]])
     """
     top, k = LARGEST[dtype], x.shape[-1]
@@ -49,13 +50,13 @@ def coded_rows(x: Float32[Tensor, "*batch k"], dtype: torch.dtype) -> UInt8[Tens
     return torch.cat([codes, scale.view(torch.uint8)], -1)
 
 
-def decoded_rows(rows: UInt8[Tensor, "*batch row"], k: int, dtype: torch.dtype) -> Float32[Tensor, "*batch k"]:
+def dequantize_cache_rows(rows: UInt8[Tensor, "*batch row"], k: int, dtype: torch.dtype) -> Float32[Tensor, "*batch k"]:
     """Returns the values of the bytes of rows.
 
     Args:
-        rows: rows from `coded_rows`.
+        rows: rows from `quantize_cache_rows`.
         k: the head dim.
-        dtype: see `coded_rows`.
+        dtype: see `quantize_cache_rows`.
     """
     scale = rows[..., -4:].contiguous().view(torch.float32)
     return rows[..., :k].contiguous().view(dtype).float() * scale

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardfn.kernels._exponential import exponential, fused, polynomial
 
 from ._check import check_plan
-from ._codes import LARGEST, as_rows, coded_rows, decoded_rows
+from ._codes import LARGEST, as_rows, dequantize_cache_rows, quantize_cache_rows
 
 # Positions of a tile, and lanes over K of a dot product, and of the sum of weights.
 TILE, LANES = 32, 16
@@ -38,7 +38,7 @@ def ragged_attention(
         at = places[:, begin : begin + TILE]
         slot = at.clamp(min=0)
         rows = by_place[slot // block, :, :, slot % block]
-        kv_TN2GK = decoded_rows(rows, K, cache.dtype) if cache.dtype in LARGEST else rows.to(q.dtype)
+        kv_TN2GK = dequantize_cache_rows(rows, K, cache.dtype) if cache.dtype in LARGEST else rows.to(q.dtype)
         x = _compute_scores(q, kv_TN2GK[:, :, 0], scale, softcap)
         if slope is not None:
             p = torch.arange(begin, begin + TILE, device=q.device)
@@ -56,7 +56,7 @@ def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
     last = order.new_full((cache.shape[0] * cache.shape[3],), -1).scatter_reduce(0, index, order, "amax")
     kept = last[index] == order
     rows = torch.stack([k, v], 1)[kept]
-    rows = coded_rows(rows, cache.dtype) if cache.dtype in LARGEST else rows.to(cache.dtype)
+    rows = quantize_cache_rows(rows, cache.dtype) if cache.dtype in LARGEST else rows.to(cache.dtype)
     block = cache.shape[3]
     as_rows(cache)[index[kept] // block, :, :, index[kept] % block] = rows
 

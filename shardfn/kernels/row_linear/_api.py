@@ -13,20 +13,22 @@ from shardfn.kernels._dispatch import implementation_of_rows
 from shardfn.kernels._library import LIBRARY, define, map_rows, refuse_backward
 
 from . import _native
-from ._codes import GROUP, PANEL, Codes, code_blocks, pack_blocks, packed_shape
+from ._codes import GROUP, PANEL, Quantization, pack_blocks, packed_shape, quantize_blocks
 
 # Largest number of levels of the tree that adds up chunks.
 LEVELS = 16
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float64)
 
 
-def pack_rows(weight: Float[Tensor, "n k"], codes: Codes | None = None) -> Shaped[Tensor, "panels inputs columns"]:
+def pack_rows(
+    weight: Float[Tensor, "n k"], quantization: Quantization | None = None
+) -> Shaped[Tensor, "panels inputs columns"]:
     """Returns a weight of `torch.nn.functional.linear` in the order in which `row_linear` reads weights.
 
     Args:
         weight: float32, bfloat16 or float64.
-        codes: codes "int8" or "int4", to which `code_blocks` rounds. None keeps the weight's dtype. A float64 weight is
-            not rounded.
+        quantization: codes "int8" or "int4", to which `quantize_blocks` rounds. None keeps the weight's dtype. A
+            float64 weight is not rounded.
 
     Returns:
         Panels of 64 outputs, padded with zeros, in the weight's dtype, or the panels of `pack_blocks`. For example 100
@@ -44,12 +46,14 @@ def pack_rows(weight: Float[Tensor, "n k"], codes: Codes | None = None) -> Shape
     """
     if weight.dtype not in _WEIGHTS:
         raise TypeError(f"weight must be {', '.join(map(str, _WEIGHTS))}, got {weight.dtype}. Convert the weight")
-    if codes is not None and weight.dtype == torch.float64:
-        raise TypeError(f"weight is {weight.dtype}, with codes={codes!r}, which hold float32: pass weight.float()")
+    if quantization is not None and weight.dtype == torch.float64:
+        raise TypeError(
+            f"weight is {weight.dtype}, with quantization={quantization!r}, which hold float32: pass weight.float()"
+        )
     n, k = weight.shape
-    if codes is not None:
+    if quantization is not None:
         padded = torch.nn.functional.pad(weight, (0, -k % GROUP))
-        return pack_blocks(code_blocks(padded, codes), padded.shape[1])
+        return pack_blocks(quantize_blocks(padded, quantization), padded.shape[1])
     rows = torch.nn.functional.pad(weight, (0, 0, 0, -n % PANEL))
     return rows.view(-(-n // PANEL), PANEL, k).transpose(1, 2).contiguous()
 

@@ -1,4 +1,4 @@
-"""Values of blocks of codes: the inverse of `code_blocks`, up to rounding, as a single node of a graph."""
+"""Values of blocks of codes: the inverse of `quantize_blocks`, up to rounding, as a single node of a graph."""
 
 import torch
 from jaxtyping import Float, UInt8
@@ -6,10 +6,10 @@ from torch import Tensor
 
 from shardfn.kernels._library import define, refuse_backward
 
-from ._codes import BLOCK_BYTES, GROUP, Codes
+from ._codes import BLOCK_BYTES, GROUP, Quantization
 
 
-def decode_blocks(
+def dequantize_blocks(
     blocks: UInt8[Tensor, "*rows bytes"], k: int, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "*rows k"]:
     """Returns the values of blocks of codes: the factors of `row_linear`, rounded at most once.
@@ -17,7 +17,7 @@ def decode_blocks(
         int8    scale q               int4    scale q + least
 
     Args:
-        blocks: blocks of GGUF's Q8_0 or Q4_1, as from `code_blocks`, with any dims before the last.
+        blocks: blocks of GGUF's Q8_0 or Q4_1, as from `quantize_blocks`, with any dims before the last.
         k: number of elements of a row. Further elements, up to a multiple of 32, are left out.
         dtype: dtype of the result. The values are in float32, and are rounded to the dtype.
 
@@ -26,27 +26,27 @@ def decode_blocks(
         ValueError: rows are not made of blocks of a single kind.
 
     Example:
-        >>> from shardfn.kernels import code_blocks
-        >>> decode_blocks(code_blocks(torch.ones(1, 64), "int4"), 40).unique()
+        >>> from shardfn.kernels import quantize_blocks
+        >>> dequantize_blocks(quantize_blocks(torch.ones(1, 64), "int4"), 40).unique()
         tensor([1.])
     """
     if blocks.dtype != torch.uint8:
         raise TypeError(f"blocks are {blocks.dtype}, must be torch.uint8: the bytes of GGUF's blocks")
     groups = -(-k // GROUP)
     if not groups or blocks.shape[-1] not in [groups * n for n in BLOCK_BYTES.values()]:
-        sizes = " or ".join(f"{groups * n} ({codes})" for codes, n in BLOCK_BYTES.items())
+        sizes = " or ".join(f"{groups * n} ({quantization})" for quantization, n in BLOCK_BYTES.items())
         raise ValueError(f"blocks have rows of {blocks.shape[-1]} bytes, and rows of {k} elements have {sizes}")
-    return torch.ops.shardfn_kernels.decode_blocks(blocks, k, dtype)
+    return torch.ops.shardfn_kernels.dequantize_blocks(blocks, k, dtype)
 
 
-def block_bytes(k: int, codes: Codes) -> int:
+def block_bytes(k: int, quantization: Quantization) -> int:
     """Returns the bytes of the blocks of a row of k elements.
 
     Example:
         >>> block_bytes(40, "int4")
         40
     """
-    return -(-k // GROUP) * BLOCK_BYTES[codes]
+    return -(-k // GROUP) * BLOCK_BYTES[quantization]
 
 
 def _decode_blocks(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
@@ -68,8 +68,8 @@ def _decode_blocks(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
 
 
 define(
-    "decode_blocks(Tensor blocks, int k, ScalarType dtype) -> Tensor",
+    "dequantize_blocks(Tensor blocks, int k, ScalarType dtype) -> Tensor",
     _decode_blocks,
     lambda blocks, k, dtype: blocks.new_empty(*blocks.shape[:-1], k, dtype=dtype),
 )
-refuse_backward("decode_blocks", "codes are not differentiated. Train an adapter next to the codes.")
+refuse_backward("dequantize_blocks", "codes are not differentiated. Train an adapter next to the codes.")
