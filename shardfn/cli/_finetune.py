@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardfn.checkpoint import Manager
 from shardfn.collectives import unshard
 from shardfn.core import Draw, Mesh, P, PyTree, Zero, make_mesh, progress
-from shardfn.data import Cursor, ExampleBatches, JSONLines, pad
+from shardfn.data import Cursor, ExampleBatches, JSONLines, Mixture, pad
 from shardfn.interop import export, file_dtypes, master_params, module_from_hf, module_to_hf
 from shardfn.lora import LoRA, save_peft, with_base, without_base
 from shardfn.metrics import Logger, NonFiniteGuard, Throughput
@@ -131,7 +131,7 @@ def _load_tokenizer(job: FinetuneJob) -> Any:
     import transformers
 
     tokenizer = load_part("tokenizer", job.model, transformers.AutoTokenizer.from_pretrained)
-    check_samples(tokenizer, filter(None, (job.train, job.validation)), length=job.length, learn=job.learn)
+    check_samples(tokenizer, filter(None, (*job.sources, job.validation)), length=job.length, learn=job.learn)
     return tokenizer
 
 
@@ -207,10 +207,17 @@ def _make_batches(job: FinetuneJob, tokenizer: Any, module: Any) -> tuple[Exampl
     def encode(row: Any) -> dict[str, list[int]]:
         return encode_row(tokenizer, row, length=job.length, learn=job.learn, vocab_size=vocab_size)
 
-    training = ExampleBatches(JSONLines(job.train, encode), job.batch, collate, seed=job.seed)
+    training = _make_training(job, {path: JSONLines(path, encode) for path in job.sources}, collate)
     if not job.validation:
         return training, None
     return training, ExampleBatches(JSONLines(job.validation, encode), job.batch, collate, seed=None)
+
+
+def _make_training(job: FinetuneJob, sources: dict[str, JSONLines], collate: Any) -> ExampleBatches:
+    if len(sources) == 1:
+        return ExampleBatches(*sources.values(), job.batch, collate, seed=job.seed)
+    weights = {path: weight for path, weight in job.sources.items() if weight is not None}
+    return Mixture(sources, weights=weights or None, seed=job.seed).batches(job.batch, collate)
 
 
 def _saved_part(state: TrainState, lora: LoRA | None) -> TrainState:
@@ -255,8 +262,8 @@ def _write_result(job: FinetuneJob, made: Trained, tokenizer: Any, state: TrainS
 def _merge_adapters(job: FinetuneJob, made: Trained, state: TrainState, adapters: PyTree) -> dict[str, Any]:
     """Returns the parameters of MODEL with the adapters added, each deferred until the writing.
 
-    Parameters are read from MODEL's files, since the step may have rounded them. Quantized leaves come from the step, as
-    the adapters were trained with these codes.
+    Parameters are read from MODEL's files, since the step may have rounded them. Quantized leaves come from the step,
+    as the adapters were trained with their codes.
     """
     lora = made.lora
     assert lora is not None

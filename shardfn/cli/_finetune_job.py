@@ -50,7 +50,7 @@ class FinetuneJob:
     """Settings of a run. See `shardfn finetune --help`."""
 
     model: str
-    train: str
+    train: tuple[str, ...]
     validation: str = ""
     out: str = "runs/finetune"
     steps: int = 100
@@ -76,6 +76,11 @@ class FinetuneJob:
     cluster: str = ""
 
     @property
+    def sources(self) -> dict[str, float | None]:
+        """Returns the weight of each file of TRAIN, or None without a weight."""
+        return dict(map(_parse_source, self.train))
+
+    @property
     def shape(self) -> dict[str, int]:
         """Returns the sizes of the axes, with `-1` filled in."""
         given = dict(_parse_sizes(self.mesh))
@@ -95,7 +100,13 @@ def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="directory of a causal model of transformers, with its tokenizer"
     )
-    parser.add_argument("train", metavar="TRAIN", help='JSON lines: {"text"}, {"prompt", "completion"} or {"messages"}')
+    parser.add_argument(
+        "train",
+        metavar="TRAIN",
+        nargs="+",
+        help='JSON lines: {"text"}, {"prompt", "completion"} or {"messages"}. Several files are mixed by their sizes, or'
+        " by weights as in a.jsonl:2 b.jsonl:1",
+    )
     parser.add_argument("--config", help="a TOML file with any of these options; the command line goes first")
     for field in dataclasses.fields(FinetuneJob)[2:]:
         name, text = f"--{field.name.replace('_', '-')}", f"{_HELP[field.name]} (default {field.default!r})"
@@ -116,7 +127,7 @@ def parse_job(args: argparse.Namespace) -> FinetuneJob:
     """
     names = [field.name for field in dataclasses.fields(FinetuneJob)]
     given = {name: value for name, value in vars(args).items() if name in names}
-    job = FinetuneJob(**(_read_settings(args.config) | given))
+    job = FinetuneJob(**(_read_settings(args.config) | given | {"train": tuple(args.train)}))
     raise_all(ValueError, "this run cannot start:", [*_find_problems(job)])
     return job
 
@@ -193,9 +204,27 @@ def _wrong_rows(job: FinetuneJob) -> Iterator[str]:
     if job.learn not in LEARN:
         yield f"--learn {job.learn}: it is {' or '.join(LEARN)}.{did_you_mean(job.learn, LEARN)}"
         return
-    for name, path in (("TRAIN", job.train), ("--validation", job.validation)):
+    for name, path in (*(("TRAIN", path) for path in job.sources), ("--validation", job.validation)):
         if name == "TRAIN" or path:
             yield from row_problems(name, path, job.learn) if os.path.isfile(path) else (f"{name} {path} is no file",)
+    weights = job.sources.values()
+    if len(weights) < len(job.train):
+        yield f"each file of TRAIN must be given once, got {' '.join(job.train)}"
+    if None in weights and any(weight is not None for weight in weights):
+        yield f"all files of TRAIN must have a weight, or none, got {' '.join(job.train)}; write for example a.jsonl:2"
+    for path, weight in job.sources.items():
+        if weight is not None and not 0 < weight < math.inf:
+            yield f"TRAIN {path}:{weight:g}: the weight must be above 0, and finite"
+
+
+def _parse_source(text: str) -> tuple[str, float | None]:
+    path, colon, weight = text.rpartition(":")
+    if not colon or os.path.isfile(text):
+        return text, None
+    try:
+        return path, float(weight)
+    except ValueError:
+        return text, None
 
 
 def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
@@ -236,8 +265,7 @@ def _find_differences(job: FinetuneJob) -> Iterator[str]:
     if (
         "learn" not in before
         and job.learn == "answers"
-        and os.path.isfile(job.train)
-        and scan_rows(job.train, "answers").chats
+        and any(scan_rows(path, "answers").chats for path in job.sources if os.path.isfile(path))
     ):
         yield (
             f"--out {job.out} has a run of an earlier version, which learnt all tokens of messages: pass --learn"
@@ -253,8 +281,10 @@ def _find_differences(job: FinetuneJob) -> Iterator[str]:
 
 
 def settings(job: FinetuneJob) -> dict[str, Any]:
-    """Returns the settings that a resumed run must not change."""
-    return {name: value for name, value in dataclasses.asdict(job).items() if name not in _FREE}
+    """Returns the settings that a resumed run must not change, as they are in `run.json`."""
+    train = job.train[0] if len(job.train) == 1 else list(job.train)
+    found = dataclasses.asdict(job) | {"train": train}
+    return {name: value for name, value in found.items() if name not in _FREE}
 
 
 def _parse_sizes(text: str) -> list[tuple[str, Any]]:

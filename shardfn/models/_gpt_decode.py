@@ -230,8 +230,8 @@ def _check_quantization(config: Config, leaves: Params, axis: Axes, policy: Quan
             inputs = x.shape[1:].numel()
             if inputs % GROUP:
                 raise ValueError(
-                    f"pack: quantization={quantization!r} of {name}: each of {axis_size(axis)} ranks has {inputs} of its"
-                    f" inputs, but {GROUP} share a scale. Use fewer ranks, or no quantization."
+                    f"pack: quantization={quantization!r} of {name}: each of {axis_size(axis)} ranks has {inputs} of"
+                    f" its inputs, but {GROUP} share a scale. Use fewer ranks, or no quantization."
                 )
     if policy is not None and not config.exact:
         raise ValueError(f"pack: quantization={policy!r} of layers that are not exact. Take Config(exact=True).")

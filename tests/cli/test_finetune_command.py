@@ -615,3 +615,37 @@ def test_a_run_of_an_earlier_version_has_its_quantization_as_codes(
     assert main([*asked, "int8"]) == 2
     assert "has a run with quantization='int4', and now it is 'int8'" in capsys.readouterr().err
     assert main([*asked, "int4"]) == 0
+
+
+@pytest.mark.nightly
+def test_several_files_are_mixed_by_weights_and_a_run_goes_on_with_the_same(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(out: str, *more: str, weights: tuple[str, str] = (":3", ":1")) -> int:
+        told = words(given, tmp_path / out, "--validation", "", *more)
+        files = [
+            str(given / name) + weight for name, weight in zip(("train.jsonl", "pairs.jsonl"), weights, strict=True)
+        ]
+        return main([*told[:2], *files, *told[3:]])
+
+    assert run("whole", "--steps", "4") == 0 and run("parts", "--steps", "4", weights=("", "")) == 0
+    assert rows_of(tmp_path / "whole")[0] != rows_of(tmp_path / "parts")[0]
+    record = json.loads((tmp_path / "whole/run.json").read_text())["train"]
+    assert [text.rpartition("/")[2] for text in record] == ["train.jsonl:3", "pairs.jsonl:1"]
+    capsys.readouterr()
+    assert run("whole", "--steps", "4", weights=(":2", ":1")) == 2
+    assert "has a run with train=" in capsys.readouterr().err
+
+
+def test_wrong_mixtures_are_refused(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, train = words(given, tmp_path), str(given / "train.jsonl")
+    for files, text in (
+        ([f"{train}:2", str(given / "val.jsonl")], "all files of TRAIN must have a weight, or none"),
+        ([f"{train}:-1", f"{given}/val.jsonl:1"], "the weight must be above 0, and finite"),
+        ([f"{train}:1", f"{train}:2"], "each file of TRAIN must be given once"),
+        ([f"{train}:x", f"{given}/val.jsonl:1"], "train.jsonl:x is no file"),
+    ):
+        assert main([*told[:2], *files, *told[3:]]) == 2
+        assert text in capsys.readouterr().err
