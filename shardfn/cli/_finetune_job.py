@@ -104,8 +104,8 @@ def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
         "train",
         metavar="TRAIN",
         nargs="+",
-        help='JSON lines: {"text"}, {"prompt", "completion"} or {"messages"}. Several files are mixed by their sizes, or'
-        " by weights as in a.jsonl:2 b.jsonl:1",
+        help='JSON lines: {"text"}, {"prompt", "completion"} or {"messages"}. Several files are mixed, by their sizes'
+        " or by weights as in a.jsonl:2 b.jsonl:1",
     )
     parser.add_argument("--config", help="a TOML file with any of these options; the command line goes first")
     for field in dataclasses.fields(FinetuneJob)[2:]:

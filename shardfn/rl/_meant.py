@@ -32,7 +32,9 @@ MEANT = {
 }
 # Arguments of the losses of preferences.
 PREFERENCES = {
-    "loss_type": "the function of that loss: rl.dpo, rl.robust_dpo, rl.hinge, rl.ipo, rl.kto or rl.orpo",
+    "loss_weights": "loss_type={{'sigmoid': 0.8, 'bco_pair': 0.2}}, a weight for each name",
+    "ld_alpha": "log probabilities whose tokens beyond the shorter answer are weighted",
+    "cpo_alpha": "the cross entropy of the chosen answers as a second loss of the step",
     "smoothing": "label_smoothing={value!r}",
     "weights": "desirable_weight= and undesirable_weight=",
     "wanted_B": "desirable_B=",

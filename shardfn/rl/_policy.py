@@ -4,10 +4,10 @@ rho = exp(log pi - log pi_old). B rows, T tokens of an answer.
 """
 
 import math
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from shardfn.core import explains_keywords
@@ -19,7 +19,35 @@ from ._meant import MEANT
 from ._off_policy import CLIP_MAX, drawn_ratios, truncated_weights
 from ._shapes import check_lengths, check_numbers, check_shapes
 
-LossType = Literal["grpo", "dapo", "dr_grpo", "cispo"]
+LossType = Literal["grpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"]
+
+
+class Sapo(NamedTuple):
+    """Temperatures of the soft gate of "sapo".
+
+    Attributes:
+        temperature_pos: temperature of positive advantages.
+        temperature_neg: temperature of the other advantages. A larger number gives less weight to distant ratios.
+    """
+
+    temperature_pos: float = 1.0
+    temperature_neg: float = 1.05
+
+
+class Vespo(NamedTuple):
+    """Numbers of the weight of "vespo", exp(l) w^k exp(-l w), where w is the ratio of an answer's probabilities.
+
+    Attributes:
+        k_pos: k of advantages of 0 or more.
+        lambda_pos: l of advantages of 0 or more.
+        k_neg: k of negative advantages.
+        lambda_neg: l of negative advantages.
+    """
+
+    k_pos: float = 2.0
+    lambda_pos: float = 3.0
+    k_neg: float = 3.0
+    lambda_neg: float = 2.0
 
 
 @explains_keywords(**MEANT)
@@ -127,7 +155,7 @@ def grpo(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     delta: float | None = None,
-    loss_type: LossType = "dapo",
+    loss_type: LossType | Sapo | Vespo = "dapo",
     max_completion_length: int | None = None,
     importance_sampling_level: Literal["token", "sequence"] = "token",
     ref_logprobs_BT: Float[Tensor, "b t"] | None = None,
@@ -136,6 +164,9 @@ def grpo(
     use_bias_correction_kl: bool = True,
     sampling_logprobs_BT: Float[Tensor, "b t"] | None = None,
     importance_sampling_clip_max: float = CLIP_MAX,
+    loss_mask_BT: Shaped[Tensor, "b t"] | None = None,
+    entropies_BT: Float[Tensor, "b t"] | None = None,
+    entropy_coef: float = 0.0,
 ) -> WeightedMean:
     """Returns the loss of answers whose tokens share an advantage.
 
@@ -145,7 +176,10 @@ def grpo(
     | DAPO | "dapo" | of all tokens | "token" | 0.2, 0.28 |
     | Dr. GRPO | "dr_grpo" | of answers, sums over tokens / max_completion_length | "token" | 0.2 |
     | GSPO | "grpo" | of an answer's tokens, then of answers | "sequence" | 0.0003, 0.0004 |
+    | LUSPO | "luspo" | of answers, sums over tokens | "sequence" | 0.2 |
     | CISPO | "cispo" | of all tokens | "token" | 1.0, 4.0 |
+    | SAPO | "sapo" | of an answer's tokens, then of answers | "token" | |
+    | VESPO | "vespo" | of all tokens | | |
 
     Means are over the rows and tokens of all ranks and microbatches. An empty answer counts as a row of loss 0.
 
@@ -158,8 +192,10 @@ def grpo(
         epsilon_high: distance above 1, if it differs from the distance below. None is `epsilon`.
         delta: largest ratio of answers whose advantage is negative, which `epsilon_high` leaves unbounded, except in
             "cispo". At least 1 + epsilon_high. None is any ratio, and a loss of inf where the ratio overflows.
-        loss_type: "grpo", "dapo" and "dr_grpo" have the loss -min(rho A, clip(rho) A). "cispo" has -clip(rho) A log pi,
-            where clip(rho) is a constant weight.
+        loss_type: "grpo", "dapo", "dr_grpo" and "luspo" have the loss -min(rho A, clip(rho) A). "cispo" has
+            -clip(rho) A log pi, where clip(rho) is a constant weight. "sapo", or `Sapo(...)`, has
+            -4 sigmoid(t (rho - 1)) A / t. "vespo", or `Vespo(...)`, has -phi A log pi, where phi is a constant weight
+            of the whole answer's ratio to the policy that drew it.
         max_completion_length: divisor of "dr_grpo", as a rule the number of tokens of the longest possible answer.
         importance_sampling_level: "token", or "sequence" for exp of the mean of an answer's log ratios.
         ref_logprobs_BT: log probabilities of the reference.
@@ -177,6 +213,11 @@ def grpo(
             Where both have the same bits, so has the loss.
         importance_sampling_clip_max: largest such factor, which bounds the variance. Without the bound, the mean of a
             token's gradient, given the tokens before, would equal the mean over draws of `old_logprobs_BT`.
+        loss_mask_BT: weights of the tokens' losses, for example from `high_entropy_mask` or `off_policy_mask`. The
+            divergence and the divisor of the mean do not change. None is 1.
+        entropies_BT: entropies of the policy as from `completion_entropies`, with a gradient.
+        entropy_coef: weight of the entropies, which are subtracted from the losses of tokens. In "dapo", "cispo" and
+            "vespo" the result is the loss less `entropy_coef` times the mean entropy, as in TRL.
 
     Raises:
         ValueError: shapes do not fit, or a length is not from 0 to T. A choice is unknown. `max_completion_length` is
@@ -200,44 +241,48 @@ def grpo(
         Espeholt et al., IMPALA, 2018 (`importance_sampling_clip_max`), https://arxiv.org/abs/1802.01561
         Hilton et al., Batch size-invariance for policy optimization, 2021, https://arxiv.org/abs/2110.00641
         Fu et al., AReaL, 2025, https://arxiv.org/abs/2505.24298
+        Gao et al., Soft Adaptive Policy Optimization, 2025, https://arxiv.org/abs/2511.20347
+        Shen et al., VESPO, 2026, https://arxiv.org/abs/2602.10693
         DeepSeek-AI, DeepSeek-V3.2, 2025, section 3.1 (`use_bias_correction_kl`), https://arxiv.org/abs/2512.02556
     """
-    _check_choices(loss_type, max_completion_length, importance_sampling_level, ref_logprobs_BT, beta)
+    kind, shape = _loss_shape(loss_type)
+    _check_choices(kind, shape, max_completion_length, importance_sampling_level, ref_logprobs_BT, beta)
+    _check_entropy(entropies_BT, entropy_coef)
     clip = _check_clip("grpo", epsilon, epsilon_high, delta)
-    if delta is not None and loss_type == "cispo":
-        raise ValueError(
-            f'grpo: delta is {delta} with loss_type="cispo", whose ratios are all clipped, so it has no effect. Remove'
-            " delta."
-        )
-    tensors = {
-        "old_logprobs_BT": old_logprobs_BT,
-        "advantages_B": advantages_B,
-        "lengths_B": lengths_B,
-        "ref_logprobs_BT": ref_logprobs_BT,
-    }
-    check_shapes("grpo", logprobs_BT=logprobs_BT, **tensors, sampling_logprobs_BT=sampling_logprobs_BT)
+    _check_effect(kind, epsilon, epsilon_high, delta)
+    tensors = {"old_logprobs_BT": old_logprobs_BT, "advantages_B": advantages_B, "lengths_B": lengths_B}
+    tensors |= {"ref_logprobs_BT": ref_logprobs_BT, "sampling_logprobs_BT": sampling_logprobs_BT}
+    tensors |= {"loss_mask_BT": loss_mask_BT, "entropies_BT": entropies_BT}
+    check_shapes("grpo", logprobs_BT=logprobs_BT, **tensors)
     check_lengths("grpo", logprobs_BT.shape[1], lengths_B=lengths_B)
     mask_BT = completion_mask(lengths_B, logprobs_BT.shape[1])
-    log_BT = masked(logprobs_BT - old_logprobs_BT, mask_BT)
-    if importance_sampling_level == "sequence":
-        log_BT = (log_BT.sum(1) / lengths_B.clamp(min=1))[:, None].expand_as(log_BT)
-    a_BT = advantages_B[:, None].expand_as(log_BT)
-    if loss_type != "cispo":
-        loss_BT = _compute_surrogate(log_BT, a_BT, clip, delta)
-    else:
-        loss_BT = -log_BT.exp().clamp(*clip).detach() * a_BT * masked(logprobs_BT, mask_BT)
-    loss_BT = loss_BT * truncated_weights(
+    log_BT, own_BT = masked(logprobs_BT - old_logprobs_BT, mask_BT), masked(logprobs_BT, mask_BT)
+    weights_BT = truncated_weights(
         "grpo", old_logprobs_BT, sampling_logprobs_BT, lengths_B, importance_sampling_clip_max
     )
+    a_BT = advantages_B[:, None].expand_as(log_BT)
+    if isinstance(shape, Vespo):
+        loss_BT = -_weigh_answers(log_BT, weights_BT, mask_BT, advantages_B, shape) * a_BT * own_BT
+    else:
+        if importance_sampling_level == "sequence":
+            log_BT = (log_BT.sum(1) / lengths_B.clamp(min=1))[:, None].expand_as(log_BT)
+        if isinstance(shape, Sapo):
+            loss_BT = _gate_ratios(log_BT, a_BT, shape)
+        elif kind == "cispo":
+            loss_BT = -log_BT.exp().clamp(*clip).detach() * a_BT * own_BT
+        else:
+            loss_BT = _compute_surrogate(log_BT, a_BT, clip, delta)
+        loss_BT = loss_BT * weights_BT
+    if loss_mask_BT is not None:
+        loss_BT = loss_BT * masked(loss_mask_BT.to(loss_BT.dtype), mask_BT)
+    if entropies_BT is not None:
+        loss_BT = loss_BT - entropy_coef * masked(entropies_BT, mask_BT)
     if ref_logprobs_BT is not None:
-        kl_BT = kl(masked(logprobs_BT, mask_BT), masked(ref_logprobs_BT, mask_BT), estimator=estimator)
-        weight_BT = (
-            drawn_ratios(logprobs_BT, old_logprobs_BT, sampling_logprobs_BT, lengths_B)
-            if use_bias_correction_kl
-            else 1.0
-        )
-        loss_BT = loss_BT + beta * weight_BT * kl_BT
-    return _reduce_loss(loss_BT, lengths_B, loss_type, max_completion_length)
+        kl_BT = kl(own_BT, masked(ref_logprobs_BT, mask_BT), estimator=estimator)
+        if use_bias_correction_kl:
+            kl_BT = drawn_ratios(logprobs_BT, old_logprobs_BT, sampling_logprobs_BT, lengths_B) * kl_BT
+        loss_BT = loss_BT + beta * kl_BT
+    return _reduce_loss(loss_BT, lengths_B, kind, max_completion_length)
 
 
 @explains_keywords(**MEANT)
@@ -371,29 +416,92 @@ def _compute_surrogate(log: Tensor, a: Tensor, clip: tuple[float, float], delta:
     return -torch.minimum(free * a, rho.clamp(*clip) * a)
 
 
-def _reduce_loss(loss_BT: Tensor, lengths_B: Tensor, loss_type: str, constant: int | None) -> WeightedMean:
-    if loss_type in ("dapo", "cispo"):
+def _gate_ratios(log: Tensor, a: Tensor, gate: Sapo) -> Tensor:
+    # The gate of e^20 is 1 to the last bit, and has no gradient. Beyond, exp would overflow: inf times 0 is NaN.
+    t = torch.where(a > 0, gate.temperature_pos, gate.temperature_neg).to(log.dtype)
+    return -torch.sigmoid(t * (log.clamp(max=20.0).exp() - 1)) * 4 / t * a
+
+
+def _weigh_answers(log_BT: Tensor, weights_BT: Tensor, mask_BT: Tensor, a_B: Tensor, gate: Vespo) -> Tensor:
+    """Returns the constant weight of each answer, [B, 1], of its bounded ratio to the policy that drew it."""
+    least, most = math.log(1e-8), 20.0
+    drawn_BT = masked(weights_BT.expand_as(log_BT), mask_BT).log().clamp(least, most)
+    log_B = log_BT.detach().clamp(-most, most).sum(1) + masked(drawn_BT, mask_BT).sum(1)
+    log_B = log_B.clamp(least, most)
+    k_B = torch.where(a_B >= 0, gate.k_pos, gate.k_neg).to(log_B.dtype)
+    l_B = torch.where(a_B >= 0, gate.lambda_pos, gate.lambda_neg).to(log_B.dtype)
+    return (l_B + k_B * log_B - l_B * log_B.exp()).exp()[:, None]
+
+
+def _reduce_loss(loss_BT: Tensor, lengths_B: Tensor, kind: str, constant: int | None) -> WeightedMean:
+    if kind in ("dapo", "cispo", "vespo"):
         return counted_mean(loss_BT, lengths_B)
     sums_B = masked(loss_BT, completion_mask(lengths_B, loss_BT.shape[1])).sum(1)
-    return row_mean(sums_B / (lengths_B.clamp(min=1) if constant is None else constant))
+    divisors = {"dr_grpo": constant, "luspo": 1}
+    return row_mean(sums_B / (divisors[kind] if kind in divisors else lengths_B.clamp(min=1)))
 
 
-def _check_choices(loss_type: str, constant: int | None, level: str, reference: Tensor | None, beta: float) -> None:
+def _loss_shape(loss_type: LossType | Sapo | Vespo) -> tuple[str, Sapo | Vespo | None]:
+    match loss_type:
+        case Sapo():
+            return "sapo", loss_type
+        case Vespo():
+            return "vespo", loss_type
+    return loss_type, {"sapo": Sapo(), "vespo": Vespo()}.get(loss_type)
+
+
+def _check_choices(
+    kind: str,
+    shape: Sapo | Vespo | None,
+    constant: int | None,
+    level: str,
+    reference: Tensor | None,
+    beta: float,
+) -> None:
     for name, value, known in (
-        ("loss_type", loss_type, get_args(LossType)),
+        ("loss_type", kind, get_args(LossType)),
         ("importance_sampling_level", level, ("token", "sequence")),
     ):
         if value not in known:
             hint = '. TRL\'s "bnpo" is "dapo" here: its mean is over the tokens of all ranks' * (value == "bnpo")
             raise ValueError(f"grpo: {name} must be one of {', '.join(map(repr, known))}, got {value!r}{hint}.")
-    if (constant is None) == (loss_type == "dr_grpo") or (constant is not None and constant < 1):
+    if (constant is None) == (kind == "dr_grpo") or (constant is not None and constant < 1):
         raise ValueError(
             f'grpo: loss_type="dr_grpo" must have max_completion_length, for example 256, and other losses must not,'
-            f" got max_completion_length={constant!r} and loss_type={loss_type!r}."
+            f" got max_completion_length={constant!r} and loss_type={kind!r}."
         )
+    if kind == "vespo" and level == "sequence":
+        raise ValueError(
+            'grpo: importance_sampling_level has no effect on "vespo", whose ratio is always of the whole answer, got'
+            " 'sequence'. Remove it."
+        )
+    for name, value in {} if shape is None else shape._asdict().items():
+        check_numbers("grpo", **{f"{kind} {name}": value})
     check_numbers("grpo", "0 or more", beta=beta)
     if (reference is None) != (beta == 0):
         raise ValueError(
             f"grpo: beta and ref_logprobs_BT must be passed together, got beta={beta}"
             f" {'without' if reference is None else 'with'} ref_logprobs_BT."
+        )
+
+
+def _check_effect(kind: str, epsilon: float, epsilon_high: float | None, delta: float | None) -> None:
+    if delta is not None and kind in ("cispo", "sapo", "vespo"):
+        raise ValueError(
+            f'grpo: delta is {delta} with loss_type="{kind}", whose ratios are all bounded, so it has no effect. Remove'
+            " delta."
+        )
+    if kind in ("sapo", "vespo") and (epsilon != 0.2 or epsilon_high is not None):
+        raise ValueError(
+            f'grpo: epsilon has no effect on "{kind}", got epsilon={epsilon} and epsilon_high={epsilon_high}. Remove'
+            " them."
+        )
+
+
+def _check_entropy(entropies: Tensor | None, coef: float) -> None:
+    check_numbers("grpo", "0 or more", entropy_coef=coef)
+    if (entropies is None) != (coef == 0):
+        raise ValueError(
+            f"grpo: entropy_coef and entropies_BT must be passed together, got entropy_coef={coef}"
+            f" {'without' if entropies is None else 'with'} entropies_BT."
         )

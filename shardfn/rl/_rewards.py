@@ -90,6 +90,46 @@ def last_values(values_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -
     return torch.where(lengths_B > 0, values_BT.gather(1, (lengths_B - 1).clamp(min=0)[:, None])[:, 0], 0.0)
 
 
+def bradley_terry(
+    chosen_B: Float[Tensor, " b"],
+    rejected_B: Float[Tensor, " b"],
+    *,
+    margin_B: Float[Tensor, " b"] | None = None,
+    center_rewards_coefficient: float = 0.0,
+) -> WeightedMean:
+    """Returns the loss of a reward model: -log sigmoid(chosen - rejected - margin), a mean over pairs.
+
+    With `center_rewards_coefficient` the loss has coefficient * (chosen + rejected)^2 in addition, which holds the mean
+    of rewards near 0. Equals the loss of TRL's `RewardTrainer`.
+
+    Args:
+        chosen_B: rewards of the better answers, for example `last_values(values, lengths)`.
+        rejected_B: rewards of the rejected answers.
+        margin_B: difference that each pair of rewards has to have at least, for example by degrees of preference. None
+            is 0.
+        center_rewards_coefficient: weight of the square, 0 or more.
+
+    Raises:
+        ValueError: shapes do not fit, or the coefficient is negative.
+
+    Example:
+        >>> chosen, rejected = torch.tensor([2.0]), torch.tensor([1.0])
+        >>> bradley_terry(chosen, rejected).mean()
+        tensor(0.3133)
+        >>> bradley_terry(chosen, rejected, margin_B=torch.tensor([1.0]), center_rewards_coefficient=0.01).mean()
+        tensor(0.7831)
+
+    References:
+        Ouyang et al., InstructGPT, 2022, https://arxiv.org/abs/2203.02155
+        Touvron et al., Llama 2, 2023 (`margin_B`), https://arxiv.org/abs/2307.09288
+        Eisenstein et al., Helping or Herding?, 2023 (`center_rewards_coefficient`), https://arxiv.org/abs/2312.09244
+    """
+    check_shapes("bradley_terry", chosen_B=chosen_B, rejected_B=rejected_B, margin_B=margin_B)
+    check_numbers("bradley_terry", "0 or more", center_rewards_coefficient=center_rewards_coefficient)
+    h_B = chosen_B - rejected_B if margin_B is None else chosen_B - rejected_B - margin_B
+    return row_mean(-F.logsigmoid(h_B) + center_rewards_coefficient * (chosen_B + rejected_B) ** 2)
+
+
 def pairwise(
     chosen_BT: Float[Tensor, "b t"],
     rejected_BT: Float[Tensor, "b t"],

@@ -23,7 +23,7 @@ KNOWN: dict[Callable[..., Any], dict[str, str]] = {
     | {"normalise": "loss_type=", "ratio": "importance_sampling_level=7", "clip": "epsilon=7"},
     rl.ppo_policy: {"cliprange": "epsilon=7", "truncate": "importance_sampling_clip_max=7"},
     rl.ppo_value: {"cliprange_value": "cliprange=7"},
-    rl.dpo: {"smoothing": "label_smoothing=7", "loss_type": "rl.hinge"},
+    rl.dpo: {"smoothing": "label_smoothing=7", "loss_weights": "loss_type={'sigmoid': 0.8"},
     rl.kto: {"weights": "desirable_weight=", "divergence": "kl="},
     rl.gae: {"discount": "gamma=7", "decay": "lam=7"},
     rl.group_advantages: {"size": "num_generations=7", "deviation": "scale_rewards="},

@@ -19,17 +19,35 @@ def batch(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 
 def call(loss: Any, x: dict[str, Tensor], arguments: dict[str, Any]) -> Tensor:
-    more = {"ref_logprobs_BT": x["reference"]} if "beta" in arguments else {}
-    return loss(x["logprobs"], x["old"], x["advantages"], x["lengths"], **arguments, **more).mean()
+    how, more = dict(arguments), dict[str, Any]()
+    if "beta" in how:
+        more["ref_logprobs_BT"] = x["reference"]
+    if "gate" in how:
+        kind, *numbers = how.pop("gate")
+        more["loss_type"] = getattr(rl, kind)(*numbers)
+    if how.pop("sampling", False):
+        more["sampling_logprobs_BT"] = x["reference"]
+    if "entropy_coef" in how:
+        more["entropies_BT"] = x.get("entropies", x["reference"] ** 2)
+    if "high_entropy" in how:
+        more["loss_mask_BT"] = rl.high_entropy_mask(x["reference"] ** 2, x["lengths"], how.pop("high_entropy"))
+    if "off_policy" in how:
+        given = x["logprobs"], x["old"], x["advantages"], x["lengths"]
+        more["loss_mask_BT"] = rl.off_policy_mask(*given, threshold=how.pop("off_policy"))
+    return loss(x["logprobs"], x["old"], x["advantages"], x["lengths"], **how, **more).mean()
 
 
 @pytest.mark.parametrize("case", [*GOLDENS["grpo"], *GOLDENS["rloo"]], ids=lambda c: f"{c['batch']}-{c['arguments']}")
 def test_the_losses_of_trl(case: dict[str, Any]) -> None:
     x = batch(case["batch"])
     x["logprobs"].requires_grad_()
+    x["entropies"] = (x["reference"] ** 2).requires_grad_()
     loss = call(rl.grpo if case["arguments"] else rl.rloo, x, case["arguments"])
-    (grad,) = torch.autograd.grad(loss, x["logprobs"])
-    for found, wanted in ((loss, case["loss"]), (grad, case["gradient"])):
+    grad, of_entropies = torch.autograd.grad(loss, [x["logprobs"], x["entropies"]], allow_unused=True)
+    pairs = [(loss, case["loss"]), (grad, case["gradient"])]
+    pairs += [] if of_entropies is None else [(of_entropies, case["gradient_of_entropies"])]
+    assert (of_entropies is None) == ("gradient_of_entropies" not in case)
+    for found, wanted in pairs:
         torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
@@ -56,6 +74,9 @@ def test_ppo_of_deepspeed_chat() -> None:
         {"beta": 0.3, "estimator": "k2", "epsilon": 0.1, "epsilon_high": 0.4},
         {"beta": 0.3},
         {"delta": 1.25},
+        {"loss_type": "sapo"},
+        {"loss_type": "luspo"},
+        {"entropy_coef": 0.1, "high_entropy": 0.4},
     ],
     ids=str,
 )
@@ -86,6 +107,10 @@ def test_padding_is_never_used() -> None:
         losses = [
             call(rl.grpo, one, {"beta": 0.1}),
             call(rl.grpo, one, {"loss_type": "cispo"}),
+            call(rl.grpo, one, {"loss_type": "sapo", "entropy_coef": 0.1}),
+            call(rl.grpo, one, {"loss_type": "vespo", "sampling": True}),
+            call(rl.grpo, one, {"high_entropy": 0.5}),
+            call(rl.grpo, one, {"off_policy": 0.2}),
             call(rl.rloo, one, {}),
             rl.ppo_value(logprobs, one["old"], one["reference"], x["lengths"]).mean(),
         ]
@@ -120,6 +145,13 @@ def test_metrics() -> None:
         ({"loss_type": "dr_grpo"}, r"for example 256.*got max_completion_length=None and loss_type='dr_grpo'"),
         ({"max_completion_length": 5}, r"got max_completion_length=5 and loss_type='dapo'"),
         ({"loss_type": "dr_grpo", "max_completion_length": 0}, "got max_completion_length=0"),
+        ({"loss_type": "sapo", "epsilon": 0.3}, 'epsilon has no effect on "sapo", got epsilon=0.3'),
+        ({"loss_type": "vespo", "delta": 2.0}, 'delta is 2.0 with loss_type="vespo"'),
+        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "ratio is always of the whole answer"),
+        ({"gate": ["Sapo", 0.0]}, "sapo temperature_pos must be above 0 and finite, got 0.0"),
+        ({"gate": ["Vespo", 1.0, -1.0]}, "vespo lambda_pos must be above 0 and finite, got -1.0"),
+        ({"entropy_coef": -0.1}, "entropy_coef must be 0 or more and finite, got -0.1"),
+        ({"entropy_coef": 0.0}, "got entropy_coef=0.0 with entropies_BT"),
     ],
     ids=str,
 )
@@ -152,3 +184,26 @@ def test_a_ratio_that_overflows_makes_no_nan(advantage: float, delta: float | No
         else:
             torch.testing.assert_close(loss.mean(), torch.tensor(value))
             assert grad.tolist() == [gradient]
+
+
+def test_a_gate_of_a_huge_ratio_has_no_nan() -> None:
+    policy = -torch.ones(1, 2, requires_grad=True)
+    for kind in ("sapo", "vespo"):
+        loss = rl.grpo(policy, torch.tensor([[-101.0, -1.0]]), torch.tensor([1.0]), torch.tensor([2]), loss_type=kind)
+        (grad,) = torch.autograd.grad(loss.mean(), policy)
+        assert loss.mean().isfinite() and grad.isfinite().all()
+
+
+def test_the_coefficient_of_the_entropy_stays_in_its_range() -> None:
+    coef, found = 0.0, []
+    for entropy in (0.1, 0.2, 0.9, 0.9, 0.9, 0.1):
+        coef = rl.adapt_entropy_coef(coef, entropy, 0.5, delta=0.1, most=0.15)
+        found.append(round(coef, 9))
+    assert found == [0.1, 0.15, 0.05, 0.0, 0.0, 0.1]
+    with pytest.raises(ValueError, match=r"least must be at most 0.1, the largest weight, got 0.2"):
+        rl.adapt_entropy_coef(0.1, 0.1, 0.1, least=0.2, most=0.1)
+
+
+def test_the_mask_of_high_entropies_of_empty_answers_is_empty() -> None:
+    assert not rl.high_entropy_mask(torch.rand(2, 3), torch.tensor([0, 0]), 0.5).any()
+    assert rl.high_entropy_mask(torch.rand(2, 3), torch.tensor([3, 1]), 1.0).sum() == 4

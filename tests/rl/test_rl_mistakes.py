@@ -19,6 +19,7 @@ from tests.mistakes import Mistake, cases, check, check_on_all_ranks
 
 CONFIG = gpt.Config(vocab_size=16, num_layers=1, d_model=32, num_heads=4, max_len=12, exact=True, dropout=0.2)
 SAMPLING = Sampling(max_tokens=4, n=2)
+PAIR = [torch.ones(1)] * 4
 ONE, TWO = torch.ones(1, 2), torch.tensor([2])
 
 
@@ -122,10 +123,10 @@ MISTAKES = [
     Mistake("an answer of a pair is empty", lambda: rl.orpo(-torch.ones(2), torch.tensor([-1.0, -0.0])),
             ValueError, "orpo: rejected_B[1] is -0.0; odds need mean log probabilities below 0",
             "leave out pairs in which an answer is empty"),
-    Mistake("pairs have no weight", lambda: rl.hinge(*[torch.ones(1)] * 4, beta=0.0),
-            ValueError, "hinge: beta must be above 0 and finite", "got 0.0"),
-    Mistake("half of the labels are wrong", lambda: rl.robust_dpo(*[torch.ones(1)] * 4, label_smoothing=0.5),
-            ValueError, "robust_dpo: label_smoothing must be at least 0 and below 0.5", "got 0.5"),
+    Mistake("pairs have no weight", lambda: rl.dpo(*[torch.ones(1)] * 4, loss_type="hinge", beta=0.0),
+            ValueError, "dpo: beta must be above 0 and finite", "got 0.0"),
+    Mistake("half of the labels are wrong", lambda: rl.dpo(*PAIR, loss_type="robust", label_smoothing=0.5),
+            ValueError, "dpo:", "label_smoothing of 'robust' must be at least 0 and below 0.5", "got 0.5"),
     Mistake("the part of wrong pairs is a percentage", lambda: rl.dpo(*[torch.ones(1)] * 4, label_smoothing=10),
             ValueError, "dpo: label_smoothing must be from 0 to 1", "got 10"),
     Mistake("a discount grows", lambda: rl.gae(-ONE, -ONE, TWO, gamma=1.05),
@@ -148,7 +149,6 @@ MISTAKES = [
 
 # Each number by its function and argument: a call with it, and whether it may be 0, and more than 1.
 CLIP_MAX = "importance_sampling_clip_max"
-PAIR = [torch.ones(1)] * 4
 KTO = torch.ones(1), torch.ones(1), torch.tensor([True]), torch.tensor(0.0)
 RANGES: dict[tuple[str, str], tuple[Callable[[Any], Any], bool, bool]] = {
     ("ppo_policy", "epsilon"): (lambda x: rl.ppo_policy(-ONE, -ONE, ONE, TWO, epsilon=x), False, False),
@@ -172,9 +172,15 @@ RANGES: dict[tuple[str, str], tuple[Callable[[Any], Any], bool, bool]] = {
         lambda x: rl.kl_rewards(-ONE, -ONE, torch.ones(1), TWO, clip_reward_value=x), False, True),
     ("dpo", "beta"): (lambda x: rl.dpo(*PAIR, beta=x), False, True),
     ("dpo", "label_smoothing"): (lambda x: rl.dpo(*PAIR, label_smoothing=x), True, False),
-    ("robust_dpo", "beta"): (lambda x: rl.robust_dpo(*PAIR, label_smoothing=0.1, beta=x), False, True),
-    ("ipo", "beta"): (lambda x: rl.ipo(*PAIR, *[torch.tensor([2])] * 2, beta=x), False, True),
-    ("hinge", "beta"): (lambda x: rl.hinge(*PAIR, beta=x), False, True),
+    ("cpo", "beta"): (lambda x: rl.cpo(*PAIR[:2], beta=x), False, True),
+    ("cpo", "simpo_gamma"): (lambda x: rl.cpo(*PAIR[:2], loss_type="simpo", simpo_gamma=x), True, True),
+    ("bradley_terry", "center_rewards_coefficient"): (
+        lambda x: rl.bradley_terry(*PAIR[:2], center_rewards_coefficient=x), True, True),
+    ("off_policy_mask", "threshold"): (
+        lambda x: rl.off_policy_mask(-ONE, -ONE, torch.ones(1), TWO, threshold=x), False, True),
+    ("high_entropy_mask", "quantile"): (lambda x: rl.high_entropy_mask(ONE, TWO, x), False, False),
+    ("whiten", "eps"): (lambda x: rl.whiten(ONE, TWO, eps=x), False, True),
+    ("decoupled_advantages", "eps"): (lambda x: rl.decoupled_advantages(torch.ones(2, 1), 2, eps=x), False, True),
     ("kto", "beta"): (lambda x: rl.kto(*KTO, beta=x), False, True),
     ("kto", "desirable_weight"): (lambda x: rl.kto(*KTO, desirable_weight=x), True, True),
     ("kto", "undesirable_weight"): (lambda x: rl.kto(*KTO, undesirable_weight=x), True, True),

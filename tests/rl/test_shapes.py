@@ -29,7 +29,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"dpo: .*\n.*chosen_B has shape \(3, 3\); it must be \[B\]\n",
     ),
     "a column of references": (
-        lambda: rl.ipo(B, B, B[:, None], B, LENGTHS, LENGTHS),
+        lambda: rl.dpo(B, B, B[:, None], B, chosen_lengths_B=LENGTHS, rejected_lengths_B=LENGTHS, loss_type="ipo"),
         r"ref_chosen_B has shape \(3, 1\)",
     ),
     "wanted answers of a column": (lambda: rl.kto(B, B, B[:, None] > 0, B[0]), "desirable_B has shape"),
