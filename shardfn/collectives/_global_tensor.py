@@ -164,7 +164,9 @@ class GlobalTensor:
     def sharding(self) -> Sharding:
         """Returns layout, memory kind and codes."""
         quantization = self.quantization
-        return Sharding(self.spec, self.memory_kind, codes=quantization if isinstance(quantization, str) else None)
+        return Sharding(
+            self.spec, self.memory_kind, quantization=quantization if isinstance(quantization, str) else None
+        )
 
     def numel(self) -> int:
         """Returns the number of elements of the whole tensor."""

@@ -50,9 +50,10 @@ def fit_quantization(
 ) -> PyTree:
     """Returns parameters whose linear layers have values of codes with a small error of their outputs.
 
-    Rounding to the same codes keeps these values: by `decoder(config, codes=)` and `hf_decoder(model, codes=)`, and
-    where groups are along a leaf's last dim also by `Sharding(quantization=)` and `LoRA.of(quantization=)`. Parameters
-    have to be float32 until then. Other leaves, tables of embeddings and the head are returned as given.
+    Rounding to the same codes keeps these values: by `decoder(config, quantization=)` and `hf_decoder(model,
+    quantization=)`, and where groups are along a leaf's last dim also by `Sharding(quantization=)` and
+    `LoRA.of(quantization=)`. Parameters have to be float32 until then. Other leaves, tables of embeddings and the head
+    are returned as given.
 
     Every rank computes all parameters, and has the same result.
 
@@ -72,10 +73,10 @@ def fit_quantization(
         >>> from shardfn.inference import Engine, decoder
         >>> from shardfn.models import gpt
         >>> sizes = {"num_layers": 1, "d_model": 32, "num_heads": 1, "max_len": 16}
-        >>> config = gpt.Config(vocab_size=64, **sizes, exact=True)
+        >>> config = gpt.Config(vocab_size=64, **sizes, batch_invariant=True)
         >>> rows = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
         >>> fitted = fit_quantization(decoder(config), gpt.init(config, sf.key(0)), "int4", rows)
-        >>> light = Engine(decoder(config, codes="int4"), fitted)  # these very codes
+        >>> light = Engine(decoder(config, quantization="int4"), fitted)  # these very codes
     """
     given = [list(map(int, row)) for row in rows]
     flat, treedef = tree_flatten(params)
@@ -214,8 +215,8 @@ def _check_fit(
 ) -> None:
     if not decoder.linear:
         raise ValueError(
-            "fit_quantization: this decoder does not show its linear layers. Make it exact: Config(exact=True), or"
-            " hf_decoder(model, exact=True)."
+            "fit_quantization: this decoder does not show its linear layers. Take Config(batch_invariant=True), or"
+            " hf_decoder(model, batch_invariant=True)."
         )
     if decoder.cache.axis is not None:
         raise ValueError(
@@ -224,7 +225,7 @@ def _check_fit(
         )
     if quantization is None:
         raise ValueError(
-            "fit_quantization: codes=None rounds nothing. Pass 'int8', 'int4' or codes by regular expressions."
+            "fit_quantization: quantization=None rounds nothing. Pass 'int8', 'int4' or codes by regular expressions."
         )
     check_policy(quantization, [*decoder.linear, *paths], "fit_quantization")
     if not rows:
