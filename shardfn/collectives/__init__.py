@@ -8,11 +8,11 @@ from ._env import (
     noting_meshes as noting_meshes,
     seen_from as seen_from,
 )
-from ._psum import pmax as pmax, pmean as pmean, psum as psum, pvary as pvary
-from ._all_gather import all_gather as all_gather, all_gather_invariant as all_gather_invariant
-from ._all_gather import quantized_all_gather as quantized_all_gather
-from ._psum_scatter import psum_scatter as psum_scatter, take_own_block as take_own_block
-from ._all_to_all import all_to_all as all_to_all
+from ._primitives import pmax as pmax, pmean as pmean, psum as psum, pvary as pvary
+from ._primitives import all_gather as all_gather, all_gather_invariant as all_gather_invariant
+from ._primitives import quantized_all_gather as quantized_all_gather
+from ._primitives import psum_scatter as psum_scatter, take_own_block as take_own_block
+from ._primitives import all_to_all as all_to_all
 from ._ragged_ops import HEAD as HEAD
 from ._remat_results import (
     RematResults as RematResults,
@@ -22,8 +22,8 @@ from ._remat_results import (
 from ._ragged import ragged_all_to_all as ragged_all_to_all, ragged_exchange as ragged_exchange
 from ._exchange_rows import check_room as check_room, exchange_rows as exchange_rows
 from ._exchange_rows import values_are_known as values_are_known
-from ._arrived_rows import arrived_rows as arrived_rows, rows_as as rows_as
-from ._ppermute import ppermute as ppermute, ppermute_start as ppermute_start
+from ._exchange_rows import arrived_rows as arrived_rows, rows_as as rows_as
+from ._primitives import ppermute as ppermute, ppermute_start as ppermute_start
 from ._route import (
     AllGather as AllGather,
     AllToAll as AllToAll,
@@ -41,7 +41,7 @@ from .transport import (
     dealt as dealt,
 )
 from ._carry import carry as carry, carry_all as carry_all
-from ._overlaps import Box as Box, blocks_of as blocks_of, Overlap as Overlap, overlaps as overlaps, pieces as pieces
+from ._cross import Box as Box, blocks_of as blocks_of, Overlap as Overlap, overlaps as overlaps, pieces as pieces
 from ._cross import LeafCrossing as LeafCrossing, cross as cross
 from ._compressor import Compressor as Compressor, error_feedback as error_feedback
 from ._compressor import identity as identity, int4 as int4, int8 as int8, sign as sign, top_k as top_k
@@ -65,8 +65,8 @@ from ._traced import TracedChannels as TracedChannels, TracedControl as TracedCo
 from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyControl as AnyControl
 from ._traced import AnyRounds as AnyRounds
 from ._hops import TwoHops as TwoHops
-from ._quantizer import Quantizer as Quantizer
-from ._quantized_channels import (
+from ._quantized import Quantizer as Quantizer
+from ._quantized import (
     QuantizedGather as QuantizedGather,
     QuantizedReduce as QuantizedReduce,
     Relayed as Relayed,

@@ -20,8 +20,7 @@ from torch import Tensor
 from shardfn.core import Pending
 
 from ._hops import TwoHops
-from ._quantized_channels import QuantizedGather, QuantizedReduce
-from ._quantizer import Quantizer
+from ._quantized import QuantizedGather, QuantizedReduce, Quantizer
 from ._route import AllGather, Psum, PsumScatter, Route
 from ._traced import AnyChannel, AnyChannels
 from .transport import Packing, dealt, is_sole_owner

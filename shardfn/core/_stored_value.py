@@ -10,9 +10,9 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from ._memory_kind import MemoryKind
 from ._pending import Pending
 from ._placement import AnyQuantization
+from ._spec import MemoryKind
 
 
 @runtime_checkable

@@ -20,10 +20,10 @@ from ._loss_masks import adapt_entropy_coef as adapt_entropy_coef
 from ._preferences import cpo as cpo, dpo as dpo, kto as kto, orpo as orpo
 from ._rollout import Rollout as Rollout, as_global as as_global, check_versions as check_versions
 from ._rollout import FAILURES as FAILURES, empty_rollout as empty_rollout, rollout_metrics as rollout_metrics
-from ._reward_signal import RewardSignal as RewardSignal
+from ._rewards import RewardSignal as RewardSignal
 from ._scores import Scores as Scores, score as score
 from ._sample import sample as sample
 from ._converse import Conversations as Conversations, call_metrics as call_metrics, converse as converse
-from ._temperature import with_temperature as with_temperature
+from ._sample import with_temperature as with_temperature
 from ._checks import check_first_ratios as check_first_ratios, check_tokenizers as check_tokenizers
 from ._checks import mismatch_metrics as mismatch_metrics
