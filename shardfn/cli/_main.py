@@ -29,7 +29,6 @@ from ._search import search
 from ._serve import serve_command
 from ._serve_job import add_serve_arguments, parse_serve
 from ._states import Setup
-from ._tables import preset_tables
 from ._units import of_limit
 
 _FACTORS = (2, 4, 8, 16, 32, 64)
@@ -202,9 +201,6 @@ def _check_command(args: argparse.Namespace) -> Callable[[], int] | None:
 
 
 def _plan_command(args: argparse.Namespace) -> int:
-    if args.preset_tables:
-        _write_output(preset_tables(), args.out)
-        return 0
     if args.longest:
         return _longest_command(args)
     text, plans = _plan_recipe(args) if args.recipe else _search_plans(args) if args.search else _plan_job(args)
