@@ -1,7 +1,7 @@
 """The wire of a loss's collectives: buffers whose first dim counts ranks or rows, on the channel along a line.
 
 There are no gradients and no odd sizes here. Every function reports to the traffic counter under the primitive's name.
-Where a program is recorded, or a mode looks at its operations, transfers are ops (`_loss_ops.py`).
+Where a program is recorded, or a mode looks at its operations, transfers are ops (`_ragged_ops.py`).
 """
 
 from collections.abc import Callable, Sequence
