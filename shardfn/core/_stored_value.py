@@ -55,7 +55,7 @@ class Stored(StoredValue, Protocol):
 
     Attributes:
         kind: memory kind of the place.
-        quantization: code that the elements are rounded to, see `Placement.code`. None: they are not rounded.
+        quantization: code that the elements are rounded to, see `Placement.quantization`. None: they are not rounded.
 
     Example:
         >>> isinstance(torch.zeros(2), Stored)
