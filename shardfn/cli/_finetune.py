@@ -15,6 +15,7 @@ from shardfn.collectives import unshard
 from shardfn.core import Draw, Mesh, P, Policy, PyTree, Sharding, Zero, key, make_mesh, progress
 from shardfn.data import Cursor, ExampleBatches, JSONLines, Mixture, pad
 from shardfn.interop import export, file_dtypes, master_params, module_from_hf, module_to_hf, without_weights
+from shardfn.interop.quantized import can_decode, read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import LoRA, save_peft, with_base, without_base
 from shardfn.metrics import Logger, NonFiniteGuard, Throughput
@@ -120,6 +121,8 @@ def _empty_module(job: FinetuneJob) -> Any:
     import transformers
 
     config = load_part("config.json", job.model, transformers.AutoConfig.from_pretrained)
+    if can_decode(read_quantization(job.model)):  # read as floats, into a module of plain layers
+        del config.quantization_config
     with without_weights():
         module: Any = load_part("model", config, transformers.AutoModelForCausalLM.from_config)
     if pathlib.Path(job.model, "generation_config.json").is_file():
