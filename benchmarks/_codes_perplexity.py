@@ -27,12 +27,12 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.core import find_quantization
-from shardfn.kernels import BLOCK_BYTES, GROUP, Codes, dequantize_blocks, fit_blocks, quantize_blocks
+from shardfn.kernels import BLOCK_BYTES, GROUP, Quantization, dequantize_blocks, fit_blocks, quantize_blocks
 from shardfn.models import gpt
 
 HEAD = {"lm_head|embed": "int8"}
 ENDS = {r"layers\.0\.|layers\.LAST\.": "int8"}
-Policy = Mapping[str, Codes]
+Policy = Mapping[str, Quantization]
 
 
 class Case(NamedTuple):
@@ -174,7 +174,7 @@ def _moments(model: Any, rows: Tensor) -> dict[str, Tensor]:
     return sums
 
 
-def _coded(coder: str, w: Tensor, codes: Codes, moments: Tensor | None) -> Tensor:
+def _coded(coder: str, w: Tensor, codes: Quantization, moments: Tensor | None) -> Tensor:
     if coder == "rounded" or (coder != "fitted" and moments is None):
         return dequantize_blocks(quantize_blocks(w, codes), w.shape[1])
     given = moments.diagonal() if coder == "weighed" and moments is not None else moments

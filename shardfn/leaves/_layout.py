@@ -232,7 +232,7 @@ def leaf_layout(
     zero_axes = tuple(a for a in shard.axes if a not in compute.axes)
     far = tuple(a for a in zero_axes if a not in zero.near) if zero.near and param != compute else ()
 
-    def quantization(how: str | None, on: bool) -> tuple[int, int] | None:
+    def travel_quantization(how: str | None, on: bool) -> tuple[int, int] | None:
         return (
             (BITS[how], zero.travel.block_elements)
             if how is not None and on and dtypes.compute.is_floating_point
@@ -241,8 +241,8 @@ def leaf_layout(
 
     manner = Manner(
         far if far != zero_axes else (),
-        quantization(zero.travel.gather, param != compute and quantization is None),
-        quantization(zero.travel.reduce, large),
+        travel_quantization(zero.travel.gather, param != compute and quantization is None),
+        travel_quantization(zero.travel.reduce, large),
     )
     return _lay_out_leaf(path, shape, trainable, places, manner, mesh)
 

@@ -207,3 +207,14 @@ def test_the_coefficient_of_the_entropy_stays_in_its_range() -> None:
 def test_the_mask_of_high_entropies_of_empty_answers_is_empty() -> None:
     assert not rl.high_entropy_mask(torch.rand(2, 3), torch.tensor([0, 0]), 0.5).any()
     assert rl.high_entropy_mask(torch.rand(2, 3), torch.tensor([3, 1]), 1.0).sum() == 4
+
+
+@pytest.mark.parametrize("quantile", [0.1, 0.35, 0.8])
+def test_the_mask_of_high_entropies_is_above_the_quantile(quantile: float) -> None:
+    entropies, lengths = (
+        torch.rand(4, 9, generator=torch.Generator().manual_seed(0)).double(),
+        torch.tensor([9, 2, 0, 5]),
+    )
+    mask = rl.completion_mask(lengths, 9)
+    wanted = mask & (entropies >= torch.quantile(entropies[mask], 1 - quantile))
+    assert torch.equal(rl.high_entropy_mask(entropies, lengths, quantile), wanted)

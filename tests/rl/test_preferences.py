@@ -70,6 +70,13 @@ def test_losses_without_a_reference_have_the_values_of_trl(case: dict[str, Any])
         torch.testing.assert_close(found, torch.tensor(wanted, dtype=F64), rtol=1e-12, atol=1e-12)
 
 
+def test_exo_is_the_divergence_of_both_distributions() -> None:
+    h = 0.3 * ((MANY[0] - MANY[2]) - (MANY[1] - MANY[3]))
+    p, q = torch.stack([h.sigmoid(), (-h).sigmoid()]), torch.tensor([[0.8], [0.2]], dtype=F64)
+    found = rl.dpo(*MANY, loss_type="exo_pair", beta=0.3, label_smoothing=0.2).mean()
+    torch.testing.assert_close(found, (p * (p / q).log()).sum(0).mean(), rtol=1e-13, atol=0)
+
+
 @pytest.mark.parametrize("alpha", [0.3, 1.0, 2.5])
 def test_the_alpha_divergence_is_its_definition(alpha: float) -> None:
     # TRL's has no float64.

@@ -126,7 +126,7 @@ MISTAKES = [
     Mistake("pairs have no weight", lambda: rl.dpo(*[torch.ones(1)] * 4, loss_type="hinge", beta=0.0),
             ValueError, "dpo: beta must be above 0 and finite", "got 0.0"),
     Mistake("half of the labels are wrong", lambda: rl.dpo(*PAIR, loss_type="robust", label_smoothing=0.5),
-            ValueError, "dpo:", "label_smoothing of 'robust' must be at least 0 and below 0.5", "got 0.5"),
+            ValueError, "label_smoothing of 'robust' must be at least 0 and below 0.5", "got 0.5"),
     Mistake("the part of wrong pairs is a percentage", lambda: rl.dpo(*[torch.ones(1)] * 4, label_smoothing=10),
             ValueError, "dpo: label_smoothing must be from 0 to 1", "got 10"),
     Mistake("a discount grows", lambda: rl.gae(-ONE, -ONE, TWO, gamma=1.05),
