@@ -356,7 +356,7 @@ def _make_batches(job: FinetuneJob, tokenizer: Any, module: Any) -> tuple[Exampl
 
 def _make_training(job: FinetuneJob, sources: dict[str, JSONLines], collate: Any) -> ExampleBatches:
     if len(sources) == 1:
-        return ExampleBatches(*sources.values(), job.batch, collate, seed=job.seed)
+        return ExampleBatches(next(iter(sources.values())), job.batch, collate, seed=job.seed)
     weights = {path: weight for path, weight in job.sources.items() if weight is not None}
     return Mixture(sources, weights=weights or None, seed=job.seed).batches(job.batch, collate)
 

@@ -126,8 +126,9 @@ def parse_job(args: argparse.Namespace) -> FinetuneJob:
         FileNotFoundError: the file of options is missing.
     """
     names = [field.name for field in dataclasses.fields(FinetuneJob)]
-    given = {name: value for name, value in vars(args).items() if name in names}
-    job = FinetuneJob(**(_read_settings(args.config) | given | {"train": tuple(args.train)}))
+    given: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
+    given["train"] = tuple(args.train)
+    job = FinetuneJob(**(_read_settings(args.config) | given))
     raise_all(ValueError, "this run cannot start:", [*_find_problems(job)])
     return job
 

@@ -144,7 +144,7 @@ class Placement:
         parts += [f"unreduced={self.unreduced}"] if self.unreduced else []
         parts += [self.memory_kind] if self.memory_kind != "device" else []
         parts += [dtype_name(self.dtype)]
-        parts += [f"code={self.quantization!r}"] if self.quantization is not None else []
+        parts += [f"quantization={self.quantization!r}"] if self.quantization is not None else []
         parts += ["stacked"] if self.stacked else []
         parts += [f"brought={self.brought}"] if self.brought else []
         return f"Placement({', '.join(parts)})"

@@ -64,16 +64,16 @@ class Stored(StoredValue, Protocol):
 
     @property
     def kind(self) -> MemoryKind:
-        """The memory kind of the place."""
+        """Returns the memory kind of the place."""
         ...
 
     @property
     def quantization(self) -> AnyQuantization | None:
-        """The code to which its elements are rounded; None = not rounded."""
+        """Returns the quantization of the elements, or None if they are not rounded."""
         ...
 
     def flat(self) -> "Stored":
-        """The same value as one dim."""
+        """Returns the same value as one dim."""
         ...
 
     def load(self) -> Tensor:

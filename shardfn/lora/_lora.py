@@ -268,7 +268,7 @@ class LoRA:
             out[path] = {"a": a, "b": zeros(shapes["b"], dtype=dtype, device=key.device)}
             if self.dora:
                 w = _initial_value(at[self.sites[path].entries]).to(dtype)
-                w = load(encode(w, Placement(dtype=w.dtype, code=self.quantization)))
+                w = load(encode(w, Placement(dtype=w.dtype, quantization=self.quantization)))
                 out[path]["m"] = torch.linalg.vector_norm(w, dim=-2 if self.fan_in_fan_out else -1)
         return out
 

@@ -129,7 +129,7 @@ def _compute_transport(x: Pairs, better_B: Tensor, other_B: Tensor) -> Tensor:
     return smooth_sigmoid(x.beta * (_sort_rows(better_B, x.axis) - _sort_rows(other_B, x.axis)), x.smoothing)
 
 
-LOSSES: dict[PairLoss, Callable[[Pairs], Tensor]] = {
+LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "sigmoid": lambda x: smooth_sigmoid(x.beta * x.h_B, x.smoothing),
     "sigmoid_norm": lambda x: -F.logsigmoid(x.beta * x.mean_h_B),
     "hinge": lambda x: (1 - x.beta * x.h_B).relu(),

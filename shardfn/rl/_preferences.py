@@ -110,7 +110,7 @@ def dpo(
         Lu et al., Discovering Preference Optimization Algorithms, 2024, https://arxiv.org/abs/2406.08414
         Wang et al., Beyond Reverse KL, 2023 (`f_divergence_type`), https://arxiv.org/abs/2309.16240
     """
-    weights = {loss_type: 1.0} if isinstance(loss_type, str) else loss_type
+    weights: dict[str, float] = {loss_type: 1.0} if isinstance(loss_type, str) else {**loss_type}
     lengths = {"chosen_lengths_B": chosen_lengths_B, "rejected_lengths_B": rejected_lengths_B}
     both = chosen_lengths_B is not None and rejected_lengths_B is not None
     check_losses(weights, label_smoothing, f_divergence_type, f_alpha_divergence_coef, discopop_tau, both)
@@ -118,10 +118,12 @@ def dpo(
     references = {"ref_chosen_B": ref_chosen_B, "ref_rejected_B": ref_rejected_B}
     check_shapes("dpo", chosen_B=chosen_B, rejected_B=rejected_B, **references, **lengths)
     ratios = chosen_B - ref_chosen_B, rejected_B - ref_rejected_B
-    scores = (score_ratios(x_B, f_divergence_type, f_alpha_divergence_coef) for x_B in ratios)
+    c_B, r_B = (score_ratios(x_B, f_divergence_type, f_alpha_divergence_coef) for x_B in ratios)
     differences = chosen_B - rejected_B, ref_chosen_B - ref_rejected_B
-    n_B = (chosen_lengths_B, rejected_lengths_B) if both else None
-    pairs = Pairs(*ratios, *scores, differences, n_B, beta, label_smoothing, discopop_tau, axis)
+    n_B = None
+    if chosen_lengths_B is not None and rejected_lengths_B is not None:
+        n_B = chosen_lengths_B, rejected_lengths_B
+    pairs = Pairs(*ratios, c_B, r_B, differences, n_B, beta, label_smoothing, discopop_tau, axis)
     rows = [weight * LOSSES[name](pairs) for name, weight in weights.items()]
     return row_mean(functools.reduce(torch.add, rows))
 

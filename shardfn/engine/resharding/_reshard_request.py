@@ -197,7 +197,7 @@ def _find_problems(t: Transit, *, pure: bool) -> Iterator[str]:
         yield from write_problems(write)
     yield from t.asked.problems(tuple(t.x.shape), t.mesh)
     if t.asked.quantization is not None:
-        yield "a GlobalTensor holds elements, no codes; leave out code="
+        yield "a GlobalTensor holds elements, no codes; leave out quantization="
     if t.asked.unreduced:
         yield "a GlobalTensor is no sum that is still to be taken; leave out unreduced="
     if t.mesh.closed:
