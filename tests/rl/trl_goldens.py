@@ -191,7 +191,7 @@ def run(trainer: Any, one: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_pairs(batch: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
-    """The loss of DPOTrainer, where the tokens of the better answers are "logprobs" and those of the others "old"."""
+    """Returns the loss of DPOTrainer, where the tokens of the better answers are "logprobs" and those of the others "old"."""
     x = {name: torch.tensor(value, dtype=torch.float64) for name, value in batch.items()}
     policy, lengths = [x["logprobs"].requires_grad_(), x["old"].requires_grad_()], x["lengths"].long()
     counts = torch.cat((lengths, lengths.flip(0)))
@@ -216,7 +216,7 @@ def of_pairs(batch: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_answers(batch: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
-    """The loss of KTOTrainer, where answers with a positive advantage are wanted."""
+    """Returns the loss of KTOTrainer, where answers with a positive advantage are wanted."""
     x = {name: torch.tensor(value, dtype=torch.float64) for name, value in batch.items()}
     policy, lengths = x["logprobs"].requires_grad_(), x["lengths"].long()
     mask = torch.arange(policy.shape[1]) < lengths[:, None]
@@ -241,7 +241,7 @@ def of_answers(batch: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_cpo(batch: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
-    """The loss of CPOTrainer, of means over tokens for "simpo"."""
+    """Returns the loss of CPOTrainer, of means over tokens for "simpo"."""
     x = {name: torch.tensor(value, dtype=torch.float64) for name, value in batch.items()}
     policy, lengths = [x["logprobs"].requires_grad_(), x["old"].requires_grad_()], x["lengths"].long()
     counts = [lengths, lengths.flip(0)]
@@ -255,7 +255,7 @@ def of_cpo(batch: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_rewards(batch: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
-    """The loss of RewardTrainer, where rewards are the first columns of "logprobs" and "old"."""
+    """Returns the loss of RewardTrainer, where rewards are the first columns of "logprobs" and "old"."""
     x = {name: torch.tensor(value, dtype=torch.float64) for name, value in batch.items()}
     rewards = torch.cat((x["logprobs"][:, 0], x["old"][:, 0])).requires_grad_()
     args = types.SimpleNamespace(center_rewards_coefficient=how.get("center_rewards_coefficient"))
@@ -276,7 +276,7 @@ def of_rewards(batch: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_table(how: dict[str, Any]) -> list[float]:
-    """The advantages of GRPOTrainer, by the lines of its source that compute them, and weights 1 and 2."""
+    """Returns the advantages of GRPOTrainer, by the lines of its source that compute them, and weights 1 and 2."""
     text = inspect.getsource(GRPOTrainer._generate_and_score_completions)
     start = text.index("        # A completion for which every reward function returned None")
     end = text.index("        # Slice to keep only the local part of the data")
@@ -288,7 +288,7 @@ def of_table(how: dict[str, Any]) -> list[float]:
 
 
 def model_of(logprobs: torch.Tensor, mask: torch.Tensor) -> Any:
-    """A model whose labels have these log probabilities."""
+    """Returns a model whose labels have these log probabilities."""
     zeros = torch.zeros_like(logprobs)
     outputs = types.SimpleNamespace(
         log_probs=logprobs * mask, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool(), log_sum_sq_probs=zeros
