@@ -191,7 +191,7 @@ def run(trainer: Any, one: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_pairs(batch: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
-    """Returns the loss of DPOTrainer, where the tokens of the better answers are "logprobs" and those of the others "old"."""
+    """Returns the loss of DPOTrainer: tokens of the better answers are "logprobs", and those of the others "old"."""
     x = {name: torch.tensor(value, dtype=torch.float64) for name, value in batch.items()}
     policy, lengths = [x["logprobs"].requires_grad_(), x["old"].requires_grad_()], x["lengths"].long()
     counts = torch.cat((lengths, lengths.flip(0)))
