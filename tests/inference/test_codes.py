@@ -179,7 +179,7 @@ def test_refusals() -> None:
         ValueError, match=r"blocks.0.wq is quantized, which only linear layers of Config\(batch_invariant=True\)"
     ):
         gpt.pack(plain, as_blocks(plain, params, "int8"))
-    with pytest.raises(ValueError, match="embed is in codes, which only linear layers"):
+    with pytest.raises(ValueError, match="embed is quantized, which only linear layers"):
         gpt.pack(config, params | {"embed": kernels.quantize_blocks(params["embed"], "int8")})
     with pytest.raises(ValueError, match=r"head.. is \(13, 67\), and the model's is \(13, 64\)"):
         gpt.pack(config, params | {"head": torch.zeros(13, 67, dtype=torch.uint8)})

@@ -287,7 +287,9 @@ def test_refusals(world: int) -> None:
         ).init({"w": torch.arange(4), "v": torch.ones(2)})
     plain = made(specs=with_adapters(params, None)[0].specs, trainable=lora.trainable)
     state = plain.init(tree)
-    with pytest.raises(ValueError, match=r"is kept as P\(\) at 'device'; here it is P\(\) at 'device' in codes int4"):
+    with pytest.raises(
+        ValueError, match=r"is kept as P\(\) at 'device'; here it is P\(\) at 'device' quantized as int4"
+    ):
         made(specs=lora.specs, trainable=lora.trainable)(state, batches()[0])
 
 

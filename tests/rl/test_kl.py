@@ -111,9 +111,9 @@ def test_beta_follows_the_divergence(divergence: float, wanted: float) -> None:
 
 
 def test_beta_follows_only_numbers() -> None:
-    with pytest.raises(ValueError, match="beta is 0; it must be above 0 and finite"):
+    with pytest.raises(ValueError, match="beta must be above 0 and finite, got 0"):
         rl.follow_divergence(0, 0.1, 0.1)
-    with pytest.raises(ValueError, match=r"target is -0.1; it must be above 0 and finite"):
+    with pytest.raises(ValueError, match=r"target must be above 0 and finite, got -0.1"):
         rl.follow_divergence(0.1, 0.1, -0.1)
     with pytest.raises(ValueError, match=r"divergence is nan, of a target of 0.1; .* look at the parameters"):
         rl.follow_divergence(0.1, torch.nan, 0.1)
