@@ -15,8 +15,8 @@ For a leaf of shape S, in T blocks along the axes that are not averaged over, P 
 
 where each of the T rows of N begins with its block, row-major. In the shape of the leaf the residuals are `[P, *S]` and
 `[*S]`, equal for every spec. So residuals are read into the shape of the leaf, and then cut again. Where P changes,
-every new rank gets the mean of the old ranks' errors, as in `optim.rebalance_residuals`. For example, all ranks of a new run
-with P = 2 get the mean of 4 old errors.
+every new rank gets the mean of the old ranks' errors, as in `optim.rebalance_residuals`. For example, all ranks of a
+new run with P = 2 get the mean of 4 old errors.
 """
 
 import itertools
