@@ -59,7 +59,21 @@ def gpt_from_hf(
     """
     config = gpt_config(read_config(directory), **changes)
     archive = Archive(directory)
-    kind = read_config(directory)["model_type"]
+    return config, params_of_archive(archive, config, read_config(directory)["model_type"], dtype)
+
+
+def params_of_archive(archive: Any, config: gpt.Config, kind: str, dtype: torch.dtype | None) -> gpt.Params:
+    """Returns deferred parameters of a model from tensors under the names of transformers.
+
+    Args:
+        archive: `Archive` of the files, or another mapping from names to shapes and dtypes with a method `box`.
+        config: config of the model.
+        kind: model type of transformers, which has the layout.
+        dtype: dtype of the parameters. None: the dtype of the tensors.
+
+    Raises:
+        ValueError: tensors are missing, left over, or of another shape or dtype. The message lists all.
+    """
     table = rows(config, kind)
     prefix = _name_prefix(archive, table)
     _check_names(archive, table, config, prefix, dtype)
@@ -74,7 +88,7 @@ def gpt_from_hf(
     per_block = [row for row in table if len(row.path) == 2]
     layers = [{row.path[1]: draw_leaf(row, i) for row in per_block} for i in range(config.num_layers)]
     params["blocks"] = {n: _stack_layers([x[n] for x in layers]) for n in layers[0]} if config.stacked else layers
-    return config, params
+    return params
 
 
 def gpt_to_hf(
