@@ -1,20 +1,21 @@
-"""The weights of transformers' GPT-2, Llama, Mistral, Qwen2 and BLOOM as parameters of `models.gpt`, and back."""
+"""Weights of transformers' GPT-2, Llama, Mistral, Qwen2 and BLOOM as parameters of `models.gpt`, and back."""
 
 import json
 import os
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn.core import Draw, raise_all, tree_leaves
+from shardfn.interop.leaves import Archive, ArchiveWriter, WrittenByFirst, gather_layer, gather_leaf
+from shardfn.interop.quantized import QuantizedArchive, open_archive
+from shardfn.kernels import BLOCK_BYTES, GROUP
 from shardfn.models import gpt
 
-from ._archive import Archive, ArchiveWriter
-from ._gathered_leaf import WrittenByFirst, layer_of, whole
 from ._hf_config import gpt_config, hf_config, read_config
 from ._layouts import Row, empty_for, rows
 
@@ -25,16 +26,21 @@ _PASSED_OVER = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|attent
 
 
 def gpt_from_hf(
-    directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **changes: Any
+    directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, keep_codes: bool = False, **changes: Any
 ) -> tuple[gpt.Config, gpt.Params]:
     """Returns a model of transformers as a `Config` and parameters that are read at their use.
 
     Only headers are read here. The leaves are deferred: `step.init(params)` reads only the rows and columns of this
     rank, so that at most one leaf is in memory beyond the rank's own parts.
 
+    Quantised files of GPTQ, AWQ, compressed-tensors and fp8 in blocks are decoded during the reading.
+
     Args:
         directory: directory with `config.json`, and `model.safetensors` or several files with an index.
         dtype: dtype to convert to. Default: the dtype of the files, which must then be a single dtype.
+        keep_codes: whether weights of quantised files are blocks of codes, uint8, as `decoder(config)` of a
+            batch-invariant config reads them. Only weights that codes of the kernels hold exactly. All other weights
+            are decoded.
         **changes: other fields of the `Config`, such as `stacked=True` or `per_head=True`.
 
     Returns:
@@ -58,11 +64,19 @@ def gpt_from_hf(
         Draw(shape=(2, 32, 32), dtype=torch.float32, device=cpu)
     """
     config = gpt_config(read_config(directory), **changes)
-    archive = Archive(directory)
-    return config, params_of_archive(archive, config, read_config(directory)["model_type"], dtype)
+    archive = open_archive(directory)
+    codes = archive.codes if keep_codes and isinstance(archive, QuantizedArchive) else {}
+    if keep_codes and (config.stacked or config.per_head):
+        raise ValueError(
+            f"gpt_from_hf(keep_codes=True) must have layers one by one and heads in one dim, got"
+            f" stacked={config.stacked}, per_head={config.per_head}."
+        )
+    return config, params_of_archive(archive, config, read_config(directory)["model_type"], dtype, codes)
 
 
-def params_of_archive(archive: Any, config: gpt.Config, kind: str, dtype: torch.dtype | None) -> gpt.Params:
+def params_of_archive(
+    archive: Any, config: gpt.Config, kind: str, dtype: torch.dtype | None, codes: Collection[str] = ()
+) -> gpt.Params:
     """Returns deferred parameters of a model from tensors under the names of transformers.
 
     Args:
@@ -70,6 +84,7 @@ def params_of_archive(archive: Any, config: gpt.Config, kind: str, dtype: torch.
         config: config of the model.
         kind: model type of transformers, which has the layout.
         dtype: dtype of the parameters. None: the dtype of the tensors.
+        codes: names of weights that stay blocks of codes, of a `QuantizedArchive`.
 
     Raises:
         ValueError: tensors are missing, left over, or of another shape or dtype. The message lists all.
@@ -77,12 +92,14 @@ def params_of_archive(archive: Any, config: gpt.Config, kind: str, dtype: torch.
     table = rows(config, kind)
     prefix = _name_prefix(archive, table)
     _check_names(archive, table, config, prefix, dtype)
-    dtype = dtype or archive[prefix(table[0].name)].dtype
+    made: torch.dtype = dtype or archive[prefix(table[0].name)].dtype
 
     def draw_leaf(row: Row, i: int | None = None) -> Draw:
         name = prefix(row.name if i is None else row.name.format(i))
+        if isinstance(archive, QuantizedArchive) and name in codes and row.path[-1] != "embed":
+            return _draw_blocks(archive, name)
         shape = _leaf_shape(config, row)
-        return Draw(lambda at: _read_block(archive, name, row, shape, at).to(dtype), shape, dtype, torch.device("cpu"))
+        return Draw(lambda at: _read_block(archive, name, row, shape, at).to(made), shape, made, torch.device("cpu"))
 
     params: dict[str, Any] = {row.path[0]: draw_leaf(row) for row in table if len(row.path) == 1}
     per_block = [row for row in table if len(row.path) == 2]
@@ -159,7 +176,7 @@ def _yield_tensors(
         target = None
         for row in group:
             x = leaves[row.path]
-            one = whole(x) if not per_block else whole(x[i]) if isinstance(x, list) else layer_of(x, i)
+            one = gather_leaf(x) if not per_block else gather_leaf(x[i]) if isinstance(x, list) else gather_layer(x, i)
             target = empty_for(row, dtype or one.dtype) if target is None else target
             row.of(target).copy_(one.reshape(row.base))
         assert target is not None
@@ -182,7 +199,9 @@ def _merge_heads(base: tuple[int, ...], at: int) -> tuple[int, ...]:
     return (*base[:at], base[at] * base[at + 1], *base[at + 2 :])
 
 
-def _read_block(archive: Archive, name: str, row: Row, shape: tuple[int, ...], slices: Slices) -> Tensor:
+def _read_block(
+    archive: Archive | QuantizedArchive, name: str, row: Row, shape: tuple[int, ...], slices: Slices
+) -> Tensor:
     """Returns the part `slices` of a leaf, read from a box of the tensor."""
     box = [s.indices(n)[:2] for s, n in zip((*slices, *[slice(None)] * len(shape)), shape, strict=False)]
     box = [(lo, max(lo, hi)) for lo, hi in box]
@@ -206,6 +225,21 @@ def _read_block(archive: Archive, name: str, row: Row, shape: tuple[int, ...], s
     return x.contiguous()
 
 
+def _draw_blocks(archive: QuantizedArchive, name: str) -> Draw:
+    """Returns the blocks of codes of a weight [N, K], uint8, that are read at their use."""
+    n, k = archive[name].shape
+    size = BLOCK_BYTES[archive.codes[name]]
+
+    def read_blocks(slices: Slices) -> Tensor:
+        rows, columns = (s.indices(m)[:2] for s, m in zip((*slices, *[slice(None)] * 2), shape, strict=False))
+        groups = columns[0] // size, -(-columns[1] // size)
+        found = archive.blocks(name, (rows[0], max(rows)), (groups[0], max(groups)))
+        return found[:, columns[0] - groups[0] * size :][:, : max(columns) - columns[0]]
+
+    shape = n, k // GROUP * size
+    return Draw(read_blocks, shape, torch.uint8, torch.device("cpu"))
+
+
 def _stack_layers(layers: list[Draw]) -> Draw:
     """Returns the layers' leaves as a single leaf. A block is filled layer by layer."""
     like = layers[0]
@@ -224,7 +258,7 @@ def _stack_layers(layers: list[Draw]) -> Draw:
     return Draw(read_block, (len(layers), *like.shape), like.dtype, like.device)
 
 
-def _name_prefix(archive: Archive, table: list[Row]) -> Callable[[str], str]:
+def _name_prefix(archive: Archive | QuantizedArchive, table: list[Row]) -> Callable[[str], str]:
     """Returns the prefix of names: files of a model without its head lack the model's name."""
     start = table[0].name.split(".")[0] + "."
     bare = not any(name.startswith(start) for name in archive)
@@ -232,7 +266,7 @@ def _name_prefix(archive: Archive, table: list[Row]) -> Callable[[str], str]:
 
 
 def _check_names(
-    archive: Archive, table: list[Row], config: gpt.Config, prefix: Any, dtype: torch.dtype | None
+    archive: Archive | QuantizedArchive, table: list[Row], config: gpt.Config, prefix: Any, dtype: torch.dtype | None
 ) -> None:
     wanted = {prefix(r.name.format(i)): r for r in table for i in range(config.num_layers if len(r.path) == 2 else 1)}
     problems = [
