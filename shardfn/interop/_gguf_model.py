@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfn.core import raise_all
-from shardfn.kernels import BLOCK_BYTES, Codes
+from shardfn.kernels import BLOCK_BYTES, Quantization
 from shardfn.models import gpt
 
 from ._gguf import GGUFFile
@@ -50,7 +50,7 @@ _INNER = {
 }
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # Kinds of blocks that linear layers of the engine read as they are.
-_READ: dict[str, Codes] = {"Q8_0": "int8", "Q4_1": "int4"}
+_READ: dict[str, Quantization] = {"Q8_0": "int8", "Q4_1": "int4"}
 
 
 class _Stored(NamedTuple):

@@ -69,9 +69,9 @@ def model_file(config: gpt.Config, params: Any, kind: str | None = None, **chang
             tensors[name] = F32, order(x), tuple(x.shape)
             return x
         codes: Any = "int8" if "attn_v" in name else kind
-        blocks = kernels.code_blocks(x, codes)
+        blocks = kernels.quantize_blocks(x, codes)
         tensors[name] = {"int8": Q8_0, "int4": Q4_1}[codes], order(blocks), tuple(x.shape)
-        return kernels.decode_blocks(blocks, x.shape[-1])
+        return kernels.dequantize_blocks(blocks, x.shape[-1])
 
     made: dict[str, Any] = {"embed": add("token_embd.weight", params["embed"])}
     made["norm_w"] = add("output_norm.weight", params["norm_w"])
