@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -54,7 +55,7 @@ class ModuleReplay(Replacement):
                 f" experts; pass [B, T, {len(found)}, k]: the routes of an engine of this model."
             )
         parts = dict(named_modules(module))
-        chosen_mSk = chosen.flatten(0, -3).movedim(1, 0)
+        chosen_mSk = rearrange(chosen, "... m k -> m (...) k")
         self._layers = [
             (parts[path.rpartition(".")[0]], _Chosen(path, experts.num_experts, own_Sk.long()))
             for own_Sk, (path, experts) in zip(chosen_mSk, found.items(), strict=True)
