@@ -52,7 +52,7 @@ class ModuleReplay(Replacement):
         if chosen.ndim < 3 or chosen.shape[-2] != len(found):
             raise ValueError(
                 f"replaying: chosen has shape {tuple(chosen.shape)}, and {len(found)} layers of this {name} have"
-                f" experts; pass [B, T, {len(found)}, k]: the routes of an engine of this model."
+                f" experts. Pass [B, T, {len(found)}, k]: the routes of an engine of this model."
             )
         parts = dict(named_modules(module))
         chosen_mSk = rearrange(chosen, "... m k -> m (...) k")
