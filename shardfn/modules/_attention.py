@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from shardfn._torch import ConvNd
@@ -238,7 +237,7 @@ def routed_attention(
         ],
     )
     call.num_calls += 1
-    q_BTHK, k_BSGK, v_BSGK = (rearrange(x, "b h t k -> b t h k") for x in (query, key, value))
+    q_BTHK, k_BSGK, v_BSGK = (x.transpose(1, 2) for x in (query, key, value))
     mask = call.mask(q_BTHK, causal=causal, window=window, chunk=_chunk_size(module))
     mask = mask & call.dropped(dropout) if dropout else mask
     sinks_H = kwargs.get("s_aux")
