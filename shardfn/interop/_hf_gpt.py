@@ -305,4 +305,4 @@ def _check_leaves(leaves: dict[tuple[str, ...], Any], config: gpt.Config, table:
         shapes = {tuple(y.shape) for y in x} if isinstance(x, list) else {None if x is None else tuple(x.shape)}
         if shapes != {shape}:
             problems.append(f"params/{'/'.join(row.path)} is {sorted(map(str, shapes))}, but {shape} by the config")
-    raise_all(ValueError, "gpt_to_hf: these leaves do not fit; pass the config that they were made with:", problems)
+    raise_all(ValueError, "gpt_to_hf: these leaves do not fit. Pass the config that they were made with:", problems)
