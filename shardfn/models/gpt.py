@@ -79,8 +79,8 @@ def apply(
             of `rl.Rollout.routes`. -1 is a choice without an expert. The routers' weights and gradients are as before.
         bias: biases of the experts in each of the m layers with experts, used only in the choice: `model_state["bias"]`
             of `models.moe`, which a config with `bias_rate` needs.
-        at: positions of each row whose logits are returned, such as `rl.answer_positions`. The head multiplies no other
-            positions. None is all positions.
+        at: positions of each row whose logits are returned, such as `rl.completion_positions`. The head multiplies only
+            them. None is all positions.
 
     Returns:
         [B, T, V], or [B, S, V] with `at`: all logits, or this rank's part of V, which `all_gather_invariant(logits,
@@ -400,7 +400,8 @@ def stages_and_seen(
         x_BTD = _dropout(config, cut, key, x_BTD, index_B)
         h = {"x": x_BTD, "position": positions_T}
         h |= {name: batch[name] for name in ("segment_ids", "mask") if name in batch}
-        h |= {"balance": x_BTD.new_zeros(())} if config.experts else {}
+        # A sum of no tokens is 0, and varies along the axes of the tokens, as the balance of layers does.
+        h |= {"balance": tokens_BT.flatten()[:0].sum().to(x_BTD.dtype)} if config.experts else {}
         if "routes" in batch:  # each layer takes the first ones and puts them last; NCCL sends no int16
             h["routes"] = _by_layer(config, batch["routes"], tokens_BT).int().contiguous()
         return h | ({} if key is None or index_B is None else {"index": index_B})

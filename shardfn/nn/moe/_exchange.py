@@ -32,7 +32,17 @@ from shardfn.collectives import (
     rows_as,
     values_are_known,
 )
-from shardfn.core import Axes, P, PyTree, checkpoint_name, named_leaves, raise_all, same_again, tree_leaves, tree_map
+from shardfn.core import (
+    Axes,
+    P,
+    PyTree,
+    check_recompute,
+    checkpoint_name,
+    named_leaves,
+    raise_all,
+    tree_leaves,
+    tree_map,
+)
 from shardfn.nn import BatchInvariantWeight, all_ranges, enter_parallel, leave_parallel, linear, own_range, runs_as_ops
 
 from ._experts import ExpertFunction
@@ -371,7 +381,7 @@ def apply(
             f"{name}: the routing must be of the {len(x_SD)} tokens of x, got {len(routing.experts)}."
             " Route the same tokens."
         )
-    same_again(routing.experts, f"{name}: the experts of tokens")
+    check_recompute(routing.experts, f"{name}: the experts of tokens")
     return exchange.run(experts, params, x_SD, routing, name=name)
 
 
