@@ -38,7 +38,7 @@ def step_lines(
     unwrapped: Unwrapped, parts: StepParts, plan: Plan, key: Tensor | None, state_specs: PyTree
 ) -> list[str]:
     """Returns the facts that ranks agree on before the first transfer, besides the layout, one a line."""
-    flags = f"donate {parts.donate} skip_nonfinite {parts.skip_nonfinite} has_aux {parts.has_aux}"
+    flags = f"donate {parts.donate} skip_nonfinite {parts.skip_nonfinite} has_aux {parts.has_aux} count {parts.count}"
     kept = [f"state_specs {state_specs}"] if parts.has_state else []
     kept += [] if parts.finish is None else describe(parts.finish, "finish")
     seed = f"key {None if key is None else key.tolist()}"

@@ -283,10 +283,10 @@ def _list_other_inputs(model_state: PyTree, *, donated: bool) -> list[Input]:
 
 
 def _loss_inputs(plan: Plan, args: tuple[Any, ...], scale: Tensor | None) -> list[Input]:
-    """Returns the inputs of a program for the other arguments of a loss: batch, key, and the factor of the loss."""
+    """Returns the inputs of a program for the other arguments of a loss: batch, key, number of the step, loss scale."""
     named = zip(tree_paths(args[0], "batch"), tree_leaves(args[0]), strict=True)
     out = [Input(path, "batch", x, plan.batch_axes) for path, x in named]
-    out += [Input("key", "other", x) for x in args[1:]]
+    out += [Input("key" if x.ndim else "step", "other", x) for x in args[1:]]
     return out if scale is None else [*out, Input("loss_scale", "other", scale)]
 
 

@@ -16,6 +16,7 @@ from ._accumulated import (
 )
 from ._bounded_cache import BoundedCache as BoundedCache
 from ._callable import (
+    check_count as check_count,
     check_loss as check_loss,
     check_metrics as check_metrics,
     function_name as function_name,
@@ -117,6 +118,7 @@ from ._unequal import (
     naming_unequal as naming_unequal,
 )
 from ._unwrap import (
+    pass_count as pass_count,
     trained_leaves as trained_leaves,
     Unwrapped as Unwrapped,
     check_state as check_state,

@@ -7,11 +7,40 @@ from typing import Any, NamedTuple
 from shardfn.core import PyTree
 
 from ._accumulated import Accumulated
+from ._callable import function_name
 from ._jitted import Jitted
 from ._loss import Loss
 from ._mixed import Mixed
 from ._model_state import past_the_batch
-from ._transform_order import taken_over
+from ._transform_order import Transform, taken_over
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedLoss:
+    """Loss that gets its last argument, the number of the step, by the name `step`.
+
+    Transforms pass all arguments behind the batch on by position.
+
+    Attributes:
+        inner: loss with an argument `step`.
+    """
+
+    inner: Loss
+
+    def __call__(self, *args: Any) -> Any:
+        """Returns the loss."""
+        return self.inner(*args[:-1], step=args[-1])
+
+    @property
+    def __name__(self) -> str:  # in errors
+        return function_name(self.inner)
+
+
+def pass_count(loss: Loss) -> Loss:
+    """Returns a loss that takes the number of the step as its last argument, inside the transforms around it."""
+    if isinstance(loss, Transform) and hasattr(loss, "inner"):
+        return dataclasses.replace(loss, inner=pass_count(loss.inner))  # pyright: ignore
+    return CountedLoss(loss)
 
 
 class Unwrapped(NamedTuple):
@@ -28,18 +57,21 @@ class Unwrapped(NamedTuple):
     mixed: Mixed | None = None
 
 
-def unwrap(loss: Callable[..., Any], *, has_state: bool = False) -> Unwrapped:
+def unwrap(loss: Callable[..., Any], *, has_state: bool = False, count: bool = False) -> Unwrapped:
     """Sorts `jit`, `accumulate` and `mixed_precision`, which mean the same step in any order.
 
     Args:
         loss: the loss.
         has_state: whether the loss takes and returns a model state, past all these transforms.
+        count: whether the loss takes the number of the step, which is then the last argument.
 
     Raises:
         ValueError: the loss is jitted twice, or has two policies, or a transform was made with has_state=True.
     """
     _refuse_unannounced_state(loss, has_state=has_state)
     around, inner = taken_over(loss)
+    if count:
+        inner = with_count() if (with_count := getattr(inner, "with_count", None)) else pass_count(inner)
     if has_state:
         inner = with_state() if (with_state := getattr(inner, "with_state", None)) else past_the_batch(inner)
     named = {x.transform: x for x in around}

@@ -27,6 +27,7 @@ class StepParts:
         schedule: the forwards and backwards of the microbatches, in the order in which all ranks run them.
         table: table in a pipeline, the actions that each rank runs instead, or None if all ranks run the same.
         finish: the end of the step for the model state, or None for a step without one.
+        count: whether the loss takes the number of the step.
     """
 
     loss: Loss
@@ -39,6 +40,7 @@ class StepParts:
     schedule: Actions
     table: PipelineSchedule | None = None
     finish: Finish | None = None
+    count: bool = False
 
     @property
     def skips(self) -> bool:
