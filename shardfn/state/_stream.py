@@ -137,7 +137,7 @@ class _Stream:
             if i not in done.measures:
                 assert grad is not None
                 x = load(grad.held)
-                done.measures[i] = measure(x if u.scale is None else x * u.scale.to(x.device))
+                done.measures[i] = measure(x if u.scale is None else x * u.scale.to(x.device), u.specs[i])
             out.append(done.measures[i].to(u.device))
         return out
 

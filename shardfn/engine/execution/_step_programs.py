@@ -26,7 +26,8 @@ from shardfn.state import TrainState, apart, as_graph_value, scale_of, taken
 
 from ._graphs import Graphs, ProgramCall, Ready, signature
 from ._program import CapturedProgram, Input, Program, ProgramResults, capture_program
-from ._step_run import StepRun, UpdateArgs, found_of, one_step, run_gradients, run_step, run_update, skipped
+from ._step_parts import check_backend
+from ._step_run import StepRun, UpdateArgs, exact, found_of, one_step, run_gradients, run_step, run_update, skipped
 from ._update import blocks_of, next_state, update, update_blocks
 
 Result = TypeVar("Result")
@@ -123,7 +124,12 @@ class StepPrograms:
     def compile(
         self, program: CapturedProgram, backend: str | None, comms: Comms
     ) -> Callable[[Plan, TrainState, tuple[Any, ...]], ProgramCall[Stepped]]:
-        """Returns a lowered step, which is called as `step` is. Collective."""
+        """Returns a lowered step, which is called as `step` is. Collective.
+
+        Raises:
+            ValueError: sums are canonical, and the back end is not "graph".
+        """
+        check_backend(program.plan, self.graphs.resolve(backend))
         ready = self.graphs.compile(program, backend, comms)
 
         def call(plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[Stepped]:
@@ -249,7 +255,7 @@ def update_program(
 
     def run(plan: Plan, comms: Comms, values: list[Any]) -> ProgramResults:
         blocks, opt_state, own, kept = tree_unflatten(treedef, values)
-        with torch.no_grad():
+        with torch.no_grad(), exact(plan):
             comms.mark("update")
             kept = finished(finish, kept)
             blocks, opt_state = update_blocks(

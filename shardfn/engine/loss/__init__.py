@@ -9,6 +9,7 @@ from ._accumulated import (
     Split as Split,
     cut_ahead as cut_ahead,
     cut_rows as cut_rows,
+    cuts_by_function as cuts_by_function,
     fold as fold,
     microbatches as microbatches,
     num_microbatches as num_microbatches,

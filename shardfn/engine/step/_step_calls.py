@@ -32,6 +32,7 @@ from shardfn.engine.transfers import (
     FoundGradients,
     StepParts,
     advanced,
+    check_chunk_states,
     check_gradients,
     commit,
     describe_rows,
@@ -80,6 +81,8 @@ class Admission:
         check_alive(state)
         plan = in_phase(self.planner.plan_of(state), self.parts.optimizer, state.opt_state)
         self._check_kept(state)
+        if plan.chunks is not None:
+            check_chunk_states(state.model_state, plan.batch_axes)
         return plan
 
     def pure(self, state: TrainState) -> Plan:

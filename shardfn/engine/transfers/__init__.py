@@ -1,6 +1,8 @@
 """Transfers of one step: gathers, reductions, sums of gradients, refreshes."""
 
 from ._canonical import (
+    ChunkStates as ChunkStates,
+    check_chunk_states as check_chunk_states,
     chunks_of as chunks_of,
     describe_rows as describe_rows,
     summed_squares as summed_squares,

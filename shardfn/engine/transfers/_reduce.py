@@ -60,6 +60,7 @@ class Reducer:
         stage: stage.
         queue: the units on their way.
         store: the sums.
+        chunks: chunks of this rank, or None.
         received: whether any leaf has got a gradient on this rank, in any backward so far.
     """
 
@@ -75,6 +76,7 @@ class Reducer:
         ways = [plan.layers[unit.leaves[0]].ways.reduce for unit in plan.reduce_units]
         self._wires = [SumWire(channels, way, x.packing) for way, x in zip(ways, plan.reduce_units, strict=True)]
         self._local = LocalSums(plan)
+        self.chunks = chunks
         self._chunks = None if chunks is None else ChunkSums(chunks, functools.partial(_make_zeros, plan))
         self.store = GradientStore(plan, self._wires, late_axes)
         self.queue = SendQueue(order)
