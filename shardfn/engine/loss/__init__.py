@@ -1,6 +1,6 @@
 """A loss and the transforms around: order, microbatches, precision, model state, checks."""
 
-from ._abstract import (
+from ._model_state import (
     abstract_leaves as abstract_leaves,
     is_abstract as is_abstract,
 )
@@ -15,7 +15,7 @@ from ._accumulated import (
     num_microbatches as num_microbatches,
     of_whole_batch as of_whole_batch,
 )
-from ._bounded_cache import BoundedCache as BoundedCache
+from ._graph_cache import BoundedCache as BoundedCache
 from ._callable import (
     check_count as check_count,
     check_loss as check_loss,
@@ -37,11 +37,11 @@ from ._check import (
     is_spec as is_spec,
     told_before as told_before,
 )
-from ._describe_step import (
+from ._unwrap import (
     describe_function as describe_function,
     describe_step as describe_step,
 )
-from ._finish import (
+from ._model_state import (
     Finish as Finish,
     check_finish as check_finish,
     finished as finished,
@@ -114,7 +114,7 @@ from ._transform_order import (
     check_order as check_order,
     taken_over as taken_over,
 )
-from ._unequal import (
+from ._check import (
     UnequalBatchesError as UnequalBatchesError,
     naming_unequal as naming_unequal,
 )

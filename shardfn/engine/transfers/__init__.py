@@ -35,7 +35,7 @@ from ._microbatch_runner import (
     Seed as Seed,
     Whole as Whole,
 )
-from ._outcome import (
+from ._reduce import (
     BackwardResult as BackwardResult,
     WEIGHTED as WEIGHTED,
     agree_on_outcome as agree_on_outcome,
@@ -64,7 +64,7 @@ from ._reduce import (
 from ._refresh import (
     refresh as refresh,
 )
-from ._schedule import (
+from ._step import (
     accumulation as accumulation,
     check_schedule as check_schedule,
 )
