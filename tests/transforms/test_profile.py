@@ -12,6 +12,7 @@ import shardfn as sf
 from shardfn.core import RankError
 from shardfn.engine.agreement import _profiled
 from shardfn.engine.step import _lower
+from shardfn.engine.transfers import _gather
 from shardfn.graph import cluster
 from shardfn.testing import distributed
 from shardfn.transforms import ShardedStep, StepProfile
