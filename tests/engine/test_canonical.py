@@ -15,7 +15,7 @@ from shardfn import optim
 from shardfn.collectives import bind_mesh
 from shardfn.core import tree_leaves
 from shardfn.engine import Chunks, tree_sum
-from shardfn.engine.transfers._canonical import summed_squares
+from shardfn.engine.transfers._canonical import sum_all_squares
 from shardfn.models import gpt
 from shardfn.testing import distributed
 
@@ -188,7 +188,7 @@ def test_a_nan_on_one_rank_is_in_the_norm(world: int) -> None:
     for bad in range(world):
         x = torch.full((3,), torch.nan if dist.get_rank() == bad else 1.0)
         with bind_mesh(mesh):
-            assert summed_squares([x], ("dp",)).isnan()
+            assert sum_all_squares([x], ("dp",)).isnan()
 
 
 def test_unsupported_combinations_are_named() -> None:

@@ -155,11 +155,11 @@ class Performer:
         drawing = warning_of_draws(plan.mesh.device) if first else contextlib.nullcontext()
         state, states = self._model_state, self._states
         if states is not None:
-            state.now = states.before(action.microbatch, state.now)
+            state.now = states.start_part(action.microbatch, state.now)
         with kept, state.through(), self._record_products(action), drawing, plan.follows():
             value = self._course.forward(action, self._params)
         if states is not None:
-            states.after(action.microbatch, state.now)
+            states.end_part(action.microbatch, state.now)
         self._book.watch.check("the loss")
         if value is not None and self._compares:
             refuse_negative(value.weight)
@@ -260,7 +260,7 @@ class Performer:
             raise NoGradientError(plan.trained)
         comms.mark("update")
         values = self._course.values([self._seen[k] for k in sorted(self._seen)])
-        now = self._model_state.now if self._states is None else self._states.joined(plan.batch_axes)
+        now = self._model_state.now if self._states is None else self._states.join_ranks(plan.batch_axes)
         out = outcome_of(values, self._num, self._reducer, self._course.kept(now))
         if not plan.learnt.reduce_order:
             first: Any = rounds_of(comms, plan).gather(self._reducer.queue.seen)[0]

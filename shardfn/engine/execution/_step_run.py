@@ -28,8 +28,8 @@ from shardfn.engine.transfers import (
     by_leaf,
     measured,
     scaled,
-    summed_squares,
-    summed_values,
+    sum_all_squares,
+    sum_values,
 )
 from shardfn.optim import summing_exactly
 from shardfn.state import Ahead, TrainState, looked_at, scale_of, taken
@@ -345,9 +345,9 @@ def _measure_chunks(
     by_axes: dict[tuple[str, ...], list[StoredValue]] = {}
     for unit in store.units:
         by_axes.setdefault(plan.units_by_norm[unit], []).append(store.share(unit))
-    squares = [summed_squares(x, axes) for axes, x in sorted(by_axes.items())]
+    squares = [sum_all_squares(x, axes) for axes, x in sorted(by_axes.items())]
     norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
-    return _compute_metrics(plan, out, summed_values(out.values, chunks, plan.batch_axes), norm, loss_scale)
+    return _compute_metrics(plan, out, sum_values(out.values, chunks, plan.batch_axes), norm, loss_scale)
 
 
 def named(loss: Tensor, norm: Tensor, aux: Iterable[tuple[str, Tensor]], loss_scale: Tensor | None) -> Metrics:

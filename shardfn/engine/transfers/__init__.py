@@ -5,8 +5,8 @@ from ._canonical import (
     check_chunk_states as check_chunk_states,
     chunks_of as chunks_of,
     describe_rows as describe_rows,
-    summed_squares as summed_squares,
-    summed_values as summed_values,
+    sum_all_squares as sum_all_squares,
+    sum_values as sum_values,
 )
 from ._gather import (
     DONE as DONE,

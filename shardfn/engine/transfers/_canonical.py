@@ -170,17 +170,17 @@ class ChunkStates:
         self._start, self._chunks = start, chunks
         self._states: list[list[Tensor]] = []
 
-    def before(self, part: int, now: PyTree) -> PyTree:
+    def start_part(self, part: int, now: PyTree) -> PyTree:
         """Returns the state that part number `part` takes: the first part of a chunk takes the state of the step."""
         return now if part % self._chunks.parts else self._start
 
-    def after(self, part: int, now: PyTree) -> None:
+    def end_part(self, part: int, now: PyTree) -> None:
         """Takes the state that a part returns. The states of a chunk that was run before are dropped."""
         chunk, last = divmod(part + 1, self._chunks.parts)
         if not last and chunk <= self._chunks.num:
             self._states.append(tree_leaves(now))
 
-    def joined(self, axes: tuple[str, ...]) -> PyTree:
+    def join_ranks(self, axes: tuple[str, ...]) -> PyTree:
         """Returns the model state after the step. Collective."""
         leaves, treedef = tree_flatten(self._start)
         columns = zip(*self._states, strict=True)
@@ -290,7 +290,7 @@ def _describe_chunks(chunks: Chunks) -> str:
     )
 
 
-def summed_values(values: Sequence[Value], chunks: Chunks, axes: tuple[str, ...]) -> Tensor:
+def sum_values(values: Sequence[Value], chunks: Chunks, axes: tuple[str, ...]) -> Tensor:
     """Returns the sums over all chunks of loss, weight (1 for a plain mean) and the pairs of aux, in float64.
 
     Collective.
@@ -306,7 +306,7 @@ def summed_values(values: Sequence[Value], chunks: Chunks, axes: tuple[str, ...]
     return total
 
 
-def summed_squares(parts: Sequence[StoredValue], axes: tuple[str, ...]) -> Tensor:
+def sum_all_squares(parts: Sequence[StoredValue], axes: tuple[str, ...]) -> Tensor:
     """Returns the sum of squares of all ranks' parts, in float64: summed as integers, so in any order. Collective.
 
     A part that is kept elsewhere is loaded twice, first for the largest value, so that one part at a time is here.
