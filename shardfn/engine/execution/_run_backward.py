@@ -43,23 +43,23 @@ from shardfn.engine.transfers import (
     IDLE,
     BackwardResult,
     ChunkStates,
-    Course,
     Gatherer,
+    LocalRunner,
+    MicrobatchRunner,
     Reducer,
     StepParts,
-    Whole,
     accumulation,
     agree_on_outcome,
     check_capture,
     chunks_of,
     enter,
+    make_write_detector,
     outcome_of,
-    watch_of,
 )
 from shardfn.leaves import LeafBook, opened
 from shardfn.nn import DeferredGradients
 from shardfn.schedules import Action, split_backwards
-from shardfn.state import Ahead
+from shardfn.state import OverlappedUpdate
 
 from ._step_parts import check_canonical
 
@@ -89,11 +89,11 @@ class Performer:
         self,
         plan: Plan,
         comms: Comms,
-        course: Course,
+        course: MicrobatchRunner,
         num_microbatches: int,
         gatherer: Gatherer,
         book: LeafBook,
-        ahead: Ahead | None,
+        ahead: OverlappedUpdate | None,
         chunks: Chunks | None,
     ) -> None:
         self._plan, self._comms, self._course, self._num = plan, comms, course, num_microbatches
@@ -273,7 +273,7 @@ def run_forward(plan: Plan, comms: Comms, blocks: Sequence[StoredValue], key: An
     """`f(params)` without gradients, with the leaves as a loss sees them. Leaves that it returns come whole."""
     open_channels(comms, plan)
     kept, blocks = blocks, plan.by_layer(blocks)
-    watch = watch_of(plan, kept, first=key not in plan.learnt.use_orders)
+    watch = make_write_detector(plan, kept, first=key not in plan.learnt.use_orders)
     gatherer = _make_gatherer(plan, comms, blocks, plan.learnt.use_order(key), keep=False)
     book = LeafBook(gatherer.whole, plan.layers, watch)
     with _sending_errors(gatherer, comms), torch.no_grad():
@@ -297,7 +297,7 @@ def run_backward(
     even: bool,
     model_state: PyTree = (),
     loss_scale: Tensor | None = None,
-    ahead: Ahead | None = None,
+    ahead: OverlappedUpdate | None = None,
 ) -> BackwardResult:
     """Returns the loss and the summed gradients of one global batch, by the actions of the step's schedule.
 
@@ -313,7 +313,7 @@ def run_backward(
         ahead: an update that uses gradients as soon as they are complete; stopped if they must be divided by a weight.
     """
     open_channels(comms, plan, _late_axes(plan, parts))
-    watch, blocks = watch_of(plan, blocks, first=not plan.learnt.compared), plan.by_layer(blocks)
+    watch, blocks = make_write_detector(plan, blocks, first=not plan.learnt.compared), plan.by_layer(blocks)
     gatherer = _make_gatherer(plan, comms, blocks, plan.learnt.use_order("step"))
     check_canonical(plan, parts)
     chunks = plan.chunks
@@ -342,9 +342,9 @@ def _make_runner(
     batches: list[Any],
     rest: tuple[Any, ...],
     model_state: PyTree,
-) -> Course:
+) -> MicrobatchRunner:
     if parts.table is None:
-        return Whole(loss, batches, rest, parts.has_aux, parts.schedule)
+        return LocalRunner(loss, batches, rest, parts.has_aux, parts.schedule)
     return Staged(plan, comms, loss, parts.table, batches, rest, parts.has_aux, model_state)
 
 

@@ -32,7 +32,7 @@ from shardfn.engine.transfers import (
     sum_values,
 )
 from shardfn.optim import summing_exactly
-from shardfn.state import Ahead, TrainState, looked_at, scale_of, taken
+from shardfn.state import OverlappedUpdate, TrainState, peek_blocks, scale_of, taken
 
 from ._run_backward import run_backward
 from ._update import StateBlocks, blocks_of, early, next_state, update_in
@@ -95,7 +95,7 @@ class StepRun:
     args: tuple[Any, ...]
     loss_scale: Tensor | None
     even: bool
-    ahead: Ahead | None = None
+    ahead: OverlappedUpdate | None = None
     metrics: Metrics = dataclasses.field(default_factory=dict)
     received: bool = False
 
@@ -124,7 +124,7 @@ class StepRun:
         """Returns the run of a step on a state, which an update consumes if the step donates."""
 
         def read() -> tuple[Sequence[StoredValue], PyTree]:
-            return [x.held for x in tree_leaves(state.params)], looked_at(state.model_state)
+            return [x.held for x in tree_leaves(state.params)], peek_blocks(state.model_state)
 
         def write() -> AbstractContextManager[StateBlocks]:
             return taken(blocks_of(state), donate=parts.donate)

@@ -98,14 +98,14 @@ from ._model_state import (
     shapes_of as shapes_of,
     wrapped_like as wrapped_like,
 )
-from ._noted import (
+from ._error_context import (
     noting_exceptions as noting_exceptions,
 )
-from ._splice import (
+from ._scan_copy import (
     copied_loop as copied_loop,
     taking_early as taking_early,
 )
-from ._template import (
+from ._layer_trace import (
     differing as differing,
     without_data as without_data,
 )

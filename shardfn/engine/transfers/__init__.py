@@ -27,13 +27,13 @@ from ._gradients import (
 from ._lazy_params import (
     check_capture as check_capture,
     enter as enter,
-    watch_of as watch_of,
+    make_write_detector as make_write_detector,
 )
 from ._microbatch_runner import (
-    Course as Course,
-    Ends as Ends,
+    MicrobatchRunner as MicrobatchRunner,
+    BackwardRoots as BackwardRoots,
     Seed as Seed,
-    Whole as Whole,
+    LocalRunner as LocalRunner,
 )
 from ._reduce import (
     BackwardResult as BackwardResult,

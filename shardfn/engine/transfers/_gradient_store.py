@@ -19,7 +19,7 @@ from shardfn.engine.plan import Plan
 from shardfn.leaves import LeafLayout
 from shardfn.memory import on_host, to_host
 from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares
-from shardfn.state import Ahead, fetch, slices_of, stack_values, store
+from shardfn.state import OverlappedUpdate, fetch, slices_of, stack_values, store
 
 from ._pools import pool_of
 
@@ -158,14 +158,14 @@ class GradientStore:
         # A unit that is kept elsewhere than on the device is in `_coming` (with the sum so far in `_at`, if there is
         # a sum), then in `_writing` if it goes on to disk, then in `_at`. A unit that the update has taken early is in
         # `_taken` only. `_leaving` are the bytes that the way of each still holds, the oldest first. The thread of an
-        # update touches none of them: it gets its gradients by `Ahead.take`.
+        # update touches none of them: it gets its gradients by `OverlappedUpdate.take`.
         self._at: dict[int, StoredValue] = {}
         self._coming: dict[int, Pending[Tensor]] = {}
         self._writing: dict[int, Pending[StoredValue]] = {}
         self._leaving: dict[int, int] = {}
         # The units whose tensor in `_at` is a sum. See `added`.
         self._summed: set[int] = set()
-        self._ahead: Ahead | None = None
+        self._ahead: OverlappedUpdate | None = None
         self._taken: dict[int, Pending[Any]] = {}
         # By unit that is wanted whole, its sum: here, or on its way. By layer, the parts for the optimizer.
         self._wholes: dict[int, Tensor | Pending[Tensor]] = {}
@@ -179,7 +179,7 @@ class GradientStore:
         """Returns the units that have a share here, or have gone into an update that runs already; sorted."""
         return sorted({*self._at, *self._coming, *self._writing, *self._taken})
 
-    def give_to(self, ahead: Ahead) -> None:
+    def give_to(self, ahead: OverlappedUpdate) -> None:
         """From now on gives complete gradients to an update that runs already, if it takes them."""
         self._ahead = ahead
 
