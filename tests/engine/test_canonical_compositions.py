@@ -185,6 +185,46 @@ def test_a_model_state_is_the_mean_of_the_chunks_and_counts_all_rows(tmp_path: A
     assert int(seen) == sum(int((_batch(n)["y"] > 0).sum()) for n in range(3))
 
 
+def _train_two(jitted: bool) -> list[Tensor]:
+    """Two losses of one state, and then an opened step, on all ranks of the program."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mesh = sf.make_mesh({"dp": ranks}) if ranks > 1 else sf.make_mesh(alone=True)
+    zero = sf.Zero(stage=2, persist_elements=0, reduction="canonical", reduction_chunks=CHUNKS)
+    wrap = WRAPS["jit" if jitted else "plain"]
+    losses = {"mean": wrap(_mean), "weighted": wrap(_weighted)}
+    step = sf.sharded_step(losses, RULES["clip"](), mesh=mesh, zero=zero, batch=SPECS)
+    state, metrics = step.init(_params()), []
+    start, stop = Chunks(CHUNKS, ranks, rank).bounds
+    for n in range(3):
+        own = {k: x[3 * start : 3 * stop] for k, x in _batch(n).items()}
+        if n < 2:
+            state, m = step(state, {"mean": own, "weighted": own})
+        else:
+            grads, m = step.gradients(state, {"mean": own, "weighted": own})
+            state, _ = step.update(state, grads, finite=m["finite"])
+        metrics += [m[k] for k in ("loss", "grad_norm", "mean/grad_norm", "weighted/loss")]
+    leaves = [x.full_tensor() for x in tree_leaves((state.params, state.opt_state)) if hasattr(x, "full_tensor")]
+    return [*leaves, torch.stack([x.double() for x in metrics])]
+
+
+@distributed(world=1)
+def two_on_1(jitted: bool) -> list[Tensor]:
+    return _train_two(jitted)
+
+
+@distributed(world=3)
+def two_on_3(jitted: bool) -> list[Tensor]:
+    return _train_two(jitted)
+
+
+@pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_several_losses_and_opened_steps_have_the_bits_of_one_rank(jitted: bool) -> None:
+    (want,) = two_on_1(jitted)
+    for found in two_on_3(jitted):
+        for i, (x, y) in enumerate(zip(found, want, strict=True)):
+            assert torch.equal(x, y), (i, (x - y).abs().max())
+
+
 def _alone(loss: Any, rule: Any = None, **options: Any) -> Any:
     zero = sf.Zero(reduction="canonical")
     return sf.sharded_step(
