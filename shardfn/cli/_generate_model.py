@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from shardfn.checkpoint import restore
 from shardfn.core import (
     Disk,
@@ -29,6 +31,8 @@ from shardfn.core import (
 from shardfn.data import BPETokenizer, ByteTokenizer
 from shardfn.inference import Decoder, Drafter, DraftModel, Engine, Limits, decoder, hf_decoder, limits_of
 from shardfn.interop import ArchiveWriter, check_sizes, gpt_config, gpt_from_hf, module_from_hf, without_weights
+from shardfn.interop.quantized import can_decode, read_quantization
+from shardfn.kernels import GROUP
 from shardfn.lora import load_peft
 from shardfn.models import gpt
 from shardfn.transforms import eval_shape, sharded
@@ -159,7 +163,7 @@ def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | N
     place = "" if is_device(job.memory) else f"on {job.memory}"
     cache = "" if is_device(job.cache_memory) else f"cache on {job.cache_memory}"
     kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place, cache)))
-    how = f"not exact: {served.inexact}" if served.inexact else "exact"
+    how = f"not batch-invariant: {served.inexact}" if served.inexact else "batch-invariant"
     lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", str(engine.memory())]
     lines += [describe_sampling(job.recommended)] if job.recommended else []
     lines += [f"{job.draft_model}, which guesses: {drafter.memory()}"] if isinstance(drafter, DraftModel) else []
@@ -221,7 +225,7 @@ def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer
 def _load_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
     settings = object_of(path / "config.json")
     check_sizes(settings, path / "config.json")
-    changes, inexact = _exact_change(job)
+    changes, inexact = _choose_batch_invariant(job)
     if job.adapter is not None:  # its files name the module's own weights
         return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text)
     try:
@@ -231,7 +235,14 @@ def _load_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) ->
         return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text, error)
     with reading(path, "its weights"):
         config, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], **changes)
-    size, coded = _param_bytes(params), ""
+        size, coded = _param_bytes(params), ""
+        # Ranks cut these inputs, and must have whole blocks of codes.
+        inputs = config.num_heads * config.head_dim, config.ff_dim
+        whole = all(num // GROUP % job.ranks == 0 for num in inputs)
+        if read_quantization(path) is not None and config.batch_invariant and whole:  # the same values, in less memory
+            _, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], keep_codes=True, **changes)
+            num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
+            coded = f"{num} weights in codes of the file's values" if num else ""
     if job.kind == "gguf" and job.weights is not None:
         params, num = with_blocks(pathlib.Path(job.model), config, params)
         coded = f"{num} weights in the file's own codes"
@@ -260,11 +271,11 @@ def _load_unmodified(
 ) -> Served:
     """Loads an unmodified model of transformers, where `models.gpt` differs, or with an adapter."""
     axis = _mesh_axis(mesh)
-    exact = None if job.dtype == "float32" or axis else False
+    batch_invariant = None if job.dtype == "float32" or axis else False
     try:
         model, values = module(axis)
         of_model = functools.partial(hf_decoder, model, params=values)
-        made, params = of_model(exact=exact, tp=axis, codes=job.weights)
+        made, params = of_model(batch_invariant=batch_invariant, tp=axis, codes=job.weights)
     except ValueError as error:
         raise error from problem
     if made.cache.heads % mesh.size:
@@ -272,7 +283,7 @@ def _load_unmodified(
             f"{job.model} has {made.cache.heads} key heads, which {mesh.size} ranks do not divide; take --mesh tp=N"
             " with an N that does"
         ) from problem
-    inexact = "" if made.exact else "some of the model's own layers are not"
+    inexact = "" if made.batch_invariant else "some of the model's own layers are not"
     plain = None if job.fit is None else lambda: of_model()[0]
     return Served(made, params, text, inexact, _param_bytes(params), plain=plain)
 
@@ -283,7 +294,7 @@ def _load_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
     given = object_of(run / "model.json")
     if missing := [name for name in ("model", "per_head", "tokenizer") if name not in given]:
         raise ValueError(f"{run / 'model.json'} has no {missing}; it has {sorted(given)}. Train again to write it.")
-    changes, inexact = _exact_change(job)
+    changes, inexact = _choose_batch_invariant(job)
     with reading(run / "model.json", "its model"):
         check_sizes(given["model"], run / "model.json")
         config = gpt_config(given["model"], per_head=given["per_head"], **changes)
@@ -306,13 +317,13 @@ def _load_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
     )
 
 
-def _exact_change(job: GenerateJob) -> tuple[dict[str, Any], str]:
+def _choose_batch_invariant(job: GenerateJob) -> tuple[dict[str, Any], str]:
     """Returns the change of a `gpt.Config`, and the reason why there is no change."""
     if job.dtype != "float32":
-        return {}, f"exact layers compute float32, and --dtype is {job.dtype}"
+        return {}, f"batch-invariant layers compute float32, and --dtype is {job.dtype}"
     if gpt.Config.chunks % job.ranks:
         return {}, f"{job.ranks} ranks do not divide the {gpt.Config.chunks} chunks of a sum"
-    return {"exact": True}, ""
+    return {"batch_invariant": True}, ""
 
 
 def _mesh_axis(mesh: Mesh) -> str | None:
@@ -320,8 +331,10 @@ def _mesh_axis(mesh: Mesh) -> str | None:
 
 
 def _make_decoder(config: gpt.Config, mesh: Mesh, job: GenerateJob) -> Decoder:
-    if job.weights is not None and not config.exact:
-        raise ValueError(f"--weights {job.weights}: {_exact_change(job)[1]}. Take other ranks, or leave out --weights")
+    if job.weights is not None and not config.batch_invariant:
+        raise ValueError(
+            f"--weights {job.weights}: {_choose_batch_invariant(job)[1]}. Take other ranks, or leave out --weights"
+        )
     return decoder(config, tp=_mesh_axis(mesh), codes=job.weights)
 
 
@@ -361,11 +374,15 @@ def _make_module(directory: pathlib.Path, job: GenerateJob, axis: str | None) ->
     transformers = _import_transformers(directory)
     with reading(directory, "its config.json"):
         config = transformers.AutoConfig.from_pretrained(directory, **_FILES_ALONE)
-    if axis is None or getattr(config, "quantization_config", None) is not None:
+    quantized = getattr(config, "quantization_config", None) is not None
+    decoded = quantized and can_decode(read_quantization(directory))
+    if decoded:  # read as floats, into a module of plain layers
+        del config.quantization_config
+    if not decoded and (axis is None or quantized):
         return _load_weights(directory, job), None
     with reading(directory, "its config.json"), without_weights():
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[job.dtype], **_FILES_ALONE).eval()
-    if job.dtype != "float32" and getattr(made, _WIDE, None):
+    if job.dtype != "float32" and getattr(made, _WIDE, None) and not decoded:
         return _load_weights(directory, job), None
     return made, module_from_hf(made, directory, dtype=DTYPES[job.dtype])
 

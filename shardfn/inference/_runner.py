@@ -194,8 +194,8 @@ class Runner:
         self._decoder, self._limits, self.mesh = decoder, limits, mesh
         self._zero = zero_of(weights, disk)
         self._cache: MemoryKind = check_memory(cache)
-        # The work of an exact decoder is in kernels.
-        self._threads = kernels.threads_for_kernels if decoder.exact else contextlib.nullcontext
+        # The work of a batch-invariant decoder is in kernels.
+        self._threads = kernels.threads_for_kernels if decoder.batch_invariant else contextlib.nullcontext
         self._pack = sharded(decoder.pack, mesh=mesh, specs=decoder.specs, out_specs=decoder.packed)
         # With a budget of 0 bytes the next layer's cache is brought, and nothing else.
         self._run = self._make_step(prefetch=None if is_device(cache) else 0)
@@ -206,7 +206,7 @@ class Runner:
         """Returns the pure step over sharded weights, by the results that are wanted in addition to tokens."""
         schedule: dict[str, Any] = {} if prefetch is None else {"prefetch": prefetch, "passes": (without_copies,)}
         # Its bits are torch's on every back end, and what lies between its kernels is not worth a compiler's time.
-        backend = "graph" if self._decoder.exact else None
+        backend = "graph" if self._decoder.batch_invariant else None
         return {
             more: sharded(
                 jit(functools.partial(_run_step, self._decoder, num), backend=backend, **schedule),
@@ -238,8 +238,8 @@ class Runner:
         """Returns the served form of parameters.
 
         Raises:
-            ValueError: only the cache or only the parameters of an exact decoder are in float64, or the parameters have
-                other leaves than `like`, the served form of earlier parameters.
+            ValueError: only the cache or only the parameters of a batch-invariant decoder are in float64, or the
+                parameters have other leaves than `like`, the served form of earlier parameters.
         """
         leaves = tree_leaves(params)
         _check_cache(self._decoder, self._limits, leaves)
@@ -457,7 +457,7 @@ def _list_misfits(decoder: Decoder, limits: Limits) -> list[str]:
 
 def _check_cache(decoder: Decoder, limits: Limits, leaves: list[Any]) -> None:
     wide = torch.float64 in [x.dtype for x in leaves]
-    if decoder.exact and wide != (limits.cache_dtype == "float64"):
+    if decoder.batch_invariant and wide != (limits.cache_dtype == "float64"):
         own = "float64" if wide else "not float64"
         raise ValueError(
             f"engine: parameters are {own}, and limits.cache_dtype is {limits.cache_dtype!r}: logits would not be those"
