@@ -192,7 +192,7 @@ def _train_two(jitted: bool) -> list[Tensor]:
     zero = sf.Zero(stage=2, persist_elements=0, reduction="canonical", reduction_chunks=CHUNKS)
     wrap = WRAPS["jit" if jitted else "plain"]
     losses = {"mean": wrap(_mean), "weighted": wrap(_weighted)}
-    step = sf.sharded_step(losses, RULES["clip"](), mesh=mesh, zero=zero, batch=SPECS)
+    step = sf.sharded_step(losses, RULES["clip"](), mesh=mesh, zero=zero, batch=P("dp"))
     state, metrics = step.init(_params()), []
     start, stop = Chunks(CHUNKS, ranks, rank).bounds
     for n in range(3):
