@@ -152,7 +152,9 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
 
     def measure_fn(grad: Tensor, spec: P | None = None) -> Tensor:
         assert measure is not None
-        return squares_of([grad], spec and [spec])[0] if squares and is_exact() else measure.of(grad)
+        if squares and is_exact():
+            return squares_of([grad], None if spec is None else [spec])[0]
+        return measure.of(grad)
 
     return Pieces(granularity, measure and measure_fn, begin_fn, apply_fn, end_fn)
 

@@ -48,7 +48,8 @@ def pass_count(loss: Loss) -> Loss:
     """Returns a loss that takes the number of the step as its last argument, inside the transforms around it."""
     if isinstance(loss, Transform) and hasattr(loss, "inner"):
         return dataclasses.replace(loss, inner=pass_count(loss.inner))  # pyright: ignore
-    return CountedLoss(loss)
+    function: Loss = loss
+    return CountedLoss(function)
 
 
 class Unwrapped(NamedTuple):
