@@ -18,7 +18,7 @@ UNTIL = 2
 
 
 def _loss(params: Any, batch: Any, *, step: Tensor) -> Tensor:
-    """An L2 term that is switched off from a step on, and another whose weight grows."""
+    """Returns a loss with an L2 term until some step, and with a term of growing weight."""
     decay = params["bias7"].square().sum() + params["blocks"][0]["w"].square().sum()
     return odd_loss(params, batch) + torch.where(step < UNTIL, decay, 0.0) + 0.1 * step * params["one"].sum()
 

@@ -286,7 +286,7 @@ def _wrap_blocks(tree: PyTree, old: PyTree) -> PyTree:
 def early(
     plan: Plan, optimizer: GradientTransformation, state: TrainState, *, decided: bool
 ) -> Iterator[OverlappedUpdate | None]:
-    """An update of the leaves that can be updated beside the backward, or None if no leaf can be.
+    """Yields an update of the leaves that can be updated beside the backward, or None if no leaf can be.
 
     Args:
         plan: the layout. The order in which gradients come is known after the first step.

@@ -48,8 +48,7 @@ def pass_count(loss: Loss) -> Loss:
     """Returns a loss that takes the number of the step as its last argument, inside the transforms around it."""
     if isinstance(loss, Transform) and hasattr(loss, "inner"):
         return dataclasses.replace(loss, inner=pass_count(loss.inner))  # pyright: ignore
-    function: Loss = loss
-    return CountedLoss(function)
+    return CountedLoss(loss)  # pyright: ignore[reportArgumentType]  # a transform is callable
 
 
 class Unwrapped(NamedTuple):

@@ -48,7 +48,7 @@ from shardfn.optim import exact_limbs, largest, of_limbs
 
 
 class ChunkSums:
-    """The gradients of this rank's chunks, added up along the tree, leaf by leaf.
+    """Gradients of this rank's chunks, added up along the tree, leaf by leaf.
 
     Backwards run in the order of chunks, `chunks.parts` of each: `begin`, then `add` at most once per leaf. The parts
     of a chunk are added up in order. A leaf without a gradient counts as zeros. After the last chunk, `take` returns
@@ -156,7 +156,7 @@ class JoinedNodes(Pending[Tensor]):
 
 
 class ChunkStates:
-    """The model states that the chunks of this rank return, each from the state of the step, and their sum over ranks.
+    """Model states that the chunks of this rank return, each from the state of the step, and their sum over ranks.
 
         float leaves      the mean over all chunks, summed by the tree: for example running statistics
         other leaves      old + the sum of the changes, which are integers: for example counts
