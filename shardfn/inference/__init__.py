@@ -22,7 +22,7 @@ from ._digest import digest as digest, field_digests as field_digests, first_dif
 from ._cache import CacheLayout as CacheLayout, Paged as Paged
 from ._decoder import Decoder as Decoder, Outputs as Outputs, decoder as decoder
 from ._of_hf import hf_decoder as hf_decoder
-from ._fitted import fit_codes as fit_codes
+from ._fitted import fit_quantization as fit_quantization
 from ._runner import MemoryPlan as MemoryPlan, Runner as Runner, limits_of as limits_of
 from ._draft_model import DraftModel as DraftModel
 from ._detokenize import Detokenizer as Detokenizer, Growing as Growing, detokenizer as detokenizer

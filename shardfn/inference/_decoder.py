@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.core import CodePolicy, P, PyTree
+from shardfn.core import P, PyTree, QuantizationPolicy
 from shardfn.models import gpt
 
 from ._cache import CacheLayout
@@ -68,16 +68,16 @@ class Decoder:
         return self.outputs(weights, *rest).logits
 
 
-def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = None) -> Decoder:
+def decoder(config: gpt.Config, *, tp: str | None = None, quantization: QuantizationPolicy = None) -> Decoder:
     """Returns the decoder of a `models.gpt`.
 
     Args:
         config: shape of the model. With `batch_invariant=True`, logits equal the logits of `gpt.apply`, bit for bit.
         tp: mesh axis that cuts heads, features and vocabulary. The axis divides the number of key heads.
-        codes: "int8" or "int4" for the weights of linear layers, or codes by regular expressions found in names such as
-            "blocks.0.wq" and "embed", for example `{"embed|head": "int8", "": "int4"}`. Logits equal the logits of the
-            rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or a GGUF
-            file, are not rounded again.
+        quantization: "int8" or "int4" for the weights of linear layers, or codes by regular expressions found in names
+            such as "blocks.0.wq" and "embed", for example `{"embed|head": "int8", "": "int4"}`. Logits equal the logits
+            of the rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or
+            a GGUF file, are not rounded again.
 
     Raises:
         ValueError: tokens of the model look ahead, or its masks need whole sequences, or codes of layers that are not
@@ -88,9 +88,9 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         CacheLayout(layers=2, heads=4, head_dim=8, axis=None)
     """
     gpt.check_decodable(config)
-    if codes is not None and not config.batch_invariant:
+    if quantization is not None and not config.batch_invariant:
         raise ValueError(
-            f"decoder: codes={codes!r} of layers that are not batch-invariant. Take Config(batch_invariant=True)."
+            f"decoder: quantization={quantization!r} needs batch-invariant layers. Take Config(batch_invariant=True)."
         )
     flat = dataclasses.replace(config, stacked=False)
     linear = {name: Linear(*sizes) for name, sizes in gpt.linear_sizes(flat).items()} if config.batch_invariant else {}
@@ -116,7 +116,7 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         cache=CacheLayout(config.num_layers, config.kv_heads, config.head_dim, tp),
         specs=gpt.specs(config, tp=tp),
         outputs=compute_outputs,
-        pack=lambda params: gpt.pack(config, params, axis=tp, codes=codes),
+        pack=lambda params: gpt.pack(config, params, axis=tp, quantization=quantization),
         packed=gpt.packed_specs(config, tp=tp),
         batch_invariant=config.batch_invariant,
         embeds=True,

@@ -22,7 +22,7 @@ from shardfn.engine.loss import Finish, Jitted, ambient, finished, noting_except
 from shardfn.engine.plan import Plan, phase_of
 from shardfn.engine.transfers import Blocks, FoundGradients, Metrics, StepParts, by_leaf, disk_of, pool_of
 from shardfn.graph import Choice, Schedule
-from shardfn.optim import GradientTransformation, Phase, given
+from shardfn.optim import GradientTransformation, Phase, bind_stats
 from shardfn.state import TrainState, apart, as_graph_value, scale_of, taken
 
 from ._graphs import Graphs, ProgramCall, Ready, signature
@@ -189,8 +189,8 @@ def _parts_in_phase(parts: StepParts, plan: Plan, phase: Phase | None) -> StepPa
     """Returns the parts of a step with the optimizer as it steps in a phase, for a graph that reads no state."""
     if phase is None:
         return parts
-    rule = given(decided_on(plan, parts.optimizer), whole(plan), phase=phase)
-    needs = rule.needs._replace(decide=None, specialize=None, phases=None)
+    rule = bind_stats(decided_on(plan, parts.optimizer), whole(plan), phase=phase)
+    needs = rule.needs._replace(resolve_masks=None, bind_stats=None, phases=None)
     return dataclasses.replace(parts, optimizer=rule._replace(needs=needs))
 
 
@@ -281,7 +281,9 @@ def update_program(
 
     state_inputs = _state_inputs(plan, *held[:2], (), donated=True)
     named = zip(plan.trained, grads, strict=True)
-    given = [Input(f"the gradient of {path}", "other", x, x.spec.axes, donated=x.code is None) for path, x in named]
+    given = [
+        Input(f"the gradient of {path}", "other", x, x.spec.axes, donated=x.quantization is None) for path, x in named
+    ]
     kept_inputs = _list_other_inputs(model_state, donated=False)
     results = [*_name_renewed(state_inputs), *_name_renewed(kept_inputs)]
     return Program(plan, [*state_inputs, *given, *kept_inputs], run, lambda found: results)
@@ -291,17 +293,17 @@ def _state_inputs(plan: Plan, params: PyTree, opt_state: PyTree, model_state: Py
     """Returns the inputs of a program for the leaves of a state. Blocks in codes are never written to."""
     pairs = zip(plan.leaves, tree_leaves(params), strict=True)
     out = [
-        Input(leaf.path, "params", x, x.spec.axes, leaf.trainable, donated=donated and x.code is None)
+        Input(leaf.path, "params", x, x.spec.axes, leaf.trainable, donated=donated and x.quantization is None)
         for leaf, x in pairs
     ]
     named = zip(tree_paths(opt_state, "opt_state"), tree_leaves(opt_state), strict=True)
-    out += [Input(path, "optimizer", x, x.spec.axes, donated=donated and x.code is None) for path, x in named]
+    out += [Input(path, "optimizer", x, x.spec.axes, donated=donated and x.quantization is None) for path, x in named]
     return [*out, *_list_other_inputs(model_state, donated=donated)]
 
 
 def _list_other_inputs(model_state: PyTree, *, donated: bool) -> list[Input]:
     named = zip(tree_paths(model_state, "model_state"), tree_leaves(model_state), strict=True)
-    return [Input(path, "other", x, x.spec.axes, donated=donated and x.code is None) for path, x in named]
+    return [Input(path, "other", x, x.spec.axes, donated=donated and x.quantization is None) for path, x in named]
 
 
 def _loss_inputs(plan: Plan, args: tuple[Any, ...], scale: Tensor | None) -> list[Input]:

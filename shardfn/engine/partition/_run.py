@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_meta, track_t
 
 from shardfn._torch import FakeTensor
 from shardfn.capture import node_of, recorder
-from shardfn.collectives import at_line, pmax, psum, pvary
+from shardfn.collectives import pmax, psum, pvary, set_call_site
 from shardfn.engine.loss import without_data
 from shardfn.graph import Form, Ranks, sent_along
 from shardfn.leaves import opened
@@ -122,7 +122,7 @@ def _run_passage(program: PartitionProgram, passage: Passage, ranks: Ranks, slot
     noted = isinstance(ranks, NotedRanks)
     for i in passage.steps:
         step = program.steps[i]
-        with at_line(step.line):
+        with set_call_site(step.line):
             if isinstance(step, Convert):
                 x = slots[step.src]
                 slots[step.dst] = ranks.convert(opened(x), step) if noted else converted(x, step, program.axis)

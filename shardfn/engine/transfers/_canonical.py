@@ -44,7 +44,7 @@ from shardfn.engine.plan import (
     push,
     tree_sum,
 )
-from shardfn.optim import exact_limbs, largest, of_limbs
+from shardfn.optim import exact_limbs, join_limbs, max_abs
 
 
 class ChunkSums:
@@ -312,7 +312,7 @@ def sum_all_squares(parts: Sequence[StoredValue], axes: tuple[str, ...]) -> Tens
     A part that is kept elsewhere is loaded twice, first for the largest value, so that one part at a time is here.
     """
     device = current_mesh().device
-    top = torch.stack([largest(load(x)).to(device) for x in parts]).max()
+    top = torch.stack([max_abs(load(x)).to(device) for x in parts]).max()
     top = pmax(top, axes)
     limbs = [exact_limbs(x := load(part), top.to(x.device)).to(device) for part in parts]
-    return of_limbs(psum(torch.stack(limbs).sum(0), axes), top)
+    return join_limbs(psum(torch.stack(limbs).sum(0), axes), top)
