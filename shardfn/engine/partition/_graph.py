@@ -1,9 +1,8 @@
 """`partition_graph`: cuts a program of a single device along a mesh axis, by a form for each value and conversions.
 
-The rules of the op table offer strategies for each op, and a search chooses (`_search.py`). Three rules
-connect the choices. A value is converted once to each form, and kept for other uses. Views cost nothing, so the source
-of a view is sent, once, and the view is made again. And sums are taken late: partial values stay partial through linear
-ops.
+The rules of the op table offer strategies for each op, and a search chooses (`_search.py`). Three rules connect the
+choices. A value is converted once to each form, and kept for other uses. Views cost nothing, so the source of a view is
+sent, once, and the view is made again. And sums are taken late: partial values stay partial through linear ops.
 """
 
 from collections.abc import Callable, Mapping, Sequence
