@@ -11,7 +11,7 @@ from shardfn.core import did_you_mean
 from shardfn.lora import LoRA
 
 from ._decoder import Decoder
-from ._follower import Follower
+from ._hooks import Follower
 from ._low_rank import Adapter, Factors, LowRank, adapter_of, low_rank, stacked
 from ._plan import StepPlan
 

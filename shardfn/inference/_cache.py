@@ -20,7 +20,7 @@ from shardfn.memory import Pool
 from shardfn.state import change, zero_block
 
 from ._limits import Limits
-from ._moved import Moved
+from ._host_cache import Moved
 
 DTYPES = {
     "float32": torch.float32,

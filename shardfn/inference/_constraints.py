@@ -7,13 +7,13 @@ from jaxtyping import Bool
 
 from ._detokenize import Detokenizer
 from ._drafters import Context
-from ._drawn import Choice, Ends, SampledToken
-from ._follower import Follower
+from ._sampled_tokens import Choice, Ends, SampledToken
+from ._hooks import Follower
 from ._matchers import Allowed, Compiler, Matcher, MatcherAhead
 from ._requests import Request
 from ._schedule import Output
 from ._state import PrefillChunk, State
-from ._trees import Tree
+from ._draft_tree import Tree
 
 
 class Constraints:

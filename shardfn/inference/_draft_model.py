@@ -27,7 +27,7 @@ from ._pool import Pool, PrefixScope, extend_contents
 from ._requests import Request
 from ._runner import Cache, MemoryPlan, Runner, limits_of
 from ._state import Sequence
-from ._trees import Tree
+from ._draft_tree import Tree
 
 
 class DraftModel:

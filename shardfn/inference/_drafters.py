@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from ._limits import Limits
 from ._requests import Sampling
-from ._trees import Tree
+from ._draft_tree import Tree
 
 
 class Context(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from jaxtyping import Float32, Float64
 from torch import Tensor
 
-from ._follower import Follower
+from ._hooks import Follower
 from ._plan import StepPlan
 from ._requests import Sampling
 from ._runner import StepResults

@@ -20,23 +20,23 @@ from shardfn.waits import waiting
 
 from ._adapters import Adapters, Given, adapter_of_each
 from ._admission import check_name, request_of, sampling_of_each, sizes_of
-from ._agree import compare
-from ._cache_use import CacheUse
+from ._compare_states import compare
+from ._cache_stats import CacheUse
 from ._constraints import Constraints
 from ._decoder import Decoder
 from ._detokenize import detokenizer
 from ._drafters import Computes, Drafter
-from ._drawn import new_tokens
+from ._sampled_tokens import new_tokens
 from ._embed import Embeddings, check_end, check_pooling
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
-from ._follower import together
-from ._guesses import Guesses
+from ._hooks import together
+from ._speculation import Guesses
 from ._limits import Limits
-from ._meant import MEANT
+from ._peer_keywords import MEANT
 from ._plan import StepPlan
 from ._requests import Request, Sampling
 from ._results import Completion, Token, append
-from ._routes import Routes
+from ._expert_recorder import Routes
 from ._runner import GraphKind, MemoryPlan, Runner, StepResults, graph_kinds, runner_of
 from ._schedule import Output, advance
 from ._state import State, start

@@ -18,7 +18,7 @@ from jaxtyping import Bool
 
 from ._detokenize import Detokenizer
 from ._grammar import Grammar, check_grammar
-from ._trees import NO_DRAFTS, Tree
+from ._draft_tree import NO_DRAFTS, Tree
 
 # About 50 of the first and 14 of the second take a microsecond.
 _LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "verbose_errors": False}

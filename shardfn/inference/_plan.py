@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ._limits import Limits
 from ._requests import Sampling
 from ._state import Sequence
-from ._trees import NO_DRAFTS, Tree
+from ._draft_tree import NO_DRAFTS, Tree
 
 _Arrays = tuple[array, array, array, array, array, array, array, array, array, array]
 

@@ -33,10 +33,10 @@ from ._cache import DTYPES, Paged, check_memory
 from ._decoder import Decoder
 from ._limits import Limits
 from ._low_rank import LowRank
-from ._meant import MEANT_BY_LIMITS
+from ._peer_keywords import MEANT_BY_LIMITS
 from ._plan import StepPlan, padding
 from ._requests import MOST_TOP
-from ._score import widened
+from ._logprobs import widened
 from ._tensors import StepTensors, tensors
 from ._weights import WeightSource, bytes_in, packed_apart, packed_shapes, without_copies, zero_of
 

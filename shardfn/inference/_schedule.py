@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from shardfn.core import DonatedError
 
-from ._arrange import arrange
-from ._drafting import Permit, add_drafts, take_drafts
+from ._select import arrange
+from ._speculate import Permit, add_drafts, take_drafts
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
 from ._plan import Rows, StepPlan, make_plan, wanted
 from ._pool import extend_contents

@@ -9,13 +9,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ._cache_use import CacheUse
+from ._cache_stats import CacheUse
 from ._drafters import Context, Drafter
-from ._guesses import Guesses, Trust
+from ._speculation import Guesses, Trust
 from ._limits import Limits
 from ._pool import BlockContent, Pool, PrefixScope
 from ._requests import Request
-from ._trees import NO_DRAFTS, Tree
+from ._draft_tree import NO_DRAFTS, Tree
 
 
 @dataclass(slots=True)

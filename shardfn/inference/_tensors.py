@@ -13,7 +13,7 @@ from shardfn.core import MemoryKind, is_host
 
 from ._limits import Limits
 from ._low_rank import LowRank
-from ._moved import Moved, moved_by
+from ._host_cache import Moved, moved_by
 from ._plan import StepPlan
 from ._requests import MOST_BIASES, Sampling
 

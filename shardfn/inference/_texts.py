@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ._detokenize import Detokenizer, Growing
-from ._drawn import Choice, Ends, SampledToken
-from ._follower import Follower
+from ._sampled_tokens import Choice, Ends, SampledToken
+from ._hooks import Follower
 from ._requests import Request
 from ._schedule import Output
 from ._stops import StopStringMatcher

@@ -9,9 +9,9 @@ import functools
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ._answers import CHAT_FORM, COMPLETION_FORM, Answer, ResponseFormat, raise_failures
-from ._asked import Asked, asked_chat, asked_completions
-from ._calls import ClientRequest, RequestTracker
+from ._responses import CHAT_FORM, COMPLETION_FORM, Answer, ResponseFormat, raise_failures
+from ._parse_request import Asked, asked_chat, asked_completions
+from ._request_tracker import ClientRequest, RequestTracker
 from ._embeddings import asked_embeddings, embeddings_answer
 from ._errors import ApiError, json_response
 from ._fields import read_json

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from shardfn.inference import Request, Sampling
 
-from ._asked import check_fields
+from ._parse_request import check_fields
 from ._errors import ApiError
 from ._fields import EMBEDDINGS, read_fields
 from ._model import Model, adapter_of

@@ -7,7 +7,7 @@ import pytest
 
 from shardfn.inference import Completion, DraftModel, Engine, Limits, Runner, Sampling, StepPlan
 from tests.inference.stories import Model, model
-from tests.inference.test_guessing import SIZES, draft_model, runner
+from tests.inference.test_speculation import SIZES, draft_model, runner
 from tests.inference.test_stories import KINDS
 
 GREEDY = Sampling(max_tokens=18, temperature=0.0)

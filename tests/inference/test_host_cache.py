@@ -18,7 +18,7 @@ from shardfn.models import gpt
 from shardfn.testing import distributed
 from tests.inference.drafters import Bush
 from tests.inference.stories import Model, Story, check, model, run
-from tests.inference.test_guessing import truth_of
+from tests.inference.test_speculation import truth_of
 from tests.inference.test_stories import KINDS, drawn_stories
 
 SIZES: dict[str, Any] = {"vocab_size": 77, "num_layers": 12, "d_model": 64, "num_heads": 4, "max_len": 512}

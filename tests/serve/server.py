@@ -18,8 +18,8 @@ from shardfn.data import ByteTokenizer
 from shardfn.inference import Engine, Runner, decoder, limits_of
 from shardfn.models import gpt
 from shardfn.serve import Front, Ready, Settings, Text, run_rank
-from shardfn.serve._front import bound
-from shardfn.serve._link import Message, packed, received
+from shardfn.serve._server import bound
+from shardfn.serve._ipc import Message, packed, received
 from tests.inference.stories import adapter
 
 CONTEXT = 512

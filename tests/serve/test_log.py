@@ -9,7 +9,7 @@ import pytest
 
 from shardfn.serve import _log
 from shardfn.serve._log import Log, reporting_records
-from shardfn.serve._processes import Processes
+from shardfn.serve._launcher import Processes
 
 
 def test_a_reader_that_stops_loses_lines_and_nothing_else() -> None:

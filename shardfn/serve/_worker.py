@@ -13,7 +13,7 @@ from shardfn.core import Mesh
 from shardfn.engine import comms_of, losing_no_peer
 from shardfn.inference import Add, Cancel, Drain, Engine, Token
 
-from ._link import Embed, End, Inbox, Message, Ready, StepReport, packed
+from ._ipc import Embed, End, Inbox, Message, Ready, StepReport, packed
 
 
 def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:

@@ -12,8 +12,8 @@ from jaxtyping import Int16
 from torch import Tensor
 
 from ._decoder import Decoder
-from ._drawn import Choice
-from ._follower import Follower
+from ._sampled_tokens import Choice
+from ._hooks import Follower
 from ._limits import Limits
 from ._plan import StepPlan
 from ._runner import StepResults

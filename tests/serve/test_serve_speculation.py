@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("starlette")
 
 from shardfn.inference import CacheUse, Guesses, Request, Sampling, Token
-from shardfn.serve._calls import RequestTracker
-from shardfn.serve._link import StepReport
+from shardfn.serve._request_tracker import RequestTracker
+from shardfn.serve._ipc import StepReport
 from shardfn.serve._metrics import Metrics
 
 VALUES = {

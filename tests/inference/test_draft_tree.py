@@ -1,4 +1,4 @@
-"""Covers `inference/_trees.py`: paths, branches and bad trees, and how a schedule takes and moves drafts."""
+"""Covers `inference/_draft_tree.py`: paths, branches and bad trees, and how a schedule takes and moves drafts."""
 
 import pytest
 

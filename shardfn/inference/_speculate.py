@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from ._drafters import Computes, Context
 from ._plan import Rows
 from ._state import PrefillChunk, Sequence, State
-from ._trees import Tree
+from ._draft_tree import Tree
 
 Permit = Callable[[Context, Tree], Tree]  # function that keeps the drafts permitted by a sequence's grammar
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shardfn.inference import Add, CacheUse, Cancel, Drain, Guesses, Request, Token
 
 from ._errors import ApiError, refusal
-from ._link import Embed, End, Message, StepReport
+from ._ipc import Embed, End, Message, StepReport
 from ._metrics import Metrics
 
 # The counters of the fields of `Guesses`, and of `CacheUse`.

@@ -36,7 +36,7 @@ from ._cache import CacheLayout, Paged
 from ._decoder import Decoder, Outputs
 from ._hf_edges import edges_of
 from ._low_rank import Linear, LowRank
-from ._stand_ins import packed_once, stand_ins
+from ._probe_weights import packed_once, stand_ins
 
 _LOG = logging.getLogger("shardfn.inference")
 _PACKED = (torch.float32, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Covers `inference/_suffixes.py`: proposals, counts, bounds, and that equal calls leave equal drafters."""
+"""Covers `inference/_suffix_drafter.py`: proposals, counts, bounds, and that equal calls leave equal drafters."""
 
 import random
 from array import array

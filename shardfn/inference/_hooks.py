@@ -6,7 +6,7 @@ A step calls each hook of all followers before the next hook, in the order of th
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ._drawn import Ends, SampledToken
+from ._sampled_tokens import Ends, SampledToken
 from ._plan import StepPlan
 from ._requests import Request
 from ._runner import StepResults

@@ -14,15 +14,15 @@ from typing import Any, Protocol
 from shardfn.inference import Compiler, detokenizer
 
 from ._app import App
-from ._calls import RequestTracker
+from ._request_tracker import RequestTracker
 from ._connection import protocol
 from ._errors import ApiError
-from ._link import Message, Ready, StepReport
+from ._ipc import Message, Ready, StepReport
 from ._log import Log, reporting_records
 from ._metrics import Metrics
 from ._model import Model, Text, find_longest
 from ._open_files import allow_connections
-from ._processes import Processes
+from ._launcher import Processes
 from ._settings import Settings
 
 ENDING = "The server ends."

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from shardfn.inference import Grammar
 
-from ._asked import Asked
-from ._calls import ClientRequest, Piece
+from ._parse_request import Asked
+from ._request_tracker import ClientRequest, Piece
 from ._errors import ApiError
 from ._logprobs import Shape, Spelled, Speller, newer, older
 from ._model import Model

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ._drafters import Context
-from ._trees import Tree
+from ._draft_tree import Tree
 
 _KEY = 2  # tokens by which places are found: the shortest suffix
 _LENGTHS = 4  # suffixes that are tried, the longest first

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ._link import Message, packed, received
+from ._ipc import Message, packed, received
 
 _CHUNK = 1 << 16
 _PATIENCE = 1.0  # seconds in which a process ends by itself, before a kill: a loading process does not listen
