@@ -11,8 +11,8 @@ from shardfn.core import did_you_mean
 from shardfn.lora import LoRA
 
 from ._decoder import Decoder
-from ._hooks import Follower
-from ._low_rank import Adapter, Factors, LowRank, adapter_of, low_rank, stacked
+from ._hooks import EngineHooks
+from ._low_rank import Adapter, Factors, LowRank, make_adapter, make_low_rank, stack_adapters
 from ._plan import StepPlan
 
 # A description and its values, as `shardfn.lora.load_peft` returns them.
@@ -34,9 +34,9 @@ class Adapters:
         self._sites: dict[str, Factors] = {}
 
     @property
-    def follower(self) -> Follower:
+    def hooks(self) -> EngineHooks:
         """Returns the hooks."""
-        return Follower(columns=lambda state, plan: {"low": self.of(plan)})
+        return EngineHooks(columns=lambda state, plan: {"low": self.of(plan)})
 
     @property
     def names(self) -> list[str]:
@@ -61,7 +61,7 @@ class Adapters:
         if not self._decoder.linear:
             raise ValueError(f"adapter {name!r}: adapters are served by exact decoders alone, and this one is not.")
         try:
-            made = adapter_of(*given, self._decoder.linear)
+            made = make_adapter(*given, self._decoder.linear)
         except ValueError as error:
             raise ValueError(f"adapter {name!r}: {error}") from error
         self._keep_adapters(self._names | {name: made})
@@ -91,19 +91,19 @@ class Adapters:
 
     def of(self, plan: StepPlan) -> LowRank | None:
         """Returns the adapters of a plan's tokens, or None for a plan without any."""
-        return low_rank(plan.sequences, plan.adapters, self._slots, self._sites) if plan.adapters else None
+        return make_low_rank(plan.sequences, plan.adapters, self._slots, self._sites) if plan.adapters else None
 
     def of_padding(self, bucket: int) -> LowRank | None:
         """Returns the adapters of a plan of padding, as if a row used an adapter, or None if there are no adapters."""
-        return low_rank(array("i", [0]) * bucket, [], self._slots, self._sites) if self._slots else None
+        return make_low_rank(array("i", [0]) * bucket, [], self._slots, self._sites) if self._slots else None
 
     def _keep_adapters(self, names: dict[str, Adapter]) -> None:
         kept = {adapter.digest: adapter for adapter in names.values()}
         self._names, self._slots = names, {digest: i for i, digest in enumerate(kept)}
-        self._sites = stacked(list(kept.values()), self._decoder.linear, self._device) if kept else {}
+        self._sites = stack_adapters(list(kept.values()), self._decoder.linear, self._device) if kept else {}
 
 
-def adapter_of_each(adapter: Any, num: int) -> list[Any]:
+def split_adapters(adapter: Any, num: int) -> list[Any]:
     """Returns the adapter of each prompt. A single name is the adapter of all prompts.
 
     Raises:

@@ -5,13 +5,13 @@ from typing import Any
 
 from ._adapters import Adapters
 from ._decoder import Decoder
-from ._drafters import Computes, Drafter
+from ._drafters import BatchDrafter, Drafter
 from ._limits import DRAFTS, Limits
 from ._requests import Request, Sampling, check_request, ids_of
 from ._runner import limits_of
 
 
-def sizes_of(decoder: Decoder, limits: Limits | None, drafter: Drafter | None) -> Limits:
+def choose_limits(decoder: Decoder, limits: Limits | None, drafter: Drafter | None) -> Limits:
     """Returns the limits of an engine, with room for the drafts of its drafter.
 
     Raises:
@@ -23,12 +23,12 @@ def sizes_of(decoder: Decoder, limits: Limits | None, drafter: Drafter | None) -
         raise ValueError(
             f"limits.drafts is 0, and the drafter is {drafter!r:.80}. Try limits_of(..., drafts={DRAFTS})."
         )
-    if isinstance(drafter, Computes):
+    if isinstance(drafter, BatchDrafter):
         drafter.check(limits)
     return limits
 
 
-def request_of(
+def make_request(
     prompt: Sequence[int], sampling: Sampling | None, limits: Limits, adapters: Adapters, more: dict[str, Any]
 ) -> Request:
     """Returns a request within the limits. An adapter is named in `more`, and the request has the adapter's digest.
@@ -48,7 +48,7 @@ def request_of(
     return request
 
 
-def sampling_of_each(sampling: Any, num: int) -> list[Sampling]:
+def split_sampling(sampling: Any, num: int) -> list[Sampling]:
     """Returns the sampling of each prompt. A single `Sampling` is for all prompts.
 
     Raises:

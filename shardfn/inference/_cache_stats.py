@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class CacheUse(NamedTuple):
+class CacheStats(NamedTuple):
     """Counts of an engine so far.
 
     Attributes:
@@ -12,18 +12,18 @@ class CacheUse(NamedTuple):
         preemptions: number of preemptions, after which a sequence is recomputed.
 
     Example:
-        >>> CacheUse().begun(40, 32)
-        CacheUse(queries=40, hits=32, preemptions=0)
+        >>> CacheStats().begun(40, 32)
+        CacheStats(queries=40, hits=32, preemptions=0)
     """
 
     queries: int = 0
     hits: int = 0
     preemptions: int = 0
 
-    def begun(self, tokens: int, found: int) -> "CacheUse":
+    def begun(self, tokens: int, found: int) -> "CacheStats":
         """Returns the counts after a sequence has begun."""
         return self._replace(queries=self.queries + tokens, hits=self.hits + found)
 
-    def preempted(self) -> "CacheUse":
+    def preempted(self) -> "CacheStats":
         """Returns the counts after a sequence has lost its blocks."""
         return self._replace(preemptions=self.preemptions + 1)

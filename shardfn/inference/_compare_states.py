@@ -16,7 +16,7 @@ from ._state import State
 _BITS = (1 << 60) - 1
 
 
-def compare(state: State, mesh: Mesh) -> None:
+def compare_states(state: State, mesh: Mesh) -> None:
     """Compares the states of all ranks. Collective.
 
     Raises:

@@ -6,18 +6,18 @@ import numpy as np
 from jaxtyping import Bool
 
 from ._detokenize import Detokenizer
+from ._draft_tree import DraftTree
 from ._drafters import Context
-from ._sampled_tokens import Choice, Ends, SampledToken
-from ._hooks import Follower
+from ._hooks import EngineHooks
 from ._matchers import Allowed, Compiler, Matcher, MatcherAhead
 from ._requests import Request
+from ._sampled_tokens import Choice, Ends, SampledToken
 from ._schedule import Output
 from ._state import PrefillChunk, State
-from ._draft_tree import Tree
 
 
 class Constraints:
-    """Follower of the tokens of choices that have a grammar.
+    """EngineHooks of the tokens of choices that have a grammar.
 
     Args:
         detokenizer: detokenizer of the engine's tokenizer.
@@ -32,9 +32,9 @@ class Constraints:
         self._after: dict[Choice, list[Allowed]] = {}  # of the next plan's drafts
 
     @property
-    def follower(self) -> Follower:
+    def hooks(self) -> EngineHooks:
         """Returns the hooks."""
-        return Follower(
+        return EngineHooks(
             admit=self.compile,
             begin=self.begin,
             ends=lambda drawn, ends: self.take(drawn),
@@ -84,7 +84,7 @@ class Constraints:
                 ended.add(choice)
         return ends
 
-    def cut(self, context: Context, drafts: Tree) -> Tree:
+    def cut(self, context: Context, drafts: DraftTree) -> DraftTree:
         """Returns the drafts that the grammar of a choice permits, in the order given.
 
         Drafts below an excluded draft are excluded, too.
@@ -100,7 +100,7 @@ class Constraints:
     def drop(self, outputs: Sequence[Output]) -> None:
         """Forgets the choices that have ended."""
         for output in outputs:
-            if output.finish is not None:
+            if output.finish_reason is not None:
                 for kept in (self._matchers, self._ahead, self._after):
                     kept.pop((output.name, output.choice), None)
 

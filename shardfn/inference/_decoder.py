@@ -22,7 +22,7 @@ class Outputs(NamedTuple):
         logits: [R, V].
         hidden: [R, D], the states that the head multiplies. None from a decoder without `embeds`.
         experts: [T, m, k], the experts of each token in the m layers with experts. None from a decoder without
-            `routes`.
+            `expert_shape`.
     """
 
     logits: Tensor
@@ -46,8 +46,8 @@ class Decoder:
         exact: whether the decoder is batch-invariant: a token's logits have the same bits next to any other tokens.
         embeds: whether `outputs` has hidden states. False: the engine embeds no prompt.
         linear: layers that may have adapters, by name.
-        routes: number of layers with experts, and of a token's choices in each, which an engine with `routes=True`
-            records. (0, 0) if `outputs` has no experts.
+        expert_shape: number of layers with experts, and of a token's choices in each: `Engine(record_experts=True)`.
+            (0, 0) if `outputs` has no experts.
     """
 
     vocab: int
@@ -60,7 +60,7 @@ class Decoder:
     exact: bool = False
     embeds: bool = False
     linear: Mapping[str, Linear] = dataclasses.field(default_factory=dict)
-    routes: tuple[int, int] = (0, 0)
+    expert_shape: tuple[int, int] = (0, 0)
 
     def logits(self, weights: PyTree, *rest: Any) -> Tensor:
         """Returns the logits of `outputs`, [R, V]."""
@@ -118,5 +118,5 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         exact=config.exact,
         embeds=True,
         linear=linear,
-        routes=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
+        expert_shape=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
     )

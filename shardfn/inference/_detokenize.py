@@ -24,7 +24,7 @@ _HALF = "\ufffd"  # decoders write the mark for bytes without a character, such 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
-class Growing(Protocol):
+class DecodeStream(Protocol):
     """Text of one sequence."""
 
     def add(self, token: int) -> str:
@@ -55,11 +55,11 @@ class Detokenizer:
 
     size: int
     decode: Callable[[Sequence[int]], str]
-    empty: Callable[[], Growing]
+    empty: Callable[[], DecodeStream]
     bytes_of: Callable[[int], bytes | None] | None
     digest: bytes
 
-    def start(self, prompt: Sequence[int] = ()) -> Growing:
+    def start(self, prompt: Sequence[int] = ()) -> DecodeStream:
         """Returns the text after a prompt. A character that begins in the prompt belongs to the text.
 
         Example:

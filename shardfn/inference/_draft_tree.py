@@ -6,7 +6,7 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
-class Tree:
+class DraftTree:
     """Guessed tokens, each with the place of the token before.
 
     At each place the child that equals the drawn token is followed, so that siblings are guesses of one place.
@@ -20,7 +20,7 @@ class Tree:
         ValueError: tokens and parents differ in number, or a parent does not come before its child.
 
     Example:
-        >>> tree = Tree((5, 6, 7, 8), (-1, 0, 0, 2))  # 5, then 6; or 5, 7, 8
+        >>> tree = DraftTree((5, 6, 7, 8), (-1, 0, 0, 2))  # 5, then 6; or 5, 7, 8
         >>> tree.depths, tree.path([5, 7, 0, 9, 0]), tree.branch(3)
         ((1, 2, 2, 3), [0, 2], [5, 7, 8])
     """
@@ -36,12 +36,12 @@ class Tree:
             )
 
     @classmethod
-    def chain(cls, tokens: Seq[int]) -> "Tree":
+    def chain(cls, tokens: Seq[int]) -> "DraftTree":
         """Returns a tree of drafts that follow one another.
 
         Example:
-            >>> Tree.chain([5, 6])
-            Tree(tokens=(5, 6), parents=(-1, 0))
+            >>> DraftTree.chain([5, 6])
+            DraftTree(tokens=(5, 6), parents=(-1, 0))
         """
         return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
 
@@ -91,9 +91,9 @@ class Tree:
         """Returns the tokens from the first draft to a draft."""
         return [self.tokens[i] for i in self.ancestors(draft)]
 
-    def first(self, num: int) -> "Tree":
+    def first(self, num: int) -> "DraftTree":
         """Returns only the first drafts."""
-        return self if num >= len(self) else Tree(self.tokens[: max(0, num)], self.parents[: max(0, num)])
+        return self if num >= len(self) else DraftTree(self.tokens[: max(0, num)], self.parents[: max(0, num)])
 
 
-NO_DRAFTS = Tree()
+NO_DRAFTS = DraftTree()

@@ -18,27 +18,27 @@ from shardfn.core import Disk, MemoryKind, Mesh, PyTree, explains_keywords
 from shardfn.kernels import building
 from shardfn.waits import waiting
 
-from ._adapters import Adapters, Given, adapter_of_each
-from ._admission import check_name, request_of, sampling_of_each, sizes_of
-from ._compare_states import compare
-from ._cache_stats import CacheUse
+from ._adapters import Adapters, Given, split_adapters
+from ._admission import check_name, choose_limits, make_request, split_sampling
+from ._cache_stats import CacheStats
+from ._compare_states import compare_states
 from ._constraints import Constraints
 from ._decoder import Decoder
 from ._detokenize import detokenizer
-from ._drafters import Computes, Drafter
-from ._sampled_tokens import new_tokens
+from ._drafters import BatchDrafter, Drafter
 from ._embed import Embeddings, check_end, check_pooling
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
-from ._hooks import together
-from ._speculation import Guesses
+from ._expert_recorder import ExpertRecorder
+from ._hooks import combine_hooks
 from ._limits import Limits
 from ._peer_keywords import MEANT
 from ._plan import StepPlan
 from ._requests import Request, Sampling
-from ._results import Completion, Token, append
-from ._expert_recorder import Routes
-from ._runner import GraphKind, MemoryPlan, Runner, StepResults, graph_kinds, runner_of
+from ._results import Completion, Token, append_token
+from ._runner import GraphKind, MemoryPlan, Runner, StepResults, list_graph_kinds, make_runner
+from ._sampled_tokens import list_new_tokens
 from ._schedule import Output, advance
+from ._speculation import SpeculationStats
 from ._state import State, start
 from ._texts import Texts
 
@@ -63,13 +63,13 @@ class Engine:
         disk: directory for "disk", used by no other engine. Each rank makes a subdirectory.
         cache: memory of the KV cache, "device" or "host". A step brings the blocks of its sequences in a layer while
             the layer before computes, so that the cache may be larger than the device's memory. Bits are the same.
-        routes: whether to record the experts that each token has chosen, for `Completion.routes`.
+        record_experts: whether to record the experts that each token has chosen, for `Completion.expert_ids`.
 
     Raises:
         TypeError: `tokenizer` is an object of another kind.
         ValueError: the limits do not fit the model, or the mesh does not divide its heads, or the parameters or an
             adapter do not fit the model, or there is a drafter and `limits.drafts` is 0, or the drafter has another
-            vocabulary, or `routes` of a decoder without experts, or weights or cache cannot be in such a memory.
+            vocabulary, or `record_experts` of a decoder without experts, or weights or cache cannot be there.
 
     Example:
         >>> from shardfn import core
@@ -78,7 +78,7 @@ class Engine:
         >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32)
         >>> engine = Engine(decoder(config), gpt.init(config, core.key(0)))
         >>> [completion] = engine.generate([[5, 6, 7]], Sampling(max_tokens=4, temperature=0.0))
-        >>> len(completion.tokens), completion.finish
+        >>> len(completion.tokens), completion.finish_reason
         (4, 'length')
     """
 
@@ -97,14 +97,14 @@ class Engine:
         weights: MemoryKind = "device",
         disk: Disk | None = None,
         cache: MemoryKind = "device",
-        routes: bool = False,
+        record_experts: bool = False,
     ) -> None:
-        self.limits = limits = sizes_of(decoder, limits, drafter)
-        self._routes = Routes(limits, decoder) if routes else None
-        self._chooses = any(decoder.routes)
-        self.runner = runner_of(runner, decoder, self.limits, mesh, weights, disk, cache)
+        self.limits = limits = choose_limits(decoder, limits, drafter)
+        self._recorder = ExpertRecorder(limits, decoder) if record_experts else None
+        self._chooses = any(decoder.expert_shape)
+        self.runner = make_runner(runner, decoder, self.limits, mesh, weights, disk, cache)
         self.mesh = self.runner.mesh
-        self._weights: dict[int, PyTree] = {0: self.runner.packed(params)}
+        self._weights: dict[int, PyTree] = {0: self.runner.pack_weights(params)}
         self._cache = self.runner.empty_cache()
         self.detokenizer = None if tokenizer is None else detokenizer(tokenizer)
         self._texts, self._constraints = Texts(self.detokenizer), Constraints(self.detokenizer, self.limits.vocab)
@@ -123,8 +123,8 @@ class Engine:
         self._embeddings = Embeddings(decoder.embeds)
         self._adapters = Adapters(decoder, self.mesh.device)
         extras = self._constraints, self._texts, self._embeddings, self._adapters
-        routing = () if self._routes is None else (self._routes,)
-        self._follower = together([x.follower for x in (*extras, *routing)])
+        routing = () if self._recorder is None else (self._recorder,)
+        self._hooks = combine_hooks([x.hooks for x in (*extras, *routing)])
         for name, given in adapters.items():
             self.add_adapter(name, given)
 
@@ -169,23 +169,23 @@ class Engine:
         return self._adapters.names
 
     @property
-    def routes(self) -> tuple[int, int]:
-        """Returns the layers whose experts are recorded, and a token's choices in each. Zeros without `routes=True`."""
-        return (0, 0) if self._routes is None else self._routes.shape
+    def expert_shape(self) -> tuple[int, int]:
+        """Returns the layers whose experts are recorded, and a token's choices in each, or zeros."""
+        return (0, 0) if self._recorder is None else self._recorder.shape
 
     def counts(self) -> dict[str, int]:
         """Returns numbers of running and waiting requests, and of free, held and cached blocks."""
         return self._state.counts()
 
     @property
-    def guesses(self) -> Guesses:
+    def speculation(self) -> SpeculationStats:
         """Returns counts of steps of a sequence with drafts, of drafts, and of accepted drafts."""
-        return self._state.guesses
+        return self._state.speculation
 
     @property
-    def cache_use(self) -> CacheUse:
+    def cache_stats(self) -> CacheStats:
         """Returns counts of prefix caching, such as tokens found in the cache, and of preemptions."""
-        return self._state.use
+        return self._state.cache_stats
 
     def memory(self) -> MemoryPlan:
         """Returns the bytes for this rank, as planned from the graph of the largest bucket, without penalties.
@@ -225,13 +225,13 @@ class Engine:
         if grammars:
             self._constraints.prepare()
         with building(self.mesh.device, self._list_kernels(penalties, adapters)):
-            if isinstance(self._state.drafter, Computes):
+            if isinstance(self._state.drafter, BatchDrafter):
                 self._state.drafter.warm_up(extended=penalties)
             kinds = {"extended": penalties, "grammars": grammars, "hidden": embeddings and self._embeddings.possible}
             each = list[list[GraphKind]]()
             for bucket in self.limits.buckets:
                 low = self._adapters.of_padding(bucket) if adapters else None
-                each.append(graph_kinds(bucket, low=low, routed=self._routes is not None, **kinds))
+                each.append(list_graph_kinds(bucket, low=low, routed=self._recorder is not None, **kinds))
             first = [each[0][0], each[-1][0]] if later else []
             # Plain graphs of all buckets come before graphs of rarer steps.
             rest = [kind for same in itertools.zip_longest(*each) for kind in same if kind is not None]
@@ -299,7 +299,7 @@ class Engine:
             )
         self._events.append(Add(self._next_number, name, request))
         self._adding[name] = None
-        self._follower.begin(name, admitted)
+        self._hooks.begin(name, admitted)
         return name
 
     def check(self, prompt: Sequence[int], sampling: Sampling | None = None, **more: Any) -> None:
@@ -345,7 +345,7 @@ class Engine:
             RuntimeError: the engine is closed.
             ValueError: the parameters are of another model. The message lists the leaves.
         """
-        packed = self.runner.packed(params, like=self.weights)
+        packed = self.runner.pack_weights(params, like=self.weights)
         if recompute:  # the next step changes to the version at once, and versions that have waited never run
             self._weights = {v: w for v, w in self._weights.items() if v == self._state.version}
         self._newest += 1
@@ -404,7 +404,7 @@ class Engine:
             ValueError: a request is out of range, or can never fit. No request was begun then.
         """
         prompts = list(prompts)
-        hows, adapters = sampling_of_each(sampling, len(prompts)), adapter_of_each(adapter, len(prompts))
+        hows, adapters = split_sampling(sampling, len(prompts)), split_adapters(adapter, len(prompts))
         each = zip(prompts, hows, adapters, strict=True)
         requests = [self._make_request(prompt, how, adapter=name) for prompt, how, name in each]
         names = [self._await_request(self._enter_request(request)) for request in requests]
@@ -457,7 +457,7 @@ class Engine:
         prompts = list(prompts)
         if not prompts:
             raise ValueError("embed: 0 prompts. Pass one at least.")
-        each, how = adapter_of_each(adapter, len(prompts)), self._embeddings.sampling(pooling)
+        each, how = split_adapters(adapter, len(prompts)), self._embeddings.sampling(pooling)
         requests = [self._make_request(prompt, how, adapter=name) for prompt, name in zip(prompts, each, strict=True)]
         names = [self._await_request(self._enter_request(request)) for request in requests]
         self._embeddings.begin(names, pooling)
@@ -595,20 +595,20 @@ class Engine:
                     self._advance_step()
                 due, self._awaited[name] = self._awaited[name], []
                 for token in due:
-                    left -= token.finish is not None
+                    left -= token.finish_reason is not None
                     yield token
         finally:
             self._forget_request(name)
 
     def _take_embedding(self, number: int, name: str, normalize: bool) -> Tensor:
         last = list(self._stream_tokens(name, 1))[-1]
-        check_end(number, last.finish)
+        check_end(number, last.finish_reason)
         return self._embeddings.result(name, normalize)
 
     def _make_completions(self, name: str, request: Request) -> list[Completion]:
         made = [Completion([], [], None, [], [], []) for _ in range(request.sampling.n)]
         for token in self._stream_tokens(name, len(made)):
-            append(made, token, len(request.prompt))
+            append_token(made, token, len(request.prompt))
         return made
 
     # One step.
@@ -632,25 +632,25 @@ class Engine:
     def _run_step(self) -> list[Token]:
         drawn = self._drawn_tokens
         events, self._events, self._adding = [*self._events, *self._find_stops(drawn)], [], {}
-        self._follower.before(self._state)
+        self._hooks.before(self._state)
         self._state, plan, outputs = advance(self._state, events, drawn, self._constraints.cut)
-        self._follower.moved(self._state.moves if plan is None else plan.moves)
+        self._hooks.moved(self._state.moves if plan is None else plan.moves)
         found = [self._make_token(output) for output in outputs]
-        self._follower.take(outputs)
+        self._hooks.take(outputs)
         self._results = None
         reachable = self._state.version, self._state.pending
         self._weights = {v: w for v, w in self._weights.items() if v in reachable}
-        compare(self._state, self.mesh)
+        compare_states(self._state, self.mesh)
         if plan is not None:
             self._launch_plan(plan)
         return found
 
     def _launch_plan(self, plan: StepPlan) -> None:
         self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
-        columns = self._follower.columns(self._state, plan)
+        columns = self._hooks.columns(self._state, plan)
         self._results = self.runner.run(self._weights[plan.version], self._cache, plan, **columns)
         self._cache = self._results.cache
-        self._follower.ran(plan, self._results)
+        self._hooks.ran(plan, self._results)
 
     @property
     def _drawn_tokens(self) -> list[int]:
@@ -659,13 +659,13 @@ class Engine:
 
     def _find_stops(self, drawn: Sequence[int]) -> list[Stop]:
         """Returns the events by which texts end with the tokens of the last plan."""
-        ends = self._follower.ends(list(new_tokens(self._state, drawn)), {})
+        ends = self._hooks.ends(list(list_new_tokens(self._state, drawn)), {})
         return [Stop(self._next_number + i, *place, finish) for i, (place, finish) in enumerate(ends.items())]
 
     def _make_request(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> tuple[Request, Any]:
         """Returns a request that passes admission, with the follower's value for its beginning."""
-        request = request_of(prompt, sampling, self.limits, self._adapters, more)
-        return request, self._follower.admit(request)
+        request = make_request(prompt, sampling, self.limits, self._adapters, more)
+        return request, self._hooks.admit(request)
 
     def _is_known(self, name: str) -> bool:
         return name in self._state.names or name in self._adding or name in self._awaited
@@ -680,5 +680,5 @@ class Engine:
             assert self._results is not None
             logprob, tops = self._results.logprobs[out.row], self._results.top
             top = tops[out.row] if tops else ()
-        more = {"top": top, **self._follower.fields(out)}
-        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish, **more)
+        more = {"top": top, **self._hooks.fields(out)}
+        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish_reason, **more)

@@ -12,16 +12,16 @@ from jaxtyping import Int16
 from torch import Tensor
 
 from ._decoder import Decoder
-from ._sampled_tokens import Choice
-from ._hooks import Follower
+from ._hooks import EngineHooks
 from ._limits import Limits
 from ._plan import StepPlan
 from ._runner import StepResults
+from ._sampled_tokens import Choice
 from ._schedule import Output
 from ._state import State
 
 
-class Routes:
+class ExpertRecorder:
     """Experts of all tokens in the cache, on the host.
 
     Args:
@@ -33,20 +33,20 @@ class Routes:
     """
 
     def __init__(self, limits: Limits, decoder: Decoder) -> None:
-        if decoder.routes == (0, 0):
+        if decoder.expert_shape == (0, 0):
             raise ValueError(
-                "engine: routes is True, and the decoder has routes=(0, 0), so that no experts are known. Leave it out,"
-                " or take the decoder of a model with experts."
+                "engine: record_experts is True, and the decoder has expert_shape=(0, 0), so that no experts"
+                " are known. Leave it out, or take the decoder of a model with experts."
             )
-        self._block, self.shape = limits.block, decoder.routes
+        self._block, self.shape = limits.block, decoder.expert_shape
         self._blocks: dict[Choice, list[int]] = {}
         self._moved: dict[int, int] = {}  # former slots of experts that move with the next step, by new slots
         self._experts = torch.full((limits.blocks * limits.block, *self.shape), -1, dtype=torch.int16)
 
     @property
-    def follower(self) -> Follower:
+    def hooks(self) -> EngineHooks:
         """Returns the hooks."""
-        return Follower(
+        return EngineHooks(
             before=self.before,
             moved=self.moved,
             fields=self.fields,
@@ -67,9 +67,9 @@ class Routes:
 
         Experts are read before a step writes to blocks that are free by now.
         """
-        if output.finish is None or output.token is None:
+        if output.finish_reason is None or output.token is None:
             return {}
-        return {"routes": self.of(self._blocks[output.name, output.choice], output.position)}
+        return {"expert_ids": self.of(self._blocks[output.name, output.choice], output.position)}
 
     def ran(self, plan: StepPlan, results: StepResults) -> None:
         """Keeps the experts of a plan's tokens, after the plan's moves."""

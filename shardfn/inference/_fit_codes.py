@@ -31,7 +31,7 @@ from shardfn.core import (
 )
 from shardfn.kernels import GROUP, Codes, code_blocks, decode_blocks, fit_blocks
 
-from ._cache import alone
+from ._cache import make_single_bodies
 from ._decoder import Decoder
 from ._low_rank import Linear, LowRank
 
@@ -180,7 +180,7 @@ def _split_sites(sites: Sequence[_Site]) -> Iterator[list[_Site]]:
 
 def _run_row(decoder: Decoder, served: PyTree, tokens: list[int], moments: Moments) -> None:
     tokens_T = torch.tensor(tokens)
-    at_T, bodies = torch.arange(len(tokens)), alone(decoder.cache, len(tokens))
+    at_T, bodies = torch.arange(len(tokens)), make_single_bodies(decoder.cache, len(tokens))
     decoder.outputs(served, tokens_T, at_T, at_T[-1:], bodies, cast(LowRank, moments))
 
 

@@ -32,11 +32,11 @@ from shardfn.modules import (
     decoding,
 )
 
-from ._cache import CacheLayout, Paged
+from ._cache import CacheLayout, PagedAttention
 from ._decoder import Decoder, Outputs
 from ._hf_edges import edges_of
 from ._low_rank import Linear, LowRank
-from ._probe_weights import packed_once, stand_ins
+from ._probe_weights import make_probe_weights, packed_once
 
 _LOG = logging.getLogger("shardfn.inference")
 _PACKED = (torch.float32, torch.bfloat16)
@@ -108,7 +108,7 @@ def hf_decoder(
         4
     """
     function = decoding(model, params)
-    probed = function if params is None else decoding(model, stand_ins(params))
+    probed = function if params is None else decoding(model, make_probe_weights(params))
     name = type(function.module).__name__
     shape = _measure_shape(probed)
     if tokenizer is not None and len(tokenizer) > shape.vocab:
@@ -145,7 +145,7 @@ class _Shape:
 
     vocab: int = 0
     kv: list[tuple[int, int, int]] = field(default_factory=list)  # layer, key heads, head dim
-    routes: tuple[int, int] = (0, 0)  # layers with experts, and a token's choices in each
+    expert_shape: tuple[int, int] = (0, 0)  # layers with experts, and a token's choices in each
     uses: WeightUses = field(default_factory=lambda: WeightUses({}))
     groups: list[list[str]] = field(default_factory=list)  # weights multiplied by one input
 
@@ -166,7 +166,7 @@ def _measure_shape(function: DecodingFunction) -> _Shape:
     with torch.no_grad(), inputs:
         logits, chosen = function(function.params, at_T, at_T, at_T[1:], attend_probe, shape.uses)
     shape.vocab = logits.shape[-1]
-    shape.routes = (0, 0) if chosen is None else (chosen.shape[1], chosen.shape[2])
+    shape.expert_shape = (0, 0) if chosen is None else (chosen.shape[1], chosen.shape[2])
     shape.groups = inputs.groups
     name, layers = type(function.module).__name__, [layer for layer, *_ in shape.kv]
     if not layers or layers != list(range(len(layers))):
@@ -217,7 +217,7 @@ def _make_decoder(
     calls = [name for group in shape.groups for name in group]
     alone = {head, *(name for name in calls if calls.count(name) > 1 or edges.get(name) is RowEdge.LEAVE)}
     groups = [[name for name in group if name in linear and name not in alone] for group in shape.groups]
-    together = [group for group in groups if len(group) > 1]
+    combine_hooks = [group for group in groups if len(group) > 1]
 
     def compute_outputs(
         weights: Served,
@@ -235,7 +235,7 @@ def _make_decoder(
             for name, num in nums.items()
         }
         runs: dict[str, _Run] = {**layers}
-        for group in together:
+        for group in combine_hooks:
             same = SameInput({name: layers[name] for name in group})
             runs |= {name: functools.partial(same, name) for name in group}
         for name, layer in layers.items():
@@ -253,7 +253,7 @@ def _make_decoder(
     placed |= dict.fromkeys(function.experts, P(tp))
     served = {"params": placed, "packed": {name: P(tp) for name in cut if name in kept}}
     cache = CacheLayout(layers, heads, dim, tp)
-    how: dict[str, Any] = {"outputs": compute_outputs, "pack": pack_params, "routes": shape.routes}
+    how: dict[str, Any] = {"outputs": compute_outputs, "pack": pack_params, "expert_shape": shape.expert_shape}
     made = Decoder(shape.vocab, function.context, cache, specs=P(), **how)
     if head in linear:
         inner = [name for name in linear if name != head and name not in kept]
@@ -274,7 +274,7 @@ def _attend_heads(
 ) -> Tensor:
     """Returns the attention of this rank's heads, or of all heads if the layer has all heads."""
     body = bodies[scores.layer]
-    if not isinstance(body, Paged):
+    if not isinstance(body, PagedAttention):
         raise TypeError(f"layer {scores.layer} of a model of transformers attends by an engine's cache, not by {body}.")
     sinks_H = None if scores.sinks_H is None else take_own_block(scores.sinks_H.float(), axis)
     how = {"scale": scores.scale, "window": scores.window, "softcap": scores.softcap, "sinks_H": sinks_H}
@@ -337,7 +337,7 @@ def _find_inexact(decoder: Decoder, params: Mapping[str, Tensor], uses: WeightUs
         # Each row is a separate sequence with earlier keys and values 0.
         position_T = row_T % min(decoder.context, _BLOCK)
         plan = (row_T + 1) * _BLOCK + position_T, position_T, row_T, tables
-        bodies = [Paged(x, *plan) for x in cache]
+        bodies = [PagedAttention(x, *plan) for x in cache]
         tokens_T, rows_R = (row_T * 7919 + 1) % decoder.vocab, torch.arange(len(order), device=device)
         for row, logits_V in zip(order, decoder.logits(served, tokens_T, position_T, rows_R, bodies), strict=True):
             if not torch.equal(seen.setdefault(row, logits_V), logits_V):

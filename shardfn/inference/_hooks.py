@@ -1,4 +1,4 @@
-"""Hooks by which texts, grammars, embeddings, adapters and routes follow an engine's requests, next to the schedule.
+"""Hooks of texts, grammars, embeddings, adapters and recorded experts in an engine's step, next to the schedule.
 
 A step calls each hook of all followers before the next hook, in the order of their fields, from `ends` on.
 """
@@ -6,10 +6,10 @@ A step calls each hook of all followers before the next hook, in the order of th
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ._sampled_tokens import Ends, SampledToken
 from ._plan import StepPlan
 from ._requests import Request
 from ._runner import StepResults
+from ._sampled_tokens import Ends, SampledToken
 from ._schedule import Output
 from ._state import State
 
@@ -23,8 +23,8 @@ def _return_empty(*given: Any) -> dict[Any, Any]:
     return {}
 
 
-class Follower(NamedTuple):
-    """Hooks, pure functions of calls that are equal on all ranks. `Follower()` is the identity.
+class EngineHooks(NamedTuple):
+    """Hooks, pure functions of calls that are equal on all ranks. `EngineHooks()` is the identity.
 
     Attributes:
         admit: check of a request, with a value for `begin` as its result. The request may never begin.
@@ -49,13 +49,13 @@ class Follower(NamedTuple):
     ran: Callable[[StepPlan, StepResults], None] = _do_nothing
 
 
-def together(followers: Sequence[Follower]) -> Follower:
+def combine_hooks(followers: Sequence[EngineHooks]) -> EngineHooks:
     """Returns one follower that calls each hook of several followers, in order.
 
     Example:
-        >>> first = Follower(ends=lambda drawn, ends: {("a", 0, 5): "stop"})
-        >>> second = Follower(ends=lambda drawn, ends: {("b", 0, 7): "stop"} if ends else {})
-        >>> together([first, second]).ends([], {})
+        >>> first = EngineHooks(ends=lambda drawn, ends: {("a", 0, 5): "stop"})
+        >>> second = EngineHooks(ends=lambda drawn, ends: {("b", 0, 7): "stop"} if ends else {})
+        >>> combine_hooks([first, second]).ends([], {})
         {('a', 0, 5): 'stop', ('b', 0, 7): 'stop'}
     """
 
@@ -79,7 +79,7 @@ def together(followers: Sequence[Follower]) -> Follower:
     def join_results(hook: str) -> Callable[..., dict[str, Any]]:
         return lambda *given: {k: v for one in followers for k, v in getattr(one, hook)(*given).items()}
 
-    return Follower(
+    return EngineHooks(
         admit=lambda request: [one.admit(request) for one in followers],
         begin=begin_each,
         ends=find_ends,

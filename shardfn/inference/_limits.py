@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
+from shardfn.core import explains_fields
+
 DRAFTS = 15  # of an engine with a drafter
-_LEAST = {"vocab": 1, "context": 2, "blocks": 2, "block": 1, "running": 1, "age": 0, "drafts": 0}
+_LEAST = {"vocab": 1, "context": 2, "blocks": 2, "block": 1, "running": 1, "starvation_steps": 0, "drafts": 0}
 
 
+@explains_fields(age="starvation_steps={value!r}")
 @dataclass(frozen=True)
 class Limits:
     """Sizes from which every plan follows.
@@ -20,8 +23,8 @@ class Limits:
             step.
         running: most sequences that hold blocks at a time. Fewer than the budget, so that a prompt always advances next
             to the decodes (chunked prefill).
-        age: number of steps after its arrival from which a sequence comes before all later arrivals, whatever their
-            priorities.
+        starvation_steps: number of steps after its arrival from which a sequence comes before all later arrivals,
+            whatever their priorities.
         cache_dtype: "float32", "bfloat16", "int8" or "fp8", part of the key of a block's content. The last two are
             codes of one byte, with a scale for each token and key head. "float64" is for parameters in float64.
         drafts: most drafts of a step with one row. Each further row takes the place of a draft. Where no place is left,
@@ -42,7 +45,7 @@ class Limits:
     block: int = 16
     buckets: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256)
     running: int = 32
-    age: int = 512
+    starvation_steps: int = 512
     cache_dtype: str = "float32"
     drafts: int = 0
 

@@ -26,7 +26,7 @@ def logprobs(logits: Float[Tensor, "*batch vocab"], tokens: Int[Tensor, "*batch"
         >>> logprobs(torch.tensor([[0.0, 0.0]]), torch.tensor([1]))
         tensor([-0.6931])
     """
-    rows, targets = widened(logits).flatten(0, -2), tokens.flatten().long()
+    rows, targets = widen_floats(logits).flatten(0, -2), tokens.flatten().long()
     if tokens.numel() and not capturing() and not 0 <= int(targets.min()) <= int(targets.max()) < rows.shape[1]:
         raise ValueError(
             f"tokens are from {int(targets.min())} to {int(targets.max())}, and there are {rows.shape[1]} logits."
@@ -34,14 +34,14 @@ def logprobs(logits: Float[Tensor, "*batch vocab"], tokens: Int[Tensor, "*batch"
     return _LogProbs.apply(rows, targets).view(tokens.shape)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def widened(logits: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+def widen_floats(logits: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     """Returns logits in the dtype in which an engine draws tokens: float32, or float64 of float64.
 
     Args:
         logits: logits of any floating-point dtype.
 
     Example:
-        >>> widened(torch.tensor([0.5], dtype=torch.bfloat16)).dtype
+        >>> widen_floats(torch.tensor([0.5], dtype=torch.bfloat16)).dtype
         torch.float32
     """
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,6 +1,7 @@
 """Keywords of vLLM and SGLang for an engine, and their counterparts here."""
 
 MEANT_BY_LIMITS = {
+    "age": "starvation_steps={value!r}",
     "max_num_seqs": "running={value!r}",
     "max_running_requests": "running={value!r}",
     "max_model_len": "context={value!r}",
@@ -28,6 +29,7 @@ MEANT = {name: f"limits=limits_of(decoder, {text.partition(',')[0]})" for name, 
     "cpu_offload_gb": "weights='host'",
     "enable_prefix_caching": "nothing: requests always share blocks of equal content",
     "enable_chunked_prefill": "nothing: long prompts are always computed in chunks",
-    "enable_return_routed_experts": "routes={value!r}",
+    "enable_return_routed_experts": "record_experts={value!r}",
+    "routes": "record_experts={value!r}",
     "seed": "Sampling(seed={value!r}): each request has its own",
 }

@@ -5,10 +5,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ._draft_tree import NO_DRAFTS, DraftTree
 from ._limits import Limits
 from ._requests import Sampling
 from ._state import Sequence
-from ._draft_tree import NO_DRAFTS, Tree
 
 _Arrays = tuple[array, array, array, array, array, array, array, array, array, array]
 
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     sequence: Sequence
     num: int
     positions: Seq[int]
-    drafts: Tree = NO_DRAFTS
+    drafts: DraftTree = NO_DRAFTS
 
     def before(self, wanted: int) -> array:
         """Returns the tokens before the place of a wanted row, drafts included."""
@@ -202,7 +202,7 @@ def _make_histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tupl
     return histories, prompts
 
 
-def padding(bucket: int, limits: Limits, *, extended: bool = False) -> StepPlan:
+def make_padding(bucket: int, limits: Limits, *, extended: bool = False) -> StepPlan:
     """Returns a plan of a bucket that has no tokens.
 
     The plan writes only to block 0. If `extended`, the plan has histories, too.
@@ -216,7 +216,7 @@ def _make_empty_histories(num: int, context: int) -> tuple[array, array]:
     return array("i", [-1]) * (num * context), array("i", [0] * num)
 
 
-def wanted(sequence: Sequence, count: int) -> range:
+def find_wanted(sequence: Sequence, count: int) -> range:
     """Returns the positions of the next `count` tokens whose logits are wanted.
 
     Scored tokens, and the last known token.

@@ -17,7 +17,7 @@ from shardfn import kernels
 _PERIOD = 65521
 
 
-def stand_ins(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def make_probe_weights(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns random values of the shapes and dtypes of some leaves.
 
     Args:
@@ -27,7 +27,7 @@ def stand_ins(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         New tensors by name. Tensors of equal shape and dtype share their memory.
 
     Example:
-        >>> made = stand_ins({"a": torch.ones(3, 2), "b": torch.ones(3, 2)})
+        >>> made = make_probe_weights({"a": torch.ones(3, 2), "b": torch.ones(3, 2)})
         >>> made["a"] is made["b"], made["a"].data_ptr() == made["b"].data_ptr()
         (False, True)
     """

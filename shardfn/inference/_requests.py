@@ -115,7 +115,7 @@ class Request:
     Args:
         prompt: token ids.
         sampling: rule of drawing tokens.
-        priority: number by which larger come first, until `Limits.age` steps have passed.
+        priority: number by which larger come first, until `Limits.starvation_steps` steps have passed.
         deadline: reading of the engine's clock, in milliseconds, at which the request ends as "deadline".
         adapter: digest of the adapter's content, or empty: part of the key of a block's content.
         salt: caller's bytes. Requests share blocks only with requests of the same salt.

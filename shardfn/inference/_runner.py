@@ -29,16 +29,16 @@ from shardfn.core import (
 from shardfn.engine import BoundCall, Donated, Sharded, reshard, sharded
 from shardfn.transforms import jit
 
-from ._cache import DTYPES, Paged, check_memory
+from ._cache import DTYPES, PagedAttention, check_memory
 from ._decoder import Decoder
 from ._limits import Limits
+from ._logprobs import widen_floats
 from ._low_rank import LowRank
 from ._peer_keywords import MEANT_BY_LIMITS
-from ._plan import StepPlan, padding
+from ._plan import StepPlan, make_padding
 from ._requests import MOST_TOP
-from ._logprobs import widened
-from ._tensors import StepTensors, tensors
-from ._weights import WeightSource, bytes_in, packed_apart, packed_shapes, without_copies, zero_of
+from ._tensors import StepTensors, make_tensors
+from ._weights import WeightSource, count_bytes, drop_copies, find_packed_shapes, make_zero, pack_leafwise
 
 Cache = list[GlobalTensor]
 # The numbers of further results that a step has, by the last of them.
@@ -128,7 +128,7 @@ class GraphKind(NamedTuple):
     routed: bool = False
 
 
-def graph_kinds(
+def list_graph_kinds(
     bucket: int, *, extended: bool, grammars: bool, hidden: bool, low: LowRank | None, routed: bool = False
 ) -> list[GraphKind]:
     """Returns the graphs of a bucket: the plain graph first, and graphs of these kinds, without and with adapters."""
@@ -192,7 +192,7 @@ class Runner:
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
         _check_decoder(decoder, limits, mesh)
         self._decoder, self._limits, self.mesh = decoder, limits, mesh
-        self._zero = zero_of(weights, disk)
+        self._zero = make_zero(weights, disk)
         self._cache: MemoryKind = check_memory(cache)
         # The work of an exact decoder is in kernels.
         self._threads = kernels.threads_for_kernels if decoder.exact else contextlib.nullcontext
@@ -204,7 +204,7 @@ class Runner:
 
     def _make_step(self, prefetch: int | None = None) -> dict[str, Sharded]:
         """Returns the pure step over sharded weights, by the results that are wanted in addition to tokens."""
-        schedule: dict[str, Any] = {} if prefetch is None else {"prefetch": prefetch, "passes": (without_copies,)}
+        schedule: dict[str, Any] = {} if prefetch is None else {"prefetch": prefetch, "passes": (drop_copies,)}
         # Its bits are torch's on every back end, and what lies between its kernels is not worth a compiler's time.
         backend = "graph" if self._decoder.exact else None
         return {
@@ -224,17 +224,18 @@ class Runner:
         """Refuses a model, limits or a mesh that the graphs do not fit.
 
         Raises:
-            ValueError: the decoder or the mesh is different, or limits differ in more than `age`, or fewer blocks.
+            ValueError: the decoder or the mesh is different, or limits differ in more than `starvation_steps`, or in
+                fewer blocks.
         """
         if decoder is not self._decoder or (mesh is not None and mesh is not self.mesh):
             other = "decoder" if decoder is not self._decoder else "mesh"
             raise ValueError(f"engine: the runner is of another {other}. Pass the one that it was made with.")
-        if limits.blocks > self._limits.blocks or replace(limits, blocks=2, age=0) != replace(
-            self._limits, blocks=2, age=0
+        if limits.blocks > self._limits.blocks or replace(limits, blocks=2, starvation_steps=0) != replace(
+            self._limits, blocks=2, starvation_steps=0
         ):
             raise ValueError(f"engine: limits are {limits}, and its runner's are {self._limits}. Make another runner.")
 
-    def packed(self, params: PyTree, *, like: PyTree | None = None) -> PyTree:
+    def pack_weights(self, params: PyTree, *, like: PyTree | None = None) -> PyTree:
         """Returns the served form of parameters.
 
         Raises:
@@ -256,12 +257,12 @@ class Runner:
 
     def _packed_apart(self, params: PyTree, like: PyTree | None) -> PyTree:
         source = WeightSource(self._decoder, params, self._pack.specs(params), self.mesh)
-        shapes = packed_shapes(source)
+        shapes = find_packed_shapes(source)
         if like is not None:
             _check_alike(like, shapes.tree)
         elif not is_device(self._zero.params) and not self._bound:
             self._run = self._make_step(prefetch=shapes.ahead(self._decoder.cache.layers))
-        return packed_apart(source, shapes, self._run[""].specs(shapes.tree), self._run[""].pool)
+        return pack_leafwise(source, shapes, self._run[""].specs(shapes.tree), self._run[""].pool)
 
     def empty_cache(self) -> Cache:
         """Returns a cache without content."""
@@ -282,9 +283,9 @@ class Runner:
     ) -> BoundCall:
         """Returns the graph of a bucket, captured at the first call. The first call is collective."""
         if step is None:
-            plan = padding(bucket, self._limits, extended=extended)
+            plan = make_padding(bucket, self._limits, extended=extended)
             allowed = np.ones((len(plan.rows), self._limits.vocab), bool) if grammars else None
-            step = tensors(plan, self._limits, self.mesh.device, allowed, low, cache=self._cache)
+            step = make_tensors(plan, self._limits, self.mesh.device, allowed, low, cache=self._cache)
         sites = None if step.low is None else tuple((name, f.a.shape) for name, f in step.low.sites.items())
         key = (
             bucket,
@@ -307,7 +308,7 @@ class Runner:
     def memory(self, weights: PyTree, cache: Cache) -> MemoryPlan:
         """Returns the bytes that this rank needs. Captures the graph of the largest bucket."""
         graph = self.bind(self._limits.budget, weights, cache).memory_analysis()
-        held, cached = bytes_in(weights, "device", "host"), bytes_in(cache, "device", "host")
+        held, cached = count_bytes(weights, "device", "host"), count_bytes(cache, "device", "host")
         device, host = graph.by_memory.get("device", 0), graph.by_memory.get("host", 0)
         return MemoryPlan(held, cached, max(device + host - held - cached, 0), host)
 
@@ -334,7 +335,7 @@ class Runner:
             routed: whether the experts of the plan's tokens are wanted, and hidden states.
         """
         cache = list(self._decoder.cache.move(cache, plan.moves))
-        step = tensors(plan, self._limits, self.mesh.device, allowed, low, cache=self._cache)
+        step = make_tensors(plan, self._limits, self.mesh.device, allowed, low, cache=self._cache)
         call = self.bind(plan.bucket, weights, cache, step, hidden=hidden, routed=routed)
         with self._threads():
             tokens, logprobs, cache, top, *more = call(weights, cache, step)
@@ -364,7 +365,7 @@ def _run_step(
     return *drawn, cache, _find_top(found.logits, step), *(found.hidden, found.experts)[:num]
 
 
-def runner_of(
+def make_runner(
     runner: Runner | None,
     decoder: Decoder,
     limits: Limits,
@@ -389,13 +390,16 @@ def runner_of(
     return runner
 
 
-def _make_bodies(cache: list[Tensor], step: StepTensors) -> list[Paged]:
-    return [Paged(x, step.slots, step.positions, step.sequences, step.tables, step.tree, step.moved) for x in cache]
+def _make_bodies(cache: list[Tensor], step: StepTensors) -> list[PagedAttention]:
+    return [
+        PagedAttention(x, step.slots, step.positions, step.sequences, step.tables, step.tree, step.host_blocks)
+        for x in cache
+    ]
 
 
 def _draw_tokens(logits_RV: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
     """Returns tokens of the rows, and their log probabilities."""
-    given = widened(logits_RV)
+    given = widen_floats(logits_RV)
     changed = given if step.penalties is None else kernels.penalise(given, **step.penalties._asdict())
     if step.biases is not None:
         changed = changed.scatter_add(1, step.biases.tokens, step.biases.values.to(changed.dtype))
@@ -413,7 +417,7 @@ def _find_top(logits_RV: Tensor, step: StepTensors) -> tuple[Tensor, ...]:
     """Returns the most probable tokens of the rows of an extended step, under the raw logits."""
     if step.biases is None:
         return ()
-    return kernels.top_logprobs(widened(logits_RV), min(MOST_TOP, logits_RV.shape[1]))
+    return kernels.top_logprobs(widen_floats(logits_RV), min(MOST_TOP, logits_RV.shape[1]))
 
 
 def _read_tops(plan: StepPlan, top: tuple[Tensor, ...]) -> list[Top]:

@@ -27,7 +27,7 @@ class SampledToken(NamedTuple):
     last: bool
 
 
-def new_tokens(state: State, drawn: Sequence[int]) -> Iterator[SampledToken]:
+def list_new_tokens(state: State, drawn: Sequence[int]) -> Iterator[SampledToken]:
     """Yields the drawn tokens of the plan in flight that the schedule takes, unless a text ends before.
 
     Tokens of logits that were not finite, and tokens after them, are left out.

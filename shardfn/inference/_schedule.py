@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 from shardfn.core import DonatedError
 
-from ._select import arrange
-from ._speculate import Permit, add_drafts, take_drafts
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
-from ._plan import Rows, StepPlan, make_plan, wanted
+from ._plan import Rows, StepPlan, find_wanted, make_plan
 from ._pool import extend_contents
 from ._requests import check_request
+from ._select import select_chunks
+from ._speculate import Permit, add_drafts, take_drafts
 from ._state import PrefillChunk, Sequence, State
 
 
@@ -37,7 +37,7 @@ class Output(NamedTuple):
         token: drawn or scored token, or None for an end without a token.
         row: row of the plan that was in flight, for the log probability, or None without a token.
         version: version of the parameters that computed the token.
-        finish: "stop", "length", "cancelled", "deadline", "error" or "refused" for the last output of a choice.
+        finish_reason: "stop", "length", "cancelled", "deadline", "error" or "refused" for the last output of a choice.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Output(NamedTuple):
     token: int | None
     row: int | None
     version: int
-    finish: str | None
+    finish_reason: str | None
 
 
 def advance(
@@ -78,23 +78,23 @@ def advance(
         >>> list(plan.tokens[: plan.num_tokens]), outputs
         ([7, 8, 9], [])
         >>> state, plan, outputs = advance(state, drawn=[50])
-        >>> list(plan.tokens[: plan.num_tokens]), outputs[0].token, outputs[0].finish
+        >>> list(plan.tokens[: plan.num_tokens]), outputs[0].token, outputs[0].finish_reason
         ([50], 50, None)
         >>> state, plan, outputs = advance(state, drawn=[51])
-        >>> plan, outputs[0].token, outputs[0].finish, state.idle
+        >>> plan, outputs[0].token, outputs[0].finish_reason, state.idle
         (None, 51, 'length', True)
     """
     _check_step(state, events, drawn)
     state.consumed, state = True, dataclasses.replace(state)
     outputs: list[Output] = []
-    stops = {(event.name, event.choice, event.at): event.finish for event in events if isinstance(event, Stop)}
+    stops = {(event.name, event.choice, event.at): event.finish_reason for event in events if isinstance(event, Stop)}
     _settle_plan(state, drawn, stops, outputs)
     for event in events:
         _take_event(state, event, outputs)
     _finish_sequences(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
     if state.pending is not None and not any(s.begun for s in state.sequences.values()):
         _renew_version(state, state.pending)
-    chunks = add_drafts(state, [Rows(s, count, wanted(s, count)) for s, count in arrange(state)], cut)
+    chunks = add_drafts(state, [Rows(s, count, find_wanted(s, count)) for s, count in select_chunks(state)], cut)
     plan = make_plan(chunks, state.limits, state.step, state.version, state.moves) if chunks else None
     state.moves = [] if chunks else state.moves
     state.flight = [PrefillChunk(s.serial, s.computed, num, positions, drafts) for s, num, positions, drafts in chunks]
@@ -131,8 +131,8 @@ def _check_step(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
                 raise ValueError(f"version must be above {version}, the last version, got {event.version}.")
             version = event.version
         elif isinstance(event, Stop):
-            if event.finish not in ("stop", "error"):
-                raise ValueError(f"{event}: finish must be 'stop' or 'error'.")
+            if event.finish_reason not in ("stop", "error"):
+                raise ValueError(f"{event}: finish_reason must be 'stop' or 'error'.")
             if not _is_drawn(state, event, drawn):
                 raise ValueError(f"{event}: the plan in flight draws no token of that choice at {event.at}.")
 

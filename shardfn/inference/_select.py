@@ -6,14 +6,14 @@ prompts.
 
 from heapq import merge
 
-from ._plan import wanted
+from ._plan import find_wanted
 from ._pool import extend_contents
 from ._state import Sequence, State
 
 Chunks = list[tuple[Sequence, int]]
 
 
-def arrange(state: State) -> Chunks:
+def select_chunks(state: State) -> Chunks:
     """Returns the chunks of the next plan, decodes first.
 
     Every decoding sequence has its token in the plan. Prompts share the rest of the budget in order. The first sequence
@@ -21,16 +21,16 @@ def arrange(state: State) -> Chunks:
     fits the empty pool fits when all other sequences have left.
     """
     state.running.sort(key=state.rank)
-    decodes = _grow_decodes(state)
-    prompts = _share_tokens(state, decodes)
-    return [(sequence, 1) for sequence in decodes] + _trim_padding(state, len(decodes), prompts)
+    decodes = _reserve_decode_blocks(state)
+    prompts = _select_prefill_chunks(state, decodes)
+    return [(sequence, 1) for sequence in decodes] + _trim_to_bucket(state, len(decodes), prompts)
 
 
 def _is_decoding(sequence: Sequence) -> bool:
     return sequence.computed == len(sequence.tokens) - 1
 
 
-def _grow_decodes(state: State) -> list[Sequence]:
+def _reserve_decode_blocks(state: State) -> list[Sequence]:
     """Gives each decoding sequence the block of its next token. Preemption from the end of the order makes room."""
     pool, block, decodes = state.pool, state.limits.block, []
     for sequence in state.running[:]:
@@ -46,7 +46,7 @@ def _grow_decodes(state: State) -> list[Sequence]:
     return decodes
 
 
-def _share_tokens(state: State, decodes: list[Sequence]) -> Chunks:
+def _select_prefill_chunks(state: State, decodes: list[Sequence]) -> Chunks:
     """Returns the chunks of prompts of running and waiting sequences, in order. Victims leave `decodes`."""
     prefills = [sequence for sequence in state.running if not _is_decoding(sequence)]
     chunks: Chunks = []
@@ -64,14 +64,14 @@ def _share_tokens(state: State, decodes: list[Sequence]) -> Chunks:
             decodes[:] = [d for d in decodes if d.blocks]
             left = state.limits.budget - len(decodes) - used
         count = min(left, len(sequence.tokens) - sequence.computed)
-        count = _row_bound(sequence, count, state.limits.running - len(state.running) - extra)
+        count = _bound_rows(sequence, count, state.limits.running - len(state.running) - extra)
         chunks.append((sequence, count))
         used += count
-        extra += max(0, len(wanted(sequence, count)) - 1)
+        extra += max(0, len(find_wanted(sequence, count)) - 1)
     return chunks
 
 
-def _row_bound(sequence: Sequence, count: int, spare: int) -> int:
+def _bound_rows(sequence: Sequence, count: int, spare: int) -> int:
     """Bounds the chunk of a scored prompt to its guaranteed row of logits and `spare` further rows."""
     if sequence.scored >= sequence.prompt - 1:
         return count
@@ -86,7 +86,7 @@ def _admit_waiting(state: State, sequence: Sequence, extra: int) -> bool:
     shared = pool.find(sequence.contents[:num_shared])
     pool.hold(shared)
     need = limits.blocks_of(len(tokens)) - len(shared)
-    leavers = _choose_victims(state, sequence, need, len(state.running) + extra >= limits.running)
+    leavers = _choose_preemption_victims(state, sequence, need, len(state.running) + extra >= limits.running)
     if leavers is None:
         pool.release(shared)
         return False
@@ -96,7 +96,7 @@ def _admit_waiting(state: State, sequence: Sequence, extra: int) -> bool:
     sequence.recorded = len(shared)
     sequence.computed = len(shared) * limits.block
     if not sequence.begun:
-        state.use = state.use.begun(len(tokens), sequence.computed)
+        state.cache_stats = state.cache_stats.begun(len(tokens), sequence.computed)
     sequence.begun = True
     state.leave_line(sequence)
     state.running.append(sequence)
@@ -104,7 +104,7 @@ def _admit_waiting(state: State, sequence: Sequence, extra: int) -> bool:
     return True
 
 
-def _choose_victims(state: State, sequence: Sequence, need: int, full: bool) -> list[Sequence] | None:
+def _choose_preemption_victims(state: State, sequence: Sequence, need: int, full: bool) -> list[Sequence] | None:
     """Returns the fewest sequences from the end of the order that make room, all behind the asker.
 
     None if the room does not suffice.
@@ -122,7 +122,7 @@ def _choose_victims(state: State, sequence: Sequence, need: int, full: bool) -> 
     return found if room >= need and not (full and not found) else None
 
 
-def _trim_padding(state: State, num_decodes: int, prompts: Chunks) -> Chunks:
+def _trim_to_bucket(state: State, num_decodes: int, prompts: Chunks) -> Chunks:
     """Defers the end of the prompts to the next step where fewer padding rows outweigh the deferred tokens."""
     excess = state.limits.excess(num_decodes + sum(count for _, count in prompts), least=num_decodes + 1)
     kept = prompts[:]

@@ -7,12 +7,12 @@ beyond only padding rows. A drafter that computes proposes none there, as propos
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
-from ._drafters import Computes, Context
+from ._draft_tree import DraftTree
+from ._drafters import BatchDrafter, Context
 from ._plan import Rows
 from ._state import PrefillChunk, Sequence, State
-from ._draft_tree import Tree
 
-Permit = Callable[[Context, Tree], Tree]  # function that keeps the drafts permitted by a sequence's grammar
+Permit = Callable[[Context, DraftTree], DraftTree]  # function that keeps the drafts permitted by a sequence's grammar
 
 
 def add_drafts(state: State, chunks: list[Rows], cut: Permit | None = None) -> list[Rows]:
@@ -24,7 +24,9 @@ def add_drafts(state: State, chunks: list[Rows], cut: Permit | None = None) -> l
     if spare <= 0:
         return chunks
     able = {i: most for i, chunk in enumerate(chunks) if (most := _bound_drafts(chunk, grammars=cut is not None))}
-    found = (_propose_at_once if isinstance(state.drafter, Computes) else _propose_in_turn)(state, chunks, able, spare)
+    found = (_propose_at_once if isinstance(state.drafter, BatchDrafter) else _propose_in_turn)(
+        state, chunks, able, spare
+    )
     found = found if cut is None else _cut_excluded(chunks, found, cut)
     _trim_drafts(state, sum(chunk.num for chunk in chunks), found)
     return [_add_drafts(state, chunk, found[i]) if i in found else chunk for i, chunk in enumerate(chunks)]
@@ -38,9 +40,9 @@ def take_drafts(state: State, sequence: Sequence, chunk: PrefillChunk, accepted:
     """
     drafted, block, blocks = chunk.drafts, state.limits.block, sequence.blocks
     state.moves += chunk.moves(accepted, drawn, lambda at: blocks[at // block] * block + at % block)
-    state.guesses = state.guesses.add(len(drafted), accepted)
+    state.speculation = state.speculation.add(len(drafted), accepted)
     num = len(sequence.tokens)
-    sequence.trust = sequence.trust.after(len(drafted), accepted, num_tokens=num, height=drafted.height)
+    sequence.draft_length = sequence.draft_length.after(len(drafted), accepted, num_tokens=num, height=drafted.height)
     needed = state.limits.blocks_of(num)
     state.pool.release(sequence.blocks[needed:])
     del sequence.blocks[needed:]
@@ -52,7 +54,7 @@ def _count_spare(state: State, chunks: list[Rows]) -> int:
     if not limits.drafts:
         return 0
     rows, wanted = sum(chunk.num for chunk in chunks), sum(len(chunk.positions) for chunk in chunks)
-    padded = 0 if isinstance(state.drafter, Computes) else limits.bucket_of(rows)
+    padded = 0 if isinstance(state.drafter, BatchDrafter) else limits.bucket_of(rows)
     room = max(padded, limits.drafts + 1) - rows
     return min(room, limits.budget - rows, limits.wanted(limits.budget) - wanted)
 
@@ -63,14 +65,14 @@ def _bound_drafts(chunk: Rows, *, grammars: bool) -> int:
     0 unless the chunk is the last known token of a sequence that may have drafts.
     """
     sequence = chunk.sequence
-    num, how, trust = len(sequence.tokens), sequence.request.sampling, sequence.trust
+    num, how, draft_length = len(sequence.tokens), sequence.request.sampling, sequence.draft_length
     draws = chunk.num == len(chunk.positions) == 1 and sequence.computed == num - 1
-    if not draws or (how.grammar is not None and not grammars) or num < trust.resume:
+    if not draws or (how.grammar is not None and not grammars) or num < draft_length.resume:
         return 0
-    return min(trust.width, sequence.prompt + how.max_tokens - num - 1)  # the last drawn token is never fed
+    return min(draft_length.width, sequence.prompt + how.max_tokens - num - 1)  # the last drawn token is never fed
 
 
-_Found = dict[int, Tree]  # by the number of a chunk
+_Found = dict[int, DraftTree]  # by the number of a chunk
 
 
 def _propose_in_turn(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
@@ -89,7 +91,7 @@ def _propose_in_turn(state: State, chunks: list[Rows], able: Mapping[int, int], 
 
 def _propose_at_once(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
     """Returns proposals of all sequences at once. Each may have an equal part of the rows, and unclaimed rows."""
-    assert isinstance(state.drafter, Computes)
+    assert isinstance(state.drafter, BatchDrafter)
     mosts: dict[int, int] = {}
     for left, (i, most) in zip(range(len(able), 0, -1), sorted(able.items(), key=lambda one: one[1]), strict=True):
         mosts[i] = min(most, spare // left)
@@ -100,8 +102,8 @@ def _propose_at_once(state: State, chunks: list[Rows], able: Mapping[int, int], 
     return {i: drafts for i, drafts in found.items() if len(drafts)}
 
 
-def _check_proposal(state: State, proposal: Seq[int] | Tree, most: int) -> Tree:
-    drafts = proposal if isinstance(proposal, Tree) else Tree.chain(proposal)
+def _check_proposal(state: State, proposal: Seq[int] | DraftTree, most: int) -> DraftTree:
+    drafts = proposal if isinstance(proposal, DraftTree) else DraftTree.chain(proposal)
     vocab = state.limits.vocab
     if len(drafts) > most or not all(0 <= token < vocab for token in drafts.tokens):
         raise ValueError(
@@ -120,7 +122,7 @@ def _cut_excluded(chunks: list[Rows], found: _Found, cut: Permit) -> _Found:
         if len(tree):
             kept[i] = tree
         else:
-            one.trust = one.trust.after(len(drafts), 0, num_tokens=len(one.tokens))
+            one.draft_length = one.draft_length.after(len(drafts), 0, num_tokens=len(one.tokens))
     return kept
 
 
@@ -133,7 +135,7 @@ def _trim_drafts(state: State, rows: int, found: _Found) -> None:
         excess -= cut
 
 
-def _add_drafts(state: State, chunk: Rows, drafts: Tree) -> Rows:
+def _add_drafts(state: State, chunk: Rows, drafts: DraftTree) -> Rows:
     """Returns a chunk with the drafts for which there are free blocks. No sequence is preempted for drafts."""
     sequence, pool, block = chunk.sequence, state.pool, state.limits.block
     first = sequence.computed + 1  # the position of the first draft

@@ -5,7 +5,7 @@ from typing import NamedTuple
 _FIRST, _LONGEST_PAUSE = 4, 5
 
 
-class Guesses(NamedTuple):
+class SpeculationStats(NamedTuple):
     """Counts of an engine's drafts so far.
 
     Attributes:
@@ -14,21 +14,21 @@ class Guesses(NamedTuple):
         accepted: drafted tokens that became tokens of a sequence.
 
     Example:
-        >>> Guesses().add(4, 3).add(2, 0)
-        Guesses(steps=2, drafted=6, accepted=3)
+        >>> SpeculationStats().add(4, 3).add(2, 0)
+        SpeculationStats(steps=2, drafted=6, accepted=3)
     """
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
 
-    def add(self, drafted: int, accepted: int) -> "Guesses":
+    def add(self, drafted: int, accepted: int) -> "SpeculationStats":
         """Returns the counts after another step of a sequence."""
-        return Guesses(self.steps + 1, self.drafted + drafted, self.accepted + accepted)
+        return SpeculationStats(self.steps + 1, self.drafted + drafted, self.accepted + accepted)
 
 
-class Trust(NamedTuple):
-    """Trust in a sequence's drafts.
+class DraftLength(NamedTuple):
+    """Number of a sequence's next drafts, by the drafts that were accepted before.
 
     Attributes:
         width: most drafts of the next step. The width doubles when all drafts that could be accepted are, for example
@@ -38,20 +38,20 @@ class Trust(NamedTuple):
         resume: number of tokens from which the sequence has drafts again. Each strike doubles the pause.
 
     Example:
-        >>> Trust().after(4, 4, num_tokens=20)
-        Trust(width=8, strikes=0, resume=0)
-        >>> Trust().after(4, 0, num_tokens=20).after(1, 0, num_tokens=22)
-        Trust(width=1, strikes=2, resume=26)
-        >>> Trust().after(12, 2, num_tokens=20, height=4)
-        Trust(width=9, strikes=0, resume=0)
+        >>> DraftLength().after(4, 4, num_tokens=20)
+        DraftLength(width=8, strikes=0, resume=0)
+        >>> DraftLength().after(4, 0, num_tokens=20).after(1, 0, num_tokens=22)
+        DraftLength(width=1, strikes=2, resume=26)
+        >>> DraftLength().after(12, 2, num_tokens=20, height=4)
+        DraftLength(width=9, strikes=0, resume=0)
     """
 
     width: int = _FIRST
     strikes: int = 0
     resume: int = 0
 
-    def after(self, drafted: int, accepted: int, *, num_tokens: int, height: int = 0) -> "Trust":
-        """Returns the trust after a step.
+    def after(self, drafted: int, accepted: int, *, num_tokens: int, height: int = 0) -> "DraftLength":
+        """Returns the number after a step.
 
         Args:
             drafted: number of drafts.
@@ -62,6 +62,6 @@ class Trust(NamedTuple):
         if accepted:
             height = height or drafted
             part = -(-drafted * (accepted + 1) // height)
-            return Trust(max(self.width, 2 * drafted) if accepted == height else part, 0, 0)
+            return DraftLength(max(self.width, 2 * drafted) if accepted == height else part, 0, 0)
         strikes = min(self.strikes + 1, _LONGEST_PAUSE)
-        return Trust(1, strikes, num_tokens + (1 << strikes))
+        return DraftLength(1, strikes, num_tokens + (1 << strikes))

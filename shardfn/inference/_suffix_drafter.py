@@ -20,8 +20,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ._draft_tree import DraftTree
 from ._drafters import Context
-from ._draft_tree import Tree
 
 _KEY = 2  # tokens by which places are found: the shortest suffix
 _LENGTHS = 4  # suffixes that are tried, the longest first
@@ -96,7 +96,7 @@ class Guess(NamedTuple):
     """A proposal, and the number of its tokens that are expected to be accepted."""
 
     score: float
-    tree: Tree
+    tree: DraftTree
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ class Suffix:
         >>> drafter = Suffix()
         >>> drafter.end(Context(0, "a", 0, array("q", [1, 5, 6, 7, 8, 9]), prompt=1))
         >>> drafter.propose(Context(1, "b", 0, array("q", [2, 5, 6, 7]), prompt=1), 8)
-        Tree(tokens=(8, 9), parents=(-1, 0))
+        DraftTree(tokens=(8, 9), parents=(-1, 0))
     """
 
     depth: int = 64
@@ -139,7 +139,7 @@ class Suffix:
         self._index: dict[bytes, Index] = {}  # by salt; follows from the texts
         self._size = self._ended = 0
 
-    def propose(self, context: Context, most: int) -> Tree:
+    def propose(self, context: Context, most: int) -> DraftTree:
         """Returns the tokens after the best suffix. The sequence's text comes before equally good other texts."""
         tokens = context.tokens
         own = self._own.setdefault(context.serial, Index(self.places))
@@ -147,7 +147,7 @@ class Suffix:
         mine = [TreePlace(tokens, end) for _, end in own.find(tokens) if end < len(tokens)]
         others = self._index.get(context.salt)
         theirs = [TreePlace(self._texts[i][1], end) for i, end in others.find(tokens)] if others is not None else []
-        best = Guess(0.0, Tree())
+        best = Guess(0.0, DraftTree())
         for places in (mine, theirs):
             for guess in self._make_guesses(tokens, places, most):
                 best = guess if guess.score > best.score else best
@@ -218,7 +218,7 @@ class Suffix:
             parents.append(parent)
             score -= negative
             extend_tree(len(found) - 1, depth, -negative, own)
-        return Guess(score, Tree(tuple(found), tuple(parents)))
+        return Guess(score, DraftTree(tuple(found), tuple(parents)))
 
 
 def _group_places(places: list[TreePlace], tokens: array, depth: int) -> dict[int, list[TreePlace]]:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardfn.core import MemoryKind, is_host
 
+from ._host_cache import HostCacheBlocks, find_host_blocks
 from ._limits import Limits
 from ._low_rank import LowRank
-from ._host_cache import Moved, moved_by
 from ._plan import StepPlan
 from ._requests import MOST_BIASES, Sampling
 
@@ -72,7 +72,7 @@ class StepTensors(NamedTuple):
         allowed: bool [R, vocab] where a row has a grammar, else None. The tokens that a row may draw.
         low: adapters where a row has an adapter, else None.
         tree: bool [B, B] in an engine that has drafts, else None. See `kernels.ragged_attention`.
-        moved: places of the step where the cache is on the host, else None.
+        host_blocks: blocks of the step where the cache is on the host, else None.
     """
 
     tokens: Int[Tensor, " b"]
@@ -93,10 +93,10 @@ class StepTensors(NamedTuple):
     allowed: Bool[Tensor, "r vocab"] | None = None
     low: LowRank | None = None
     tree: Bool[Tensor, "b b"] | None = None
-    moved: Moved | None = None
+    host_blocks: HostCacheBlocks | None = None
 
 
-def tensors(
+def make_tensors(
     plan: StepPlan,
     limits: Limits,
     device: torch.device,
@@ -139,7 +139,7 @@ def tensors(
         allowed=None if allowed is None else torch.from_numpy(allowed).to(device),
         low=low,
         tree=_make_tree(plan).to(device) if limits.drafts else None,
-        moved=moved_by(plan, limits, device) if is_host(cache) else None,
+        host_blocks=find_host_blocks(plan, limits, device) if is_host(cache) else None,
     )
 
 

@@ -7,10 +7,10 @@ step that takes the token, so that token numbers, log probabilities and blocks e
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ._detokenize import Detokenizer, Growing
-from ._sampled_tokens import Choice, Ends, SampledToken
-from ._hooks import Follower
+from ._detokenize import DecodeStream, Detokenizer
+from ._hooks import EngineHooks
 from ._requests import Request
+from ._sampled_tokens import Choice, Ends, SampledToken
 from ._schedule import Output
 from ._stops import StopStringMatcher
 
@@ -19,7 +19,7 @@ from ._stops import StopStringMatcher
 class _Text:
     """Text of one choice: certain up to a stop string that may have begun."""
 
-    growing: Growing
+    growing: DecodeStream
     cut: StopStringMatcher
     due: dict[int, str] = field(default_factory=dict)  # by the position of the text's token
 
@@ -30,7 +30,7 @@ class _Text:
 
 
 class Texts:
-    """Follower of the tokens of an engine's choices.
+    """EngineHooks of the tokens of an engine's choices.
 
     Args:
         detokenizer: detokenizer. None gives every token an empty text.
@@ -41,9 +41,9 @@ class Texts:
         self._texts: dict[Choice, _Text] = {}
 
     @property
-    def follower(self) -> Follower:
+    def hooks(self) -> EngineHooks:
         """Returns the hooks."""
-        return Follower(admit=self.admit, ends=self.take, fields=lambda output: {"text": self.of(output)})
+        return EngineHooks(admit=self.admit, ends=self.take, fields=lambda output: {"text": self.of(output)})
 
     def admit(self, request: Request) -> None:
         """Refuses stop strings where there are no texts.
@@ -79,7 +79,7 @@ class Texts:
         if one is None:
             return ""
         text = one.due.pop(output.position, "") if output.token is not None else ""
-        if output.finish is None:
+        if output.finish_reason is None:
             return text
         del self._texts[key]
         return text if output.token is not None else one.rest()

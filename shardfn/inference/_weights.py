@@ -44,7 +44,7 @@ TOGETHER = 16 << 20
 SMALL = 1024
 
 
-def zero_of(weights: MemoryKind, disk: Disk | None) -> Zero:
+def make_zero(weights: MemoryKind, disk: Disk | None) -> Zero:
     """Returns the rule of weights in a memory.
 
     Raises:
@@ -77,7 +77,7 @@ class Shapes(NamedTuple):
         return -(-sum(x.nbytes for x in tree_leaves(self.tree)) // (3 * layers))
 
 
-def packed_shapes(source: "WeightSource") -> Shapes:
+def find_packed_shapes(source: "WeightSource") -> Shapes:
     """Returns the shapes of the served form. Collective.
 
     Raises:
@@ -100,7 +100,7 @@ def packed_shapes(source: "WeightSource") -> Shapes:
     return Shapes(tree_unflatten(tree_flatten(tree)[1], [get_whole(k) for k in range(len(blocks))]), specs)
 
 
-def packed_apart(source: "WeightSource", shapes: Shapes, kept: PyTree, pool: Pool | None) -> PyTree:
+def pack_leafwise(source: "WeightSource", shapes: Shapes, kept: PyTree, pool: Pool | None) -> PyTree:
     """Returns the served form, each leaf in separate memory before the next leaves are made. Collective.
 
     Args:
@@ -211,7 +211,7 @@ def _is_sharding(x: Any) -> bool:
     return isinstance(x, Sharding)
 
 
-def without_copies(gm: GraphModule) -> GraphModule:
+def drop_copies(gm: GraphModule) -> GraphModule:
     """Returns a captured program that uses values from the disk in the host's memory, where that is the device's."""
     ops, graph = torch.ops.shardfn_memory, Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
@@ -233,6 +233,6 @@ def _find_started(node: Node, op: Any) -> Node | None:
     return start if isinstance(start, Node) and start.target is op else None
 
 
-def bytes_in(weights: PyTree, *kinds: MemoryKind) -> int:
+def count_bytes(weights: PyTree, *kinds: MemoryKind) -> int:
     """Returns the bytes of weights on this rank in some memories."""
     return sum(x.held.nbytes for x in tree_leaves(weights) if x.memory_kind in kinds)

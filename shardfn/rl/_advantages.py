@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardfn.collectives import all_gather, axis_index
 from shardfn.core import Axes, explains_keywords
-from shardfn.inference import widened
+from shardfn.inference import widen_floats
 
 from ._answers import answer_mask, masked
 from ._meant import ADVANTAGES
@@ -76,7 +76,7 @@ def group_advantages(
     # In float64 the square of no reward in float32 overflows.
     of_all = _compare_groups(whole.double().view(-1, size), baseline == "others", eps if deviation else None).flatten()
     start = 0 if axis is None else int(axis_index(axis)) * len(rewards_B)
-    return of_all[start : start + len(rewards_B)].to(widened(rewards_B).dtype)
+    return of_all[start : start + len(rewards_B)].to(widen_floats(rewards_B).dtype)
 
 
 def _warn_without_rewards(rewards: Tensor) -> None:

@@ -77,7 +77,7 @@ def sample(
 
 def rollout_for(engine: Engine, rows: int, length: int, width: int) -> Rollout:
     """Returns the empty rollout for answers of an engine."""
-    return empty_rollout(rows, length, width, routes=engine.routes, dtype=engine.dtype)
+    return empty_rollout(rows, length, width, expert_shape=engine.expert_shape, dtype=engine.dtype)
 
 
 def seeds_of(key: Tensor, start: int, num: int) -> list[int]:
@@ -142,7 +142,7 @@ def _make_rollout(
     for i, (prompt, one) in enumerate(rows):
         check_end("sample", i, one)
         start, num = len(prompt), len(one.tokens)
-        out.prompts[i], out.lengths[i], out.ended[i] = start, num, one.finish == "stop"
+        out.prompts[i], out.lengths[i], out.ended[i] = start, num, one.finish_reason == "stop"
         out.ids[i, : start + num] = torch.tensor([*prompt, *one.tokens])
         out.logprobs[i, :num] = torch.tensor(one.logprobs, dtype=engine.dtype)
         out.versions[i, :num] = torch.tensor(one.versions) + since
@@ -153,8 +153,8 @@ def _make_rollout(
 
 def put_routes(out: Rollout, row: int, one: Completion) -> None:
     """Copies the experts of an answer, if the engine has recorded experts."""
-    if one.routes is not None:
-        out.routes[row, : len(one.routes)] = one.routes
+    if one.expert_ids is not None:
+        out.expert_ids[row, : len(one.expert_ids)] = one.expert_ids
 
 
 def check_end(who: str, row: int, one: Completion) -> None:
@@ -163,8 +163,12 @@ def check_end(who: str, row: int, one: Completion) -> None:
     Raises:
         RuntimeError: names the row, and the reason of the end.
     """
-    if one.finish not in ("stop", "length"):
+    if one.finish_reason not in ("stop", "length"):
         raise RuntimeError(
-            f"{who}: the answer of row {row} ended as {one.finish!r} after {len(one.tokens)} tokens; "
-            + ("its logits are not finite: look at the parameters." if one.finish == "error" else "draw it again.")
+            f"{who}: the answer of row {row} ended as {one.finish_reason!r} after {len(one.tokens)} tokens; "
+            + (
+                "its logits are not finite: look at the parameters."
+                if one.finish_reason == "error"
+                else "draw it again."
+            )
         )

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from shardfn.core import PyTree
-from shardfn.inference import Decoder, Outputs, widened
+from shardfn.inference import Decoder, Outputs, widen_floats
 
 
 def tempered(decoder: Decoder, temperature: float) -> Decoder:
@@ -42,6 +42,6 @@ def tempered(decoder: Decoder, temperature: float) -> Decoder:
 
     def compute_outputs(weights: PyTree, *rest: Any) -> Outputs:
         found = decoder.outputs(weights, *rest)
-        return found._replace(logits=widened(found.logits) / temperature)
+        return found._replace(logits=widen_floats(found.logits) / temperature)
 
     return dataclasses.replace(decoder, outputs=compute_outputs)

@@ -5,6 +5,6 @@ from ._keys import Keys as Keys, read_keys as read_keys
 from ._errors import ApiError as ApiError
 from ._model import Text as Text
 from ._ipc import Ready as Ready
-from ._worker import run_rank as run_rank
+from ._worker import run_worker as run_worker
 from ._load import Arrival as Arrival, Delays as Delays, measure as measure, trace as trace
-from ._server import Front as Front, serve as serve
+from ._server import Server as Server, serve as serve

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardfn.inference import CacheUse, Event, Guesses, Limits, Request, Token
+from shardfn.inference import CacheStats, Event, Limits, Request, SpeculationStats, Token
 
 _LENGTH = 8
 _READ = 1 << 18
@@ -78,8 +78,8 @@ class StepReport(NamedTuple):
         taken: number of events that the engine has taken so far.
         refused: reasons by the names of requests that the engine has refused.
         vectors: vectors by name of a request whose prompt is embedded, float32 numbers.
-        guesses: counts of drafts so far, as `Engine.guesses`.
-        use: counts of the KV cache's use so far, as `Engine.cache_use`.
+        speculation: counts of drafts so far, as `Engine.speculation`.
+        cache_stats: counts of the KV cache's use so far, as `Engine.cache_stats`.
         begun: names of requests that have blocks since this step, and had none before.
     """
 
@@ -88,18 +88,18 @@ class StepReport(NamedTuple):
     taken: int
     refused: Mapping[str, str]
     vectors: Mapping[str, bytes]
-    guesses: Guesses = Guesses()
-    use: CacheUse = CacheUse()
+    speculation: SpeculationStats = SpeculationStats()
+    cache_stats: CacheStats = CacheStats()
     begun: Sequence[str] = ()
 
 
-def packed(value: object) -> bytes:
+def pack_message(value: object) -> bytes:
     """Returns a message as bytes."""
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return len(data).to_bytes(_LENGTH, "little") + data
 
 
-async def received(reader: asyncio.StreamReader) -> Any:
+async def receive_message(reader: asyncio.StreamReader) -> Any:
     """Returns the next message.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ._ipc import Message, packed, received
+from ._ipc import Message, pack_message, receive_message
 
 _CHUNK = 1 << 16
 _PATIENCE = 1.0  # seconds in which a process ends by itself, before a kill: a loading process does not listen
@@ -30,7 +30,7 @@ def _store_at_loopback() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=True, **more)
 
 
-class Processes:
+class WorkerProcesses:
     """Ranks of one machine, each a process with a pair of sockets to the front.
 
     Args:
@@ -93,7 +93,7 @@ class Processes:
 
     def send(self, message: Message) -> None:
         """Sends a message to all ranks."""
-        data = packed(message)
+        data = pack_message(message)
         for writer in self._writers:
             if not writer.is_closing():
                 writer.write(data)
@@ -104,7 +104,7 @@ class Processes:
         Raises:
             EOFError: the rank has ended.
         """
-        return await received(self._reader)
+        return await receive_message(self._reader)
 
     async def first_end(self) -> tuple[int, int]:
         """Returns the first rank that ends, and its status."""

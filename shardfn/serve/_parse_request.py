@@ -17,7 +17,7 @@ _OLDER_TOP = 5  # its most probable tokens
 _SEED_BITS = 53  # of a seed that the server draws: the integers that each reader of JSON keeps exactly
 
 
-class Asked(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A body, checked.
 
     Attributes:
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
     scores: bool = False
 
 
-def asked_completions(body: Mapping[str, Any], model: Model) -> Asked:
+def parse_completions(body: Mapping[str, Any], model: Model) -> ParsedRequest:
     """Returns the meaning of a body of `/v1/completions`.
 
     Raises:
@@ -72,7 +72,7 @@ def asked_completions(body: Mapping[str, Any], model: Model) -> Asked:
     return asked._replace(requests=[replace(x, sampling=replace(x.sampling, **plain)) for x in asked.requests])
 
 
-def asked_chat(body: Mapping[str, Any], model: Model) -> Asked:
+def parse_chat(body: Mapping[str, Any], model: Model) -> ParsedRequest:
     """Returns the meaning of a body of `/v1/chat/completions`.
 
     Raises:
@@ -93,7 +93,7 @@ def asked_chat(body: Mapping[str, Any], model: Model) -> Asked:
 
 def _make_asked(
     given: Mapping[str, Any], prompts: list[list[int]], model: Model, adapter: bytes, most: int, top: int | None
-) -> Asked:
+) -> ParsedRequest:
     ends = frozenset() if given.get("ignore_eos") else model.ends
     numbers = {**model.defaults, **{name: given[name] for name in SAMPLING if name in given}, "max_tokens": most}
     if numbers.get("top_k") == -1:  # all tokens, in vLLM's words
@@ -123,7 +123,7 @@ def _make_asked(
     if options is not None and not stream:
         raise ApiError(400, "stream_options has no effect without stream: true. Leave it out.", "stream_options")
     usage = read_fields(options or {}, OPTIONS, "stream_options").get("include_usage", False)
-    return Asked(given["model"], requests, stream, usage, top)
+    return ParsedRequest(given["model"], requests, stream, usage, top)
 
 
 def _list_stops(given: str | list[str]) -> tuple[str, ...]:

@@ -8,13 +8,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shardfn.inference import Add, CacheUse, Cancel, Drain, Guesses, Request, Token
+from shardfn.inference import Add, CacheStats, Cancel, Drain, Request, SpeculationStats, Token
 
 from ._errors import ApiError, refusal
 from ._ipc import Embed, End, Message, StepReport
 from ._metrics import Metrics
 
-# The counters of the fields of `Guesses`, and of `CacheUse`.
+# The counters of the fields of `SpeculationStats`, and of `CacheStats`.
 _OF_ENGINE = (
     "vllm:spec_decode_num_drafts",
     "vllm:spec_decode_num_draft_tokens",
@@ -25,7 +25,7 @@ _OF_ENGINE = (
 )
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """A token of a call.
 
     Attributes:
@@ -63,7 +63,7 @@ class ClientRequest:
         self.began, self.last = time.monotonic(), dict[int, float]()
         self.ran: float | None = None
         self.first: float | None = None
-        self._due, self._news = list[Piece](), asyncio.Event()
+        self._due, self._news = list[Chunk](), asyncio.Event()
         self._error: ApiError | None = None
 
     def request_of(self, choice: int) -> int:
@@ -75,7 +75,7 @@ class ClientRequest:
         """Returns whether all choices have ended, or the call has failed."""
         return not self.left or self._error is not None
 
-    async def take(self) -> list[Piece]:
+    async def take(self) -> list[Chunk]:
         """Waits for pieces that no call has returned, and returns them. None follow the last piece.
 
         Raises:
@@ -89,10 +89,10 @@ class ClientRequest:
             raise self._error
         return due
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: Chunk) -> None:
         """Adds a piece."""
         self._due.append(piece)
-        self.left -= piece.token.finish is not None
+        self.left -= piece.token.finish_reason is not None
         self._news.set()
 
     def fail(self, error: ApiError) -> None:
@@ -120,7 +120,7 @@ class RequestTracker:
         self.taken, self.progress = 0, time.monotonic()
         self._rate = 0.0  # prompt tokens a second that have left the line, lately
         self.counts: dict[str, int] = {}
-        self._so_far = (*Guesses(), *CacheUse())
+        self._so_far = (*SpeculationStats(), *CacheStats())
 
     def __len__(self) -> int:
         return len(self._open)
@@ -187,7 +187,7 @@ class RequestTracker:
             if (call := self._of.get(name)) is not None and call.ran is None:
                 call.ran = max(call.began, self.progress)  # a step begins with the report of the step before
         self.counts, self.taken, self.progress = dict(report.counts), report.taken, now
-        before, self._so_far = self._so_far, (*report.guesses, *report.use)
+        before, self._so_far = self._so_far, (*report.speculation, *report.cache_stats)
         for name, old, new in zip(_OF_ENGINE, before, self._so_far, strict=True):
             self._metrics.add(name, new - old)
         for name, reason in report.refused.items():
@@ -202,7 +202,7 @@ class RequestTracker:
             if call is None:  # closed in between
                 continue
             self._record_token(call, token, now)
-            if token.finish is not None:
+            if token.finish_reason is not None:
                 ends[token.name] = ends.get(token.name, 0) + 1
         for name, num in ends.items():
             call = self._of[name]
@@ -242,9 +242,9 @@ class RequestTracker:
                 self._rate = 0.9 * self._rate + 0.1 * num / max(waited, 1e-3)
             if not call.embeds:
                 self._record_drawn(call, choice, now)
-        if token.finish in ("stop", "length") and not call.embeds:
-            self._metrics.add("vllm:request_success", label=token.finish)
-        call.put(Piece(choice, token))
+        if token.finish_reason in ("stop", "length") and not call.embeds:
+            self._metrics.add("vllm:request_success", label=token.finish_reason)
+        call.put(Chunk(choice, token))
         if not call.left:
             self._record_end(call, now)
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from shardfn.inference import Grammar
 
-from ._parse_request import Asked
-from ._request_tracker import ClientRequest, Piece
 from ._errors import ApiError
-from ._logprobs import Shape, Spelled, Speller, newer, older
+from ._logprobs import Shape, Spelled, Speller, chat_logprobs, completion_logprobs
 from ._model import Model
+from ._parse_request import ParsedRequest
+from ._request_tracker import Chunk, ClientRequest
 
 
 class ResponseFormat(NamedTuple):
@@ -38,15 +38,15 @@ class ResponseFormat(NamedTuple):
     logprobs: Shape
 
 
-COMPLETION_FORM = ResponseFormat(
+COMPLETION_FORMAT = ResponseFormat(
     *("cmpl-", "text_completion", "text_completion", False),
-    *(lambda text: {"text": text}, lambda text: {"text": text}, older),
+    *(lambda text: {"text": text}, lambda text: {"text": text}, completion_logprobs),
 )
-CHAT_FORM = ResponseFormat(
+CHAT_FORMAT = ResponseFormat(
     *("chatcmpl-", "chat.completion", "chat.completion.chunk", True),
     lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
     lambda text: {"delta": {"content": text} if text else {}},
-    newer,
+    chat_logprobs,
 )
 _FAILURES = {
     "error": (500, "The logits of the model are not finite; this request has ended."),
@@ -55,7 +55,7 @@ _FAILURES = {
 }
 
 
-class Answer:
+class ResponseBuilder:
     """Answer to one call.
 
     Args:
@@ -65,7 +65,7 @@ class Answer:
         call: call with its tokens.
     """
 
-    def __init__(self, form: ResponseFormat, model: Model, asked: Asked, call: ClientRequest) -> None:
+    def __init__(self, form: ResponseFormat, model: Model, asked: ParsedRequest, call: ClientRequest) -> None:
         self._form, self._model, self._asked, self._call = form, model, asked, call
         self._spellers = dict[int, Speller]()  # by choice
         self._head = {"id": form.prefix + secrets.token_hex(12), "created": int(time.time()), "model": asked.model}
@@ -86,7 +86,7 @@ class Answer:
             for piece in pieces:
                 texts[piece.choice] += piece.token.text
                 tokens[piece.choice] += self._choose_logprob(piece)
-                ends[piece.choice] = piece.token.finish or ""
+                ends[piece.choice] = piece.token.finish_reason or ""
         rows = zip(texts, tokens, ends, strict=True)
         choices = [self._make_choice(i, self._form.text(text), found, end) for i, (text, found, end) in enumerate(rows)]
         return {**self._head, "object": self._form.whole, "choices": choices, "usage": self.usage}
@@ -118,12 +118,12 @@ class Answer:
         prompt, drawn = self._call.prompt_tokens, 0 if self._asked.scores else self._call.drawn
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
-    async def _read_pieces(self) -> list[Piece]:
+    async def _read_pieces(self) -> list[Chunk]:
         pieces = await self._call.take()
         raise_failures(pieces, self._asked.requests[0].sampling.grammar)
         return [self._drop_drawn(piece) for piece in pieces] if self._asked.scores else pieces
 
-    def _drop_drawn(self, piece: Piece) -> Piece:
+    def _drop_drawn(self, piece: Chunk) -> Chunk:
         """Returns a piece of an answer that has only its prompt: the drawn token is left out."""
         if piece.token.position < len(self._get_prompt(piece.choice)):
             return piece
@@ -146,12 +146,12 @@ class Answer:
             self._spellers[choice] = Speller(self._model.spelling, self._model.texts, before)
         return self._spellers[choice]
 
-    def _list_due(self, pieces: list[Piece]) -> list[bytes]:
+    def _list_due(self, pieces: list[Chunk]) -> list[bytes]:
         """Returns one event for each choice that has something new."""
         made = []
         for choice in dict.fromkeys(piece.choice for piece in pieces):
             mine = [piece for piece in pieces if piece.choice == choice]
-            text, finish = "".join(piece.token.text for piece in mine), mine[-1].token.finish
+            text, finish = "".join(piece.token.text for piece in mine), mine[-1].token.finish_reason
             tokens = [found for piece in mine for found in self._choose_logprob(piece)]
             if text or tokens or finish:
                 made.append(self._make_event(choice, self._form.delta(text), tokens, finish))
@@ -167,14 +167,14 @@ class Answer:
         seed = {"seed": self._seeds[self._call.request_of(i)]} if self._seeds else {}
         return {"index": i, **fields, "logprobs": found, "finish_reason": finish, **seed}
 
-    def _choose_logprob(self, piece: Piece) -> list[Spelled]:
+    def _choose_logprob(self, piece: Chunk) -> list[Spelled]:
         token = piece.token
         if self._asked.logprobs is None or token.token is None or token.logprob is None:
             return []
         return [self._get_speller(piece.choice).spell(token.token, token.logprob, token.top)]
 
 
-def raise_failures(pieces: Sequence[Piece], grammar: Grammar | None = None) -> None:
+def raise_failures(pieces: Sequence[Chunk], grammar: Grammar | None = None) -> None:
     """Raises the error of a choice that has failed.
 
     Args:
@@ -185,7 +185,7 @@ def raise_failures(pieces: Sequence[Piece], grammar: Grammar | None = None) -> N
         ApiError: a choice has ended otherwise than by a stop or its length.
     """
     for piece in pieces:
-        if (reason := piece.token.finish) == "error" and grammar is not None:
+        if (reason := piece.token.finish_reason) == "error" and grammar is not None:
             field = "regex" if grammar.kind == "regex" else "response_format"
             text = f"{field} needs more steps for one token than a server takes; this request has ended. Give a simpler"
             raise ApiError(400, f"{text} one. (Or the logits of the model are not finite.)", field)

@@ -14,15 +14,15 @@ from typing import Any, Protocol
 from shardfn.inference import Compiler, detokenizer
 
 from ._app import App
-from ._request_tracker import RequestTracker
 from ._connection import protocol
 from ._errors import ApiError
 from ._ipc import Message, Ready, StepReport
+from ._launcher import WorkerProcesses
 from ._log import Log, reporting_records
 from ._metrics import Metrics
 from ._model import Model, Text, find_longest
 from ._open_files import allow_connections
-from ._launcher import Processes
+from ._request_tracker import RequestTracker
 from ._settings import Settings
 
 ENDING = "The server ends."
@@ -31,7 +31,7 @@ _WAITING = 1 << 16  # tokens in line, unless the settings have a number
 _LAST_STEPS = 10.0  # seconds in which a process ends
 
 
-class RankProcesses(Protocol):
+class Workers(Protocol):
     """Ranks as a front sees them: `Processes`, or stand-ins in tests."""
 
     async def start(self) -> None:
@@ -79,7 +79,7 @@ def _make_server(app: Any, settings: Settings) -> Any:
     return Quiet(config)
 
 
-class Front:
+class Server:
     """Server without its ranks.
 
     Args:
@@ -89,9 +89,7 @@ class Front:
         report: function that takes lines for the user.
     """
 
-    def __init__(
-        self, settings: Settings, text: Text, ranks: RankProcesses, report: Callable[[str], None] = print
-    ) -> None:
+    def __init__(self, settings: Settings, text: Text, ranks: Workers, report: Callable[[str], None] = print) -> None:
         self.settings, self._text, self._ranks, self._report = settings, text, ranks, report
         self.metrics = Metrics(settings.name)
         self.calls = RequestTracker(ranks.send, self.metrics, settings.max_waiting or _WAITING)
@@ -210,7 +208,7 @@ class Front:
                     await asyncio.sleep(0.02)
 
 
-def bound(settings: Settings) -> socket.socket:
+def bind_socket(settings: Settings) -> socket.socket:
     """Returns a socket that listens at a server's address. Port 0 becomes a free port.
 
     Raises:
@@ -243,7 +241,7 @@ def serve(
         settings: settings of the server.
         text: tokenizer of the model.
         command: function from the number of a rank's end of the pair of sockets to the rank's program, such as a
-            program that calls `run_rank`.
+            program that calls `run_worker`.
         ranks: number of ranks.
         threads: threads of each rank's computation. None leaves the number.
         report: function that takes lines for the user, also lines that the ranks write to stderr. The function is
@@ -257,13 +255,13 @@ def serve(
         ValueError: this process may open fewer files than `settings.max_connections` needs.
     """
     allow_connections(settings)
-    listener = bound(settings)
+    listener = bind_socket(settings)
     settings = replace(settings, port=listener.getsockname()[1])
 
     log = Log(report)
 
     async def run_front() -> int:
-        front = Front(settings, text, Processes(command, ranks, threads, log), log)
+        front = Server(settings, text, WorkerProcesses(command, ranks, threads, log), log)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, front.take_signal)
         return await front.run(listener)

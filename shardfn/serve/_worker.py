@@ -13,15 +13,15 @@ from shardfn.core import Mesh
 from shardfn.engine import comms_of, losing_no_peer
 from shardfn.inference import Add, Cancel, Drain, Engine, Token
 
-from ._ipc import Embed, End, Inbox, Message, Ready, StepReport, packed
+from ._ipc import Embed, End, Inbox, Message, Ready, StepReport, pack_message
 
 
-def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
+def run_worker(engine: Engine, end: socket.socket, ready: Ready) -> None:
     """Serves until the front has sent `End`. All ranks of the engine's mesh call the function.
 
     Args:
         engine: idle engine.
-        end: this rank's end of its pair of sockets. See `Front`.
+        end: this rank's end of its pair of sockets. See `Server`.
         ready: message that the first rank sends at once.
 
     Raises:
@@ -32,7 +32,7 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
     embeds = set[str]()  # names of requests whose prompts are embedded
     running = list[str]()
     if first:
-        end.sendall(packed(ready))
+        end.sendall(pack_message(ready))
     while True:
         # Several ranks would have to agree on the time: their engine has captured all graphs before.
         while engine.mesh.size == 1 and engine.idle and not waiting and engine.capture_next():
@@ -47,11 +47,11 @@ def run_rank(engine: Engine, end: socket.socket, ready: Ready) -> None:
         tokens = engine.step()
         vectors = _take_vectors(engine, tokens, embeds)
         if first:
-            tokens = [token for token in tokens if token.name not in embeds or token.finish is not None]
+            tokens = [token for token in tokens if token.name not in embeds or token.finish_reason is not None]
             before, running = set(running), engine.running
-            so_far, begun = (engine.guesses, engine.cache_use), [name for name in running if name not in before]
-            end.sendall(packed(StepReport(tokens, engine.counts(), taken, refused, vectors, *so_far, begun)))
-        embeds -= {token.name for token in tokens if token.finish is not None}
+            so_far, begun = (engine.speculation, engine.cache_stats), [name for name in running if name not in before]
+            end.sendall(pack_message(StepReport(tokens, engine.counts(), taken, refused, vectors, *so_far, begun)))
+        embeds -= {token.name for token in tokens if token.finish_reason is not None}
         if stops:
             return
 
@@ -89,5 +89,5 @@ def _enter_event(engine: Engine, event: Message, embeds: set[str]) -> dict[str, 
 
 def _take_vectors(engine: Engine, tokens: Sequence[Token], embeds: set[str]) -> dict[str, bytes]:
     """Returns the embeddings that are done with these tokens."""
-    done = [token.name for token in tokens if token.name in embeds and token.finish == "length"]
+    done = [token.name for token in tokens if token.name in embeds and token.finish_reason == "length"]
     return {name: engine.embedding(name, normalize=True).numpy().tobytes() for name in done}

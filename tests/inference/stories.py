@@ -28,7 +28,7 @@ from shardfn.inference import (
     Token,
     detokenizer,
 )
-from shardfn.inference._cache import alone
+from shardfn.inference._cache import make_single_bodies
 from shardfn.inference._state import draw_key
 from shardfn.lora import LoRA
 from shardfn.models import gpt
@@ -118,8 +118,8 @@ class Told:
     tokens: list[Token] = field(default_factory=list)
 
     @property
-    def finish(self) -> str | None:
-        return self.tokens[-1].finish if self.tokens else None
+    def finish_reason(self) -> str | None:
+        return self.tokens[-1].finish_reason if self.tokens else None
 
 
 @dataclass
@@ -141,7 +141,9 @@ class Model:
                 return gpt.apply(self.config, params, tokens_T[None])[0]
             T, then = len(tokens), products(*self.adapters[adapter])
             at_T = torch.arange(T, dtype=torch.int32)
-            bodies = alone(CacheLayout(self.config.num_layers, self.config.kv_heads, self.config.head_dim), T)
+            bodies = make_single_bodies(
+                CacheLayout(self.config.num_layers, self.config.kv_heads, self.config.head_dim), T
+            )
             packed = gpt.pack(self.config, params)
             return gpt.decode(self.config, packed, tokens_T, at_T, at_T, bodies, then=then).logits
 
@@ -225,15 +227,15 @@ def check(story: Story, told: dict[tuple[str, int], Told], model: Model) -> int:
     checked = 0
     for (name, choice), got in told.items():
         a = story.arrivals[int(name)]
-        assert got.finish in ("stop", "length", "cancelled") or a.sampling.grammar, got
-        assert a.cancel is not None or got.finish != "cancelled"
+        assert got.finish_reason in ("stop", "length", "cancelled") or a.sampling.grammar, got
+        assert a.cancel is not None or got.finish_reason != "cancelled"
         drawn = [t for t in got.tokens if t.token is not None and t.position >= len(a.prompt)]
         assert [t.position for t in drawn] == list(range(len(a.prompt), len(a.prompt) + len(drawn)))
         sequence = [*a.prompt, *(t.token for t in drawn)]
-        if got.finish == "length":
+        if got.finish_reason == "length":
             assert len(drawn) == a.sampling.max_tokens
         tokens = [t.token for t in drawn if t.token is not None]
-        allowed, complete = _follow(tokens, got.finish, a.sampling)
+        allowed, complete = _follow(tokens, got.finish_reason, a.sampling)
         _check_text(got, tokens, a, complete)
         scored = [t for t in got.tokens if t.token is not None and t.position < len(a.prompt)]
         if a.sampling.prompt_logprobs and choice == 0 and drawn:
@@ -310,9 +312,9 @@ def _check_text(got: Told, tokens: list[int], a: Arrival, complete: bool) -> Non
     want, stopped = whole_cut(texts[1], list(how.stop), how.include_stop)
     assert "".join(t.text for t in got.tokens) == want
     if stopped or complete or (tokens and tokens[-1] in how.stop_tokens):
-        assert got.finish in ("stop", "cancelled")
+        assert got.finish_reason in ("stop", "cancelled")
     else:
-        assert got.finish != "stop"
+        assert got.finish_reason != "stop"
 
 
 def draw_alone(logits: Tensor, sampling: Sampling, key: int, place: int, target: int) -> tuple[int, float]:

@@ -13,8 +13,8 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import make_mesh
 from shardfn.inference import Completion, DraftModel, Engine, Sampling, Suffix, hf_decoder
-from shardfn.inference._cache import alone
-from shardfn.inference._low_rank import adapter_of, low_rank, stacked
+from shardfn.inference._cache import make_single_bodies
+from shardfn.inference._low_rank import make_adapter, make_low_rank, stack_adapters
 from shardfn.lora import LoRA, load_peft, save_peft
 from shardfn.testing import distributed
 from tests.inference.hf_models import MODELS
@@ -91,12 +91,12 @@ def logits_alone(kind: str, name: str | None, tokens: list[int]) -> Tensor:
     """The logits of one forward of a sequence on one device."""
     made, params, adapters = served(kind)
     T, low = len(tokens), None
-    at_T, bodies = torch.arange(T, dtype=torch.int32), alone(made.cache, T)
+    at_T, bodies = torch.arange(T, dtype=torch.int32), make_single_bodies(made.cache, T)
     if name is not None:
         description, values = adapters[name]
-        own = adapter_of(description, values, made.linear)
-        sites = stacked([own], made.linear, torch.device("cpu"))
-        low = low_rank(array("i", [0] * T), [own.digest], {own.digest: 0}, sites)
+        own = make_adapter(description, values, made.linear)
+        sites = stack_adapters([own], made.linear, torch.device("cpu"))
+        low = make_low_rank(array("i", [0] * T), [own.digest], {own.digest: 0}, sites)
     with torch.no_grad():
         return made.outputs(made.pack(params), torch.tensor(tokens, dtype=torch.int32), at_T, at_T, bodies, low)[0]
 
@@ -115,7 +115,7 @@ def test_drafts_change_no_token_of_an_adapter(drafter: str) -> None:
         for _ in range(2):
             assert [guessing.generate([PROMPTS[2]], how, adapter=name)[0] for name in names] == want
         assert guessing.generate([PROMPTS[2]] * 3, how, adapter=names) == want
-    assert guessing.guesses.accepted > 5
+    assert guessing.speculation.accepted > 5
 
 
 @pytest.mark.nightly

@@ -25,9 +25,9 @@ def engine(**changes: Any) -> Engine:
 def test_a_text_ends_where_its_grammar_is_complete() -> None:
     one = engine()
     made = one.generate([[1, 2], [3], [0, 0]], [Sampling(max_tokens=12, seed=i, grammar=WORDS) for i in range(3)])
-    assert {c.finish for c in made} <= {"stop", "length"} and "stop" in {c.finish for c in made}
+    assert {c.finish_reason for c in made} <= {"stop", "length"} and "stop" in {c.finish_reason for c in made}
     for c in made:
-        assert c.finish == "length" or c.text.endswith("z")
+        assert c.finish_reason == "length" or c.text.endswith("z")
         assert c.text.replace("ab ", "") in ("z", "", "a", "ab")
     assert one._constraints._matchers == {} and one.counts()["held"] == 0
 
@@ -52,7 +52,7 @@ def test_an_error_of_a_matcher_ends_its_request_alone() -> None:
     hard = Sampling(max_tokens=14, temperature=100.0, grammar=HARD)
     one = engine()
     bad, good = one.generate([[1, 2], [1, 2]], [hard, Sampling(max_tokens=9, seed=3, grammar=WORDS)])
-    assert bad.finish == "error" and 1 < len(bad.tokens) < 14
+    assert bad.finish_reason == "error" and 1 < len(bad.tokens) < 14
     assert good == engine().generate([[1, 2]], Sampling(max_tokens=9, seed=3, grammar=WORDS))[0]
     assert one.idle and one.counts()["held"] == 0 and one._constraints._matchers == {}
 
@@ -69,7 +69,7 @@ def test_a_token_outside_the_grammar_is_dropped(monkeypatch: pytest.MonkeyPatch)
     [whole] = engine().generate([[1, 2]], Sampling(max_tokens=9, seed=3, grammar=Grammar.regex("(ab )*")))
     monkeypatch.setattr(Matcher, "take", third)
     [cut] = engine().generate([[1, 2]], Sampling(max_tokens=9, seed=3, grammar=Grammar.regex("(ab )*")))
-    assert cut.finish == "error" and cut.tokens == whole.tokens[:2] and whole.text.startswith(cut.text)
+    assert cut.finish_reason == "error" and cut.tokens == whole.tokens[:2] and whole.text.startswith(cut.text)
 
 
 def test_refusals_change_nothing() -> None:
@@ -95,7 +95,7 @@ def test_a_refused_or_cancelled_request_leaves_no_matcher() -> None:
     one.drain()
     one.add([1], Sampling(grammar=WORDS, n=2), name="b")
     told = one.step()
-    ends = {(t.name, t.choice): t.finish for t in told}
+    ends = {(t.name, t.choice): t.finish_reason for t in told}
     # The step before has drawn a token of each choice of "a", by which a choice may end.
     assert ends[("a", 0)] in ("stop", "cancelled") and ends[("a", 1)] in ("stop", "cancelled")
     assert [t.position for t in told if t.name == "a" and t.token is not None] == [1, 1]
@@ -113,9 +113,9 @@ def test_schemas_of_json() -> None:
         [Sampling(max_tokens=20, seed=i, grammar=Grammar.json_schema(schema | {"required": ["a"]})) for i in range(5)],
     )
     for c in made:
-        if c.finish == "stop":
+        if c.finish_reason == "stop":
             assert json.loads(c.text) in ({"a": "b"}, {"a": 1})
-    assert any(c.finish == "stop" for c in made)
+    assert any(c.finish_reason == "stop" for c in made)
 
 
 @pytest.mark.nightly

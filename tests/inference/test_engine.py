@@ -13,7 +13,7 @@ import shardfn as sf
 from shardfn import core
 from shardfn.core import tree_map
 from shardfn.inference import Completion, Engine, Limits, Runner, Sampling, Token, decoder, limits_of, logprobs
-from shardfn.inference._results import append
+from shardfn.inference._results import append_token
 from shardfn.models import gpt
 from tests.inference.stories import model
 from tests.inference.test_stories import KINDS, LIMITS, runner
@@ -30,7 +30,7 @@ def test_a_stream_yields_the_tokens_of_generate() -> None:
     [whole] = engine().generate([[1, 2, 0]], GREEDY)
     told = list(engine().stream([1, 2, 0], GREEDY))
     assert [t.token for t in told] == whole.tokens and [t.logprob for t in told] == whole.logprobs
-    assert [t.finish for t in told] == [None] * 4 + ["length"]
+    assert [t.finish_reason for t in told] == [None] * 4 + ["length"]
 
 
 def test_a_stream_that_is_closed_cancels_its_request() -> None:
@@ -39,14 +39,14 @@ def test_a_stream_that_is_closed_cancels_its_request() -> None:
     next(stream)
     stream.close()
     told = one.step()
-    assert told[-1].finish == "cancelled" and one.idle and one.counts()["held"] == 0
+    assert told[-1].finish_reason == "cancelled" and one.idle and one.counts()["held"] == 0
 
 
 def test_a_stream_that_is_closed_before_its_first_token_cancels_its_request() -> None:
     one = engine()
     one.stream([1, 2, 0], GREEDY).close()
     [end] = one.step()
-    assert end.finish == "cancelled" and one.idle and one.names == []
+    assert end.finish_reason == "cancelled" and one.idle and one.names == []
     assert one.add([1, 2, 0], GREEDY, name=end.name) == end.name  # its name is free
 
 
@@ -59,7 +59,7 @@ def test_a_cancel_loses_no_token() -> None:
     one.cancel(name)
     told += stream
     assert [t.token for t in told] == [*whole.tokens[:3], None]
-    assert [t.finish for t in told] == [None] * 3 + ["cancelled"] and one.idle
+    assert [t.finish_reason for t in told] == [None] * 3 + ["cancelled"] and one.idle
 
 
 def test_prompt_logprobs_name_their_versions() -> None:
@@ -67,10 +67,10 @@ def test_prompt_logprobs_name_their_versions() -> None:
     stream = one.stream([1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1], scored)  # longer than a step's rows
     made = [Completion([], [], None, [], [], [])]
     first = next(stream)
-    append(made, first, 16)
+    append_token(made, first, 16)
     one.update_weights(model(**KINDS["gpt2"][0]).params[1])
     for token in stream:
-        append(made, token, 16)
+        append_token(made, token, 16)
     [completion] = made
     assert len(completion.prompt_versions) == len(completion.prompt_logprobs) == 15
     assert completion.prompt_versions == sorted(completion.prompt_versions)
@@ -98,7 +98,7 @@ def test_a_generate_that_is_interrupted_leaves_no_request(monkeypatch: pytest.Mo
         one.generate([[1], [2]], GREEDY)
     monkeypatch.undo()
     told = one.step()
-    assert one.names == [] and all(t.finish == "cancelled" for t in told if t.finish)
+    assert one.names == [] and all(t.finish_reason == "cancelled" for t in told if t.finish_reason)
 
 
 def _interrupt() -> None:
@@ -138,7 +138,7 @@ def test_deadlines_end_requests_and_a_drain_refuses_them() -> None:
     told = []
     while not one.idle:
         told += one.step()
-    assert {t.name: t.finish for t in told if t.finish} == {
+    assert {t.name: t.finish_reason for t in told if t.finish_reason} == {
         "late": "deadline",
         "in time": "length",
         "refused": "refused",
@@ -208,7 +208,7 @@ def test_weights_with_a_nan_end_requests_as_errors() -> None:
     made = Engine(one.decoder, broken, runner=runner("gpt2"), limits=LIMITS).generate(
         [[1, 2], [1] * 6], [Sampling(max_tokens=4, temperature=0.0)] * 2
     )
-    assert [m.finish for m in made] == ["length", "error"]
+    assert [m.finish_reason for m in made] == ["length", "error"]
     assert len(made[1].tokens) == 2  # those at positions 6 and 7
 
 
@@ -380,4 +380,4 @@ def test_tokens_name_their_request() -> None:
     told: list[Token] = []
     while not one.idle:
         told += one.step()
-    assert {t.name for t in told} == {"a", "b"} and sum(t.finish == "length" for t in told) == 2
+    assert {t.name for t in told} == {"a", "b"} and sum(t.finish_reason == "length" for t in told) == 2

@@ -11,7 +11,7 @@ from shardfn import core
 from shardfn.collectives import all_gather_invariant
 from shardfn.core import Mesh
 from shardfn.inference import Decoder, Engine, Runner, Sampling, _of_hf, hf_decoder
-from shardfn.inference._cache import alone
+from shardfn.inference._cache import make_single_bodies
 from shardfn.inference._hf_edges import edges_of
 from shardfn.modules import RowEdge, _module_rows, decoding
 from shardfn.testing import distributed
@@ -46,7 +46,7 @@ def logits_of(decoder: Decoder, params: Any, mesh: Mesh, tokens: list[int]) -> T
     at_T = torch.arange(T, dtype=torch.int32)
 
     def forward(weights: Any) -> Tensor:
-        bodies = alone(decoder.cache, T, ranks=mesh.axis_size("tp"))
+        bodies = make_single_bodies(decoder.cache, T, ranks=mesh.axis_size("tp"))
         return decoder.logits(weights, torch.tensor(tokens, dtype=torch.int32), at_T, at_T, bodies)
 
     with torch.no_grad():

@@ -11,9 +11,9 @@ import torch
 import shardfn as sf
 from shardfn import memory
 from shardfn.inference import DraftModel, Engine, Ngram, Runner, Sampling, decoder, limits_of
-from shardfn.inference._plan import padding
+from shardfn.inference._plan import make_padding
 from shardfn.inference._runner import _run_step
-from shardfn.inference._tensors import tensors
+from shardfn.inference._tensors import make_tensors
 from shardfn.models import gpt
 from shardfn.testing import distributed
 from tests.inference.drafters import Bush
@@ -59,7 +59,7 @@ def tell(kind: str, number: int, drafter: Any = None, tp: str | None = None, mes
     limits, one = replace(limits, **more), model(tp, **changes)
     runners = [Runner(one.decoder, limits, mesh=mesh, cache=cache) for cache in ("host", "device")]
     stories = drawn_stories(limits, number)
-    uses = [hold(story, one, runners, limits, drafter).cache_use for story in stories]
+    uses = [hold(story, one, runners, limits, drafter).cache_stats for story in stories]
     assert sum(use.hits for use in uses) > 0
     return sum(use.preemptions for use in uses)
 
@@ -109,7 +109,7 @@ def test_drafters_beside_it_change_nothing(name: str) -> None:
         }[name]()
         told, engine = run(story, one, runner, limits, drafter)
         check(story, told, one)
-        accepted += engine.guesses.accepted
+        accepted += engine.speculation.accepted
     assert accepted > 0
 
 
@@ -117,12 +117,12 @@ def test_the_step_is_the_same_eager_and_captured() -> None:
     changes, limits = KINDS["llama"]
     one = model(**changes)
     runner = Runner(one.decoder, limits, cache="host")
-    weights = runner.packed(one.params[0])
-    plan = padding(7, limits)
+    weights = runner.pack_weights(one.params[0])
+    plan = make_padding(7, limits)
     plan.tokens[:], plan.slots[:] = type(plan.tokens)("i", range(7)), type(plan.slots)("i", range(6, 13))
     plan.positions[:], plan.sequences[:] = type(plan.slots)("i", range(7)), type(plan.slots)("i", [0] * 7)
     plan.tables[:3], plan.lengths[0] = type(plan.tables)("i", [2, 3, 4]), 7
-    step = tensors(plan, limits, runner.mesh.device, cache="host")
+    step = make_tensors(plan, limits, runner.mesh.device, cache="host")
     eager = sf.sharded(
         functools.partial(_run_step, one.decoder, 0),
         specs=one.decoder.packed,

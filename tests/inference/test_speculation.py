@@ -63,7 +63,7 @@ def hold(story: Story, one: Model, runner: Runner, limits: Limits, name: str) ->
             mine, theirs = tokens
             assert mine == theirs
             assert len({"".join(t.text for t in x.tokens) for x in texts}) == 1
-    return engine.guesses.drafted, engine.guesses.accepted
+    return engine.speculation.drafted, engine.speculation.accepted
 
 
 @functools.cache
@@ -178,7 +178,7 @@ def test_rejected_drafts_leave_nothing_that_is_read(name: str) -> None:
                 for layer in engine._cache:
                     layer.local[sequence.blocks[p // SIZES.block], :, :, p % SIZES.block] = torch.nan
             moves += len(chunk.moves(len(valid), engine._drawn_tokens, lambda at: at))
-    assert engine.guesses.drafted > engine.guesses.accepted
+    assert engine.speculation.drafted > engine.speculation.accepted
     assert (moves > 0) == (name == "bush")
     assert [t.token for t in tokens] == plain[0].tokens and [t.logprob for t in tokens] == plain[0].logprobs
 
@@ -191,7 +191,7 @@ def test_penalties_see_the_drafts_before_a_row() -> None:
     for drafter in (Adversary(13, truth, None), Adversary(13, truth, 1), Adversary(13, truth, 3), Bush(13, truth)):
         engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=drafter)
         assert engine.generate([[1, 2, 1]], how) == plain
-        assert engine.guesses.accepted > 5
+        assert engine.speculation.accepted > 5
 
 
 @pytest.mark.day("ab")
@@ -211,7 +211,7 @@ def test_drafts_of_requests_with_grammars(grammar: Grammar) -> None:
             engine = Engine(one.decoder, one.params[0], drafter=DRAFTERS[name](truth), **parts)
             assert engine.generate([[1, 2, 1]], how) == [plain]
             assert engine.idle and engine.counts()["held"] == 0 and engine._constraints._ahead == {}
-            accepted += engine.guesses.accepted
+            accepted += engine.speculation.accepted
     assert accepted > (20 if grammar != HARD else 5)
 
 
@@ -224,7 +224,7 @@ def test_right_drafts_save_steps_and_max_tokens_holds() -> None:
         engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=drafter)
         assert engine.generate([[1, 2]], how) == plain
         assert engine._state.step <= 2 + most / 2
-        assert engine.guesses.drafted <= max(0, most - 2)
+        assert engine.speculation.drafted <= max(0, most - 2)
 
 
 def test_a_drafter_needs_rows() -> None:

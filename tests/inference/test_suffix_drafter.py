@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from shardfn.inference import Context, Suffix, Tree
+from shardfn.inference import Context, DraftTree, Suffix
 from tests.inference.drafters import context
 
 
@@ -17,36 +17,36 @@ def test_the_most_frequent_token_follows() -> None:
     drafter = Suffix()
     for last in (7, 8, 7):
         ended(drafter, 4, 5, 6, last, 1)
-    assert drafter.propose(context(3, 5, 6), 2) == Tree.chain([7, 1])
-    assert drafter.propose(context(3, 5, 6), 4) == Tree((7, 1, 8, 1), (-1, 0, -1, 2))
+    assert drafter.propose(context(3, 5, 6), 2) == DraftTree.chain([7, 1])
+    assert drafter.propose(context(3, 5, 6), 4) == DraftTree((7, 1, 8, 1), (-1, 0, -1, 2))
 
 
 def test_the_newest_of_equal_counts_follows() -> None:
     drafter = Suffix()
     for last in (7, 8):
         ended(drafter, 4, 5, 6, last, 1)
-    assert drafter.propose(context(3, 5, 6), 1) == Tree.chain([8])
-    assert drafter.propose(context(3, 5, 6), 3) == Tree((8, 7, 1), (-1, -1, 0))
+    assert drafter.propose(context(3, 5, 6), 1) == DraftTree.chain([8])
+    assert drafter.propose(context(3, 5, 6), 3) == DraftTree((8, 7, 1), (-1, -1, 0))
 
 
 def test_a_longer_suffix_is_better_and_gives_more() -> None:
     drafter = Suffix(factor=1.0)
     ended(drafter, 9, 5, 6, 7, 1, 2, 3, 4)
     ended(drafter, 5, 6, 8, 8, 8)
-    assert drafter.propose(context(0, 9, 5, 6), 9) == Tree.chain([7, 1, 2])  # three tokens for a suffix of three
+    assert drafter.propose(context(0, 9, 5, 6), 9) == DraftTree.chain([7, 1, 2])  # three tokens for a suffix of three
 
 
 def test_the_own_text_repeats_itself() -> None:
-    assert Suffix(factor=4.0).propose(context(1, 2, 3, 1, 2, 3, 1, 2), 7) == Tree.chain([3, 1, 2, 3, 1, 2, 3])
-    assert Suffix().propose(context(1, 2, 3), 4) == Tree()
-    assert Suffix().propose(context(1), 4) == Tree()
+    assert Suffix(factor=4.0).propose(context(1, 2, 3, 1, 2, 3, 1, 2), 7) == DraftTree.chain([3, 1, 2, 3, 1, 2, 3])
+    assert Suffix().propose(context(1, 2, 3), 4) == DraftTree()
+    assert Suffix().propose(context(1), 4) == DraftTree()
 
 
 @pytest.mark.parametrize(
     ("least", "proposed"),
-    [(0.3, Tree((1, 8, 2, 7), (-1, 0, 1, 0))), (0.6, Tree.chain([1, 8, 2])), (0.7, Tree.chain([1]))],
+    [(0.3, DraftTree((1, 8, 2, 7), (-1, 0, 1, 0))), (0.6, DraftTree.chain([1, 8, 2])), (0.7, DraftTree.chain([1]))],
 )
-def test_a_branch_ends_where_it_is_improbable(least: float, proposed: Tree) -> None:
+def test_a_branch_ends_where_it_is_improbable(least: float, proposed: DraftTree) -> None:
     drafter = Suffix(least=least)
     for last in (7, 8, 8):
         ended(drafter, 4, 5, 6, 1, last, 2)
@@ -56,8 +56,8 @@ def test_a_branch_ends_where_it_is_improbable(least: float, proposed: Tree) -> N
 def test_salts_are_kept_apart() -> None:
     drafter = Suffix()
     ended(drafter, 4, 5, 6, 7, salt=b"x")
-    assert drafter.propose(context(3, 5, 6), 1) == Tree()
-    assert drafter.propose(context(3, 5, 6, salt=b"x"), 1) == Tree.chain([7])
+    assert drafter.propose(context(3, 5, 6), 1) == DraftTree()
+    assert drafter.propose(context(3, 5, 6, salt=b"x"), 1) == DraftTree.chain([7])
 
 
 def test_the_oldest_texts_are_forgotten() -> None:
@@ -73,7 +73,7 @@ def test_the_oldest_texts_are_forgotten() -> None:
         )
     none = Suffix(most_tokens=0)
     ended(none, 4, 5, 6, 7)
-    assert none.propose(context(3, 5, 6), 1) == Tree() and not none._texts
+    assert none.propose(context(3, 5, 6), 1) == DraftTree() and not none._texts
 
 
 def test_equal_calls_leave_equal_drafters_and_copies_are_apart() -> None:

@@ -59,7 +59,7 @@ def test_log_probabilities_are_those_of_one_forward_to_the_last_bit(kind: str) -
         assert one.logprobs == wanted[len(prompt) - 1 :]
         assert one.prompt_logprobs == (wanted[: len(prompt) - 1] if prompt is not PROMPTS[3] else [])
     assert any(x != float(torch.tensor(x)) for x in found[0].logprobs)  # no float32 has them
-    assert engine.cache_use.preemptions > 0
+    assert engine.cache_stats.preemptions > 0
 
 
 @NIGHTLY

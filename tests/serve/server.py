@@ -17,9 +17,9 @@ from shardfn import core
 from shardfn.data import ByteTokenizer
 from shardfn.inference import Engine, Runner, decoder, limits_of
 from shardfn.models import gpt
-from shardfn.serve import Front, Ready, Settings, Text, run_rank
-from shardfn.serve._server import bound
-from shardfn.serve._ipc import Message, packed, received
+from shardfn.serve import Ready, Server, Settings, Text, run_worker
+from shardfn.serve._ipc import Message, pack_message, receive_message
+from shardfn.serve._server import bind_socket
 from tests.inference.stories import adapter
 
 CONTEXT = 512
@@ -86,7 +86,7 @@ class OneThread:
         self.engine.step = slowed
         ready = Ready(self.engine.limits, frozenset([END]), 256, self.grammars, "tiny", CONFIG.d_model)
         try:
-            run_rank(self.engine, self._theirs, ready)
+            run_worker(self.engine, self._theirs, ready)
         except (EOFError, BrokenPipeError):
             pass
         finally:
@@ -98,10 +98,10 @@ class OneThread:
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        self._writer.write(packed(message))
+        self._writer.write(pack_message(message))
 
     async def next(self) -> Any:
-        return await received(self._reader)
+        return await receive_message(self._reader)
 
     async def first_end(self) -> tuple[int, int]:
         while not self._ended.is_set():
@@ -123,11 +123,11 @@ class OneThread:
 class Running:
     """A server until `close`, at a port of its own."""
 
-    front: Front
+    front: Server
     loop: asyncio.AbstractEventLoop
 
     def __init__(self, *, slow: float = 0.0, text: Any = None, **settings: Any) -> None:
-        listener = bound(Settings(NAME, port=0))
+        listener = bind_socket(Settings(NAME, port=0))
         self.port = listener.getsockname()[1]
         given: dict[str, Any] = {"adapters": tuple(ADAPTERS)} | settings
         self.settings = Settings(NAME, port=self.port, **given)
@@ -144,7 +144,7 @@ class Running:
     def _run(self, listener: socket.socket, text: Any) -> None:
         async def main() -> int:
             self.loop = asyncio.get_running_loop()
-            self.front = Front(self.settings, text, self.ranks, self.lines.append)
+            self.front = Server(self.settings, text, self.ranks, self.lines.append)
             self._made.set()
             return await self.front.run(listener)
 

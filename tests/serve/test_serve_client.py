@@ -27,7 +27,7 @@ def alone(prompt: str, **sampling: Any) -> Any:
 def test_a_completion_is_that_of_the_engine(client: Any) -> None:
     made = client.completions.create(model=NAME, prompt="abc", max_tokens=12, temperature=0, logprobs=0)
     want = alone("abc", max_tokens=12, temperature=0.0)
-    assert made.choices[0].text == want.text and made.choices[0].finish_reason == want.finish
+    assert made.choices[0].text == want.text and made.choices[0].finish_reason == want.finish_reason
     assert made.choices[0].logprobs.token_logprobs == want.logprobs
     assert made.usage.to_dict() == {"prompt_tokens": 3, "completion_tokens": len(want.tokens), "total_tokens": 15}
     assert (made.object, made.model) == ("text_completion", NAME) and made.id.startswith("cmpl-")

@@ -4,10 +4,10 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from shardfn.inference import CacheUse, Guesses, Request, Sampling, Token
-from shardfn.serve._request_tracker import RequestTracker
+from shardfn.inference import CacheStats, Request, Sampling, SpeculationStats, Token
 from shardfn.serve._ipc import StepReport
 from shardfn.serve._metrics import Metrics
+from shardfn.serve._request_tracker import RequestTracker
 
 VALUES = {
     "spec_decode_num_drafts": 3,
@@ -22,8 +22,8 @@ VALUES = {
 def test_counts_of_the_engine_are_on_the_page() -> None:
     metrics = Metrics("m")
     calls = RequestTracker(lambda event: None, metrics, 10)
-    last = Guesses(3, 9, 5), CacheUse(40, 32, 1)
-    for so_far in ((Guesses(), CacheUse()), (Guesses(2, 6, 3), CacheUse(8, 0, 0)), last, last):
+    last = SpeculationStats(3, 9, 5), CacheStats(40, 32, 1)
+    for so_far in ((SpeculationStats(), CacheStats()), (SpeculationStats(2, 6, 3), CacheStats(8, 0, 0)), last, last):
         calls.report(StepReport([], {}, 0, {}, {}, *so_far))
     lines = metrics.text({}).splitlines()
     for name, value in VALUES.items():
