@@ -87,7 +87,7 @@ def _rows(engine: Engine) -> str:
     found = []
     for num in (1, 2, 4, 8, 16):
         names = [engine.add([7 + i] * 20, Sampling(max_tokens=60, temperature=0.0)) for i in range(num)]
-        while engine.counts()["waiting"]:
+        while engine.stats.counts["waiting"]:
             engine.step()
         times = []
         for _ in range(25):
@@ -109,7 +109,7 @@ def _run(trace: list[Request], at_once: int, params: Any, runner: Runner, drafte
     for at in range(0, len(trace), at_once):
         part = trace[at : at + at_once]
         made += engine.generate([prompt for prompt, _ in part], [how for _, how in part])
-    return Run(time.process_time() - start, engine._state.step, engine.speculation, made)
+    return Run(time.process_time() - start, engine.core._state.step, engine.stats.speculation, made)
 
 
 def _compared(trace: list[Request], at_once: int, params: Any, runner: Runner, rounds: int) -> str:

@@ -78,7 +78,7 @@ def _step(engine: Engine, rows: int, rounds: int, how: dict[str, Any]) -> float:
     """The least processor time of a step in which all rows draw; requests that end are replaced."""
     times, added = [], 0
     while len(times) < rounds + 5:
-        while engine.counts()["running"] + engine.counts()["waiting"] < rows:
+        while engine.stats.counts["running"] + engine.stats.counts["waiting"] < rows:
             sampling = Sampling(max_tokens=100, seed=added, **how)
             engine.add([added % VOCAB, 5], sampling)
             added += 1

@@ -111,7 +111,8 @@ def _prepare_job(job: GenerateJob) -> Ready:
         adapters = {} if job.adapter is None else {_ADAPTER: job.adapter}
         with waiting("packing weights"):
             engine, drafter = engine_of(job, served, limits, mesh, held, adapters)
-    engine.check(prompts[0].ids, prompts[0].sampling, adapter=_adapter_name(job))
+    # A grammar that the vocabulary cannot write is refused before graphs are captured.
+    engine.core.admit(Request(tuple(prompts[0].ids), prompts[0].sampling))
     engine.warm_up(grammars=job.sampling.grammar is not None, penalties=job.sampling.extended)
     lines = about(job, served, engine, drafter)  # of all ranks, which may capture together
     if mesh.rank == 0:
@@ -202,7 +203,7 @@ def _run_job(ready: Ready) -> None:
     seconds = time.monotonic() - start
     if ready.engine.mesh.rank == 0:
         rate = f"{drawn} tokens in {seconds:.1f} s, {drawn / seconds:.1f} a second"
-        if guesses := ready.engine.speculation.drafted:
+        if guesses := ready.engine.stats.speculation.drafted:
             rate += f"; {ready.engine.guesses.accepted} of {guesses} drafts accepted"
         print(rate, file=sys.stderr, flush=True)
 

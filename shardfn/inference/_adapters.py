@@ -1,7 +1,7 @@
 """The adapters of an engine, by name and by content."""
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,10 +25,14 @@ class Adapters:
     Args:
         decoder: model.
         device: device of the model's weights.
+        dtype: dtype of the engine's log probabilities.
+        list_users: function from an adapter's digest to the requests in progress that have the adapter.
     """
 
-    def __init__(self, decoder: Decoder, device: torch.device) -> None:
-        self._decoder, self._device = decoder, device
+    def __init__(
+        self, decoder: Decoder, device: torch.device, dtype: torch.dtype, list_users: Callable[[bytes], list[str]]
+    ) -> None:
+        self._decoder, self._device, self._dtype, self._list_users = decoder, device, dtype, list_users
         self._names: dict[str, Adapter] = {}
         self._slots: dict[bytes, int] = {}
         self._sites: dict[str, Factors] = {}
@@ -43,13 +47,24 @@ class Adapters:
         """Returns the names in the order of addition."""
         return list(self._names)
 
-    def add(self, name: Any, given: Any) -> None:
-        """Keeps an adapter.
+    def add(self, name: str, given: Given) -> None:
+        """Lets requests have an adapter. The next step with an adapter captures graphs again.
+
+        Args:
+            name: name for requests.
+            given: pair `(lora, values)`: a `LoRA` and its values, whole, as `lora.load_peft(directory, params)`
+                returns.
 
         Raises:
-            TypeError: the name is no str, or `given` no pair of a `LoRA` and its values.
-            ValueError: the name is taken, or the adapter does not fit the model.
+            TypeError: an argument is of another kind.
+            ValueError: the name is taken, the decoder is not exact, the engine is in float64, or the adapter does not
+                fit the model.
         """
+        if self._dtype == torch.float64:
+            raise ValueError(
+                f"adapter {name!r}: adapters are added in float32, and this engine is in float64. Merge it into the"
+                " parameters by LoRA.merge, or take float32."
+            )
         if not isinstance(name, str):
             raise TypeError(f"an adapter's name must be a str, got a {type(name).__name__}.")
         if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], LoRA)):
@@ -67,7 +82,13 @@ class Adapters:
         self._keep_adapters(self._names | {name: made})
 
     def remove(self, name: str) -> None:
-        """Forgets an adapter."""
+        """Forgets an adapter.
+
+        Raises:
+            ValueError: the name is unknown, or a request in progress has the adapter.
+        """
+        if users := self._list_users(self.named(name).digest):
+            raise ValueError(f"adapter {name!r} is of requests in progress, {users}. Cancel them, or wait.")
         self._keep_adapters({n: a for n, a in self._names.items() if n != name})
 
     def digest(self, name: Any) -> bytes:

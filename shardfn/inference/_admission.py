@@ -1,13 +1,15 @@
 """Checks of the arguments of an engine and of its calls."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ._adapters import Adapters
 from ._decoder import Decoder
 from ._drafters import BatchDrafter, Drafter
 from ._limits import DRAFTS, Limits
-from ._requests import Request, Sampling, check_request, ids_of
+from ._options import Encode
+from ._requests import Request, Sampling, check_request, encode_sampling, ids_of
 from ._runner import limits_of
 
 
@@ -29,9 +31,16 @@ def choose_limits(decoder: Decoder, limits: Limits | None, drafter: Drafter | No
 
 
 def make_request(
-    prompt: Sequence[int], sampling: Sampling | None, limits: Limits, adapters: Adapters, more: dict[str, Any]
+    prompt: Sequence[int],
+    sampling: Sampling | None,
+    limits: Limits,
+    adapters: Adapters,
+    encode: Encode | None,
+    more: dict[str, Any],
 ) -> Request:
     """Returns a request within the limits. An adapter is named in `more`, and the request has the adapter's digest.
+
+    Words of the sampling are encoded by `encode`.
 
     Raises:
         TypeError: an argument is of a wrong type, or unknown.
@@ -45,6 +54,9 @@ def make_request(
         raise TypeError(f"sampling is a {type(sampling).__name__}. Pass a Sampling.")
     request = Request(ids_of(prompt), sampling or Sampling(), **fields)
     check_request(request, limits)
+    if (encoded := encode_sampling(request.sampling, encode)) is not request.sampling:
+        request = replace(request, sampling=encoded)
+        check_request(request, limits)
     return request
 
 

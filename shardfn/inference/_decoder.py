@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.core import CodePolicy, P, PyTree
+from shardfn.core import Axes, CodePolicy, P, PyTree, tree_leaves
 from shardfn.models import gpt
 
 from ._cache import CacheLayout
+from ._limits import DEFAULT_LAYOUT
 from ._low_rank import Linear, LowRank
 
 
@@ -28,6 +29,25 @@ class Outputs(NamedTuple):
     logits: Tensor
     hidden: Tensor | None = None
     experts: Tensor | None = None
+
+
+class Layout(NamedTuple):
+    """Way in which a decoder is cut over the mesh. All layouts of a decoder read and write one KV cache.
+
+    Attributes:
+        outputs: function `outputs(weights, tokens, positions, rows, bodies, adapters)` of this rank's blocks of
+            `weights`, with a body of attention for each layer, with results equal on all ranks.
+        specs: compute specs of the parameters.
+        pack: function from this rank's blocks of the parameters to the weights that `outputs` takes.
+        packed: specs of the result of `pack`, a prefix tree.
+        tokens: mesh axis that cuts the tokens of a step, or None where each rank computes all tokens.
+    """
+
+    outputs: Callable[..., Outputs]
+    specs: PyTree
+    pack: Callable[[PyTree], PyTree]
+    packed: PyTree = P()
+    tokens: Axes = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +68,7 @@ class Decoder:
         linear: layers that may have adapters, by name.
         expert_shape: number of layers with experts, and of a token's choices in each: `Engine(record_experts=True)`.
             (0, 0) if `outputs` has no experts.
+        more_layouts: further layouts by name. `outputs`, `specs`, `pack` and `packed` are the layout "tp".
     """
 
     vocab: int
@@ -61,6 +82,19 @@ class Decoder:
     embeds: bool = False
     linear: Mapping[str, Linear] = dataclasses.field(default_factory=dict)
     expert_shape: tuple[int, int] = (0, 0)
+    more_layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Returns all layouts by name, "tp" first."""
+        return {DEFAULT_LAYOUT: Layout(self.outputs, self.specs, self.pack, self.packed), **self.more_layouts}
+
+    @property
+    def axes(self) -> set[str]:
+        """Returns the mesh axes that the cache or a layout uses."""
+        specs = [x for layout in self.layouts.values() for x in tree_leaves((layout.specs, layout.packed))]
+        cut = [P(self.cache.axis), *(P(x.tokens) for x in self.layouts.values())]
+        return {axis for x in (*cut, *specs) if isinstance(x, P) for axis in x.axes}
 
     def logits(self, weights: PyTree, *rest: Any) -> Tensor:
         """Returns the logits of `outputs`, [R, V]."""

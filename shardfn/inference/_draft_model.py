@@ -58,7 +58,7 @@ class DraftModel:
         >>> how = Sampling(max_tokens=8, temperature=0.0)
         >>> engine.generate([[5, 6, 7]], how) == Engine(decoder(large), params).generate([[5, 6, 7]], how)
         True
-        >>> engine.speculation.drafted > 0
+        >>> engine.stats.speculation.drafted > 0
         True
     """
 

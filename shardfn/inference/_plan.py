@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ._draft_tree import NO_DRAFTS, DraftTree
-from ._limits import Limits
+from ._limits import DEFAULT_LAYOUT, Limits
 from ._requests import Sampling
 from ._state import Sequence
 
@@ -67,6 +67,7 @@ class StepPlan:
         branches: row of the first draft and parents of all drafts, for each sequence with branching drafts. A draft
             sees its ancestors in the drafts' slots, not the slots of the positions.
         moves: slots whose content moves before the step writes, and the new slots, which may be slots that move, too.
+        layout: layout of the decoder in which the step runs.
     """
 
     step: int
@@ -90,6 +91,7 @@ class StepPlan:
     adapters: tuple[bytes, ...] = ()
     branches: tuple[tuple[int, tuple[int, ...]], ...] = ()
     moves: tuple[tuple[int, int], ...] = ()
+    layout: str = DEFAULT_LAYOUT
 
     def arrays(self) -> _Arrays:
         """Returns all arrays but histories, in the order of the attributes."""
@@ -129,6 +131,7 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int, moves:
         adapters=adapters if any(adapters) else (),
         branches=tuple(columns.branches),
         moves=tuple(moves),
+        layout=limits.layout_of(bucket, adapters=any(adapters)),
     )
 
 
@@ -209,7 +212,7 @@ def make_padding(bucket: int, limits: Limits, *, extended: bool = False) -> Step
     """
     num = limits.wanted(bucket)
     past = _make_empty_histories(num, limits.context) if extended else (None, None)
-    return StepPlan(0, 0, bucket, 0, 0, *_Columns().padded(bucket, limits), (), *past)
+    return StepPlan(0, 0, bucket, 0, 0, *_Columns().padded(bucket, limits), (), *past, layout=limits.layout_of(bucket))
 
 
 def _make_empty_histories(num: int, context: int) -> tuple[array, array]:

@@ -1,5 +1,6 @@
 """Tokens that a plan has drawn, before the schedule takes them. The text may end a choice."""
 
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,36 @@ class SampledToken(NamedTuple):
     token: int
     request: Request
     last: bool
+
+
+class DrawingRow(NamedTuple):
+    """Row of a plan that draws a token.
+
+    Attributes:
+        row: number of the row.
+        choice: name of the request, and number of the choice.
+        request: request of the choice.
+        output: drawn tokens before the row's place, and drafts that lead to the place.
+        draft: number of the draft that the row follows, or -1 for the last known token.
+    """
+
+    row: int
+    choice: Choice
+    request: Request
+    output: Sequence[int]
+    draft: int
+
+
+def list_drawing_rows(state: State) -> Iterator[DrawingRow]:
+    """Yields the rows of the plan in flight that draw a token, with the tokens before."""
+    for chunk, one, first in state.rows_in_flight():
+        known = len(chunk.positions) - len(chunk.drafts) - 1
+        if known < 0 or chunk.positions[known] + 1 < len(one.tokens):
+            continue  # a part of a prompt, or a scored prompt
+        output = one.tokens[one.prompt :]
+        for draft in range(-1, len(chunk.drafts)):
+            before = output if draft < 0 else output + array("q", chunk.drafts.branch(draft))
+            yield DrawingRow(first + known + 1 + draft, (one.name, one.choice), one.request, before, draft)
 
 
 def list_new_tokens(state: State, drawn: Sequence[int]) -> Iterator[SampledToken]:

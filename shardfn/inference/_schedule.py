@@ -21,7 +21,6 @@ from shardfn.core import DonatedError
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
 from ._plan import Rows, StepPlan, find_wanted, make_plan
 from ._pool import extend_contents
-from ._requests import check_request
 from ._select import select_chunks
 from ._speculate import Permit, add_drafts, take_drafts
 from ._state import PrefillChunk, Sequence, State
@@ -56,7 +55,7 @@ def advance(
 
     Args:
         state: state, which is donated: it cannot be advanced again. `state.copy()` keeps a state.
-        events: events numbered from `state.number` on.
+        events: events numbered from `state.number` on. Requests have passed `check_request`.
         drawn: drawn token for each wanted row of the last plan, any token id for a row that scores, and -1 where logits
             were not finite: such a choice ends as "error".
         cut: function `(context, drafts) -> drafts` that keeps the drafts that a sequence's grammar permits. The result
@@ -66,7 +65,7 @@ def advance(
         The next state, the plan, or None if there is nothing to compute, and outputs in the order of the plan's rows.
 
     Raises:
-        ValueError: an event's number, name, request or time, or the drawn tokens are wrong. The state is unchanged.
+        ValueError: an event's number, name or time, or the drawn tokens are wrong. The state is unchanged.
         DonatedError: the state was advanced before.
 
     Example:
@@ -123,7 +122,6 @@ def _check_step(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
             if event.name in state.names or event.name in names:
                 raise ValueError(f"a request named {event.name!r} is in progress. Give the new one another name.")
             names.add(event.name)
-            check_request(event.request, state.limits)
         elif isinstance(event, Clock):
             check_time(event.time)
         elif isinstance(event, Weights):
@@ -264,4 +262,5 @@ def _link_chain(state: State, events: Seq[Event], drawn: Seq[int], plan: StepPla
             link.update(a)
         if plan.branches or plan.moves:
             link.update(repr((plan.branches, plan.moves)).encode())
+        link.update(plan.layout.encode())
     return link.digest()

@@ -1,30 +1,8 @@
-"""Counts of drafts, and the number of a sequence's next drafts. Both follow from the drafts that were accepted."""
+"""Number of a sequence's next drafts. It follows from the drafts that were accepted before."""
 
 from typing import NamedTuple
 
 _FIRST, _LONGEST_PAUSE = 4, 5
-
-
-class SpeculationStats(NamedTuple):
-    """Counts of an engine's drafts so far.
-
-    Attributes:
-        steps: steps of sequences that had drafts.
-        drafted: tokens.
-        accepted: drafted tokens that became tokens of a sequence.
-
-    Example:
-        >>> SpeculationStats().add(4, 3).add(2, 0)
-        SpeculationStats(steps=2, drafted=6, accepted=3)
-    """
-
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    def add(self, drafted: int, accepted: int) -> "SpeculationStats":
-        """Returns the counts after another step of a sequence."""
-        return SpeculationStats(self.steps + 1, self.drafted + drafted, self.accepted + accepted)
 
 
 class DraftLength(NamedTuple):

@@ -9,13 +9,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ._cache_stats import CacheStats
 from ._draft_tree import NO_DRAFTS, DraftTree
 from ._drafters import Context, Drafter
 from ._limits import Limits
 from ._pool import BlockContent, BlockPool, PrefixScope
 from ._requests import Request
-from ._speculation import DraftLength, SpeculationStats
+from ._speculation import DraftLength
+from ._stats import CacheStats, SpeculationStats
 
 
 @dataclass(slots=True)

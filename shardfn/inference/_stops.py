@@ -29,12 +29,17 @@ class StopStringMatcher:
         self._matched = [0] * len(stops)  # characters of each stop string that the text ends with
         self._include, self._held = include, ""
 
-    def add(self, text: str) -> tuple[str, bool]:
-        """Returns the text that is certain, and whether the text ends here by a stop string."""
+    def add(self, text: str, *, ends: bool = True) -> tuple[str, bool]:
+        """Returns the text that is certain, and whether the text ends here by a stop string.
+
+        Args:
+            text: further text.
+            ends: whether a stop string that is complete in this text ends the text. Otherwise it is plain text.
+        """
         if not self._tables:
             return text, False
         for i, character in enumerate(text, 1):
-            if found := self._match_character(character):
+            if (found := self._match_character(character)) and ends:
                 whole, self._held = self._held + text[:i], ""
                 return whole if self._include else whole[:-found], True
         whole = self._held + text

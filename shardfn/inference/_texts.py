@@ -93,10 +93,11 @@ class Texts:
         if one is None:
             growing = self._detokenizer.start(drawn.request.prompt)
             one = self._texts[name, choice] = _Text(growing, StopStringMatcher(how.stop, include=how.include_stop))
+        ends = at + 1 - len(drawn.request.prompt) > how.min_tokens
         hidden = drawn.token in how.stop_tokens and not how.include_stop
-        text, found = one.cut.add("" if hidden else one.growing.add(drawn.token))
+        text, found = one.cut.add("" if hidden else one.growing.add(drawn.token), ends=ends)
         if not found and (end or drawn.last):
-            more, found = one.cut.add(one.growing.end())
+            more, found = one.cut.add(one.growing.end(), ends=ends)
             text += more if found else more + one.cut.end()
         one.due[at] = text
         return found

@@ -36,7 +36,7 @@ from shardfn.engine import agree_on_step, comms_of, losing_no_peer, reshard
 from shardfn.engine.agreement import check_replicas
 from shardfn.memory import Pool, trim_heap
 
-from ._decoder import Decoder
+from ._decoder import Layout
 
 # Bytes of parameters that are packed at a time, if a leaf is not larger.
 TOGETHER = 16 << 20
@@ -84,8 +84,8 @@ def find_packed_shapes(source: "WeightSource") -> Shapes:
         RankError: ranks have different parameters.
     """
     source.compare()
-    decoder, mesh, tree = source.decoder, source.mesh, source.packed(())
-    specs = broadcast_prefix(decoder.packed, tree, _is_spec, names=("packed", "weights"))
+    mesh, tree = source.mesh, source.packed(())
+    specs = broadcast_prefix(source.layout.packed, tree, _is_spec, names=("packed", "weights"))
     blocks = tree_leaves(tree)
     own = [x.shape for x in blocks]
     ranks: list[Any] = comms_of(mesh).control.gather(own) if mesh.size > 1 else [own]
@@ -139,16 +139,16 @@ class WeightSource:
     """Parameters of a model. Some have values, and the rest are shapes.
 
     Args:
-        decoder: model.
+        layout: layout of the model.
         params: whole tensors, deferred draws, or `GlobalTensor`s.
-        layout: `Sharding` of each parameter.
+        shardings: `Sharding` of each parameter.
         mesh: mesh.
     """
 
-    def __init__(self, decoder: Decoder, params: PyTree, layout: PyTree, mesh: Mesh) -> None:
-        self.decoder, self.mesh = decoder, mesh
+    def __init__(self, layout: Layout, params: PyTree, shardings: PyTree, mesh: Mesh) -> None:
+        self.layout, self.mesh = layout, mesh
         self._leaves, self._treedef = tree_flatten(params)
-        self._layout: list[Sharding] = tree_leaves(layout, is_leaf=_is_sharding)
+        self._shardings: list[Sharding] = tree_leaves(shardings, is_leaf=_is_sharding)
         self._paths = tree_paths(params, "params")
 
     @property
@@ -187,10 +187,10 @@ class WeightSource:
         """Returns the served form, with values where it is made only of the leaves of a group."""
         blocks = [self._load_block(i) if i in group else self._get_shape(i) for i in range(len(self._leaves))]
         with bind_mesh(self.mesh), torch.no_grad():
-            return self.decoder.pack(tree_unflatten(self._treedef, blocks))
+            return self.layout.pack(tree_unflatten(self._treedef, blocks))
 
     def _get_slices(self, i: int) -> tuple[slice, ...]:
-        return block_slices(tuple(self._leaves[i].shape), self._layout[i].spec, self.mesh.shape, self.mesh.coords)
+        return block_slices(tuple(self._leaves[i].shape), self._shardings[i].spec, self.mesh.shape, self.mesh.coords)
 
     def _get_shape(self, i: int) -> Tensor:
         sizes = [s.stop - s.start for s in self._get_slices(i)]
@@ -199,7 +199,7 @@ class WeightSource:
     def _load_block(self, i: int) -> Tensor:
         x = self._leaves[i]
         if isinstance(x, GlobalTensor):
-            return reshard(x, self._layout[i], mesh=self.mesh).local
+            return reshard(x, self._shardings[i], mesh=self.mesh).local
         return draw_block(x, self._get_slices(i)).to(self.mesh.device)
 
 

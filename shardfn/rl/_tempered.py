@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 from shardfn.core import PyTree
@@ -40,8 +41,12 @@ def tempered(decoder: Decoder, temperature: float) -> Decoder:
             " Sampling(temperature=0.0) draws the most probable tokens."
         )
 
-    def compute_outputs(weights: PyTree, *rest: Any) -> Outputs:
-        found = decoder.outputs(weights, *rest)
-        return found._replace(logits=widen_floats(found.logits) / temperature)
+    def divide_logits(outputs: Callable[..., Outputs]) -> Callable[..., Outputs]:
+        def compute_outputs(weights: PyTree, *rest: Any) -> Outputs:
+            found = outputs(weights, *rest)
+            return found._replace(logits=widen_floats(found.logits) / temperature)
 
-    return dataclasses.replace(decoder, outputs=compute_outputs)
+        return compute_outputs
+
+    more = {name: x._replace(outputs=divide_logits(x.outputs)) for name, x in decoder.more_layouts.items()}
+    return dataclasses.replace(decoder, outputs=divide_logits(decoder.outputs), more_layouts=more)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardfn.inference import CacheStats, Event, Limits, Request, SpeculationStats, Token
+from shardfn.inference import EngineStats, Event, Limits, Request, Token
 
 _LENGTH = 8
 _READ = 1 << 18
@@ -59,6 +59,7 @@ class Ready(NamedTuple):
         grammars: whether graphs of steps with grammars are captured, too.
         about: model and its memory, in words.
         width: width of embeddings, or 0 for a model without embeddings.
+        processors: names of logits processors that requests may give.
     """
 
     limits: Limits
@@ -67,6 +68,7 @@ class Ready(NamedTuple):
     grammars: bool
     about: str
     width: int = 0
+    processors: tuple[str, ...] = ()
 
 
 class StepReport(NamedTuple):
@@ -74,22 +76,18 @@ class StepReport(NamedTuple):
 
     Attributes:
         tokens: returned tokens, and ends of requests.
-        counts: counts of sequences and blocks, as `Engine.counts`.
+        stats: counts so far, as `Engine.stats`.
         taken: number of events that the engine has taken so far.
         refused: reasons by the names of requests that the engine has refused.
         vectors: vectors by name of a request whose prompt is embedded, float32 numbers.
-        speculation: counts of drafts so far, as `Engine.speculation`.
-        cache_stats: counts of the KV cache's use so far, as `Engine.cache_stats`.
         begun: names of requests that have blocks since this step, and had none before.
     """
 
     tokens: list[Token]
-    counts: Mapping[str, int]
+    stats: EngineStats
     taken: int
     refused: Mapping[str, str]
     vectors: Mapping[str, bytes]
-    speculation: SpeculationStats = SpeculationStats()
-    cache_stats: CacheStats = CacheStats()
     begun: Sequence[str] = ()
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shardfn.inference import Grammar, Limits, Request, Sampling, check_request
+from shardfn.inference import Grammar, Limits, Request, Sampling, check_names, check_request, encode_sampling
 
 from ._errors import ApiError
 from ._fields import CHAT, COMPLETIONS, FORMAT, NUMBER, OPTIONS, SAMPLING, SCHEMA, get_required, read_fields
@@ -95,7 +95,8 @@ def _make_asked(
     given: Mapping[str, Any], prompts: list[list[int]], model: Model, adapter: bytes, most: int, top: int | None
 ) -> ParsedRequest:
     ends = frozenset() if given.get("ignore_eos") else model.ends
-    numbers = {**model.defaults, **{name: given[name] for name in SAMPLING if name in given}, "max_tokens": most}
+    numbers: dict[str, Any] = {**model.defaults, "max_tokens": most}
+    numbers |= {x: tuple(y) if isinstance(y := given[x], list) else y for x in SAMPLING if x in given}
     if numbers.get("top_k") == -1:  # all tokens, in vLLM's words
         numbers["top_k"] = 0
     draws_seed = numbers.get("seed", -1) == -1  # -1 is vLLM's word for a seed that the server draws
@@ -113,9 +114,16 @@ def _make_asked(
     salt = given.get("cache_salt", "").encode()
     requests = [Request(tuple(prompt), sampling, salt=salt, adapter=adapter) for prompt in prompts]
     check_fields(requests, model.limits, given)
+    try:
+        check_names(requests[0], model.processors)
+        encoded = encode_sampling(sampling, model.texts.encode)
+    except ValueError as error:
+        field = str(error).split()[0]
+        raise ApiError(400, str(error), field) from error
     if (grammar := _make_grammar(given, model, stop_tokens)) is not None:
-        sampling = replace(sampling, grammar=grammar)
-        requests = [replace(request, sampling=sampling) for request in requests]
+        encoded = replace(encoded, grammar=grammar)
+    if encoded is not sampling:
+        requests = [replace(request, sampling=encoded) for request in requests]
         check_fields(requests, model.limits, given)
     if draws_seed:  # equal prompts of one request have different draws
         requests = [replace(r, sampling=replace(r.sampling, seed=secrets.randbits(_SEED_BITS))) for r in requests]

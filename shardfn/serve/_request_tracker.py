@@ -186,8 +186,8 @@ class RequestTracker:
         for name in report.begun:
             if (call := self._of.get(name)) is not None and call.ran is None:
                 call.ran = max(call.began, self.progress)  # a step begins with the report of the step before
-        self.counts, self.taken, self.progress = dict(report.counts), report.taken, now
-        before, self._so_far = self._so_far, (*report.speculation, *report.cache_stats)
+        self.counts, self.taken, self.progress = dict(report.stats.counts), report.taken, now
+        before, self._so_far = self._so_far, (*report.stats.speculation, *report.stats.cache)
         for name, old, new in zip(_OF_ENGINE, before, self._so_far, strict=True):
             self._metrics.add(name, new - old)
         for name, reason in report.refused.items():

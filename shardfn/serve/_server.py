@@ -153,8 +153,8 @@ class Server:
         settings = self.settings
         compiler = Compiler(self._texts, ready.limits.vocab) if ready.grammars else None
         fixed = settings.name, self._text, self._spelling
-        more = {"texts": self._texts, "adapters": settings.adapters, "width": ready.width, "longest": self._longest}
-        more |= {"defaults": settings.defaults}
+        more = {"texts": self._texts, "adapters": settings.adapters, "defaults": settings.defaults}
+        more |= {"width": ready.width, "processors": ready.processors, "longest": self._longest}
         self.app.model = Model(*fixed, ready.limits, ready.ends, settings.max_choices, compiler, **more)
         self.calls.max_waiting = settings.max_waiting or max(_WAITING, ready.limits.context)
         self._report(ready.about)

@@ -8,6 +8,7 @@ the same step on all ranks. A rank without work sleeps in the read of its socket
 import socket
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardfn.core import Mesh
 from shardfn.engine import comms_of, losing_no_peer
@@ -35,7 +36,7 @@ def run_worker(engine: Engine, end: socket.socket, ready: Ready) -> None:
         end.sendall(pack_message(ready))
     while True:
         # Several ranks would have to agree on the time: their engine has captured all graphs before.
-        while engine.mesh.size == 1 and engine.idle and not waiting and engine.capture_next():
+        while engine.mesh.size == 1 and engine.idle and not waiting and engine.graphs.capture_next():
             waiting.extend(inbox.take(wait=False))
         waiting.extend(inbox.take(wait=engine.idle and not waiting))
         refused, stops = dict[str, str](), False
@@ -48,9 +49,9 @@ def run_worker(engine: Engine, end: socket.socket, ready: Ready) -> None:
         vectors = _take_vectors(engine, tokens, embeds)
         if first:
             tokens = [token for token in tokens if token.name not in embeds or token.finish_reason is not None]
-            before, running = set(running), engine.running
-            so_far, begun = (engine.speculation, engine.cache_stats), [name for name in running if name not in before]
-            end.sendall(pack_message(StepReport(tokens, engine.counts(), taken, refused, vectors, *so_far, begun)))
+            before, running = set(running), engine.core.running
+            begun = [name for name in running if name not in before]
+            end.sendall(pack_message(StepReport(tokens, engine.stats, taken, refused, vectors, begun)))
         embeds -= {token.name for token in tokens if token.finish_reason is not None}
         if stops:
             return
@@ -70,20 +71,18 @@ def _enter_event(engine: Engine, event: Message, embeds: set[str]) -> dict[str, 
     """Passes an event on, and returns the reason if the engine refuses a request, by the request's name."""
     match event:
         case Add(_, name, request) | Embed(_, name, request, _):
-            adapter = request.adapter.decode() or None  # its name: the front has no digests
-            more = {"priority": request.priority, "salt": request.salt, "adapter": adapter}
-            try:
-                if isinstance(event, Embed):
-                    engine.add_embedding(request.prompt, event.pooling, name=name, **more)
-                    embeds.add(name)
-                else:
-                    engine.add(request.prompt, request.sampling, name=name, **more)
-            except (TypeError, ValueError, ImportError) as error:
+            pooling = event.pooling if isinstance(event, Embed) else None
+            try:  # the server has checked the request, but has names of adapters in place of digests
+                adapter = engine.adapters.digest(request.adapter.decode() or None)
+                engine.add_request(replace(request, adapter=adapter), name, pooling=pooling)
+            except (ValueError, ImportError) as error:
                 return {name: str(error)}
+            if pooling is not None:
+                embeds.add(name)
         case Cancel(_, name):
             engine.cancel(name)
         case Drain():
-            engine.drain()
+            engine.core.drain()
     return {}
 
 

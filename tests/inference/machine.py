@@ -22,7 +22,7 @@ from shardfn.inference import (
     digest,
     start,
 )
-from shardfn.inference._sampled_tokens import new_tokens
+from shardfn.inference._sampled_tokens import list_new_tokens
 from shardfn.inference._state import draw_key
 from tests.inference.drafters import DRAFTERS
 from tests.inference.model import Model, draw
@@ -143,7 +143,7 @@ class Laws(RuleBasedStateMachine):
     def stops(self) -> list[Stop]:
         """The ends by texts among the tokens of the last plan."""
         found, ended, last = [], set(), dict[tuple[str, int], int]()
-        for one in new_tokens(self.state, self.drawn):
+        for one in list_new_tokens(self.state, self.drawn):
             of = one.place[:2]
             before, last[of] = last.get(of, self.known[of][-1]), one.token
             if one.request.sampling.stop and self.ends([before], one.token) and of not in ended:

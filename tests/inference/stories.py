@@ -217,7 +217,7 @@ def run(
             told[token.name, token.choice].tokens.append(token)
         step += 1
         assert step < 500, "requests do not end"
-    counts = engine.counts()
+    counts = engine.stats.counts
     assert counts["held"] == 0 and counts["free"] + counts["cached"] == story.blocks - 1
     return told, engine
 

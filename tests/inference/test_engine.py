@@ -14,6 +14,7 @@ from shardfn import core
 from shardfn.core import tree_map
 from shardfn.inference import Completion, Engine, Limits, Runner, Sampling, Token, decoder, limits_of, logprobs
 from shardfn.inference._results import append_token
+from shardfn.inference._token_queues import TokenQueues
 from shardfn.models import gpt
 from tests.inference.stories import model
 from tests.inference.test_stories import KINDS, LIMITS, runner
@@ -39,14 +40,14 @@ def test_a_stream_that_is_closed_cancels_its_request() -> None:
     next(stream)
     stream.close()
     told = one.step()
-    assert told[-1].finish_reason == "cancelled" and one.idle and one.counts()["held"] == 0
+    assert told[-1].finish_reason == "cancelled" and one.idle and one.stats.counts["held"] == 0
 
 
 def test_a_stream_that_is_closed_before_its_first_token_cancels_its_request() -> None:
     one = engine()
     one.stream([1, 2, 0], GREEDY).close()
     [end] = one.step()
-    assert end.finish_reason == "cancelled" and one.idle and one.names == []
+    assert end.finish_reason == "cancelled" and one.idle and one.core.names == []
     assert one.add([1, 2, 0], GREEDY, name=end.name) == end.name  # its name is free
 
 
@@ -54,7 +55,7 @@ def test_a_cancel_loses_no_token() -> None:
     [whole] = engine().generate([[1, 2, 0]], GREEDY)
     one = engine()
     stream = one.stream([1, 2, 0], GREEDY)
-    [name] = one.names
+    [name] = one.core.names
     told = [next(stream), next(stream)]  # the next token has been drawn by now
     one.cancel(name)
     told += stream
@@ -92,13 +93,13 @@ def test_streams_are_read_in_turns_beside_other_calls() -> None:
 
 
 def test_a_generate_that_is_interrupted_leaves_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, advance = engine(), Engine._advance_step
-    monkeypatch.setattr(Engine, "_advance_step", lambda self: advance(self) if len(one.names) < 2 else _interrupt())
+    one, advance = engine(), TokenQueues.advance
+    monkeypatch.setattr(TokenQueues, "advance", lambda self: advance(self) if len(one.core.names) < 2 else _interrupt())
     with pytest.raises(KeyboardInterrupt):
         one.generate([[1], [2]], GREEDY)
     monkeypatch.undo()
     told = one.step()
-    assert one.names == [] and all(t.finish_reason == "cancelled" for t in told if t.finish_reason)
+    assert one.core.names == [] and all(t.finish_reason == "cancelled" for t in told if t.finish_reason)
 
 
 def _interrupt() -> None:
@@ -115,7 +116,7 @@ def test_arguments_of_wrong_types_are_refused_before_the_step() -> None:
     one = engine()
     for time in (1.5, -1, 1 << 63, "x", None):
         with pytest.raises(ValueError, match="must be an integer from 0"):
-            one.tick(time)  # pyright: ignore[reportArgumentType]
+            one.core.tick(time)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="name must be a str, got a list"):
         one.cancel(["a"])  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"sampling is a str. Pass a Sampling"):
@@ -129,11 +130,11 @@ def test_arguments_of_wrong_types_are_refused_before_the_step() -> None:
 
 def test_deadlines_end_requests_and_a_drain_refuses_them() -> None:
     one = engine()
-    one.tick(1000)
+    one.core.tick(1000)
     one.step()
     one.add([1], GREEDY, name="late", deadline=500)
     one.add([1], GREEDY, name="in time", deadline=5000)
-    one.drain()
+    one.core.drain()
     one.add([1], GREEDY, name="refused")
     told = []
     while not one.idle:

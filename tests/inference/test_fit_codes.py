@@ -9,7 +9,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import optim
 from shardfn.core import tree_leaves, tree_map
-from shardfn.inference import Engine, Sampling, _fitted, decoder, fit_codes, hf_decoder
+from shardfn.inference import Engine, Sampling, _fit_codes, decoder, fit_codes, hf_decoder
 from shardfn.lora import LoRA
 from shardfn.memory import Coded
 from shardfn.models import gpt
@@ -49,9 +49,9 @@ def test_the_engine_rounds_to_the_fitted_values(codes: Any, stacked: bool) -> No
 def test_it_has_less_error_of_outputs_than_rounding() -> None:
     config, params = model()
     made, rows, name = decoder(config), text(32), "blocks.0.w_up"
-    moments = _fitted.Moments({name: 64}, full=True)
+    moments = _fit_codes.Moments({name: 64}, full=True)
     for row in rows.tolist():
-        _fitted._run_row(made, made.pack(params), row, moments)
+        _fit_codes._run_row(made, made.pack(params), row, moments)
     h, w = moments.mean(name), params["blocks"][0]["w_up"]
     assert h is not None
 
@@ -67,7 +67,7 @@ def test_it_has_less_error_of_outputs_than_rounding() -> None:
 def test_layers_are_fitted_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     config, params = model()
     want = fit_codes(decoder(config), params, "int4", text())
-    monkeypatch.setattr(_fitted, "TOGETHER", 1)
+    monkeypatch.setattr(_fit_codes, "TOGETHER", 1)
     for a, b in zip(tree_leaves(fit_codes(decoder(config), params, "int4", text())), tree_leaves(want), strict=True):
         assert torch.equal(a, b)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardfn import core
 from shardfn.collectives import all_gather_invariant
 from shardfn.core import Mesh
-from shardfn.inference import Decoder, Engine, Runner, Sampling, _of_hf, hf_decoder
+from shardfn.inference import Decoder, Engine, Runner, Sampling, _hf_decoder, hf_decoder
 from shardfn.inference._cache import make_single_bodies
 from shardfn.inference._hf_edges import edges_of
 from shardfn.modules import RowEdge, _module_rows, decoding
@@ -116,7 +116,7 @@ def test_ranks_join_results_four_times_a_layer_of_llama() -> None:
         cut, params = hf_decoder(MODELS[kind](), tp="tp")
         with (
             mock.patch.object(_module_rows, "all_gather_invariant", side_effect=all_gather_invariant) as of_layers,
-            mock.patch.object(_of_hf, "all_gather_invariant", side_effect=all_gather_invariant) as of_heads,
+            mock.patch.object(_hf_decoder, "all_gather_invariant", side_effect=all_gather_invariant) as of_heads,
         ):
             logits_of(cut, params, mesh, [1, 2, 3])
         assert of_layers.call_count + of_heads.call_count == 2 * num + 1  # and the vocabulary

@@ -47,7 +47,7 @@ def hold(story: Story, one: Model, runners: list[Runner], limits: Any, drafter: 
     (told, engine), (want, resident) = (run(story, one, runner, limits, drafter) for runner in runners)
     assert told == want
     check(story, told, one)
-    for x, y in zip(engine._cache, resident._cache, strict=True):
+    for x, y in zip(engine.core._cache, resident._cache, strict=True):
         assert (x.memory_kind, y.memory_kind) == ("host", "device")
         assert torch.equal(x.local.view(torch.uint8), y.local.view(torch.uint8))
     return engine
@@ -109,7 +109,7 @@ def test_drafters_beside_it_change_nothing(name: str) -> None:
         }[name]()
         told, engine = run(story, one, runner, limits, drafter)
         check(story, told, one)
-        accepted += engine.speculation.accepted
+        accepted += engine.stats.speculation.accepted
     assert accepted > 0
 
 
@@ -141,7 +141,7 @@ def test_the_step_is_the_same_eager_and_captured() -> None:
 
 def test_the_next_layers_blocks_are_under_way_while_a_layer_attends() -> None:
     engine = engine_of(cache="host")
-    call: Any = engine.runner.bind(12, engine.weights, engine._cache)
+    call: Any = engine.runner.bind(12, engine.core.weights, engine.core._cache)
     order = [n.target.__name__.split(".")[0] for n in call._ready.program.gm.graph.nodes if n.op == "call_function"]
     starts, attends = (
         [i for i, x in enumerate(order) if x == name] for name in ("rows_to_device_start", "ragged_attention")
@@ -154,8 +154,8 @@ def test_the_next_layers_blocks_are_under_way_while_a_layer_attends() -> None:
 def test_a_step_moves_the_blocks_of_its_sequences_and_the_rows_of_its_tokens() -> None:
     engine = engine_of(cache="host")
     engine.warm_up()
-    own = engine._cache[0].local
-    block, row, layers = own[0].nbytes, own[0].nbytes // engine.limits.block, len(engine._cache)
+    own = engine.core._cache[0].local
+    block, row, layers = own[0].nbytes, own[0].nbytes // engine.limits.block, len(engine.core._cache)
     engine.add([7] * 36, Sampling(max_tokens=2, temperature=0.0))
     for length in (12, 24, 36, 37):
         bucket, blocks = 12 if length < 37 else 2, -(-length // 16)
@@ -172,7 +172,7 @@ def test_a_step_moves_the_blocks_of_its_sequences_and_the_rows_of_its_tokens() -
 def test_the_device_needs_less_by_the_cache_but_for_two_layers() -> None:
     engine, resident = engine_of(cache="host"), engine_of()
     assert completed(engine) == completed(resident)
-    plan, want, layer = engine.memory(), resident.memory(), engine._cache[0].local.nbytes
+    plan, want, layer = engine.memory(), resident.memory(), engine.core._cache[0].local.nbytes
     assert (plan.weights, plan.cache) == (want.weights, want.cache) and (want.host, plan.host) == (0, plan.cache)
     assert want.device == want.total and plan.device + plan.host == plan.total
     assert plan.cache == 12 * layer

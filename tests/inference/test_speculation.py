@@ -63,7 +63,7 @@ def hold(story: Story, one: Model, runner: Runner, limits: Limits, name: str) ->
             mine, theirs = tokens
             assert mine == theirs
             assert len({"".join(t.text for t in x.tokens) for x in texts}) == 1
-    return engine.speculation.drafted, engine.speculation.accepted
+    return engine.stats.speculation.drafted, engine.stats.speculation.accepted
 
 
 @functools.cache
@@ -169,16 +169,16 @@ def test_rejected_drafts_leave_nothing_that_is_read(name: str) -> None:
     tokens, moves = [], 0
     while not engine.idle:
         tokens += engine.step()
-        for sequence in engine._state.running:
-            [chunk] = engine._state.flight
+        for sequence in engine.core._state.running:
+            [chunk] = engine.core._state.flight
             first = chunk.count - len(chunk.positions)  # row of a wanted position
             valid = [*range(first), *(first + row for row, _ in chunk.valid(engine._drawn_tokens))]
             places = set(range(chunk.start, len(sequence.blocks) * SIZES.block))
             for p in places - {chunk.start + row for row in valid}:
-                for layer in engine._cache:
+                for layer in engine.core._cache:
                     layer.local[sequence.blocks[p // SIZES.block], :, :, p % SIZES.block] = torch.nan
             moves += len(chunk.moves(len(valid), engine._drawn_tokens, lambda at: at))
-    assert engine.speculation.drafted > engine.speculation.accepted
+    assert engine.stats.speculation.drafted > engine.stats.speculation.accepted
     assert (moves > 0) == (name == "bush")
     assert [t.token for t in tokens] == plain[0].tokens and [t.logprob for t in tokens] == plain[0].logprobs
 
@@ -191,7 +191,7 @@ def test_penalties_see_the_drafts_before_a_row() -> None:
     for drafter in (Adversary(13, truth, None), Adversary(13, truth, 1), Adversary(13, truth, 3), Bush(13, truth)):
         engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=drafter)
         assert engine.generate([[1, 2, 1]], how) == plain
-        assert engine.speculation.accepted > 5
+        assert engine.stats.speculation.accepted > 5
 
 
 @pytest.mark.day("ab")
@@ -210,8 +210,8 @@ def test_drafts_of_requests_with_grammars(grammar: Grammar) -> None:
         for name in ("right", "bush", "wrong at 2", "ngram"):
             engine = Engine(one.decoder, one.params[0], drafter=DRAFTERS[name](truth), **parts)
             assert engine.generate([[1, 2, 1]], how) == [plain]
-            assert engine.idle and engine.counts()["held"] == 0 and engine._constraints._ahead == {}
-            accepted += engine.speculation.accepted
+            assert engine.idle and engine.stats.counts["held"] == 0 and engine._constraints._ahead == {}
+            accepted += engine.stats.speculation.accepted
     assert accepted > (20 if grammar != HARD else 5)
 
 
@@ -223,8 +223,8 @@ def test_right_drafts_save_steps_and_max_tokens_holds() -> None:
         drafter = Adversary(13, {("request-0", 0): [1, 2, *plain[0].tokens]}, None)
         engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=drafter)
         assert engine.generate([[1, 2]], how) == plain
-        assert engine._state.step <= 2 + most / 2
-        assert engine.speculation.drafted <= max(0, most - 2)
+        assert engine.core._state.step <= 2 + most / 2
+        assert engine.stats.speculation.drafted <= max(0, most - 2)
 
 
 def test_a_drafter_needs_rows() -> None:

@@ -40,7 +40,7 @@ def test_a_request_that_stops_frees_its_blocks_in_the_step_that_takes_the_token(
     told = []
     while not told or told[-1].finish_reason is None:
         told = one.step()
-    assert told[-1].finish_reason == "stop" and told[-1].text == "" and one.idle and one.counts()["held"] == 0
+    assert told[-1].finish_reason == "stop" and told[-1].text == "" and one.idle and one.stats.counts["held"] == 0
 
 
 def test_a_text_that_is_cancelled_has_all_its_characters() -> None:

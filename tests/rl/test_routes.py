@@ -107,7 +107,7 @@ def test_a_replay_keeps_the_experts_of_weights_that_are_rounded() -> None:
 def test_experts_of_cached_blocks_are_known() -> None:
     engine = engine_of(params())
     first, again = sampled(params(), engine), sampled(params(), engine)
-    assert engine.counts()["cached"] > 0 and torch.equal(first.expert_ids, again.expert_ids)
+    assert engine.stats.counts["cached"] > 0 and torch.equal(first.expert_ids, again.expert_ids)
     other = params(seed=5)
     engine.update_weights(other)
     check_routes(sampled(other, engine), other)

@@ -188,7 +188,7 @@ class Running:
     def wait_idle(self) -> None:
         """Waits until no request is in progress; no block is held then."""
         self.wait_for(lambda: not len(self.front.calls) and self.front.calls.behind == 0 and self.engine.idle)
-        counts = self.engine.counts()
+        counts = self.engine.stats.counts
         assert (counts["held"], counts["running"], counts["waiting"], self.front.calls.waiting) == (0, 0, 0, 0)
         assert counts["free"] + counts["cached"] == self.engine.limits.blocks - 1
 

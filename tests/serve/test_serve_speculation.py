@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from shardfn.inference import CacheStats, Request, Sampling, SpeculationStats, Token
+from shardfn.inference import CacheStats, EngineStats, Request, Sampling, SpeculationStats, Token
 from shardfn.serve._ipc import StepReport
 from shardfn.serve._metrics import Metrics
 from shardfn.serve._request_tracker import RequestTracker
@@ -24,7 +24,7 @@ def test_counts_of_the_engine_are_on_the_page() -> None:
     calls = RequestTracker(lambda event: None, metrics, 10)
     last = SpeculationStats(3, 9, 5), CacheStats(40, 32, 1)
     for so_far in ((SpeculationStats(), CacheStats()), (SpeculationStats(2, 6, 3), CacheStats(8, 0, 0)), last, last):
-        calls.report(StepReport([], {}, 0, {}, {}, *so_far))
+        calls.report(StepReport([], EngineStats({}, 0.0, *so_far), 0, {}, {}))
     lines = metrics.text({}).splitlines()
     for name, value in VALUES.items():
         assert f'vllm:{name}_total{{model_name="m"}} {value}' in lines
@@ -49,7 +49,7 @@ def test_the_parts_of_a_requests_time_add_up(monkeypatch: pytest.MonkeyPatch) ->
 
     def report(at: float, tokens: list[Token], begun: list[str]) -> None:
         clock[0] = at
-        calls.report(StepReport(tokens, {}, 0, {}, {}, begun=begun))
+        calls.report(StepReport(tokens, EngineStats({}), 0, {}, {}, begun))
 
     def token(name: str, position: int, finish: str | None = None) -> Token:
         return Token(name, 0, position, 5, -1.0, 0, finish)
@@ -74,5 +74,5 @@ def test_a_request_that_never_ran_has_no_parts() -> None:
     metrics = Metrics("m")
     calls = RequestTracker(lambda event: None, metrics, 100)
     calls.open([Request((1, 2), Sampling())])
-    calls.report(StepReport([Token("0.0", 0, 0, None, None, 0, "refused")], {}, 0, {}, {}))
+    calls.report(StepReport([Token("0.0", 0, 0, None, None, 0, "refused")], EngineStats({}), 0, {}, {}))
     assert [num for num, _ in times(metrics).values()] == [0, 0, 0, 0, 1]

@@ -1,0 +1,237 @@
+"""The core of an engine: events in, tokens out, by one schedule and the runs of its plans.
+
+step    drawn tokens of the last plan -> events of texts -> advance -> tokens out -> compare ranks -> run the next plan
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from shardfn.core import PyTree
+
+from ._compare_states import compare_states
+from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
+from ._hooks import EngineHooks
+from ._plan import StepPlan
+from ._requests import Request
+from ._results import Token
+from ._runner import MemoryPlan, Runner, StepResults
+from ._runner import Weights as ServedWeights
+from ._sampled_tokens import list_new_tokens
+from ._schedule import Output, advance
+from ._speculate import Permit
+from ._state import State
+from ._stats import EngineStats
+
+
+class Admitted(NamedTuple):
+    """Request that hooks have admitted.
+
+    Attributes:
+        request: request, checked.
+        values: value of each hook for the request's beginning.
+    """
+
+    request: Request
+    values: Any
+
+
+class EngineCore:
+    """Schedule of an engine, its weights and KV cache, and the results of the plan in flight.
+
+    All ranks of the mesh make the same calls.
+
+    Args:
+        runner: graphs.
+        params: parameters.
+        state: state of the schedule before the first event.
+        hooks: hooks of texts, grammars and so on.
+        permit: function that keeps the drafts that a request's grammar permits.
+    """
+
+    def __init__(self, runner: Runner, params: PyTree, state: State, hooks: EngineHooks, permit: Permit) -> None:
+        self._runner, self._state, self._hooks, self._permit = runner, state, hooks, permit
+        self._versions: dict[int, ServedWeights] = {0: runner.pack_weights(params)}
+        self._cache = runner.empty_cache()
+        self._events: list[Event] = []
+        self._adding: dict[str, None] = {}  # names of requests that no step has taken, in order
+        self._results: StepResults | None = None  # of the plan in flight
+        self._newest = self._rows = self._run_rows = 0
+        self._failed: BaseException | None = None
+        self._closed = False
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._state.names or name in self._adding
+
+    @property
+    def idle(self) -> bool:
+        """Returns whether no request is in progress."""
+        return self._state.idle and not self._events
+
+    @property
+    def names(self) -> list[str]:
+        """Returns the requests in progress, in order of arrival."""
+        return [*self._state.names, *self._adding]
+
+    @property
+    def running(self) -> list[str]:
+        """Returns the requests that hold blocks, first in order first."""
+        return list(dict.fromkeys(sequence.name for sequence in self._state.running))
+
+    @property
+    def weights(self) -> ServedWeights:
+        """Returns the newest weights in their served form, by layout.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        self._check_open()
+        return self._versions[self._newest]
+
+    @property
+    def stats(self) -> EngineStats:
+        """Returns counts so far."""
+        padding = 1 - self._rows / self._run_rows if self._run_rows else 0.0
+        return EngineStats(self._state.counts(), padding, self._state.speculation, self._state.cache_stats)
+
+    def memory(self) -> MemoryPlan:
+        """Returns the bytes for this rank.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        return self._runner.memory(self.weights, self._cache)
+
+    def capture(self, **kind: Any) -> None:
+        """Captures a graph. See `Runner.bind`.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        self._runner.bind(weights=self.weights, cache=self._cache, **kind)
+
+    def warm_up_drafter(self, *, extended: bool) -> None:
+        """Captures the graphs of a drafter that computes."""
+        warm_up = getattr(self._state.drafter, "warm_up", None)
+        if warm_up is not None:
+            warm_up(extended=extended)
+
+    def admit(self, request: Request) -> Admitted:
+        """Returns a checked request that `begin` takes. The request may never begin.
+
+        Raises:
+            ValueError: a hook refuses the request, for example for its grammar.
+            ImportError: a package is missing.
+        """
+        return Admitted(request, self._hooks.admit(request))
+
+    def begin(self, name: str, admitted: Admitted) -> None:
+        """Puts a request in line.
+
+        Raises:
+            ValueError: a request of this name is in progress.
+        """
+        if name in self:
+            raise ValueError(f"a request named {name!r} is in progress. Give the new one another name.")
+        self._events.append(Add(self._next_number, name, admitted.request))
+        self._adding[name] = None
+        self._hooks.begin(name, admitted.values)
+
+    def cancel(self, name: str) -> None:
+        """Ends a request as "cancelled". The name of an ended request is passed over."""
+        self._events.append(Cancel(self._next_number, name))
+
+    def tick(self, time: int) -> None:
+        """Sets the clock's reading for deadlines, in milliseconds, equal on all ranks."""
+        check_time(time)
+        self._events.append(Clock(self._next_number, time))
+
+    def drain(self) -> None:
+        """Ends requests that are added from here on as "refused". Requests in progress go on."""
+        self._events.append(Drain(self._next_number))
+
+    def update_weights(self, params: PyTree, *, recompute: bool) -> int:
+        """Changes the weights, and returns their version.
+
+        Raises:
+            RuntimeError: the engine is closed.
+            ValueError: the parameters are of another model.
+        """
+        packed = self._runner.pack_weights(params, like=self.weights)
+        if recompute:  # the next step changes to the version at once, and versions that have waited never run
+            self._versions = {v: w for v, w in self._versions.items() if v == self._state.version}
+        self._newest += 1
+        self._versions[self._newest] = packed
+        self._events.append(Weights(self._next_number, self._newest, recompute))
+        return self._newest
+
+    def list_users(self, adapter: bytes) -> list[str]:
+        """Returns the requests in progress that have an adapter."""
+        running = [(one.name, one.request) for one in self._state.sequences.values()]
+        coming = [(event.name, event.request) for event in self._events if isinstance(event, Add)]
+        return sorted({name for name, request in running + coming if request.adapter == adapter})
+
+    def step(self) -> list[Token]:
+        """Takes what has happened since the last step, runs the next step, and returns the tokens of the last step.
+
+        Raises:
+            RankError: ranks hold different states. The message names the first field that differs.
+            RuntimeError: the engine is closed, or an earlier step failed.
+        """
+        self._check_open()
+        if self._failed is not None:
+            raise RuntimeError("a step of this engine failed before. Make another engine.") from self._failed
+        try:
+            return self._run_step()
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def close(self) -> None:
+        """Drops weights and cache. Calls that step or need weights are refused from here on."""
+        self._closed = True
+        self._versions, self._cache, self._results = {}, [], None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine is closed. Make another one.")
+
+    def _run_step(self) -> list[Token]:
+        drawn = [] if self._results is None else self._results.tokens
+        events, self._events, self._adding = [*self._events, *self._find_stops(drawn)], [], {}
+        self._hooks.before(self._state)
+        self._state, plan, outputs = advance(self._state, events, drawn, self._permit)
+        self._hooks.moved(self._state.moves if plan is None else plan.moves)
+        found = [self._make_token(output) for output in outputs]
+        self._hooks.take(outputs)
+        self._results = None
+        reachable = self._state.version, self._state.pending
+        self._versions = {v: w for v, w in self._versions.items() if v in reachable}
+        compare_states(self._state, self._runner.mesh)
+        if plan is not None:
+            self._launch_plan(plan)
+        return found
+
+    def _launch_plan(self, plan: StepPlan) -> None:
+        self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
+        columns = self._hooks.columns(self._state, plan)
+        self._results = self._runner.run(self._versions[plan.version], self._cache, plan, **columns)
+        self._cache = self._results.cache
+        self._hooks.ran(plan, self._results)
+
+    def _find_stops(self, drawn: Sequence[int]) -> list[Stop]:
+        """Returns the events by which texts end with the tokens of the last plan."""
+        ends = self._hooks.ends(list(list_new_tokens(self._state, drawn)), {})
+        return [Stop(self._next_number + i, *place, reason) for i, (place, reason) in enumerate(ends.items())]
+
+    @property
+    def _next_number(self) -> int:
+        return self._state.number + len(self._events)
+
+    def _make_token(self, out: Output) -> Token:
+        logprob, top = None, ()
+        if out.row is not None:
+            assert self._results is not None
+            logprob, tops = self._results.logprobs[out.row], self._results.top
+            top = tops[out.row] if tops else ()
+        more = {"top": top, **self._hooks.fields(out)}
+        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish_reason, **more)
