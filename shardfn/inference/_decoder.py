@@ -3,51 +3,19 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.core import Axes, CodePolicy, P, PyTree, tree_leaves
+from shardfn.core import CodePolicy, P, PyTree, tree_leaves
 from shardfn.models import gpt
 
 from ._cache import CacheLayout
+from ._layout import Layout, Outputs
 from ._limits import DEFAULT_LAYOUT
 from ._low_rank import Linear, LowRank
-
-
-class Outputs(NamedTuple):
-    """Results of a decoder for T tokens, with R rows wanted.
-
-    Attributes:
-        logits: [R, V].
-        hidden: [R, D], the states that the head multiplies. None from a decoder without `embeds`.
-        experts: [T, m, k], the experts of each token in the m layers with experts. None from a decoder without
-            `expert_shape`.
-    """
-
-    logits: Tensor
-    hidden: Tensor | None = None
-    experts: Tensor | None = None
-
-
-class Layout(NamedTuple):
-    """Way in which a decoder is cut over the mesh. All layouts of a decoder read and write one KV cache.
-
-    Attributes:
-        outputs: function `outputs(weights, tokens, positions, rows, bodies, adapters)` of this rank's blocks of
-            `weights`, with a body of attention for each layer, with results equal on all ranks.
-        specs: compute specs of the parameters.
-        pack: function from this rank's blocks of the parameters to the weights that `outputs` takes.
-        packed: specs of the result of `pack`, a prefix tree.
-        tokens: mesh axis that cuts the tokens of a step, or None where each rank computes all tokens.
-    """
-
-    outputs: Callable[..., Outputs]
-    specs: PyTree
-    pack: Callable[[PyTree], PyTree]
-    packed: PyTree = P()
-    tokens: Axes = None
+from ._sequence_layout import make_sequence_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +74,8 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
 
     Args:
         config: shape of the model. With `exact=True`, logits equal the logits of `gpt.apply`, bit for bit.
-        tp: mesh axis that cuts heads, features and vocabulary. The axis divides the number of key heads.
+        tp: mesh axis that cuts heads, features and vocabulary. The axis divides the number of key heads. An exact
+            config without experts then also has the layout "sp", which cuts the tokens of a step along the axis.
         codes: "int8" or "int4" for the weights of linear layers, or codes by regular expressions found in names such as
             "blocks.0.wq" and "embed", for example `{"embed|head": "int8", "": "int4"}`. Logits equal the logits of the
             rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or a GGUF
@@ -153,4 +122,12 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         embeds=True,
         linear=linear,
         expert_shape=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
+        more_layouts=_list_more(config, tp, codes),
     )
+
+
+def _list_more(config: gpt.Config, tp: str | None, codes: CodePolicy) -> dict[str, Layout]:
+    """Returns the layouts beside "tp"."""
+    if tp is None or not config.exact or config.experts is not None:
+        return {}
+    return {"sp": make_sequence_layout(config, tp, codes)}

@@ -3,12 +3,13 @@
 step    drawn tokens of the last plan -> events of texts -> advance -> tokens out -> compare ranks -> run the next plan
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardfn.core import PyTree
+from shardfn.core import Mesh, PyTree, RankError
+from shardfn.engine import comms_of, losing_no_peer
 
-from ._compare_states import compare_states
+from ._digest import field_digests, first_difference
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
 from ._hooks import EngineHooks
 from ._plan import StepPlan
@@ -21,6 +22,9 @@ from ._schedule import Output, advance
 from ._speculate import Permit
 from ._state import State
 from ._stats import EngineStats
+
+# A round of the control plane takes 60 bits.
+_BITS = (1 << 60) - 1
 
 
 class Admitted(NamedTuple):
@@ -235,3 +239,32 @@ class EngineCore:
             top = tops[out.row] if tops else ()
         more = {"top": top, **self._hooks.fields(out)}
         return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish_reason, **more)
+
+
+def compare_states(state: State, mesh: Mesh) -> None:
+    """Compares the states of all ranks. Collective.
+
+    Raises:
+        RankError: states differ. The message names the first field that differs, and the ranks.
+    """
+    if mesh.size == 1:
+        return
+    comms = comms_of(mesh)
+    with losing_no_peer(comms):
+        comms.control.begin(f"step {state.step} of an engine")
+        chains = comms.control.exchange(int.from_bytes(state.chain, "little") & _BITS)
+        if len(set(chains)) == 1:
+            return
+        everywhere: list[Any] = comms.control.gather(field_digests(state))
+    raise RankError(_describe_difference(everywhere, state.step))
+
+
+def _describe_difference(everywhere: list[Mapping[str, bytes]], step: int) -> str:
+    for rank, theirs in enumerate(everywhere):
+        field = first_difference(everywhere[0], theirs)
+        if field is not None:
+            return (
+                f"step {step} of an engine: ranks 0 and {rank} differ in {field}; all ranks must pass the same requests"
+                " and events, in the same order, to each step."
+            )
+    return f"step {step} of an engine: ranks had different inputs or plans before; their states are equal now."

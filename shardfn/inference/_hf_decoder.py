@@ -33,8 +33,9 @@ from shardfn.modules import (
 )
 
 from ._cache import CacheLayout, PagedAttention
-from ._decoder import Decoder, Outputs
+from ._decoder import Decoder
 from ._hf_edges import edges_of
+from ._layout import Outputs
 from ._low_rank import Linear, LowRank
 from ._probe_weights import make_probe_weights, packed_once
 

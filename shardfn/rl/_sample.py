@@ -100,7 +100,7 @@ def check_sampling(who: str, sampling: Sampling) -> None:
             " form a low reward; engine.generate draws answers for an evaluation."
         )
     names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-    names += ("logit_bias",)
+    names += ("logit_bias", "min_tokens", "bad_words", "allowed_token_ids", "logits_processors")
     for name in names:
         value, usual = getattr(sampling, name), getattr(plain, name)
         if value != usual:

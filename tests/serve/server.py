@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from shardfn import core
 from shardfn.data import ByteTokenizer
 from shardfn.inference import Engine, Runner, decoder, limits_of
@@ -42,6 +44,9 @@ def chat_text(messages: list[dict[str, str]]) -> str:
 WORDS = Text(lambda text: list(text.encode()), ByteTokenizer(), chat_text)
 
 
+PROCESSORS = {"even": lambda output, logits: logits + (torch.arange(len(logits)) % 2 == 0) * 2.0}
+
+
 @functools.cache
 def parts() -> tuple[Any, Any, Any, Runner]:
     """The model, and its graphs, which all servers of this process share."""
@@ -59,7 +64,15 @@ def adapters() -> dict[str, Any]:
 
 def new_engine() -> Engine:
     made, params, limits, runner = parts()
-    return Engine(made, params, limits=limits, runner=runner, tokenizer=ByteTokenizer(), adapters=adapters())
+    return Engine(
+        made,
+        params,
+        limits=limits,
+        runner=runner,
+        tokenizer=ByteTokenizer(),
+        adapters=adapters(),
+        logits_processors=PROCESSORS,
+    )
 
 
 class OneThread:
@@ -84,7 +97,7 @@ class OneThread:
             return step()
 
         self.engine.step = slowed
-        ready = Ready(self.engine.limits, frozenset([END]), 256, self.grammars, "tiny", CONFIG.d_model)
+        ready = Ready(self.engine.limits, frozenset([END]), 256, self.grammars, "tiny", CONFIG.d_model, (*PROCESSORS,))
         try:
             run_worker(self.engine, self._theirs, ready)
         except (EOFError, BrokenPipeError):

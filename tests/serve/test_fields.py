@@ -68,7 +68,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"bad_words": "a"}, "bad_words", 'bad_words must be a list of strings, got "a"'),
     ({"allowed_token_ids": []}, "allowed_token_ids", "must have at least one token id"),
     ({"allowed_token_ids": [256]}, "allowed_token_ids", r"allowed_token_ids[0] must be an integer from 0 to 255"),
-    ({"logits_processors": ["f"]}, "logits_processors", "logits_processors has 'f', but this engine has none"),
+    ({"logits_processors": ["f"]}, "logits_processors", "logits_processors has 'f', but this engine has ['even']"),
     ({"use_beam_search": True}, "use_beam_search", "is not served"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "leave it out, or give true."),
     ({"store": 0}, "store", "store is 0, which is not served"),

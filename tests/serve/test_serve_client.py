@@ -44,6 +44,24 @@ def test_seeds_and_choices(client: Any) -> None:
     assert made.usage.completion_tokens == sum(len(c.tokens) for pair in want for c in pair)
 
 
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"min_tokens": 5, "stop_token_ids": [*range(128)]}, {"min_tokens": 5, "stop_tokens": (*range(128),)}),
+        ({"bad_words": ["a", "bc"]}, {"bad_words": ("a", "bc")}),
+        ({"allowed_token_ids": [97, 98, 99]}, {"allowed_token_ids": (97, 98, 99)}),
+        ({"logits_processors": ["even"]}, {"logits_processors": ("even",)}),
+    ],
+    ids=str,
+)
+def test_options_of_vllm(client: Any, fields: dict[str, Any], options: dict[str, Any]) -> None:
+    made = client.completions.create(model=NAME, prompt="abc", max_tokens=12, seed=4, logprobs=0, extra_body=fields)
+    how: dict[str, Any] = {"stop_tokens": (0,), "max_tokens": 12, "seed": 4, **options}
+    [want] = new_engine().generate([list(b"abc")], Sampling(**how))
+    assert made.choices[0].text == want.text and made.choices[0].logprobs.token_logprobs == want.logprobs
+    assert want != alone("abc", max_tokens=12, seed=4)
+
+
 def test_prompts_of_ids(client: Any) -> None:
     texts = [
         client.completions.create(model=NAME, prompt=prompt, max_tokens=5, temperature=0).choices[0].text
