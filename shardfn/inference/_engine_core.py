@@ -200,7 +200,7 @@ class EngineCore:
             raise RuntimeError("this engine is closed. Make another one.")
 
     def _run_step(self) -> list[Token]:
-        drawn = [] if self._results is None else self._results.tokens
+        drawn = self._drawn_tokens
         events, self._events, self._adding = [*self._events, *self._find_stops(drawn)], [], {}
         self._hooks.before(self._state)
         self._state, plan, outputs = advance(self._state, events, drawn, self._permit)
@@ -221,6 +221,11 @@ class EngineCore:
         self._results = self._runner.run(self._versions[plan.version], self._cache, plan, **columns)
         self._cache = self._results.cache
         self._hooks.ran(plan, self._results)
+
+    @property
+    def _drawn_tokens(self) -> list[int]:
+        """Returns the tokens of the plan in flight."""
+        return [] if self._results is None else self._results.tokens
 
     def _find_stops(self, drawn: Sequence[int]) -> list[Stop]:
         """Returns the events by which texts end with the tokens of the last plan."""

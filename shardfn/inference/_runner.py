@@ -309,11 +309,6 @@ class Runner:
                 self._bound[key] = call
         return self._bound[key]
 
-    def bind_kind(self, kind: "GraphKind", weights: Weights, cache: Cache) -> BoundCall:
-        """Captures the graph of a bucket and a kind."""
-        more: dict[str, Any] = kind._asdict()
-        return self.bind(more.pop("bucket"), weights, cache, **more)
-
     def memory(self, weights: Weights, cache: Cache) -> MemoryPlan:
         """Returns the bytes that this rank needs. Captures the graph of the largest bucket."""
         graph = self.bind(self._limits.budget, weights, cache).memory_analysis()

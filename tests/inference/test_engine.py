@@ -163,9 +163,9 @@ def test_versions_that_never_run_are_dropped() -> None:
     one = engine()
     for _ in range(5):
         one.update_weights(model(tie_embeddings=True).params[1])
-    assert len(one._weights) == 2
+    assert len(one.core._versions) == 2
     one.step()
-    assert len(one._weights) == 1 and one.generate([[1]], GREEDY)[0].versions[0] == 5
+    assert len(one.core._versions) == 1 and one.generate([[1]], GREEDY)[0].versions[0] == 5
 
 
 def test_a_version_runs_between_one_that_came_at_once_and_one_that_waits() -> None:
@@ -175,7 +175,7 @@ def test_a_version_runs_between_one_that_came_at_once_and_one_that_waits() -> No
     one.update_weights(params[1])
     one.update_weights(params[2], recompute=False)
     told += list(stream)
-    assert [t.version for t in told] == [0, 0, 1, 1, 1] and len(one._weights) == 1
+    assert [t.version for t in told] == [0, 0, 1, 1, 1] and len(one.core._versions) == 1
     assert one.generate([[1]], GREEDY)[0].versions[0] == 2
 
 
