@@ -190,7 +190,7 @@ def split_part(params: Any, args: argparse.Namespace) -> str:
         gaps, last = [], time.perf_counter()
         for i in range(3):
             engine.add([100 + i] * 1800, Sampling(max_tokens=2, temperature=GREEDY), name=f"long{i}")
-        while any(name.startswith("long") for name in engine.core.names):
+        while any(name.startswith("long") for name in engine.core.requests):
             told = engine.step()
             now = time.perf_counter()
             gaps += [now - last] * sum(token.name.startswith("short") for token in told)

@@ -14,6 +14,7 @@ from ._decoder import Decoder
 from ._hooks import EngineHooks
 from ._low_rank import Adapter, Factors, LowRank, make_adapter, make_low_rank, stack_adapters
 from ._plan import StepPlan
+from ._requests import Request
 
 # A description and its values, as `shardfn.lora.load_peft` returns them.
 Given = tuple[LoRA, Mapping[str, Mapping[str, Tensor]]]
@@ -26,13 +27,17 @@ class Adapters:
         decoder: model.
         device: device of the model's weights.
         dtype: dtype of the engine's log probabilities.
-        list_users: function from an adapter's digest to the requests in progress that have the adapter.
+        list_requests: function that returns the requests in progress by name.
     """
 
     def __init__(
-        self, decoder: Decoder, device: torch.device, dtype: torch.dtype, list_users: Callable[[bytes], list[str]]
+        self,
+        decoder: Decoder,
+        device: torch.device,
+        dtype: torch.dtype,
+        list_requests: Callable[[], Mapping[str, Request]],
     ) -> None:
-        self._decoder, self._device, self._dtype, self._list_users = decoder, device, dtype, list_users
+        self._decoder, self._device, self._dtype, self._list_requests = decoder, device, dtype, list_requests
         self._names: dict[str, Adapter] = {}
         self._slots: dict[bytes, int] = {}
         self._sites: dict[str, Factors] = {}
@@ -87,7 +92,8 @@ class Adapters:
         Raises:
             ValueError: the name is unknown, or a request in progress has the adapter.
         """
-        if users := self._list_users(self.named(name).digest):
+        digest = self.named(name).digest
+        if users := sorted(user for user, request in self._list_requests().items() if request.adapter == digest):
             raise ValueError(f"adapter {name!r} is of requests in progress, {users}. Cancel them, or wait.")
         self._keep_adapters({n: a for n, a in self._names.items() if n != name})
 

@@ -72,8 +72,8 @@ class Engine:
         detokenizer: detokenizer of the tokenizer, or None.
         expert_shape: layers whose experts are recorded, and a token's choices in each, or zeros.
         adapters: adapters, with `add(name, given)`, `remove(name)` and `names`.
-        core: schedule, weights and cache, with `tick(milliseconds)` for deadlines, `drain()`, `names` of requests in
-            progress and `running`, those that hold blocks.
+        core: schedule, weights and cache, with `tick(milliseconds)` for deadlines, `drain()`, `requests`
+            in progress by name, and `running`, the names of those that hold blocks.
         graphs: captures of graphs. `graphs.capture_next()` captures a graph that `warm_up(later=True)` has left.
 
     Raises:
@@ -118,7 +118,7 @@ class Engine:
         self.runner, self._owned = make_runner(runner, decoder, limits, mesh, weights, disk, cache), runner is None
         self.mesh = self.runner.mesh
         self.detokenizer = None if tokenizer is None else detokenizer(tokenizer)
-        self.adapters = Adapters(decoder, self.mesh.device, self.dtype, lambda digest: self.core.list_users(digest))
+        self.adapters = Adapters(decoder, self.mesh.device, self.dtype, lambda: self.core.requests)
         self.logits_processors = LogitsProcessors(logits_processors)
         self._embeddings, self._constraints = Embeddings(decoder.embeds), Constraints(self.detokenizer, limits.vocab)
         self._texts = Texts(self.detokenizer)
@@ -129,7 +129,7 @@ class Engine:
         self._queues = TokenQueues(self.core.step, self.cancel, self.core.__contains__)
         ops = ["row_linear", "ragged_attention", "draw", "row_norm", "pointwise"]  # slow builds first
         ops += ["grouped_product", "gather_rows"] if any(decoder.expert_shape) else []
-        self.graphs = GraphCaptures(self.core, limits, self.mesh.device, ops, record_experts)
+        self.graphs = GraphCaptures(self.core, self.runner, state.drafter, ops, record_experts)
         self._names = itertools.count()
         for name, given in adapters.items():
             self.adapters.add(name, given)
@@ -150,7 +150,7 @@ class Engine:
         Raises:
             RuntimeError: the engine is closed.
         """
-        return self.core.memory()
+        return self.runner.memory(self.core.weights, self.core.cache)
 
     def warm_up(
         self,

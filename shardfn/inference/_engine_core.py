@@ -15,7 +15,7 @@ from ._hooks import EngineHooks
 from ._plan import StepPlan
 from ._requests import Request
 from ._results import Token
-from ._runner import MemoryPlan, Runner, StepResults
+from ._runner import Cache, Runner, StepResults
 from ._runner import Weights as ServedWeights
 from ._sampled_tokens import list_new_tokens
 from ._schedule import Output, advance
@@ -72,9 +72,10 @@ class EngineCore:
         return self._state.idle and not self._events
 
     @property
-    def names(self) -> list[str]:
-        """Returns the requests in progress, in order of arrival."""
-        return [*self._state.names, *self._adding]
+    def requests(self) -> dict[str, Request]:
+        """Returns the requests in progress by name, in order of arrival."""
+        begun = {name: self._state.sequences[serials[0]].request for name, serials in self._state.names.items()}
+        return begun | {event.name: event.request for event in self._events if isinstance(event, Add)}
 
     @property
     def running(self) -> list[str]:
@@ -92,32 +93,15 @@ class EngineCore:
         return self._versions[self._newest]
 
     @property
+    def cache(self) -> Cache:
+        """Returns the KV cache."""
+        return self._cache
+
+    @property
     def stats(self) -> EngineStats:
         """Returns counts so far."""
         padding = 1 - self._rows / self._run_rows if self._run_rows else 0.0
         return EngineStats(self._state.counts(), padding, self._state.speculation, self._state.cache_stats)
-
-    def memory(self) -> MemoryPlan:
-        """Returns the bytes for this rank.
-
-        Raises:
-            RuntimeError: the engine is closed.
-        """
-        return self._runner.memory(self.weights, self._cache)
-
-    def capture(self, **kind: Any) -> None:
-        """Captures a graph. See `Runner.bind`.
-
-        Raises:
-            RuntimeError: the engine is closed.
-        """
-        self._runner.bind(weights=self.weights, cache=self._cache, **kind)
-
-    def warm_up_drafter(self, *, extended: bool) -> None:
-        """Captures the graphs of a drafter that computes."""
-        warm_up = getattr(self._state.drafter, "warm_up", None)
-        if warm_up is not None:
-            warm_up(extended=extended)
 
     def admit(self, request: Request) -> Admitted:
         """Returns a checked request that `begin` takes. The request may never begin.
@@ -167,12 +151,6 @@ class EngineCore:
         self._versions[self._newest] = packed
         self._events.append(Weights(self._next_number, self._newest, recompute))
         return self._newest
-
-    def list_users(self, adapter: bytes) -> list[str]:
-        """Returns the requests in progress that have an adapter."""
-        running = [(one.name, one.request) for one in self._state.sequences.values()]
-        coming = [(event.name, event.request) for event in self._events if isinstance(event, Add)]
-        return sorted({name for name, request in running + coming if request.adapter == adapter})
 
     def step(self) -> list[Token]:
         """Takes what has happened since the last step, runs the next step, and returns the tokens of the last step.

@@ -190,7 +190,7 @@ class Runner:
     ) -> None:
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
         _check_decoder(decoder, limits, mesh)
-        self._decoder, self._limits, self.mesh = decoder, limits, mesh
+        self._decoder, self.limits, self.mesh = decoder, limits, mesh
         self._zero = make_zero(weights, disk)
         self._cache: MemoryKind = check_memory(cache)
         # The work of an exact decoder is in kernels.
@@ -235,10 +235,10 @@ class Runner:
         if decoder is not self._decoder or (mesh is not None and mesh is not self.mesh):
             other = "decoder" if decoder is not self._decoder else "mesh"
             raise ValueError(f"engine: the runner is of another {other}. Pass the one that it was made with.")
-        if limits.blocks > self._limits.blocks or replace(limits, blocks=2, starvation_steps=0) != replace(
-            self._limits, blocks=2, starvation_steps=0
+        if limits.blocks > self.limits.blocks or replace(limits, blocks=2, starvation_steps=0) != replace(
+            self.limits, blocks=2, starvation_steps=0
         ):
-            raise ValueError(f"engine: limits are {limits}, and its runner's are {self._limits}. Make another runner.")
+            raise ValueError(f"engine: limits are {limits}, and its runner's are {self.limits}. Make another runner.")
 
     def pack_weights(self, params: PyTree, *, like: Weights | None = None) -> Weights:
         """Returns the served form of parameters in each layout.
@@ -247,7 +247,7 @@ class Runner:
             ValueError: only the cache or only the parameters of an exact decoder are in float64, or the parameters have
                 other leaves than `like`, the served form of earlier parameters.
         """
-        _check_cache(self._decoder, self._limits, tree_leaves(params))
+        _check_cache(self._decoder, self.limits, tree_leaves(params))
         return {x: self._pack_layout(x, params, None if like is None else like[x]) for x in self._layouts}
 
     def _pack_layout(self, layout: str, params: PyTree, like: PyTree | None) -> PyTree:
@@ -276,7 +276,7 @@ class Runner:
 
     def empty_cache(self) -> Cache:
         """Returns a cache without content."""
-        return self._decoder.cache.init(self._limits, self.mesh, self._cache)
+        return self._decoder.cache.init(self.limits, self.mesh, self._cache)
 
     def bind(
         self,
@@ -295,10 +295,10 @@ class Runner:
     ) -> BoundCall:
         """Returns the graph of a bucket, captured at the first call. The first call is collective."""
         if step is None:
-            plan = make_padding(bucket, self._limits, extended=extended)
-            allowed = np.ones((len(plan.rows), self._limits.vocab), bool) if grammars else None
-            step = make_tensors(plan, self._limits, self.mesh.device, allowed, low, cache=self._cache)
-        layout = layout or self._limits.layout_of(bucket, adapters=step.low is not None)
+            plan = make_padding(bucket, self.limits, extended=extended)
+            allowed = np.ones((len(plan.rows), self.limits.vocab), bool) if grammars else None
+            step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
+        layout = layout or self.limits.layout_of(bucket, adapters=step.low is not None)
         sites = None if step.low is None else tuple((name, f.a.shape) for name, f in step.low.sites.items())
         further = list_further(hidden=hidden, routed=routed, edited=edited)
         key = layout, bucket, step.penalties is not None, step.allowed is not None, sites, further
@@ -311,7 +311,7 @@ class Runner:
 
     def memory(self, weights: Weights, cache: Cache) -> MemoryPlan:
         """Returns the bytes that this rank needs. Captures the graph of the largest bucket."""
-        graph = self.bind(self._limits.budget, weights, cache).memory_analysis()
+        graph = self.bind(self.limits.budget, weights, cache).memory_analysis()
         held, cached = count_bytes(weights, "device", "host"), count_bytes(cache, "device", "host")
         device, host = graph.by_memory.get("device", 0), graph.by_memory.get("host", 0)
         return MemoryPlan(held, cached, max(device + host - held - cached, 0), host)
@@ -342,7 +342,7 @@ class Runner:
                 the same bits.
         """
         cache = list(self._decoder.cache.move(cache, plan.moves))
-        step = make_tensors(plan, self._limits, self.mesh.device, allowed, low, cache=self._cache)
+        step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
         kind: dict[str, bool] = {"hidden": hidden, "routed": routed, "edited": bool(edits)}
         call, further = self.bind(plan.bucket, weights, cache, step, layout=plan.layout, **kind), list_further(**kind)
         with self._threads():

@@ -5,32 +5,30 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from shardfn.kernels import building
 from shardfn.waits import waiting
 
+from ._drafters import BatchDrafter, Drafter
 from ._engine_core import EngineCore
-from ._limits import Limits
 from ._low_rank import LowRank
-from ._runner import GraphKind, list_graph_kinds
+from ._runner import GraphKind, Runner, list_graph_kinds
 
 
 class GraphCaptures:
     """Captures of an engine's graphs, some at once and the rest one by one.
 
     Args:
-        core: core of the engine.
-        limits: limits of the engine.
-        device: device of the kernels.
+        core: core of the engine, with weights and cache.
+        runner: graphs.
+        drafter: drafter of the engine, or None.
         kernels: ops of a plain step.
         routed: whether steps record experts.
     """
 
     def __init__(
-        self, core: EngineCore, limits: Limits, device: torch.device, kernels: Sequence[str], routed: bool
+        self, core: EngineCore, runner: Runner, drafter: Drafter | None, kernels: Sequence[str], routed: bool
     ) -> None:
-        self._core, self._limits, self._device, self._kernels, self._routed = core, limits, device, kernels, routed
+        self._core, self._runner, self._drafter, self._kernels, self._routed = core, runner, drafter, kernels, routed
         self._left = deque[GraphKind]()
 
     def warm_up(
@@ -45,14 +43,13 @@ class GraphCaptures:
             adapters: function from a bucket to adapters of padding, or to None for graphs without adapters only.
             later: whether to leave most graphs to `capture_next`.
         """
-        ops = [*self._kernels, *(["grouped_product"] if adapters(self._limits.buckets[0]) else [])]
-        with building(self._device, [*ops, *["penalise"] * penalties]):
-            self._core.warm_up_drafter(extended=penalties)
+        buckets = self._runner.limits.buckets
+        ops = [*self._kernels, *(["grouped_product"] if adapters(buckets[0]) else [])]
+        with building(self._runner.mesh.device, [*ops, *["penalise"] * penalties]):
+            if isinstance(self._drafter, BatchDrafter):
+                self._drafter.warm_up(extended=penalties)
             kinds: dict[str, Any] = {"extended": penalties, "grammars": grammars, "hidden": hidden}
-            each = [
-                list_graph_kinds(bucket, low=adapters(bucket), routed=self._routed, **kinds)
-                for bucket in self._limits.buckets
-            ]
+            each = [list_graph_kinds(bucket, low=adapters(bucket), routed=self._routed, **kinds) for bucket in buckets]
             first = [each[0][0], each[-1][0]] if later else []
             # Plain graphs of all buckets come before graphs of rarer steps.
             rest = [kind for same in itertools.zip_longest(*each) for kind in same if kind is not None]
@@ -74,5 +71,5 @@ class GraphCaptures:
         """
         if not self._left:
             return False
-        self._core.capture(**self._left.popleft()._asdict())
+        self._runner.bind(weights=self._core.weights, cache=self._core.cache, **self._left.popleft()._asdict())
         return True

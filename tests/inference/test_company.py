@@ -81,7 +81,7 @@ def test_requests_that_lose_their_blocks_three_times_have_the_same_bits(monkeypa
             collect(small, found)
         for token in (3, 4):  # together they need more blocks than there are
             small.add([token] * 18, Sampling(max_tokens=9), name=f"urgent{token}", priority=1)
-        while {"urgent3", "urgent4"} & set(small.core.names):
+        while {"urgent3", "urgent4"} & set(small.core.requests):
             collect(small, found)
     while not small.idle:
         collect(small, found)

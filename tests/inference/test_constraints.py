@@ -79,7 +79,7 @@ def test_refusals_change_nothing() -> None:
             one.add([1], Sampling(grammar=grammar))
         with pytest.raises(ValueError, match=words):
             one.generate([[1], [2]], [Sampling(), Sampling(grammar=grammar)])
-    assert one.idle and one.core.names == []
+    assert one.idle and one.core.requests == {}
     for n, grammar in ((17, WORDS), (5, Grammar.regex("a" * 60000))):
         with pytest.raises(ValueError, match=f"n is {n}, and the grammar has .* n must be at most 16"):
             one.add([1], Sampling(n=n, grammar=grammar))

@@ -47,7 +47,7 @@ def test_a_stream_that_is_closed_before_its_first_token_cancels_its_request() ->
     one = engine()
     one.stream([1, 2, 0], GREEDY).close()
     [end] = one.step()
-    assert end.finish_reason == "cancelled" and one.idle and one.core.names == []
+    assert end.finish_reason == "cancelled" and one.idle and one.core.requests == {}
     assert one.add([1, 2, 0], GREEDY, name=end.name) == end.name  # its name is free
 
 
@@ -55,7 +55,7 @@ def test_a_cancel_loses_no_token() -> None:
     [whole] = engine().generate([[1, 2, 0]], GREEDY)
     one = engine()
     stream = one.stream([1, 2, 0], GREEDY)
-    [name] = one.core.names
+    [name] = one.core.requests
     told = [next(stream), next(stream)]  # the next token has been drawn by now
     one.cancel(name)
     told += stream
@@ -94,12 +94,14 @@ def test_streams_are_read_in_turns_beside_other_calls() -> None:
 
 def test_a_generate_that_is_interrupted_leaves_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     one, advance = engine(), TokenQueues.advance
-    monkeypatch.setattr(TokenQueues, "advance", lambda self: advance(self) if len(one.core.names) < 2 else _interrupt())
+    monkeypatch.setattr(
+        TokenQueues, "advance", lambda self: advance(self) if len(one.core.requests) < 2 else _interrupt()
+    )
     with pytest.raises(KeyboardInterrupt):
         one.generate([[1], [2]], GREEDY)
     monkeypatch.undo()
     told = one.step()
-    assert one.core.names == [] and all(t.finish_reason == "cancelled" for t in told if t.finish_reason)
+    assert one.core.requests == {} and all(t.finish_reason == "cancelled" for t in told if t.finish_reason)
 
 
 def _interrupt() -> None:
