@@ -124,7 +124,7 @@ class Constraints:
             for rule in self._ruled.get(one.choice, ()):
                 if len(forbidden := rule(one.request.sampling, one.output, self._vocab)):
                     mask = np.ones(self._vocab, bool) if mask is None else mask.copy()
-                    mask[forbidden] = False
+                    mask[np.asarray(forbidden)] = False
             if mask is not None:
                 found[one.row] = mask
         self._after.clear()
