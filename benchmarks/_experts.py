@@ -53,7 +53,7 @@ def shardfn(directory: str, *, stage: int, jit: bool = False) -> Step:
         max_len=256,
         rope_base=1e6,
         norm_eps=1e-5,
-        experts=moe.Experts(num=8, balance=0.0, exchange=layers.Tokens("ep")),
+        experts=moe.Experts(num=8, balance=0.0, exchange=layers.AllToAll("ep")),
     )
     loss: Any = functools.partial(gpt.loss, config)
     b1, b2 = ADAMW["betas"]

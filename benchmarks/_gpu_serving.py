@@ -95,7 +95,7 @@ def _model(device: str, dtype: str) -> Any:
 
 
 def _engine(device: str, dtype: str, exact: bool) -> Any:
-    decoder, params = hf_decoder(_model(device, dtype), exact=exact)
+    decoder, params = hf_decoder(_model(device, dtype), batch_invariant=exact)
     buckets = (1, 8, 32, 256, 1024) if device == "cuda" else (2, 64)
     limits = limits_of(decoder, context=1280, running=32, buckets=buckets, cache_dtype=dtype, cache_bytes=2 << 30)
     engine = Engine(decoder, params, mesh=make_mesh({}, device=device, alone=True), limits=limits)

@@ -29,7 +29,7 @@ def main() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     text = "\n".join(pathlib.Path(x).read_text() for x in args.text)
     ids = torch.tensor(tokenizer(text)["input_ids"][: args.tokens]).view(-1, args.length)
-    config, params = gpt_from_hf(args.model, dtype=torch.float32, exact=True)
+    config, params = gpt_from_hf(args.model, dtype=torch.float32, batch_invariant=True)
     packed = gpt.pack(config, tree_map(lambda x: x.full(), params))
     logs = {name: torch.stack([_log_probabilities(config, packed, row, name) for row in ids]) for name in DTYPES}
     lines = [_line(config, name, logs, ids) for name in DTYPES]

@@ -62,7 +62,7 @@ def _speed(rounds: int, rows: Sequence[int]) -> list[str]:
 @torch.no_grad()
 def _engines(steps: int, rows: Sequence[int]) -> list[str]:
     config = gpt.Config.llama_like(
-        vocab_size=8192, num_layers=12, d_model=1024, num_heads=16, d_ff=2816, max_len=steps + 64, exact=True
+        vocab_size=8192, num_layers=12, d_model=1024, num_heads=16, d_ff=2816, max_len=steps + 64, batch_invariant=True
     )
     params, most = gpt.init(config, sf.key(0)), max(rows)
     engines = {}

@@ -36,7 +36,7 @@ from shardfn.kernels import KernelCall, _chain, _dispatch
 from shardfn.models import gpt
 
 CONFIG = gpt.Config.llama_like(
-    vocab_size=8192, num_layers=8, d_model=512, num_heads=8, d_ff=1408, max_len=2048, exact=True
+    vocab_size=8192, num_layers=8, d_model=512, num_heads=8, d_ff=1408, max_len=2048, batch_invariant=True
 )
 MODEL = decoder(CONFIG)
 # Multiply-adds and additions of one token, without attention.
@@ -217,7 +217,7 @@ def share_part(params: Any, args: argparse.Namespace) -> str:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
-    served = hf_decoder(LlamaForCausalLM(LlamaConfig(vocab_size=8192, **sizes)).eval(), exact=True)
+    served = hf_decoder(LlamaForCausalLM(LlamaConfig(vocab_size=8192, **sizes)).eval(), batch_invariant=True)
     rows = []
     for name, (model, weights) in {"models.gpt": (MODEL, params), "transformers": served}.items():
         limits = limits_of(model, context=512, running=32, buckets=(1, 32, 256))

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _lines(name: str, rounds: int) -> list[list[str]]:
-    config = gpt.Config.llama_like(**SIZES[name], max_len=CONTEXT, exact=True)
+    config = gpt.Config.llama_like(**SIZES[name], max_len=CONTEXT, batch_invariant=True)
     made = decoder(config)
     limits = limits_of(made, context=CONTEXT, running=32, buckets=(1, 2, 4, 8, 16, 32, 64, 256), cache_bytes=1 << 29)
     torch.set_num_threads(2)  # programs plan memory for each thread

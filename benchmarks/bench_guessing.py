@@ -27,7 +27,7 @@ from shardfn.inference import Drafter, Engine, Ngram, Runner, Sampling, Speculat
 from shardfn.models import gpt
 
 CONFIG = gpt.Config.llama_like(
-    vocab_size=8192, num_layers=8, d_model=512, num_heads=8, d_ff=1408, max_len=2048, exact=True
+    vocab_size=8192, num_layers=8, d_model=512, num_heads=8, d_ff=1408, max_len=2048, batch_invariant=True
 )
 MODEL = decoder(CONFIG)
 LIMITS = limits_of(MODEL, context=256, running=16, buckets=(1, 2, 4, 8, 16, 64), drafts=15)

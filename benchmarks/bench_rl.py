@@ -110,7 +110,7 @@ def _run(size: dict[str, Any]) -> list[Iteration]:
         num_heads=size["heads"],
         d_ff=size["ffn"],
         max_len=length,
-        exact=size["exact"],
+        batch_invariant=size["exact"],
     )
 
     def loss(params: Any, batch: Any) -> Any:

@@ -135,7 +135,7 @@ def made(size: str, folder: pathlib.Path) -> tuple[gpt.Config, Any]:
     row = {"model": interop.hf_config(config), "per_head": False, "tokenizer": "bytes"}
     (folder / "model.json").write_text(json.dumps(row))
     save(folder / "checkpoints", params, 1, at="params")
-    return gpt.Config.llama_like(**SIZES[size], exact=True), params  # pyright: ignore[reportArgumentType]
+    return gpt.Config.llama_like(**SIZES[size], batch_invariant=True), params  # pyright: ignore[reportArgumentType]
 
 
 def ratio_part(args: argparse.Namespace) -> str:

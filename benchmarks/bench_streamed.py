@@ -29,7 +29,7 @@ from shardfn.core import tree_leaves, tree_map
 from shardfn.inference import Engine, Sampling, decoder, limits_of
 from shardfn.models import gpt
 
-LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "position": "rope", "bias": False, "exact": True}
+LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "position": "rope", "bias": False, "batch_invariant": True}
 SIZES: dict[str, Any] = {
     "vocab_size": 4096,
     "num_layers": 8,

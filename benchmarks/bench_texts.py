@@ -43,7 +43,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tokens = _vocabulary()
     config = gpt.Config.llama_like(
-        vocab_size=VOCAB, num_layers=1, d_model=16, num_heads=2, d_ff=32, max_len=CONTEXT, exact=True
+        vocab_size=VOCAB, num_layers=1, d_model=16, num_heads=2, d_ff=32, max_len=CONTEXT, batch_invariant=True
     )
     model = decoder(config), gpt.init(config, core.key(0))
     limits = Limits(VOCAB, CONTEXT, blocks=600, buckets=(1, 16, 64), running=16)

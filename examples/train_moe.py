@@ -30,7 +30,7 @@ import shardfn as sf
 from shardfn.models import gpt, moe
 from shardfn.nn import moe as layers
 
-EXCHANGES = {"tokens": layers.Tokens("ep"), "weights": layers.Weights("ep")}
+EXCHANGES = {"tokens": layers.AllToAll("ep"), "weights": layers.GatherExperts("ep")}
 
 
 def main():

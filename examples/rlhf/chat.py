@@ -66,7 +66,7 @@ class Model:
 
 
 def load(name, mesh, **changes):
-    """The model; `changes` are other fields of its `gpt.Config`, such as `exact=True`."""
+    """The model; `changes` are other fields of its `gpt.Config`, such as `batch_invariant=True`."""
     run = pathlib.Path(name)
     return of_run(run, mesh, **changes) if (run / "model.json").is_file() else of_transformers(name, **changes)
 

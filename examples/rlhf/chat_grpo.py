@@ -42,10 +42,10 @@ QUESTIONS = [
 def main():
     args = options()
     with sf.make_mesh({"dp": -1}) as mesh:
-        model = chat.load(args.model, mesh, exact=True)
+        model = chat.load(args.model, mesh, batch_invariant=True)
         trained, scored = WithReference(model, args.lora, args.seed), functools.partial(by_rule, model)
         if args.rewards:
-            rewards = chat.load(args.rewards, mesh, exact=True)
+            rewards = chat.load(args.rewards, mesh, batch_invariant=True)
             check_same(model, rewards)
             trained.freeze("reward", rewards)
             scored = functools.partial(by_model, rewards)

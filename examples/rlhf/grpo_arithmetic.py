@@ -27,7 +27,14 @@ from shardfn.models import gpt
 
 TEXT = "0123456789+=."  # "." ends an answer
 CONFIG = gpt.Config.llama_like(
-    vocab_size=len(TEXT), num_layers=2, d_model=64, num_heads=4, d_ff=128, max_len=16, tie_embeddings=True, exact=True
+    vocab_size=len(TEXT),
+    num_layers=2,
+    d_model=64,
+    num_heads=4,
+    d_ff=128,
+    max_len=16,
+    tie_embeddings=True,
+    batch_invariant=True,
 )
 PROBLEMS = [(a, b) for a in range(10) for b in range(10)]
 WIDTH, LENGTH = 3, 7  # tokens of the longest answer, and of its row

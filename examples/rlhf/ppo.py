@@ -37,7 +37,7 @@ def main():
         say = functools.partial(print, flush=True) if mesh.rank == 0 else lambda *_: None
         actor = sft.train(args, mesh)
         if args.rewards:
-            train_by(chat.load(args.rewards, mesh, exact=True), args, mesh, actor, say)
+            train_by(chat.load(args.rewards, mesh, batch_invariant=True), args, mesh, actor, say)
         else:
             reward, ordered = reward_model.train(args, mesh, actor)
             say(f"pairs in order: {ordered:.0%}")

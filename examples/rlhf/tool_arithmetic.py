@@ -22,7 +22,7 @@ from shardfn.models import gpt
 TEXT = "0123456789+=.[]?"  # "." ends an answer, "]" calls the tool, "?" is its result if it fails
 LENGTH = 24  # tokens of a row
 CONFIG = gpt.Config.llama_like(
-    vocab_size=len(TEXT), num_layers=2, d_model=64, num_heads=4, d_ff=128, max_len=LENGTH, exact=True
+    vocab_size=len(TEXT), num_layers=2, d_model=64, num_heads=4, d_ff=128, max_len=LENGTH, batch_invariant=True
 )
 SAMPLING = Sampling(max_tokens=10, n=8, stop_tokens=(TEXT.index("."),))
 

@@ -7,7 +7,7 @@ from shardfn.capture import CaptureError, capturing
 from shardfn.collectives import current_mesh
 from shardfn.memory import POOLS, AnyPool, Pool, TracedPool
 
-from ._away import PoolOf
+from ._offloaded_value import PoolOf
 
 # A pool for each directory. The pool owns the directory until the process ends.
 _POOLS: dict[pathlib.Path, Pool] = {}

@@ -18,7 +18,7 @@ from shardfn._torch import CheckpointHolder, sequence_number
 from shardfn.capture import capturing
 from shardfn.core import hearing_names, saved_tensors_hooks
 
-from ._away import Away, PoolOf, can_leave, flat_of
+from ._offloaded_value import OffloadedTensor, PoolOf, can_leave, flat_of
 from .policies import Action, SavePolicy, check_action, describe, limit_of
 
 # Number of earlier saved tensors that are searched for tensors to prefetch.
@@ -31,7 +31,7 @@ class SavedStorage:
     def __init__(self, x: Tensor, name: str | None, turn: int) -> None:
         # Detached, and shared by all views: neither graphs nor shapes of the saving operations are held.
         self.flat: Tensor | None = flat_of(x)
-        self.away: Away | None = None
+        self.away: OffloadedTensor | None = None
         self.version, self.turn = x._version, turn
         self.saved = describe(name, x)
         self.action: Action | None = None
@@ -85,7 +85,7 @@ class SavedValue:
         self._undecided: list[weakref.ref[SavedStorage]] = []
         self._waiting: collections.deque[tuple[weakref.ref[SavedStorage], int]] = collections.deque()
         self._waiting_bytes = 0
-        self._leaving: collections.deque[Away] = collections.deque()
+        self._leaving: collections.deque[OffloadedTensor] = collections.deque()
         self._ahead: list[weakref.ref[SavedStorage]] = []
         self._outer: Any = None
 
@@ -192,7 +192,7 @@ class SavedValue:
             if entry is None or entry.flat is None or entry.flat._version != entry.version:
                 continue  # dead, or written to since: then an error if the backward uses it
             assert entry.action is not None
-            entry.away = Away(entry.flat, entry.action, self._pool)
+            entry.away = OffloadedTensor(entry.flat, entry.action, self._pool)
             entry.flat = None
             self._leaving.append(entry.away)
             self._settle_sent()

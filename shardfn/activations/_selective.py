@@ -17,7 +17,7 @@ from shardfn.capture import capturing, in_plumbing, plumbing
 from shardfn.collectives import Keeper, keeper_around, keeping
 from shardfn.core import hearing_names, tree_leaves
 
-from ._away import Away, PoolOf, can_leave, flat_of
+from ._offloaded_value import OffloadedTensor, PoolOf, can_leave, flat_of
 from .policies import Action, SavePolicy, check_action, describe, limit_of, names_of
 
 T = TypeVar("T")
@@ -34,12 +34,12 @@ class _Result:
         self.x: Tensor | None = x.detach()
         self.version, self.nbytes = x._version, x.untyped_storage().nbytes()
         self.look = x.size(), x.stride(), x.storage_offset()
-        self.away: Away | None = None
+        self.away: OffloadedTensor | None = None
 
-    def send(self, to: Action, pool: PoolOf) -> Away | None:
+    def send(self, to: Action, pool: PoolOf) -> OffloadedTensor | None:
         if self.x is None or not can_leave(self.x):
             return None
-        self.away, self.x = Away(flat_of(self.x), to, pool), None
+        self.away, self.x = OffloadedTensor(flat_of(self.x), to, pool), None
         return self.away
 
     def take(self) -> Tensor | None:
@@ -89,7 +89,7 @@ class SavedResults:
         self._waiting: list[_RecordedOp] = []
         # The transfers of the running collective, if several.
         self._joining: list[_RecordedOp] | None = None
-        self._leaving: list[Away] = []
+        self._leaving: list[OffloadedTensor] = []
 
     # The forward.
 

@@ -159,7 +159,7 @@ def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | N
     place = "" if is_device(job.memory) else f"on {job.memory}"
     cache = "" if is_device(job.cache_memory) else f"cache on {job.cache_memory}"
     kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place, cache)))
-    how = f"not exact: {served.inexact}" if served.inexact else "exact"
+    how = f"not batch-invariant: {served.inexact}" if served.inexact else "batch-invariant"
     lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", str(engine.memory())]
     lines += [describe_sampling(job.recommended)] if job.recommended else []
     lines += [f"{job.draft_model}, which guesses: {drafter.memory()}"] if isinstance(drafter, DraftModel) else []
@@ -221,7 +221,7 @@ def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer
 def _load_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
     settings = object_of(path / "config.json")
     check_sizes(settings, path / "config.json")
-    changes, inexact = _exact_change(job)
+    changes, inexact = _choose_batch_invariant(job)
     if job.adapter is not None:  # its files name the module's own weights
         return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text)
     try:
@@ -260,11 +260,11 @@ def _load_unmodified(
 ) -> Served:
     """Loads an unmodified model of transformers, where `models.gpt` differs, or with an adapter."""
     axis = _mesh_axis(mesh)
-    exact = None if job.dtype == "float32" or axis else False
+    batch_invariant = None if job.dtype == "float32" or axis else False
     try:
         model, values = module(axis)
         of_model = functools.partial(hf_decoder, model, params=values)
-        made, params = of_model(exact=exact, tp=axis, codes=job.weights)
+        made, params = of_model(batch_invariant=batch_invariant, tp=axis, codes=job.weights)
     except ValueError as error:
         raise error from problem
     if made.cache.heads % mesh.size:
@@ -272,7 +272,7 @@ def _load_unmodified(
             f"{job.model} has {made.cache.heads} key heads, which {mesh.size} ranks do not divide; take --mesh tp=N"
             " with an N that does"
         ) from problem
-    inexact = "" if made.exact else "some of the model's own layers are not"
+    inexact = "" if made.batch_invariant else "some of the model's own layers are not"
     plain = None if job.fit is None else lambda: of_model()[0]
     return Served(made, params, text, inexact, _param_bytes(params), plain=plain)
 
@@ -283,7 +283,7 @@ def _load_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
     given = object_of(run / "model.json")
     if missing := [name for name in ("model", "per_head", "tokenizer") if name not in given]:
         raise ValueError(f"{run / 'model.json'} has no {missing}; it has {sorted(given)}. Train again to write it.")
-    changes, inexact = _exact_change(job)
+    changes, inexact = _choose_batch_invariant(job)
     with reading(run / "model.json", "its model"):
         check_sizes(given["model"], run / "model.json")
         config = gpt_config(given["model"], per_head=given["per_head"], **changes)
@@ -306,13 +306,13 @@ def _load_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
     )
 
 
-def _exact_change(job: GenerateJob) -> tuple[dict[str, Any], str]:
+def _choose_batch_invariant(job: GenerateJob) -> tuple[dict[str, Any], str]:
     """Returns the change of a `gpt.Config`, and the reason why there is no change."""
     if job.dtype != "float32":
-        return {}, f"exact layers compute float32, and --dtype is {job.dtype}"
+        return {}, f"batch-invariant layers compute float32, and --dtype is {job.dtype}"
     if gpt.Config.chunks % job.ranks:
         return {}, f"{job.ranks} ranks do not divide the {gpt.Config.chunks} chunks of a sum"
-    return {"exact": True}, ""
+    return {"batch_invariant": True}, ""
 
 
 def _mesh_axis(mesh: Mesh) -> str | None:
@@ -320,8 +320,10 @@ def _mesh_axis(mesh: Mesh) -> str | None:
 
 
 def _make_decoder(config: gpt.Config, mesh: Mesh, job: GenerateJob) -> Decoder:
-    if job.weights is not None and not config.exact:
-        raise ValueError(f"--weights {job.weights}: {_exact_change(job)[1]}. Take other ranks, or leave out --weights")
+    if job.weights is not None and not config.batch_invariant:
+        raise ValueError(
+            f"--weights {job.weights}: {_choose_batch_invariant(job)[1]}. Take other ranks, or leave out --weights"
+        )
     return decoder(config, tp=_mesh_axis(mesh), codes=job.weights)
 
 

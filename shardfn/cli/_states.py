@@ -16,7 +16,7 @@ from shardfn.collectives import Cuts
 from shardfn.core import Mesh, P, Zero, deferred, key, tree_leaves, tree_paths
 from shardfn.graph import Cluster
 from shardfn.models import gpt
-from shardfn.nn.moe import Local, Tokens
+from shardfn.nn.moe import AllToAll, Local
 from shardfn.transforms import LeafLayout, gather_units, leaf_layout, reduce_units, refresh_units
 
 _Leaf = tuple[torch.Size, P]
@@ -256,7 +256,7 @@ def _place_leaves(
     before, block, after = ([place_leaf(*leaf) for leaf in part] for part in _list_leaves(one, cut))
     if experts is None:
         return before, block * num_layers, after
-    exchange = Tokens("ep") if "ep" in mesh.shape else Local()
+    exchange = AllToAll("ep") if "ep" in mesh.shape else Local()
     first = dataclasses.replace(experts, first=0, every=1, exchange=exchange)
     _, mixture, _ = (
         [place_leaf(*leaf) for leaf in part] for part in _list_leaves(dataclasses.replace(one, experts=first), cut)

@@ -79,7 +79,9 @@ class Adapters:
         if name in self._names:
             raise ValueError(f"an adapter named {name!r} is there. Remove it first, or give the new one another name.")
         if not self._decoder.linear:
-            raise ValueError(f"adapter {name!r}: adapters are served by exact decoders alone, and this one is not.")
+            raise ValueError(
+                f"adapter {name!r}: adapters are served by batch-invariant decoders alone, and this one is not."
+            )
         try:
             made = make_adapter(*given, self._decoder.linear)
         except ValueError as error:

@@ -31,7 +31,8 @@ class Decoder:
             `weights`, with a body of attention for each layer. Without `linear` the adapters stay None.
         pack: function from this rank's blocks of the parameters to the weights that `outputs` takes.
         packed: specs of the result of `pack`, a prefix tree.
-        exact: whether the decoder is batch-invariant: a token's logits have the same bits next to any other tokens.
+        batch_invariant: whether the decoder is batch-invariant: a token's logits have the same bits next to any other
+            tokens.
         embeds: whether `outputs` has hidden states. False: the engine embeds no prompt.
         linear: layers that may have adapters, by name.
         expert_shape: number of layers with experts, and of a token's choices in each: `Engine(record_experts=True)`.
@@ -46,7 +47,7 @@ class Decoder:
     outputs: Callable[..., Outputs]
     pack: Callable[[PyTree], PyTree] = lambda params: params
     packed: PyTree = P()
-    exact: bool = False
+    batch_invariant: bool = False
     embeds: bool = False
     linear: Mapping[str, Linear] = dataclasses.field(default_factory=dict)
     expert_shape: tuple[int, int] = (0, 0)
@@ -73,9 +74,10 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
     """Returns the decoder of a `models.gpt`.
 
     Args:
-        config: shape of the model. With `exact=True`, logits equal the logits of `gpt.apply`, bit for bit.
-        tp: mesh axis that cuts heads, features and vocabulary. The axis divides the number of key heads. An exact
-            config without experts then also has the layout "sp", which cuts the tokens of a step along the axis.
+        config: shape of the model. With `batch_invariant=True`, logits equal the logits of `gpt.apply`, bit for bit.
+        tp: mesh axis that cuts heads, features and vocabulary. The axis divides the number of key heads. A
+            batch-invariant config without experts then also has the layout "sp", which cuts the tokens of a step along
+            the axis.
         codes: "int8" or "int4" for the weights of linear layers, or codes by regular expressions found in names such as
             "blocks.0.wq" and "embed", for example `{"embed|head": "int8", "": "int4"}`. Logits equal the logits of the
             rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or a GGUF
@@ -90,10 +92,12 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         CacheLayout(layers=2, heads=4, head_dim=8, axis=None)
     """
     gpt.check_decodable(config)
-    if codes is not None and not config.exact:
-        raise ValueError(f"decoder: codes={codes!r} of layers that are not exact. Take Config(exact=True).")
+    if codes is not None and not config.batch_invariant:
+        raise ValueError(
+            f"decoder: codes={codes!r} of layers that are not batch-invariant. Take Config(batch_invariant=True)."
+        )
     flat = dataclasses.replace(config, stacked=False)
-    linear = {name: Linear(*sizes) for name, sizes in gpt.linear_sizes(flat).items()} if config.exact else {}
+    linear = {name: Linear(*sizes) for name, sizes in gpt.linear_sizes(flat).items()} if config.batch_invariant else {}
 
     def add_low_rank(low: LowRank, name: str) -> nn.Then:
         rows = name.endswith((".wo", ".w_down"))  # inputs are cut, and outputs of all other layers
@@ -104,7 +108,7 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         tokens_T: Tensor,
         positions_T: Tensor,
         rows_R: Tensor,
-        bodies: Sequence[nn.Body],
+        bodies: Sequence[nn.AttentionBackend],
         low: LowRank | None = None,
     ) -> Outputs:
         added = {} if low is None else {name: add_low_rank(low, name) for name in low.sites}
@@ -118,7 +122,7 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         outputs=compute_outputs,
         pack=lambda params: gpt.pack(config, params, axis=tp, codes=codes),
         packed=gpt.packed_specs(config, tp=tp),
-        exact=config.exact,
+        batch_invariant=config.batch_invariant,
         embeds=True,
         linear=linear,
         expert_shape=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
@@ -128,6 +132,6 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
 
 def _list_more(config: gpt.Config, tp: str | None, codes: CodePolicy) -> dict[str, Layout]:
     """Returns the layouts beside "tp"."""
-    if tp is None or not config.exact or config.experts is not None:
+    if tp is None or not config.batch_invariant or config.experts is not None:
         return {}
     return {"sp": make_sequence_layout(config, tp, codes)}

@@ -35,8 +35,8 @@ class DraftModel:
 
     The draft model's KV cache grows with the sequences, and is kept while sequences wait. When blocks run out, the
     sequence that had drafts least recently loses its blocks. Prompts with an equal beginning share blocks. A draft
-    model that is not exact may propose different tokens next to other sequences, which changes no token of an exact
-    engine.
+    model that is not batch-invariant may propose different tokens next to other sequences, which changes no token of a
+    batch-invariant engine.
 
     Args:
         decoder: draft model, of the same vocabulary.
@@ -50,7 +50,7 @@ class DraftModel:
         >>> from shardfn import core
         >>> from shardfn.inference import Engine, Sampling, decoder
         >>> from shardfn.models import gpt
-        >>> sizes = {"vocab_size": 64, "d_model": 32, "num_heads": 4, "max_len": 32, "exact": True}
+        >>> sizes = {"vocab_size": 64, "d_model": 32, "num_heads": 4, "max_len": 32, "batch_invariant": True}
         >>> large, small = (gpt.Config(num_layers=n, **sizes) for n in (2, 1))
         >>> drafter = DraftModel(decoder(small), gpt.init(small, core.key(1)))
         >>> params = gpt.init(large, core.key(0))

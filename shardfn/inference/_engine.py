@@ -1,7 +1,7 @@
 """The engine: requests in, tokens out, over one pure step and one schedule.
 
-The law, for an exact decoder: however requests are batched, chunked, cached, shared, preempted or sharded, the logits
-of each token equal, bit for bit, the logits of one forward of the single sequence.
+The law, for a batch-invariant decoder: however requests are batched, chunked, cached, shared, preempted or sharded, the
+logits of each token equal, bit for bit, the logits of one forward of the single sequence.
 """
 
 import itertools
@@ -359,8 +359,8 @@ class Engine:
         """Returns embeddings of prompts: the hidden states that the head multiplies, pooled.
 
         Requests in progress go on in the same steps. The bits of an embedding do not depend on the other prompts, if
-        the decoder is exact. A mean wants a row for each token, so that a step takes at most `Limits.running` tokens of
-        a mean.
+        the decoder is batch-invariant. A mean wants a row for each token, so that a step takes at most `Limits.running`
+        tokens of a mean.
 
         Args:
             prompts: token ids of each prompt, fewer than the context.

@@ -72,7 +72,7 @@ def fit_codes(
         >>> from shardfn.inference import Engine, decoder
         >>> from shardfn.models import gpt
         >>> sizes = {"num_layers": 1, "d_model": 32, "num_heads": 1, "max_len": 16}
-        >>> config = gpt.Config(vocab_size=64, **sizes, exact=True)
+        >>> config = gpt.Config(vocab_size=64, **sizes, batch_invariant=True)
         >>> rows = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
         >>> fitted = fit_codes(decoder(config), gpt.init(config, sf.key(0)), "int4", rows)
         >>> light = Engine(decoder(config, codes="int4"), fitted)  # these very codes
@@ -212,8 +212,8 @@ def _gather_whole(x: Any) -> Tensor:
 def _check_fit(decoder: Decoder, codes: CodePolicy, rows: Sequence[Sequence[int]], paths: Sequence[str]) -> None:
     if not decoder.linear:
         raise ValueError(
-            "fit_codes: this decoder does not show its linear layers. Make it exact: Config(exact=True), or"
-            " hf_decoder(model, exact=True)."
+            "fit_codes: this decoder does not show its linear layers. Take Config(batch_invariant=True), or"
+            " hf_decoder(model, batch_invariant=True)."
         )
     if decoder.cache.axis is not None:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Unmodified models of transformers as decoders of an engine.
 
-An exact decoder computes linear layers by `kernels.row_linear` from weights that are packed once, and the functions
-whose bits depend on the number of rows in another form. Whether the whole model is then batch-invariant is not assumed:
-a probe computes tokens by themselves and next to other tokens, and compares bits.
+A batch-invariant decoder computes linear layers by `kernels.row_linear` from weights that are packed once, and the
+functions whose bits depend on the number of rows in another form. Whether the whole model is then batch-invariant is
+not assumed: a probe computes tokens by themselves and next to other tokens, and compares bits.
 
 T tokens, R rows whose logits are wanted, V vocabulary.
 """
@@ -19,7 +19,18 @@ from torch import Tensor
 
 from shardfn import kernels, nn
 from shardfn.collectives import all_gather_invariant, current_mesh, take_own_block
-from shardfn.core import Axes, CodePolicy, P, block_slices, check_policy, codes_of, did_you_mean, first_of, raise_all
+from shardfn.core import (
+    Axes,
+    CodePolicy,
+    P,
+    block_slices,
+    check_policy,
+    codes_of,
+    did_you_mean,
+    explains_keywords,
+    first_of,
+    raise_all,
+)
 from shardfn.modules import (
     DecodingFunction,
     ExactRows,
@@ -51,10 +62,11 @@ _Run = Callable[[Tensor, Tensor | None], Tensor]
 Served = Mapping[str, Mapping[str, Tensor]]
 
 
+@explains_keywords(exact="batch_invariant={value!r}")
 def hf_decoder(
     model: Any,
     *,
-    exact: bool | None = None,
+    batch_invariant: bool | None = None,
     tp: str | None = None,
     tokenizer: Any = None,
     codes: CodePolicy = None,
@@ -73,15 +85,15 @@ def hf_decoder(
         model: `...ForCausalLM` with its weights, in eval mode. The model is not changed. Its code and its buffers run,
             so do not change the model while engines do. Its weights stay in memory next to the packed weights, unless
             `params` has other weights.
-        exact: whether each token's logits must have the same bits next to any other tokens (batch-invariant). True is
-            an error where a probe finds other bits. False leaves the model's linear layers and activations. None is
-            exact where possible.
-        tp: mesh axis that cuts the heads, and the outputs of linear layers. The decoder must be exact.
+        batch_invariant: whether each token's logits must have the same bits next to any other tokens (batch-invariant).
+            True is an error where a probe finds other bits. False leaves the model's linear layers and activations.
+            None is batch-invariant where possible.
+        tp: mesh axis that cuts the heads, and the outputs of linear layers. The decoder must be batch-invariant.
         tokenizer: tokenizer of the prompts, to check that the model has its tokens.
-        codes: "int8" or "int4" for the weights of linear layers, which needs an exact model, or codes by regular
-            expressions found in names of parameters, of which the first that fits counts, for example `{"embed|head":
-            "int8", "": "int4"}`. Logits equal the logits of the rounded weights, bit for bit. A table of embeddings
-            that is also the head is rounded, too.
+        codes: "int8" or "int4" for the weights of linear layers, which needs a batch-invariant model, or codes by
+            regular expressions found in names of parameters, of which the first that fits counts, for example
+            `{"embed|head": "int8", "": "int4"}`. Logits equal the logits of the rounded weights, bit for bit. A table
+            of embeddings that is also the head is rounded, too.
         params: weights, by name, in place of the model's, which may be on "meta". Deferred weights, as of
             `interop.module_from_hf`, are read only by an engine, each rank its parts. A probe then runs on random
             values, in the memory of one leaf of each shape.
@@ -91,9 +103,9 @@ def hf_decoder(
 
     Raises:
         TypeError: the object is not a model of transformers.
-        ValueError: the model cannot be served, with the reasons, or not exactly, as `exact=True`, `tp` and codes need,
-            or the tokenizer has more tokens, or `params` has other names or shapes than the model. The message lists
-            all.
+        ValueError: the model cannot be served, with the reasons, or not exactly, as `batch_invariant=True`, `tp` and
+            codes need, or the tokenizer has more tokens, or `params` has other names or shapes than the model. The
+            message lists all.
 
     Example:
         >>> import torch
@@ -102,7 +114,7 @@ def hf_decoder(
         >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **sizes)).eval()
         >>> made, params = hf_decoder(model)
-        >>> made.exact, made.cache
+        >>> made.batch_invariant, made.cache
         (True, CacheLayout(layers=1, heads=2, head_dim=8, axis=None))
         >>> [completion] = Engine(made, params).generate([[5, 6, 7]], Sampling(max_tokens=4))
         >>> len(completion.tokens)
@@ -118,25 +130,33 @@ def hf_decoder(
             " resize it first: model.resize_token_embeddings(len(tokenizer))."
         )
     if codes is not None:
-        if exact is False:
-            raise ValueError(f"{name} with codes={codes!r}: codes are read by exact layers. Leave out exact=False.")
-        exact = True
+        if batch_invariant is False:
+            raise ValueError(
+                f"{name} with codes={codes!r}: batch-invariant layers read codes. Remove batch_invariant=False."
+            )
+        batch_invariant = True
         check_policy(codes, list(shape.uses.linear), "hf_decoder")
-    reasons = list(_explain_unpacked(function, shape.uses)) if exact is not False else ["exact=False leaves them uncut"]
+    reasons = (
+        list(_explain_unpacked(function, shape.uses))
+        if batch_invariant is not False
+        else ["batch_invariant=False leaves them uncut"]
+    )
     if not reasons:
         edges = {} if tp is None else edges_of(probed, shape.uses.linear, shape.kv[0][1])
         how = shape, shape.uses.linear, tp, codes, edges
         tried = _make_decoder(probed, *how) if params is None else _make_decoder(probed, *how, packing=packed_once())
         reasons = list(_find_inexact(tried, probed.params, shape.uses))
         if not reasons:
-            return replace(tried if params is None else _make_decoder(function, *how), exact=True), function.params
+            return replace(
+                tried if params is None else _make_decoder(function, *how), batch_invariant=True
+            ), function.params
     if tp is not None:
-        title = f"{name} with tp={tp!r}: ranks cut linear layers that are exact alone; run it on one rank, without tp:"
+        title = f"{name} with tp={tp!r}: ranks cut only batch-invariant linear layers; run it on one rank, without tp:"
         raise_all(ValueError, title, reasons)
-    if exact:
-        raise_all(ValueError, f"{name} with exact=True:", reasons)
-    if exact is None:
-        _LOG.warning("%s is served without exactness: %s", name, "; ".join(reasons))
+    if batch_invariant:
+        raise_all(ValueError, f"{name} with batch_invariant=True:", reasons)
+    if batch_invariant is None:
+        _LOG.warning("%s is served without batch invariance: %s", name, "; ".join(reasons))
     return _make_decoder(function, shape, {}), function.params
 
 
@@ -198,7 +218,7 @@ def _make_decoder(
     cut = {} if tp is None else {name: P(None, tp) if flip else P(tp) for name, flip in linear.items()}
     specs = {name: P() if name in kept else cut.get(name, P()) for name in like}
     specs |= dict.fromkeys(function.experts, P(tp))
-    exchange = nn.moe.Local() if tp is None else nn.moe.Sum(tp, in_order=True)
+    exchange = nn.moe.Local() if tp is None else nn.moe.AllReduce(tp, in_order=True)
 
     def pack_panels(name: str, x: Tensor) -> Tensor:
         weight = x.T if linear[name] else x
@@ -225,7 +245,7 @@ def _make_decoder(
         tokens_T: Tensor,
         positions_T: Tensor,
         rows_R: Tensor,
-        bodies: Sequence[nn.Body],
+        bodies: Sequence[nn.AttentionBackend],
         low: LowRank | None = None,
     ) -> Outputs:
         params = weights["params"]
@@ -271,7 +291,7 @@ def _round_weight(x: Tensor, flip: bool, codes: kernels.Codes) -> Tensor:
 
 
 def _attend_heads(
-    bodies: Sequence[nn.Body], axis: Axes, scores: Scores, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor
+    bodies: Sequence[nn.AttentionBackend], axis: Axes, scores: Scores, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor
 ) -> Tensor:
     """Returns the attention of this rank's heads, or of all heads if the layer has all heads."""
     body = bodies[scores.layer]
@@ -319,7 +339,7 @@ def _check_params(params: Mapping[str, Tensor], like: Mapping[str, Tensor], spec
 
 
 def _explain_unpacked(function: DecodingFunction, uses: WeightUses) -> Iterator[str]:
-    """Yields the reasons for which no exact form of a model is tried."""
+    """Yields the reasons for which no batch-invariant form of a model is tried."""
     dtypes = {function.params[name].dtype for name in uses.linear} - set(_PACKED)
     if dtypes:
         yield f"weights are of {', '.join(map(str, dtypes))}; packed ones are of {_PACKED[0]} or {_PACKED[1]}"

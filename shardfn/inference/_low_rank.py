@@ -90,8 +90,8 @@ class LowRank(NamedTuple):
             raise ValueError(f"{name} sees {x.numel() // x.shape[-1]} rows of {len(self.order)}; it cannot be adapted.")
         b = take_own_block(found.b, axis, dim=1) if cut else found.b
         rows = x.reshape(-1, x.shape[-1]).float()[self.order]
-        thin = grouped_product(rows, found.a, self.counts, transposed=True, exact=True)
-        wide = grouped_product(thin, b, self.counts, transposed=True, exact=True)
+        thin = grouped_product(rows, found.a, self.counts, transposed=True, batch_invariant=True)
+        wide = grouped_product(thin, b, self.counts, transposed=True, batch_invariant=True)
         summed = y + wide[self.places].to(y.dtype).reshape(y.shape)
         return torch.where(self.has, summed, y)
 

@@ -193,8 +193,8 @@ class Runner:
         self._decoder, self.limits, self.mesh = decoder, limits, mesh
         self._zero = make_zero(weights, disk)
         self._cache: MemoryKind = check_memory(cache)
-        # The work of an exact decoder is in kernels.
-        self._threads = kernels.threads_for_kernels if decoder.exact else contextlib.nullcontext
+        # The work of a batch-invariant decoder is in kernels.
+        self._threads = kernels.threads_for_kernels if decoder.batch_invariant else contextlib.nullcontext
         self._layouts = find_layouts(decoder, limits)
         if not is_device(weights) and len(self._layouts) > 1:
             raise ValueError(f"engine: weights={weights!r} are served in one layout, got {[*self._layouts]}.")
@@ -213,7 +213,7 @@ class Runner:
         ahead = self._prefetch
         schedule: dict[str, Any] = {} if ahead is None else {"prefetch": ahead, "passes": (drop_copies,)}
         # Its bits are torch's on every back end, and what lies between its kernels is not worth a compiler's time.
-        backend = "graph" if self._decoder.exact else None
+        backend = "graph" if self._decoder.batch_invariant else None
         made = self._steps[layout, further] = sharded(
             jit(functools.partial(_run_step, self._layouts[layout], further), backend=backend, **schedule),
             mesh=self.mesh,
@@ -244,8 +244,8 @@ class Runner:
         """Returns the served form of parameters in each layout.
 
         Raises:
-            ValueError: only the cache or only the parameters of an exact decoder are in float64, or the parameters have
-                other leaves than `like`, the served form of earlier parameters.
+            ValueError: only the cache or only the parameters of a batch-invariant decoder are in float64, or the
+                parameters have other leaves than `like`, the served form of earlier parameters.
         """
         _check_cache(self._decoder, self.limits, tree_leaves(params))
         return {x: self._pack_layout(x, params, None if like is None else like[x]) for x in self._layouts}
@@ -461,7 +461,7 @@ def _list_misfits(decoder: Decoder, limits: Limits) -> list[str]:
 
 def _check_cache(decoder: Decoder, limits: Limits, leaves: list[Any]) -> None:
     wide = torch.float64 in [x.dtype for x in leaves]
-    if decoder.exact and wide != (limits.cache_dtype == "float64"):
+    if decoder.batch_invariant and wide != (limits.cache_dtype == "float64"):
         own = "float64" if wide else "not float64"
         raise ValueError(
             f"engine: parameters are {own}, and limits.cache_dtype is {limits.cache_dtype!r}: logits would not be those"

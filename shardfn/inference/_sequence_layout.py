@@ -43,7 +43,7 @@ def make_sequence_layout(config: gpt.Config, axis: str, codes: CodePolicy = None
         tokens_T: Tensor,
         positions_T: Tensor,
         rows_R: Tensor,
-        bodies: Sequence[nn.Body],
+        bodies: Sequence[nn.AttentionBackend],
         low: LowRank | None = None,
     ) -> Outputs:
         assert low is None, "steps with adapters have the first layout"
@@ -73,7 +73,7 @@ class _HeadExchange(nn.Local):
         heads: H.
     """
 
-    inner: nn.Body
+    inner: nn.AttentionBackend
     axis: str
     num: int
     heads: int

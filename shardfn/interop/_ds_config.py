@@ -336,9 +336,9 @@ class _Reading:
             return None, {}
         sizes = {others[0]: ranks // size, expert_axis: size}
         mesh = sizes if data_outside else dict(reversed(sizes.items()))
-        note = f"`nn.moe.Tokens({expert_axis!r})` on `make_mesh({mesh})`"
+        note = f"`nn.moe.AllToAll({expert_axis!r})` on `make_mesh({mesh})`"
         self.rows += [ReadKey(f"expert_parallel.{k}", had[k], "taken", note) for k in _EXPERT if k in had]
-        return moe.Tokens(expert_axis), mesh
+        return moe.AllToAll(expert_axis), mesh
 
     def optimizer(
         self, axis: str | tuple[str, ...], default_clip: float

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.collectives import bind_mesh
 from shardfn.core import Mesh
-from shardfn.nn import Body, cross_entropy_sum, tiled_cross_entropy, whole_length
+from shardfn.nn import AttentionBackend, cross_entropy_sum, tiled_cross_entropy, whole_length
 from shardfn.transforms import WeightedMean
 
 _CUT = ("input_ids", "targets", "position_ids")
@@ -24,7 +24,7 @@ _PACKED = ("segment_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqle
 _PLAIN = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3")
 
 
-def causal_lm_batch(body: Body, batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+def causal_lm_batch(body: AttentionBackend, batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
     """Returns this rank's tokens of whole rows, cut by `body`, with successors and positions.
 
     The step's spec for each entry is `P("dp", body.axes)`.

@@ -58,7 +58,7 @@ define(
 )
 define(
     "multiplied_rows(Tensor x, Tensor w, Tensor counts, bool transposed, bool exact) -> Tensor",
-    lambda x, w, counts, transposed, exact: grouped_product(x, w, counts, transposed=transposed, exact=exact),
+    lambda x, w, counts, transposed, exact: grouped_product(x, w, counts, transposed=transposed, batch_invariant=exact),
     lambda x, w, counts, transposed, exact: x.new_empty(x.shape[0], w.shape[1 if transposed else 2]),
     scratch=lambda *args: scratch_bytes(_OPS.grouped_product.default, args),
 )

@@ -29,8 +29,8 @@ class Experts:
             0`: 1 is all, 2 every second.
         first: number of dense layers at the beginning.
         route: function `route(logits, k=, name=)` to a `moe.Routing`, such as `moe.top_k`, with settings by
-            `functools.partial`. `route` also gets `bias=` where `bias_rate` is above 0, `exact=True` in an exact model,
-            `mask=` where the batch has a mask, and `chosen=` where choices are replayed.
+            `functools.partial`. `route` also gets `bias=` where `bias_rate` is above 0, `batch_invariant=True` in a
+            batch-invariant model, `mask=` where the batch has a mask, and `chosen=` where choices are replayed.
         balance: weight in the loss of the mean of `balance_loss` over layers.
         balance_loss: function of `moe.balance`. The function gets `axes=`, and `mask=` as `route` does.
         z: weight in the loss of the mean of `moe.balance.z`.
@@ -40,8 +40,8 @@ class Experts:
         shared: whether the layer's dense MLP is added to the experts', for all tokens, as in DeepSeek.
         bias_rate: step of a bias of each expert, used only in the choice, and moved once a step against the expert's
             load, in place of a balance loss. The loss then has a state (`models.moe.loss`).
-        exchange: place where tokens meet their experts: `moe.Local()`, `moe.Tokens("ep")`, `moe.Weights("ep")`,
-            `moe.Sum("tp")`.
+        exchange: place where tokens meet their experts: `moe.Local()`, `moe.AllToAll("ep")`, `moe.GatherExperts("ep")`,
+            `moe.AllReduce("tp")`.
 
     Raises:
         ValueError: lists every field out of range, and the arguments that `route` does not take.
@@ -117,19 +117,19 @@ class Experts:
         )
         return self.route(logits_SE, k=self.top_k, name=name, **given)
 
-    def inexact(self) -> list[str]:
+    def list_variant_parts(self) -> list[str]:
         """Returns the reasons for which a token's results depend on the other tokens, or on the ranks."""
         out = list[str]()
         if self.capacity is not None:
             out.append(f"capacity={self.capacity} drops a token's choices for those of other tokens; leave it out.")
-        if self._not_taken(("exact",)):
+        if self._not_taken(("batch_invariant",)):
             out.append(
-                f"route={self._route_name} takes no exact=True; use moe.top_k or another router of single tokens."
+                f"route={self._route_name} takes no batch_invariant=True; use moe.top_k or a router of single tokens."
             )
-        if isinstance(self.exchange, moe.Sum) and not self.exchange.in_order:
+        if isinstance(self.exchange, moe.AllReduce) and not self.exchange.in_order:
             fixed = dataclasses.replace(self.exchange, in_order=True)
             out.append(f"{self.exchange} adds results in the order of ranks; use {fixed}.")
-        if isinstance(self.exchange, moe.Tokens) and self.exchange.overflow == "drop":
+        if isinstance(self.exchange, moe.AllToAll) and self.exchange.overflow == "drop":
             out.append(f'{self.exchange} drops choices; use overflow="error".')
         return out
 

@@ -89,15 +89,17 @@ def norm(config: Config, along: Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor |
     """Returns the config's norm, applied to activations between blocks."""
     w_D, b_D = nn.between(w_D, *along), None if b_D is None else nn.between(b_D, *along)
     if config.norm == "rms":
-        return (nn.exact_rms_norm if config.exact else nn.rms_norm)(x_BTD, w_D, eps=config.norm_eps)
-    return (nn.exact_layer_norm if config.exact else nn.layer_norm)(x_BTD, w_D, b_D, eps=config.norm_eps)
+        return (nn.batch_invariant_rms_norm if config.batch_invariant else nn.rms_norm)(x_BTD, w_D, eps=config.norm_eps)
+    return (nn.batch_invariant_layer_norm if config.batch_invariant else nn.layer_norm)(
+        x_BTD, w_D, b_D, eps=config.norm_eps
+    )
 
 
 def position_tables(config: Config, positions_T: Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """Returns attention's arguments for the positions of tokens, of all heads."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    if config.position == "rope" and config.exact:
-        return {"table": nn.exact_rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=wide)}
+    if config.position == "rope" and config.batch_invariant:
+        return {"table": nn.batch_invariant_rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=wide)}
     if config.position == "rope":
         return {"table": nn.rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=dtype)}
     if config.position == "alibi":

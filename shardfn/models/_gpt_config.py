@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from shardfn.core import did_you_mean, raise_all
-from shardfn.nn import Body, Dense, Mask
+from shardfn.core import did_you_mean, explains_fields, raise_all
+from shardfn.nn import AttentionBackend, Dense, Mask
 
 from ._experts import Experts
 
@@ -25,6 +25,7 @@ _SIZES = (
 _CHOICES = {"norm": ("layer", "rms"), "mlp": ("gelu", "swiglu"), "position": ("learned", "rope", "alibi")}
 
 
+@explains_fields(exact="batch_invariant={value!r}")
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Shape of a model.
@@ -62,13 +63,13 @@ class Config:
         causal: whether tokens attend only to earlier tokens. With False, tokens attend to later tokens, too, as in
             BERT, and a batch has "targets".
         attention_dropout: rate, on the probabilities of attention (`nn.PairDropout`). Active only where a key is given.
-        exact: whether the model is batch-invariant: a token's logits have the same bits next to any other tokens, on
-            any number of threads, and on the ranks of tensor parallelism that `chunks` allows. Parameters are float32,
-            or all float64, which is slow, for tests and small models. Gradients are torch's.
+        batch_invariant: whether the model is batch-invariant: a token's logits have the same bits next to any other
+            tokens, on any number of threads, and on the ranks of tensor parallelism that `chunks` allows. Parameters
+            are float32, or all float64, which is slow, for tests and small models. Gradients are torch's.
         experts: rule of the layers whose feed-forward part is a mixture of experts, with `mlp` as each expert. None:
             all are dense.
-        chunks: number of chunks of a linear layer's inputs (`nn.ExactWeight`), with `exact`: a power of two for 1, 2,
-            4, .. ranks of tensor parallelism, 24 for 1, 3 or 6. Results depend on it.
+        chunks: number of chunks of a linear layer's inputs (`nn.BatchInvariantWeight`), with `batch_invariant`: a power
+            of two for 1, 2, 4, .. ranks of tensor parallelism, 24 for 1, 3 or 6. Results depend on it.
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another field.
@@ -94,7 +95,7 @@ class Config:
     stacked: bool = False
     embedding_norm: bool = False
     per_head: bool = False
-    attention: Body = DENSE
+    attention: AttentionBackend = DENSE
     loss_tile: int | None = None
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
@@ -102,7 +103,7 @@ class Config:
     layout: Callable[[int], Mask] | None = None
     causal: bool = True
     attention_dropout: float = 0.0
-    exact: bool = False
+    batch_invariant: bool = False
     chunks: int = 8
     experts: Experts | None = None
 
@@ -205,7 +206,7 @@ def _list_problems(c: Config) -> list[str]:
         if asked and not c.causal:
             out.append(f"{name} looks back only, but causal=False; leave one of them out.")
     out += _problems_of_experts(c, c.experts) if c.experts else []
-    return out + (_problems_of_exact(c) if c.exact else [])
+    return out + (_find_batch_invariant_problems(c) if c.batch_invariant else [])
 
 
 def _problems_of_experts(c: Config, experts: Experts) -> list[str]:
@@ -217,7 +218,7 @@ def _problems_of_experts(c: Config, experts: Experts) -> list[str]:
     return [] if c.expert_layers else [f"{experts} has no layer of the {c.num_layers}; lower `every` or `first`."]
 
 
-def _problems_of_exact(c: Config) -> list[str]:
+def _find_batch_invariant_problems(c: Config) -> list[str]:
     asked = {
         f"attention={c.attention}": not isinstance(c.attention, Dense),
         "causal=False": not c.causal,
@@ -225,5 +226,10 @@ def _problems_of_exact(c: Config) -> list[str]:
         f"attention_dropout={c.attention_dropout}": c.attention_dropout > 0,
         f"loss_tile={c.loss_tile}": c.loss_tile is not None,
     }
-    out = [f"exact=True does not know {name}; leave one of them out." for name, found in asked.items() if found]
-    return out + [f"exact=True with experts: {reason}" for reason in (c.experts.inexact() if c.experts else ())]
+    out = [
+        f"batch_invariant=True does not know {name}; leave one of them out." for name, found in asked.items() if found
+    ]
+    return out + [
+        f"batch_invariant=True with experts: {reason}"
+        for reason in (c.experts.list_variant_parts() if c.experts else ())
+    ]

@@ -43,7 +43,7 @@ def decode(
     tokens_T: Int[Tensor, " t"],
     positions_T: Int[Tensor, " t"],
     rows_R: Int[Tensor, " r"],
-    bodies: Sequence[nn.Body],
+    bodies: Sequence[nn.AttentionBackend],
     *,
     axis: Axes = None,
     then: Mapping[str, nn.Then] = MappingProxyType({}),
@@ -63,7 +63,8 @@ def decode(
         rows_R: tokens whose logits are wanted.
         bodies: bodies of attention, one for each layer.
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
-        then: functions for weights of an exact config, by names such as "blocks.0.wq". Each is an `ExactWeight.then`.
+        then: functions for weights of a batch-invariant config, by names such as "blocks.0.wq". Each is a
+            `BatchInvariantWeight.then`.
         gather_tokens: function from rows of `tokens_T` to the rows that `rows_R` counts, where ranks have parts of the
             tokens.
 
@@ -88,8 +89,8 @@ def decode(
     check_decodable(config)
     if len(bodies) != config.num_layers:
         raise ValueError(f"decode: {len(bodies)} bodies for num_layers={config.num_layers}. Pass one for each layer.")
-    if config.exact:
-        params = _exact_weights(config, params, axis, then)
+    if config.batch_invariant:
+        params = _make_batch_invariant_weights(config, params, axis, then)
     config = _drop_losses(config)
     along = Along(axis)
     x_TD = nn.embedding(tokens_T, params["embed"], vocab_size=config.vocab_size, axis=axis)
@@ -126,7 +127,7 @@ def _drop_losses(config: Config) -> Config:
 class _Rotating(nn.Local):
     """Body that first rotates queries and keys by their positions, with the bits of `nn.rope`."""
 
-    inner: nn.Body
+    inner: nn.AttentionBackend
     cos_TK: Tensor
     sin_TK: Tensor
 
@@ -143,7 +144,7 @@ class _Rotating(nn.Local):
 def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy = None) -> Params:
     """Returns parameters as `decode` takes them.
 
-    Separate layers, with the weights of exact layers as `row_linear` reads them.
+    Separate layers, with the weights of batch-invariant layers as `row_linear` reads them.
 
     A function of each rank's blocks. `specs(config, tp=axis)` of unstacked blocks are the specs of the result, too. A
     weight of a linear layer may also be the blocks of codes of its rows, uint8, as from `kernels.code_blocks` or a GGUF
@@ -158,21 +159,21 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
             "embed", of which the first that fits counts, for example `{"embed|head": "int8", "": "int4"}`.
 
     Raises:
-        TypeError: leaves of an exact model are float16, or only some are float64. The message lists all. Or float64 has
-            codes.
+        TypeError: leaves of a batch-invariant model are float16, or only some are float64. The message lists all. Or
+            float64 has codes.
         ValueError: leaves are missing, unknown, or of another model. The message lists all. Or codes of layers that are
             not exact, or whose groups of inputs lie on several ranks.
 
     Example:
         >>> import shardfn.core as core
         >>> from shardfn.models.gpt import init
-        >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, exact=True)
+        >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, batch_invariant=True)
         >>> pack(config, init(config, core.key(0)))["blocks"][0]["wq"].shape
         torch.Size([1, 32, 64])
     """
     check_leaves(config, params, axis)
-    if config.exact:
-        _check_exact(params, codes)
+    if config.batch_invariant:
+        _check_batch_invariant(params, codes)
     blocks = params["blocks"]
     if config.stacked:
         num = config.num_layers // config.layers_a_block
@@ -183,7 +184,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
     check_policy(codes, [*linear, head], "pack")
     _check_codes(config, {f"blocks.{i}.{name}": x for i, p in enumerate(blocks) for name, x in p.items()}, axis, codes)
     _check_codes(config, {name: x for name, x in params.items() if name != "blocks"}, axis, codes)
-    if not config.exact:
+    if not config.batch_invariant:
         return params
     shapes: Any = block_shapes(config, axis)
     blocks = [
@@ -201,7 +202,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
     }
 
 
-def _check_exact(params: Params, codes: CodePolicy) -> None:
+def _check_batch_invariant(params: Params, codes: CodePolicy) -> None:
     named = named_leaves(params)
     if named and all(x.dtype == torch.float64 for _, x in named):
         if codes is not None:
@@ -212,8 +213,8 @@ def _check_exact(params: Params, codes: CodePolicy) -> None:
     known = torch.float32, torch.bfloat16, torch.uint8
     raise_all(
         TypeError,
-        "pack: an exact model computes float32, or float64 if all leaves are float64; convert these leaves, as in"
-        " tree_map(lambda x: x.float(), params):",
+        "pack: a batch-invariant model computes float32, or float64 if all leaves are float64. Convert these leaves, as"
+        " in tree_map(lambda x: x.float(), params):",
         [f"{name} is {x.dtype}" for name, x in named if x.dtype not in known],
     )
 
@@ -222,9 +223,9 @@ def _check_codes(config: Config, leaves: Params, axis: Axes, policy: CodePolicy)
     """Refuses codes where layers do not read them, and where ranks would have other groups than one rank."""
     for name, x in leaves.items():
         kind, codes = name.rpartition(".")[2], codes_of(policy, name)
-        if x.dtype == torch.uint8 and not (config.exact and kind in (*_LINEAR, _get_head(config))):
+        if x.dtype == torch.uint8 and not (config.batch_invariant and kind in (*_LINEAR, _get_head(config))):
             raise ValueError(
-                f"pack: {name} is in codes, which only linear layers of Config(exact=True) read. Decode it."
+                f"pack: {name} is in codes, which only linear layers of Config(batch_invariant=True) read. Decode it."
             )
         if kind in _BY_INPUTS and codes is not None and axis_size(axis) > 1 and x.dtype != torch.uint8:
             inputs = x.shape[1:].numel()
@@ -233,8 +234,10 @@ def _check_codes(config: Config, leaves: Params, axis: Axes, policy: CodePolicy)
                     f"pack: codes={codes!r} of {name}: each of {axis_size(axis)} ranks has {inputs} of its inputs, and"
                     f" {GROUP} share a scale. Take fewer ranks, or no codes."
                 )
-    if policy is not None and not config.exact:
-        raise ValueError(f"pack: codes={policy!r} of layers that are not exact. Take Config(exact=True).")
+    if policy is not None and not config.batch_invariant:
+        raise ValueError(
+            f"pack: codes={policy!r} of layers that are not batch-invariant. Take Config(batch_invariant=True)."
+        )
 
 
 def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:
@@ -270,13 +273,13 @@ def _get_head(config: Config) -> str:
     return "embed" if config.tie_embeddings else "head"
 
 
-def _exact_weights(config: Config, params: Params, axis: Axes, then: Mapping[str, nn.Then]) -> Params:
+def _make_batch_invariant_weights(config: Config, params: Params, axis: Axes, then: Mapping[str, nn.Then]) -> Params:
     """Returns packed leaves as weights of layers."""
     shapes: Any = block_shapes(config, axis)
     head = _get_head(config)
 
-    def get_weight(panels: Tensor, block: Any, name: str) -> nn.ExactWeight:
-        return nn.ExactWeight(panels, block.shape, config.chunks, then=then.get(name))
+    def get_weight(panels: Tensor, block: Any, name: str) -> nn.BatchInvariantWeight:
+        return nn.BatchInvariantWeight(panels, block.shape, config.chunks, then=then.get(name))
 
     blocks = [
         {name: get_weight(x, own[name], f"blocks.{i}.{name}") if name in _LINEAR else x for name, x in p.items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardfn.collectives import all_gather_invariant, axis_size, psum, pvary, take_own_block
 from shardfn.core import Axes, P
-from shardfn.nn import ExactWeight, between, enter_parallel, leave_parallel, linear, moe, whole_length
+from shardfn.nn import BatchInvariantWeight, between, enter_parallel, leave_parallel, linear, moe, whole_length
 
 from ._experts import Experts
 from ._gpt_config import Config
@@ -60,10 +60,11 @@ def mixture(
     """
     assert config.experts is not None
     cut = _features_are_cut(config.experts, along)
-    if cut and config.exact:
+    if cut and config.batch_invariant:
         raise ValueError(
-            f"{name}: exact=True with {config.experts.exchange}: ranks along {along.axis!r} would have features of all"
-            f" experts, whose sums have other bits. Use exchange=moe.Sum({along.axis!r}, in_order=True)."
+            f"{name}: batch_invariant=True with {config.experts.exchange}: ranks along {along.axis!r} would have"
+            f" features of all experts, whose sums have other bits. Use"
+            f" exchange=moe.AllReduce({along.axis!r}, in_order=True)."
         )
     options = {
         "bias": bias_E,
@@ -77,12 +78,14 @@ def mixture(
         x_BTD, routing = enter_parallel(x_BTD, *along), routing._replace(weights=pvary(routing.weights, along.axis))
     elif along.sequence is not None:
         routing = moe.Routing(*(_take_rows(x, along, len(x_BTD)) for x in routing))
-    run = functools.partial(moe.gelu_experts, axis=along.axis if cut else None, exact=config.exact)
-    run = functools.partial(moe.swiglu_experts, exact=config.exact) if config.mlp == "swiglu" else run
+    run = functools.partial(moe.gelu_experts, axis=along.axis if cut else None, batch_invariant=config.batch_invariant)
+    run = (
+        functools.partial(moe.swiglu_experts, batch_invariant=config.batch_invariant) if config.mlp == "swiglu" else run
+    )
     leaves = {n.removeprefix("e_"): x for n, x in p.items() if n.startswith("e_")}
     leaves = {n if n.startswith("b_") else f"w_{n}": x for n, x in leaves.items()}
     exchange = config.experts.exchange
-    if isinstance(exchange, moe.Tokens) and exchange.tokens is None:
+    if isinstance(exchange, moe.AllToAll) and exchange.tokens is None:
         num = tokens_of_all(config, along, exchange.axis, *x_BTD.shape[:2])
         exchange = dataclasses.replace(exchange, tokens=num)
     y_SD = moe.apply(run, leaves, x_BTD.flatten(0, 1), routing, exchange=exchange, name=name)
@@ -139,9 +142,9 @@ def _features_are_cut(experts: Experts, along: Along) -> bool:
     shared = set(P(along.axis).axes) & set(experts.exchange.spec.axes)
     if axis_size(along.axis) == 1 or not shared:
         return axis_size(along.axis) > 1
-    if isinstance(experts.exchange, moe.Sum) == (along.sequence is not None):
+    if isinstance(experts.exchange, moe.AllReduce) == (along.sequence is not None):
         own = "their own" if along.sequence is not None else "the same"
-        remedy = "Tokens or Weights" if along.sequence is not None else "Sum, or sequence=True"
+        remedy = "AllToAll or GatherExperts" if along.sequence is not None else "AllReduce, or sequence=True"
         raise ValueError(
             f"experts: ranks along {along.axis!r} have {own} tokens, but not for {experts.exchange}. Use {remedy}."
         )
@@ -162,7 +165,7 @@ def _route_tokens(
     """
     mask = options["mask"]
     by: dict[str, Any] = {"axes": experts.axes} | ({} if mask is None else {"mask": mask})
-    routing = experts.routing(logits_BTE.flatten(0, 1), name, exact=config.exact or None, **options)
+    routing = experts.routing(logits_BTE.flatten(0, 1), name, batch_invariant=config.batch_invariant or None, **options)
     own = by
     if experts.balance_loss is moe.balance.sequence:
         cut = config.attention.axes
@@ -175,7 +178,7 @@ def _route_tokens(
     if experts.capacity is not None:
         tokens = _count_tokens(routing, experts.axes, mask)
         num = moe.capacity(tokens, experts.top_k, experts.num, experts.capacity, minimum=1)
-        kept = moe.with_capacity(routing, num, axes=experts.axes)
+        kept = moe.apply_capacity(routing, num, axes=experts.axes)
     return kept, Seen(loss, routing.counts(), moe.load(routing, kept, **by) if load else {}, routing.experts)
 
 
@@ -219,8 +222,8 @@ def _logits_of_all(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Te
 
 
 def _compute_logits(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:
-    if config.exact:
-        return linear(x_BTD, weight(config, w_ED if isinstance(w_ED, ExactWeight) else between(w_ED, *along)))
+    if config.batch_invariant:
+        return linear(x_BTD, weight(config, w_ED if isinstance(w_ED, BatchInvariantWeight) else between(w_ED, *along)))
     wide = torch.promote_types(x_BTD.dtype, torch.float32)
     return linear(x_BTD.to(wide), between(w_ED, *along).to(wide))
 

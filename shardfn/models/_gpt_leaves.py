@@ -33,7 +33,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 from shardfn.kernels import BLOCK_BYTES, GROUP
-from shardfn.nn import ExactWeight
+from shardfn.nn import BatchInvariantWeight
 
 from ._gpt_config import Config
 
@@ -97,8 +97,12 @@ def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
 
 
 def weight(config: Config, w: Any) -> Any:
-    """Returns a weight of a linear layer as the config computes it. An exact weight is unchanged."""
-    return ExactWeight.of(w, config.chunks) if config.exact and not isinstance(w, ExactWeight) else w
+    """Returns a weight of a linear layer as the config computes it. A batch-invariant weight is unchanged."""
+    return (
+        BatchInvariantWeight.of(w, config.chunks)
+        if config.batch_invariant and not isinstance(w, BatchInvariantWeight)
+        else w
+    )
 
 
 def check_blocks(config: Config, params: Params, axis: Axes) -> None:

@@ -688,7 +688,9 @@ def _make_table(
     if config.layout is not None:
         mask = mask & config.layout(nn.whole_length(config.attention, len(positions_T)))
     mask = mask if ids_BT is None else mask & nn.Segments(nn.whole_sequence(ids_BT, config.attention))
-    how: dict[str, Any] = {"how": nn.Attending(mask, nn.Exact() if config.exact else config.attention)}
+    how: dict[str, Any] = {
+        "how": nn.Attending(mask, nn.BatchInvariant() if config.batch_invariant else config.attention)
+    }
     return how | _position_tables(config, positions_T, dtype)
 
 

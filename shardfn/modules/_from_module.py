@@ -12,9 +12,19 @@ from jaxtyping import Int, Int64
 from torch import Tensor, nn
 
 from shardfn._torch import BatchNorm
-from shardfn.core import Again, Axes, P, frozen, is_evaluating, named_buffers, named_parameters, state_names
+from shardfn.core import (
+    Again,
+    Axes,
+    P,
+    explains_keywords,
+    frozen,
+    is_evaluating,
+    named_buffers,
+    named_parameters,
+    state_names,
+)
 from shardfn.leaves import LazyLeaf
-from shardfn.nn import Body, moe
+from shardfn.nn import AttentionBackend, moe
 
 from ._module_checks import check_cache, check_keyed, check_module
 from ._module_compiled import original, running_as_written
@@ -390,9 +400,9 @@ def from_module(
     keep_dtype: Sequence[str] = ...,
     has_state: Literal[False] = ...,
     axis: Axes = ...,
-    attention: Body | None = ...,
+    attention: AttentionBackend | None = ...,
     experts: moe.Exchange | None = ...,
-    exact: bool = ...,
+    batch_invariant: bool = ...,
 ) -> tuple[dict[str, Tensor], ModuleFunction]: ...
 @overload
 def from_module(
@@ -401,9 +411,9 @@ def from_module(
     keep_dtype: Sequence[str] = ...,
     has_state: Literal[True],
     axis: Axes = ...,
-    attention: Body | None = ...,
+    attention: AttentionBackend | None = ...,
     experts: moe.Exchange | None = ...,
-    exact: bool = ...,
+    batch_invariant: bool = ...,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], StatefulFunction]: ...
 @overload
 def from_module(
@@ -411,10 +421,11 @@ def from_module(
     *,
     keep_dtype: Sequence[str] = ...,
     layers: str,
-    attention: Body | None = ...,
+    attention: AttentionBackend | None = ...,
     experts: moe.Exchange | None = ...,
-    exact: bool = ...,
+    batch_invariant: bool = ...,
 ) -> tuple[dict[str, Any], LayeredFunction]: ...
+@explains_keywords(exact="batch_invariant={value!r}")
 def from_module(
     module: nn.Module,
     *,
@@ -422,9 +433,9 @@ def from_module(
     has_state: bool = False,
     axis: Axes = "dp",
     layers: str | None = None,
-    attention: Body | None = None,
+    attention: AttentionBackend | None = None,
     experts: moe.Exchange | None = None,
-    exact: bool = False,
+    batch_invariant: bool = False,
 ) -> Any:
     """Splits a module into parameters and a pure function of the parameters.
 
@@ -454,10 +465,11 @@ def from_module(
             `nn.Ulysses(axis, length)` and `nn.Ring(axis, length)` on ranks that each have some tokens of a sequence.
             Positions then count all tokens. Where given positions start again, a new document begins.
         experts: exchange of `nn.moe` by which tokens meet the experts of models of transformers inside, such as
-            `nn.moe.Tokens("ep")`, an all-to-all. The module's routers choose. The step needs `specs=apply.specs`. With
-            `layers`, specs such as `P("pp", "ep")` for the stacked leaves of experts.
-        exact: whether each token's results are batch-invariant, with the bits of an engine of `hf_decoder(module,
-            exact=True)`: for float32 parameters, and causal attention. Gradients are not exact.
+            `nn.moe.AllToAll("ep")`, an all-to-all. The module's routers choose. The step needs `specs=apply.specs`.
+            With `layers`, specs such as `P("pp", "ep")` for the stacked leaves of experts.
+        batch_invariant: whether each token's results are batch-invariant, with the bits of an engine of
+            `hf_decoder(module, batch_invariant=True)`: for float32 parameters, and causal attention. Gradients are not
+            batch-invariant.
 
     Returns:
         `(params, apply)`: detached parameters by name, and `apply(params, *args, **kwargs)` = the module's forward.
@@ -481,7 +493,7 @@ def from_module(
     check_module(module)
     module = original(module)
     warn_of_own_balance(module)
-    replaced = replacements_of(module, attention, experts, exact)
+    replaced = replacements_of(module, attention, experts, batch_invariant)
     params = {name: p.detach() if p.requires_grad else frozen(p.detach()) for name, p in named_parameters(module)}
     if layers is not None:
         if has_state:

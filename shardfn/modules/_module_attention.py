@@ -21,8 +21,8 @@ from shardfn._torch import ConvNd
 from shardfn.collectives import axis_size
 from shardfn.core import Ambient, named_modules, raise_all
 from shardfn.nn import (
+    AttentionBackend,
     Blockwise,
-    Body,
     Causal,
     Dense,
     Full,
@@ -74,7 +74,7 @@ class AttentionRoute:
             reasons.
     """
 
-    def __init__(self, module: nn.Module, body: Body) -> None:
+    def __init__(self, module: nn.Module, body: AttentionBackend) -> None:
         self.body, towers = body, _find_towers(module)
         self._models = [m for m in models_in(module) if m not in towers]
         apart = {id(c) for m in towers for c in configs_of(m.config)}
@@ -256,7 +256,7 @@ def numbers_tokens(module: nn.Module) -> bool:
     return any(hasattr(m, "create_position_ids_from_input_ids") for m in module.modules())
 
 
-def _problems_of_positions(module: Any, body: Body, num_tokens: int) -> list[str]:
+def _problems_of_positions(module: Any, body: AttentionBackend, num_tokens: int) -> list[str]:
     """Lists positions that each rank would count from 0, as where Llama 4 scales queries of some layers."""
     scales = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
     if not (scales and _is_cut(body)) or whole_length(body, num_tokens) < module.floor_scale:
@@ -319,7 +319,7 @@ def configs_of(config: Any) -> Iterator[Any]:
             yield from configs_of(inner)
 
 
-def _find_problems(module: nn.Module, models: list[Any], towers: list[Any], body: Body) -> list[str]:
+def _find_problems(module: nn.Module, models: list[Any], towers: list[Any], body: AttentionBackend) -> list[str]:
     if not models:
         return ["there is no model of transformers in it, whose attention could be routed; call nn.attention in it"]
     out = []
@@ -371,11 +371,11 @@ def _problems_of_call(given: dict[str, Any], *, cut: bool) -> list[str]:
     return out
 
 
-def _is_cut(body: Body) -> bool:
+def _is_cut(body: AttentionBackend) -> bool:
     return not isinstance(body, Dense | Blockwise) and axis_size(body.axes) > 1
 
 
-def _refuse_no_tokens(model: Any, body: Body, rows: Sequence[Any], length: int) -> None:
+def _refuse_no_tokens(model: Any, body: AttentionBackend, rows: Sequence[Any], length: int) -> None:
     if not rows:
         num = axis_size(body.axes)
         raise ValueError(

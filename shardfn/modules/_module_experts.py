@@ -32,7 +32,7 @@ class ExpertsRoute:
     Args:
         module: module with models of transformers inside.
         exchange: exchange of `nn.moe`.
-        exact: whether rows have the bits of `kernels.row_linear`.
+        batch_invariant: whether rows have the bits of `kernels.row_linear`.
 
     Attributes:
         specs: compute specs of all parameters by name, cut for experts as the exchange needs.
@@ -41,8 +41,8 @@ class ExpertsRoute:
         ValueError: there are no experts, or experts that cannot be routed. The message lists all with reasons.
     """
 
-    def __init__(self, module: nn.Module, exchange: moe.Exchange, *, exact: bool = False) -> None:
-        self.exchange, self.product = exchange, functools.partial(moe.grouped, exact=exact)
+    def __init__(self, module: nn.Module, exchange: moe.Exchange, *, batch_invariant: bool = False) -> None:
+        self.exchange, self.product = exchange, functools.partial(moe.grouped, batch_invariant=batch_invariant)
         found = experts_in(module)
         raise_all(
             ValueError,

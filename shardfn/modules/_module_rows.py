@@ -2,7 +2,7 @@
 
 Torch's matrix products, and the last elements of some of its pointwise functions, depend on the number of rows. While
 `ExactRows` is open, linear layers read packed weights by `kernels.row_linear`, and the functions of a small table are
-computed by fixed expressions. Other functions run unchanged; a probe finds whether such functions are exact.
+computed by fixed expressions. Other functions run unchanged; a probe finds whether such functions are batch-invariant.
 
 Several ranks cut a weight only by outputs. So each element is computed by one rank, from a whole row of inputs, and
 ranks exchange elements without sums: results have the same bits on any number of ranks.
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from shardfn.collectives import all_gather_invariant, take_own_block
 from shardfn.core import Axes, op_by_op
 from shardfn.kernels import gated_silu, gelu, grouped_product, row_linear, row_norm
-from shardfn.nn import exact_softmax, own_range
+from shardfn.nn import batch_invariant_softmax, own_range
 
 from ._module_buffers import tensors_of
 
@@ -116,7 +116,7 @@ class ExactRows(RowByRow):
         self._linear = linear
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function, or the exact form."""
+        """Runs a function, or the batch-invariant form."""
         del types
         kwargs = kwargs or {}
         if (read := _WEIGHT.get(func)) is not None:
@@ -190,7 +190,7 @@ def grouped_rows(x: Tensor, w: Tensor, counts: Tensor, transposed: bool) -> Tens
 
 def _grouped_rows(func: Any, x: Tensor, w: Tensor, counts: Tensor, transposed: bool) -> Tensor:
     del func
-    return grouped_product(x.float(), w.float(), counts, transposed=transposed, exact=True).to(x.dtype)
+    return grouped_product(x.float(), w.float(), counts, transposed=transposed, batch_invariant=True).to(x.dtype)
 
 
 def _softmax_rows(
@@ -198,7 +198,7 @@ def _softmax_rows(
 ) -> Tensor:
     if dim not in (-1, input.ndim - 1):
         return func(input, dim, dtype=dtype)
-    return exact_softmax(input.float()).to(dtype or input.dtype)
+    return batch_invariant_softmax(input.float()).to(dtype or input.dtype)
 
 
 def _sigmoid_rows(func: Any, input: Tensor) -> Tensor:
@@ -214,9 +214,9 @@ def handlers_of(
     """Returns handlers of torch's functions, called with the function and the arguments.
 
     Args:
-        silu: exact silu of one tensor.
-        gelu: exact gelu with tanh.
-        norm: exact norm of an input, a scale, a shift or None, eps, and whether the mean is subtracted.
+        silu: batch-invariant silu of one tensor.
+        gelu: batch-invariant gelu with tanh.
+        norm: batch-invariant norm of an input, a scale, a shift or None, eps, and whether the mean is subtracted.
     """
 
     def handle_silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
@@ -251,8 +251,13 @@ def handlers_of(
         eps = torch.finfo(input.dtype).eps if eps is None else eps
         return norm(input, _norm_scale(input, weight), None, eps, False)
 
-    exact = {F.silu: handle_silu, F.gelu: handle_gelu, F.layer_norm: handle_layer_norm, F.rms_norm: handle_rms_norm}
-    return _ALIKE | exact
+    batch_invariant = {
+        F.silu: handle_silu,
+        F.gelu: handle_gelu,
+        F.layer_norm: handle_layer_norm,
+        F.rms_norm: handle_rms_norm,
+    }
+    return _ALIKE | batch_invariant
 
 
 def _norm_scale(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -277,7 +282,7 @@ _WEIGHT: dict[Any, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] =
     F.linear: _linear_args,
     torch.addmm: _addmm_args,
 }
-# Functions whose exact form has derivatives, too.
+# Functions whose batch-invariant form has derivatives, too.
 _ALIKE: dict[Any, Callable[..., Tensor]] = {
     grouped_rows: _grouped_rows,
     F.softmax: _softmax_rows,

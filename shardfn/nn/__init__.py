@@ -4,29 +4,44 @@ from ._attention import alibi_slopes as alibi_slopes, attention as attention
 from ._masks import Mask as Mask, Full as Full, Causal as Causal, Window as Window, Prefix as Prefix
 from ._masks import Segments as Segments, segments as segments, Both as Both
 from ._block_layout import BlockLayout as BlockLayout
-from ._given import Added as Added, Keys as Keys, Relative as Relative
+from ._data_masks import Added as Added, Keys as Keys, Relative as Relative
 from ._pair_dropout import PairDropout as PairDropout
 from ._block_sparse import BlockSparse as BlockSparse
 from ._chunked import Chunked as Chunked
 from ._local import Local as Local
 from ._online import OnlineScores as OnlineScores
 from . import layouts as layouts
-from ._bodies import Dense as Dense, Blockwise as Blockwise, Ulysses as Ulysses, Ring as Ring, Body as Body
-from ._bodies import Attending as Attending, whole_sequence as whole_sequence
-from ._course import part_of as part_of
-from ._bodies import whole_length as whole_length
-from ._bodies import own_positions as own_positions, own_rows as own_rows, sequence_order as sequence_order
+from ._attention_backends import (
+    Dense as Dense,
+    Blockwise as Blockwise,
+    Ulysses as Ulysses,
+    Ring as Ring,
+    AttentionBackend as AttentionBackend,
+)
+from ._attention_backends import Attending as Attending, whole_sequence as whole_sequence
+from ._ring_rounds import part_of as part_of
+from ._attention_backends import whole_length as whole_length
+from ._attention_backends import own_positions as own_positions, own_rows as own_rows, sequence_order as sequence_order
 from ._cross_entropy import cross_entropy as cross_entropy, cross_entropy_sum as cross_entropy_sum
 from ._cross_entropy import next_tokens as next_tokens
 from ._tiled_cross_entropy import tiled_cross_entropy as tiled_cross_entropy
 from ._deferred import DeferredGradients as DeferredGradients, splitting as splitting
 from ._dropout import dropout as dropout, dropout_of_rows as dropout_of_rows
-from ._exact import ExactWeight as ExactWeight, Then as Then
-from ._exact_attention import Exact as Exact
-from ._exact_functions import exact_gated_silu as exact_gated_silu, exact_gelu as exact_gelu
-from ._exact_functions import exact_layer_norm as exact_layer_norm, exact_rms_norm as exact_rms_norm
-from ._exact_scores import exact_sigmoid as exact_sigmoid, exact_softmax as exact_softmax
-from ._exact_rope import exact_rope_table as exact_rope_table
+from ._batch_invariant import BatchInvariantWeight as BatchInvariantWeight, Then as Then
+from ._batch_invariant_attention import BatchInvariant as BatchInvariant
+from ._batch_invariant_functions import (
+    batch_invariant_gated_silu as batch_invariant_gated_silu,
+    batch_invariant_gelu as batch_invariant_gelu,
+)
+from ._batch_invariant_functions import (
+    batch_invariant_layer_norm as batch_invariant_layer_norm,
+    batch_invariant_rms_norm as batch_invariant_rms_norm,
+)
+from ._batch_invariant_scores import (
+    batch_invariant_sigmoid as batch_invariant_sigmoid,
+    batch_invariant_softmax as batch_invariant_softmax,
+)
+from ._batch_invariant_rope import batch_invariant_rope_table as batch_invariant_rope_table
 from ._linear import embedding as embedding, linear as linear
 from ._tiled_linear import init_tiles as init_tiles, tile_shapes as tile_shapes
 from ._tiled_linear import tiled_linear as tiled_linear, tiles as tiles, untile as untile

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardfn.collectives import one_operation
 from shardfn.core import raise_all
 
-from ._bodies import DENSE, Body, Dense, own_rows, whole_length
+from ._attention_backends import DENSE, AttentionBackend, Dense, own_rows, whole_length
 from ._masks import Causal, Full, Mask
 from ._online import OnlineScores
 from ._pair_dropout import PairDropout
@@ -29,7 +29,7 @@ def attention(
     scale: float | None = None,
     slopes_H: Float[Tensor, " h"] | None = None,
     sinks_H: Float[Tensor, " h"] | None = None,
-    impl: Body = DENSE,
+    impl: AttentionBackend = DENSE,
 ) -> Float[Tensor, "b t h v"]:
     """Returns softmax(scale q k^T + mask) v. Query head h reads key head h // (H / G). A query without keys gives 0.
 
@@ -93,7 +93,9 @@ def attention(
     return _run_body(impl, q_BTHK, k_BSGK, v_BSGV, how, length)[..., :V]
 
 
-def _run_body(impl: Body, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, how: OnlineScores, length: int) -> Tensor:
+def _run_body(
+    impl: AttentionBackend, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, how: OnlineScores, length: int
+) -> Tensor:
     """Runs attention by a body.
 
     On a cut sequence ranks run different operations, so the call is followed as a whole.

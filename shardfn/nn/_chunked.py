@@ -26,13 +26,13 @@ from shardfn.collectives import axis_index, axis_size, mesh_as_now
 from shardfn.core import Axes, is_disk, is_host
 from shardfn.memory import AnyPool, capturing
 
-from ._dealer import Dealer
+from ._chunk_offload import OffloadedChunks, Sums
 from ._inputs import narrowed, refuse_gradients
 from ._masks import Span
 from ._online import OnlineScores, Rows, wide
 from ._parallel import all_ranges, own_range, ranges_over
 from ._rectangles import TORCH_TILE, Rectangle, attend_over, gradients_over, kernel_tile, merged
-from ._waiting import Sums, Waiting
+from ._ulysses_exchange import UlyssesExchange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,8 +182,8 @@ class _ChunkedAttention(_Backwards):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, slopes_H: Tensor | None, plan: ChunkPlan, *data: Tensor) -> Any:
-        how, dealer, ys = plan.with_data(slopes_H, data), Dealer(plan.axis, plan.sizes, plan.heads), []
-        keys, queries = (Waiting(q.device, plan.pool) for _ in range(2))
+        how, dealer, ys = plan.with_data(slopes_H, data), UlyssesExchange(plan.axis, plan.sizes, plan.heads), []
+        keys, queries = (OffloadedChunks(q.device, plan.pool) for _ in range(2))
         for i in range(len(plan.sizes)):
             keys.send((dealer.deal_keys(k, i), dealer.deal_keys(v, i)))
         for i, reads in enumerate(plan.reads()):
@@ -222,10 +222,10 @@ class _ChunkedBackward(_Backwards):
     @staticmethod
     def forward(dy: Tensor, slopes_H: Tensor | None, plan: ChunkPlan, like: Any, *rest: Tensor) -> Any:
         (device, dtype), n = like, len(plan.sizes)
-        how, dealer = plan.with_data(slopes_H, rest[5 * n :]), Dealer(plan.axis, plan.sizes, plan.heads)
-        keys = Waiting(device, plan.pool, rest[: 2 * n], 2)
-        queries = Waiting(device, plan.pool, rest[2 * n : 5 * n], 3)
-        cotangents, dqs, dks, dvs, reads = Waiting(device, plan.pool), Sums(device), [], [], plan.reads()
+        how, dealer = plan.with_data(slopes_H, rest[5 * n :]), UlyssesExchange(plan.axis, plan.sizes, plan.heads)
+        keys = OffloadedChunks(device, plan.pool, rest[: 2 * n], 2)
+        queries = OffloadedChunks(device, plan.pool, rest[2 * n : 5 * n], 3)
+        cotangents, dqs, dks, dvs, reads = OffloadedChunks(device, plan.pool), Sums(device), [], [], plan.reads()
         for i in range(n):
             cotangents.send((dealer.deal(dy, i),))
         for j, kv in enumerate(keys.come(range(n))):

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardfn.collectives import axis_size
 from shardfn.core import Axes
 
-from ._exact import AnyWeight, ExactWeight, linear_of, rows_of
+from ._batch_invariant import AnyWeight, BatchInvariantWeight, linear_of, rows_of
 from ._parallel import check_block, leave_parallel, own_range
 
 
@@ -71,7 +71,7 @@ def embedding(
         return rows_of(tokens, w_VD)
     start, stop, size = own_classes("embedding: w_VD", w_VD.shape[0], vocab_size, axis)
     if start == stop:  # not a lookup, but a function of the block: all ranks take transposes of the function
-        block = w_VD.source if isinstance(w_VD, ExactWeight) else w_VD
+        block = w_VD.source if isinstance(w_VD, BatchInvariantWeight) else w_VD
         rows = tokens.new_zeros(w_VD.shape[1], dtype=w_VD.dtype) if block is None else block.sum(0)
         rows = rows.expand(*tokens.shape, w_VD.shape[1]).neg()
     else:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardfn.core import Axes
 
-from ._exact import AnyWeight
-from ._exact_functions import gated_silu, gelu
+from ._batch_invariant import AnyWeight
+from ._batch_invariant_functions import gated_silu, gelu
 from ._parallel import affine, affines, check_block, enter_parallel, row_linear
 
 

@@ -34,7 +34,7 @@ from shardfn.collectives import (
 )
 from shardfn.core import Axes, P, all_coords, block_slices
 
-from ._exact import AnyWeight, ExactWeight, leave_in_order, linear_of, linears_of, own_node
+from ._batch_invariant import AnyWeight, BatchInvariantWeight, leave_in_order, linear_of, linears_of, own_node
 
 # The size of a single dim, or the sizes of several dims, a single dim cut by an axis.
 Features = int | Sequence[int] | None
@@ -171,8 +171,8 @@ def row_linear(
 ) -> Float[Tensor, "*batch2 d"]:
     """Returns the affine map y = x w^T + b, where each rank has some input features: x[F_axis], w[D, F_axis].
 
-    The bias is whole on all ranks, and is added once, to the sum. With an `ExactWeight` the sum goes by the weight's
-    tree, so the result has the same bits on any number of ranks, for example 1, 2 and 4.
+    The bias is whole on all ranks, and is added once, to the sum. With an `BatchInvariantWeight` the sum goes by the
+    weight's tree, so the result has the same bits on any number of ranks, for example 1, 2 and 4.
 
     Args:
         x_F: features of the rank, in a single last dim.
@@ -186,8 +186,8 @@ def row_linear(
         All features, whole or as rows of the tokens.
 
     Raises:
-        ValueError: the weight is not the rank's block of a layer of `features`, or the weight is exact, and the rank's
-            chunks are not a node of the tree.
+        ValueError: the weight is not the rank's block of a layer of `features`, or the weight is batch-invariant, and
+            the rank's chunks are not a node of the tree.
 
     Example:
         >>> import torch
@@ -199,7 +199,7 @@ def row_linear(
     if axis_size(axis) == 1:
         return linear_of(x_F, w_DF, b_D)
     then = None
-    if isinstance(w_DF, ExactWeight):
+    if isinstance(w_DF, BatchInvariantWeight):
         then, w_DF = w_DF.then, own_node(w_DF, _product_of_sizes(features), axis)
         y_D = leave_in_order(w_DF.linear(x_F), axis, sequence)
     else:

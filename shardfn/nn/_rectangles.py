@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardfn.kernels import Given, Tiles, block_sparse_attention, block_sparse_attention_backward, is_native
 
-from ._given import together
+from ._data_masks import together
 from ._masks import Full, Mask, Span
 from ._online import OnlineScores, Outer, Rows, absorb, factor, finish, gathered, tiles, transpose, wide
 from ._pair_dropout import PairDropout

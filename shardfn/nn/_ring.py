@@ -26,10 +26,10 @@ from torch import Tensor
 from shardfn.collectives import mesh_as_now, ppermute, ppermute_start, transforming
 from shardfn.core import Axes
 
-from ._course import Perm, RingCourse, course, num_rows, part_of
 from ._inputs import narrowed, refuse_gradients
 from ._online import OnlineScores, Outer, Pushed, Rows, absorb, finish, gathered, tiles, transpose, wide
 from ._rectangles import QKV, attend_over, by_key_head, gradients_over, kernel_tile, merged, rectangles
+from ._ring_rounds import Perm, RingRounds, make_rounds, num_rows, part_of
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -59,7 +59,7 @@ def online(
     refuse_gradients(how)
     q, k, v = narrowed(*qkv)
     tile = kernel_tile(how, q.device, block) if kernel is None else kernel
-    along = course(axis, rows, q.shape[1], how._replace(slopes_H=None, sinks_H=None), block, tile)
+    along = make_rounds(axis, rows, q.shape[1], how._replace(slopes_H=None, sinks_H=None), block, tile)
     with torch.autocast(q.device.type, enabled=False):
         return _Online.apply(q, k, v, how.sinks_H, how.slopes_H, along, *how.mask.tensors)[0]
 
@@ -70,7 +70,7 @@ class _Online(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, sinks_H: Any, slopes_H: Any, along: RingCourse, *data: Tensor) -> Any:
+    def forward(q: Tensor, k: Tensor, v: Tensor, sinks_H: Any, slopes_H: Any, along: RingRounds, *data: Tensor) -> Any:
         return _compute_values(along, _bind_data(along, slopes_H, data), (q, k, v), sinks_H)
 
     @staticmethod
@@ -94,12 +94,12 @@ class _Online(torch.autograd.Function):
         return (*grads, *([None] if sinks_H is None else []), None, None, *(None for _ in data))
 
 
-def _compute_values(along: RingCourse, how: OnlineScores, qkv: QKV, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
+def _compute_values(along: RingRounds, how: OnlineScores, qkv: QKV, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns y [B, T, H, K] and lse [B, H, T]."""
     return _add_sink(*_attend_hops(along, how, qkv), sinks_H)
 
 
-def tangent(along: RingCourse, how: OnlineScores, saved: Saved, sinks_H: Tensor | None, given: Any) -> Tensor:
+def tangent(along: RingRounds, how: OnlineScores, saved: Saved, sinks_H: Tensor | None, given: Any) -> Tensor:
     """Returns the tangent of y, from the tangents of q, k, v and sinks. None stands for 0."""
     tangents = (torch.zeros_like(x) if t is None else t for x, t in zip(saved[:3], given[:3], strict=True))
     dy = _push_tangents(along, how, saved, tuple(tangents))
@@ -195,11 +195,11 @@ def _load_saved(ctx: Any, num: int) -> tuple[Any, Tensor | None, Tensor | None, 
     return tensors, sinks_H, slopes_H, rest
 
 
-def _bind_data(along: RingCourse, slopes_H: Tensor | None, data: Any) -> OnlineScores:
+def _bind_data(along: RingRounds, slopes_H: Tensor | None, data: Any) -> OnlineScores:
     return along.how._replace(mask=along.how.mask.with_tensors(data), slopes_H=slopes_H)
 
 
-def _attend_hops(along: RingCourse, how: OnlineScores, qkv: QKV) -> tuple[Tensor, Tensor]:
+def _attend_hops(along: RingRounds, how: OnlineScores, qkv: QKV) -> tuple[Tensor, Tensor]:
     """Returns y [B, T, H, K] and lse [B, H, T], by the kernel where possible."""
     if along.kernel is None:
         return _attend_in_tiles(along, how, qkv)
@@ -223,7 +223,7 @@ def _attend_hops(along: RingCourse, how: OnlineScores, qkv: QKV) -> tuple[Tensor
     return torch.cat(ys, 1).to(qkv[0].dtype), torch.cat(lses, 2)
 
 
-def _backward_by_kernel(along: RingCourse, how: OnlineScores, saved: Saved, dy: Tensor) -> QKV:
+def _backward_by_kernel(along: RingRounds, how: OnlineScores, saved: Saved, dy: Tensor) -> QKV:
     """Returns the gradients of q, k and v by the kernel."""
     assert along.kernel is not None
     q, k, v, y, lse = saved
@@ -258,7 +258,7 @@ def _add_at(x: Tensor, part: Tensor, at: tuple[int, int]) -> Tensor:
     return torch.cat([x[:, : at[0]], x[:, slice(*at)] + part, x[:, at[1] :]], 1)
 
 
-def _attend_in_tiles(along: RingCourse, how: OnlineScores, qkv: QKV) -> tuple[Tensor, Tensor]:
+def _attend_in_tiles(along: RingRounds, how: OnlineScores, qkv: QKV) -> tuple[Tensor, Tensor]:
     """Returns the same, a tile of torch's products at a time, differentiable."""
     q, k, v = by_key_head(qkv)
     states: list[Any] = [None] * len(tiles(along.queries, along.block))
@@ -268,7 +268,7 @@ def _attend_in_tiles(along: RingCourse, how: OnlineScores, qkv: QKV) -> tuple[Te
     return y.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2)
 
 
-def _backward_in_tiles(along: RingCourse, how: OnlineScores, saved: Saved, dy: Tensor) -> QKV:
+def _backward_in_tiles(along: RingRounds, how: OnlineScores, saved: Saved, dy: Tensor) -> QKV:
     """Returns the gradients of q, k and v, a tile of torch's products at a time, differentiable."""
     q, k, v = by_key_head(saved[:3])
     y, dy = (x.transpose(1, 2).unflatten(1, q.shape[1:3]) for x in (saved[3], dy))
@@ -284,7 +284,7 @@ def _backward_in_tiles(along: RingCourse, how: OnlineScores, saved: Saved, dy: T
     return dq.transpose(1, 2), dk.to(k.dtype).transpose(1, 2), dv.to(v.dtype).transpose(1, 2)
 
 
-def _push_tangents(along: RingCourse, how: OnlineScores, saved: Saved, tangents: tuple[Tensor, ...]) -> Tensor:
+def _push_tangents(along: RingRounds, how: OnlineScores, saved: Saved, tangents: tuple[Tensor, ...]) -> Tensor:
     """Returns the tangent of y."""
     q, k, v = by_key_head(saved[:3])
     dq, dk, dv = by_key_head(tangents)
@@ -296,7 +296,7 @@ def _push_tangents(along: RingCourse, how: OnlineScores, saved: Saved, tangents:
     return y.flatten(1, 2).transpose(1, 2)
 
 
-def _iterate_hops(along: RingCourse, dim: int, *kv: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Rows, int]]:
+def _iterate_hops(along: RingRounds, dim: int, *kv: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Rows, int]]:
     """Yields keys and values (and tensors with the same rows) of each hop, with positions and the hop.
 
     Each bundle is sent on before the yield, and the next bundle is waited for only at the next request.
@@ -322,7 +322,7 @@ def _iterate_hops(along: RingCourse, dim: int, *kv: Tensor) -> Iterator[tuple[tu
 
 
 def _round_and_home(
-    along: RingCourse, dim: int, kv: tuple[Tensor, Tensor], hop_of: Callable[[Any, Rows], Tensor]
+    along: RingRounds, dim: int, kv: tuple[Tensor, Tensor], hop_of: Callable[[Any, Rows], Tensor]
 ) -> Tensor:
     """Returns the gradients of the rank's keys and values, along the last dim, from all ranks that read the keys.
 
@@ -355,7 +355,7 @@ def _round_and_home(
     return functools.reduce(lambda x, wait: x + wait().narrow(dim, 0, num), coming, torch.cat(own, dim))
 
 
-def _start_send(x: Tensor, along: RingCourse, perm: Perm) -> Callable[[], Tensor]:
+def _start_send(x: Tensor, along: RingRounds, perm: Perm) -> Callable[[], Tensor]:
     """Sends `x`, and returns a function to wait for the received tensor."""
     if torch.is_grad_enabled() or transforming():
         here = ppermute(x, along.axis, perm)

@@ -19,8 +19,8 @@ from shardfn.collectives import all_gather, axis_index, axis_size
 from shardfn.core import Axes
 
 from ._attention import attention
-from ._bodies import Attending
-from ._exact import AnyWeight, ExactWeight
+from ._attention_backends import Attending
+from ._batch_invariant import AnyWeight, BatchInvariantWeight
 from ._heads import evenly, keys_of
 from ._parallel import affine, affines, all_ranges, check_block, enter_parallel, own_range, row_linear
 from ._rope import rope
@@ -210,7 +210,7 @@ def _project_inputs(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes
     q_BTHK = _split_heads(affine(x_BTD, w.wq, w.bq), heads)
     (start, stop), size = needed[int(axis_index(axis))], heads.keys * rows
     own = slice(start * rows, stop * rows)
-    if isinstance(w.wk, ExactWeight):  # with joined keys, as panels cannot be cut
+    if isinstance(w.wk, BatchInvariantWeight):  # with joined keys, as panels cannot be cut
         parts = torch.stack([affine(x_BTD, w.wk, w.bk), affine(x_BTD, w.wv, w.bv)], -1)
         k, v = all_gather(parts, axis, dim=2, size=size)[:, :, own].unbind(-1)
         return start, q_BTHK, _split_heads(k, heads), _split_heads(v, heads)

@@ -86,8 +86,8 @@ def answer_logprobs(
 ) -> Float[Tensor, "b t"]:
     """Returns the log probabilities of answers, by a forward of prompts and answers, with a derivative.
 
-    Logits of an exact model, in float32 or float64, give the bits of `Rollout.logprobs` for the weights that drew the
-    answers, so the first ratio is exactly 1. Logits of 16 bits are widened to float32.
+    Logits of a batch-invariant model, in float32 or float64, give the bits of `Rollout.logprobs` for the weights that
+    drew the answers, so the first ratio is exactly 1. Logits of 16 bits are widened to float32.
 
     Args:
         logits_BLV: logits of the next token at each position, as from `gpt.apply`. The last position may be left out.

@@ -16,13 +16,14 @@ from ._shapes import check_lengths, check_numbers, check_shapes
 def check_first_ratios(logprobs_BT: Float[Tensor, "b t"], rollout: Rollout, *, tolerance: float = 0.0) -> None:
     """Refuses a rollout whose log probabilities differ from the trainer's before the first update.
 
-    For an exact model both are equal to the last bit. They differ if dropout is active in the actor, if other weights
-    drew the answers, or if the loss uses another temperature. Call the check where the loop can wait for the values.
+    For a batch-invariant model both are equal to the last bit. They differ if dropout is active in the actor, if other
+    weights drew the answers, or if the loss uses another temperature. Call the check where the loop can wait for the
+    values.
 
     Args:
         logprobs_BT: log probabilities of the actor, as by `step.apply`.
         rollout: rollout of the same weights.
-        tolerance: largest difference. For a model that is not exact about 1e-4 in float32.
+        tolerance: largest difference. For a model that is not batch-invariant about 1e-4 in float32.
 
     Raises:
         ValueError: names the first row and token that differ, with both values, or the tolerance is negative.
@@ -44,7 +45,7 @@ def check_first_ratios(logprobs_BT: Float[Tensor, "b t"], rollout: Rollout, *, t
             f" {drawn!r} when it was drawn, by version {int(rollout.versions[row, token])};"
             f" {int(wrong_BT.sum())} of {int(mask_BT.sum())} tokens differ by more than {tolerance}. Turn dropout off"
             " in the actor (module.eval() before from_module, or no key), call update_weights before sample, and pass"
-            " the temperature of the draws. A model that is not exact needs a tolerance."
+            " the temperature of the draws. A model that is not batch-invariant needs a tolerance."
         )
 
 
@@ -56,7 +57,7 @@ def mismatch_metrics(
     Distances of the trainer's log probabilities from the draws', without gradients.
 
     The metrics measure the mismatch of training and engine where both have the same weights: in a first epoch. In later
-    epochs the metrics also have the updates. With an exact model all are 0 in a first epoch.
+    epochs the metrics also have the updates. With a batch-invariant model all are 0 in a first epoch.
 
     Args:
         logprobs_BT: log probabilities of the policy that learns.

@@ -91,8 +91,8 @@ def converse(
     the tool is a function of its arguments.
 
     Each turn is a request with the whole conversation as its prompt, whose full blocks the engine still has in its KV
-    cache. With an exact model, `answer_logprobs(logits, rollout.ids, *rollout.where)` of one forward of the whole
-    conversation has the bits of the rollout's log probabilities.
+    cache. With a batch-invariant model, `answer_logprobs(logits, rollout.ids, *rollout.where)` of one forward of the
+    whole conversation has the bits of the rollout's log probabilities.
 
     Args:
         engine: see `sample`. Several ranks divide the calls of the tool, and have the same results.
@@ -118,7 +118,7 @@ def converse(
     Example:
         >>> from shardfn import core, inference
         >>> from shardfn.models import gpt
-        >>> config = gpt.Config(vocab_size=8, num_layers=1, d_model=32, num_heads=4, max_len=32, exact=True)
+        >>> config = gpt.Config(vocab_size=8, num_layers=1, d_model=32, num_heads=4, max_len=32, batch_invariant=True)
         >>> engine = Engine(inference.decoder(config), gpt.init(config, core.key(0)))
         >>> sampling, echo = Sampling(max_tokens=6, stop_tokens=(0,)), lambda prompt, answer: answer[:2]
         >>> found = converse(engine, [[5, 6], [7]], sampling, echo, call_tokens=(1, 2, 3, 4), key=core.key(1))

@@ -29,8 +29,8 @@ def sample(
     the same next to any other prompts, and on any rank. Call `engine.update_weights` before, with the parameters of the
     training state.
 
-    The log probabilities are the engine's. With an exact model, such as `gpt.Config(exact=True)`, `answer_logprobs` of
-    the training forward has the same bits, otherwise both differ by rounding.
+    The log probabilities are the engine's. With a batch-invariant model, such as `gpt.Config(batch_invariant=True)`,
+    `answer_logprobs` of the training forward has the same bits, otherwise both differ by rounding.
 
     Args:
         engine: engine of one rank, or of several that all pass the same prompts.
@@ -54,7 +54,7 @@ def sample(
     Example:
         >>> from shardfn import core, inference
         >>> from shardfn.models import gpt
-        >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=16, exact=True)
+        >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=16, batch_invariant=True)
         >>> engine = Engine(inference.decoder(config), gpt.init(config, core.key(0)))
         >>> rollout = sample(engine, [[5, 6], [7]], Sampling(max_tokens=4, n=3), key=core.key(1))
         >>> rollout.ids.shape, rollout.prompts.tolist()

@@ -14,7 +14,7 @@ def tempered(decoder: Decoder, temperature: float) -> Decoder:
 
     An engine of the result draws by `Sampling(temperature=1.0)` at this temperature. Its log probabilities belong to
     the sampled distribution, softmax(logits / temperature), and not to the full distribution, softmax(logits). With an
-    exact model both have the bits of a training forward:
+    batch-invariant model both have the bits of a training forward:
 
     | distribution | in training |
     |---|---|

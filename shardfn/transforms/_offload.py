@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardfn.activations import SavedValue, SavePolicy, is_plain, noticing_names, pool_of
+from shardfn.activations import SavedValue, SavePolicy, check_policy_names, is_plain, pool_of
 from shardfn.collectives import transforming
 from shardfn.core import tree_leaves
 from shardfn.engine import Transform, check_order, in_section
@@ -45,9 +45,9 @@ class Offloaded(Transform):
         written, out = in_section(again, lambda: self.inner(*args, **kwargs))
         if written:
             return out
-        noticing = noticing_names("offload", self.policy, self._called)
+        checking = check_policy_names("offload", self.policy, self._called)
         saved = SavedValue(self.policy, self.window, pool_of(self.directory), _held_tensors((args, kwargs)))
-        with noticing, saved.saving():
+        with checking, saved.saving():
             return self.inner(*args, **kwargs)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardfn.activations import RecordedForward, Rerun, SavedResults, SavePolicy, noticing_names, pool_of
+from shardfn.activations import RecordedForward, Rerun, SavedResults, SavePolicy, check_policy_names, pool_of
 from shardfn.capture import recomputing
 from shardfn.collectives import transforming
 from shardfn.core import checkpoints_as_now, tree_flatten, tree_unflatten
@@ -100,7 +100,7 @@ def remat(
             with around:
                 return f(*args, **kwargs)
 
-        with noticing_names("remat", policy, called), checkpoints_as_now():
+        with check_policy_names("remat", policy, called), checkpoints_as_now():
             return checkpoint(run_flat, *tensors, **options)
 
     return recompute_call

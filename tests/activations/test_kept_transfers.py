@@ -210,7 +210,7 @@ def _experts_loss(policy: Any) -> Callable[..., Tensor]:
 
     def layer(p: dict, x: Tensor) -> Tensor:
         routing = moe.top_k(x @ p["router"].t(), 2)
-        return moe.apply(moe.swiglu_experts, p["experts"], torch.tanh(x), routing, exchange=moe.Tokens("ep")).sin()
+        return moe.apply(moe.swiglu_experts, p["experts"], torch.tanh(x), routing, exchange=moe.AllToAll("ep")).sin()
 
     wrapped = layer if policy is None else sf.remat(layer, policy)
     return lambda p, x: wrapped(p, x).exp().mean()

@@ -107,7 +107,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 
 @pytest.mark.nightly
 def test_greedy_tokens_are_those_of_gpt(given: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, deferred = interop.gpt_from_hf(given, exact=True)
+    config, deferred = interop.gpt_from_hf(given, batch_invariant=True)
     params = core.tree_map(lambda x: x.full(), deferred)
     texts = ["one two three", "eight"]
     rows = generated(capsys, given, *texts, "--temperature", 0, "--max-tokens", 6)
@@ -170,7 +170,7 @@ def test_an_adapter_of_peft(given: pathlib.Path, tmp_path: pathlib.Path, capsys:
 @pytest.mark.nightly
 @pytest.mark.parametrize("codes", ["int8", "int4"])
 def test_weights_in_codes(given: pathlib.Path, codes: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    config, deferred = interop.gpt_from_hf(given, exact=True)
+    config, deferred = interop.gpt_from_hf(given, batch_invariant=True)
     made = inference.decoder(config, codes=codes)
     engine = inference.Engine(made, core.tree_map(lambda x: x.full(), deferred))
     [want] = engine.generate([[1, 3, 4]], inference.Sampling(max_tokens=6, temperature=0.0))
@@ -188,7 +188,7 @@ def test_codes_fitted_to_a_text(run: pathlib.Path, tmp_path: pathlib.Path, capsy
     empty.write_text("")
     how = run, "abc", "--temperature", 0, "--max-tokens", 4, "--weights", "int4"
     [row] = generated(capsys, *how, "--fit", text)
-    config = dataclasses.replace(CONFIG, exact=True)
+    config = dataclasses.replace(CONFIG, batch_invariant=True)
     rows = [list(text.read_bytes()[:16]), list(text.read_bytes()[16:])]
     params = inference.fit_codes(inference.decoder(config), gpt.init(CONFIG, core.key(0)), "int4", rows)
     greedily = inference.Sampling(max_tokens=4, temperature=0.0)
@@ -214,7 +214,7 @@ def test_weights_on_disk_and_a_cache_in_codes(
     got = capsys.readouterr()
     assert json.loads(got.out)["logprobs"] == row["logprobs"]
     assert ", float32, cache on host, exact" in got.err and "of all these, on the host" in got.err
-    config, deferred = interop.gpt_from_hf(given, exact=True)
+    config, deferred = interop.gpt_from_hf(given, batch_invariant=True)
     made = inference.decoder(config)
     limits = inference.limits_of(made, running=1, buckets=(2,), cache_dtype="int8")
     engine = inference.Engine(made, core.tree_map(lambda x: x.full(), deferred), limits=limits)
@@ -243,7 +243,7 @@ def test_refused_kinds_of_weights(
 @pytest.mark.nightly
 def test_a_gguf_file_lends_the_blocks_that_decode_to_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     config = gpt.Config.llama_like(vocab_size=64, num_layers=1, d_model=64, num_heads=2, d_ff=96, max_len=16)
-    config = dataclasses.replace(config, exact=True, tie_embeddings=False)
+    config = dataclasses.replace(config, batch_invariant=True, tie_embeddings=False)
     params, stored = gpt.init(config, core.key(0)), []
     names = {"wq": "attn_q", "wk": "attn_k", "wv": "attn_v", "wo": "attn_output"}
     names |= {"w_up": "ffn_up", "w_gate": "ffn_gate", "w_down": "ffn_down"}
@@ -292,7 +292,7 @@ def test_a_run_completes_lines_of_stdin(
 def test_one_completion_is_printed_as_text(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(run / "checkpoints/step_000003"), "abc", "--seed", "1"]) == 0
     out = capsys.readouterr()
-    assert f"{gpt.num_params(CONFIG):,} parameters, float32, exact\n" in out.err
+    assert f"{gpt.num_params(CONFIG):,} parameters, float32, batch-invariant\n" in out.err
     assert "MiB a rank: weights" in out.err and "13 tokens in" in out.err  # up to the context of 16
     assert out.out.endswith("\n") and len(out.out) > 1
 
@@ -343,7 +343,10 @@ def test_logits_that_are_not_finite_are_an_error(
 @pytest.mark.nightly
 def test_bfloat16_is_not_exact(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(run), "abc", "--dtype", "bfloat16", "--max-tokens", "2"]) == 0
-    assert "bfloat16, not exact: exact layers compute float32, and --dtype is bfloat16\n" in capsys.readouterr().err
+    assert (
+        "bfloat16, not batch-invariant: batch-invariant layers compute float32, and --dtype is bfloat16\n"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.nightly

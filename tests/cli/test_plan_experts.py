@@ -41,7 +41,7 @@ def tiny(exchange=None, **changes):
 @distributed(world=4)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_states_are_those_of_a_step(stage: int) -> None:
-    c = tiny(layers.Tokens("ep"))
+    c = tiny(layers.AllToAll("ep"))
     zero = Zero(stage=stage, axis=("dp", "ep"), persist_elements=0)
     with sf.make_mesh({"dp": 2, "ep": 2}, device="cpu") as mesh:
         step = sf.sharded_step(

@@ -156,7 +156,7 @@ def test_ranks_have_the_drafter_of_the_command(model: pathlib.Path, more: list[s
 @pytest.mark.nightly
 def test_a_rank_loads_the_draft_model(model: pathlib.Path) -> None:
     engine, ready = _warm_up(job_of(model, *SMALL, "--draft-model", model))
-    assert f"{model}, which guesses: " in ready.about and " parameters, float32, exact\n" in ready.about
+    assert f"{model}, which guesses: " in ready.about and " parameters, float32, batch-invariant\n" in ready.about
     engine.generate([list(b"ab")], Sampling(max_tokens=9))
     assert engine.stats.speculation.accepted == engine.stats.speculation.drafted > 0
 
@@ -183,7 +183,7 @@ def test_draft_models_change_nothing_beside_other_kinds_of_weights_and_caches(
     ]
     prompts = [list(b"ab"), list(b"cdab"), list(b"abab")]
     plain, ready = _warm_up(job_of(model, *SMALL, *more.split()))
-    assert f" parameters, {kinds}, exact\n" in ready.about and "MiB a rank: weights" in ready.about
+    assert f" parameters, {kinds}, batch-invariant\n" in ready.about and "MiB a rank: weights" in ready.about
     want = [plain.generate([prompt], how) for prompt, how in zip(prompts, samplings, strict=True)]
     engine, _ = _warm_up(job_of(model, *SMALL, *more.split(), "--draft-model", model))
     assert [engine.generate([prompt], how) for prompt, how in zip(prompts, samplings, strict=True)] == want

@@ -19,7 +19,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], [3, 1, 4, 1, 5, 9, 2, 
 
 
 def _config(**kind: Any) -> gpt.Config:
-    return gpt.Config(vocab_size=77, num_layers=2, d_model=48, num_heads=4, max_len=64, exact=True, **kind)
+    return gpt.Config(vocab_size=77, num_layers=2, d_model=48, num_heads=4, max_len=64, batch_invariant=True, **kind)
 
 
 def _hows(max_tokens: int) -> list[Sampling]:
@@ -74,5 +74,5 @@ def test_a_model_of_transformers() -> None:
     config = transformers.LlamaConfig(
         vocab_size=77, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4
     )
-    model, params = hf_decoder(transformers.LlamaForCausalLM(config).eval().to(DEVICE), exact=True)
+    model, params = hf_decoder(transformers.LlamaForCausalLM(config).eval().to(DEVICE), batch_invariant=True)
     _check_company(_engine(model, params))

@@ -274,7 +274,7 @@ def rewards_of(parts: Any, files: pathlib.Path, folder: pathlib.Path, monkeypatc
 @pytest.mark.nightly
 def test_grpo_rewards_the_form_of_answers(parts: Any, files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     script = importlib.import_module("chat_grpo")
-    model = parts["chat"].load(str(files), sf.make_mesh(alone=True), exact=True)
+    model = parts["chat"].load(str(files), sf.make_mesh(alone=True), batch_invariant=True)
     for text, parts_of_three in (("Yes.\0", 3), ("Yes.", 1), ("yes.\0", 2), ("Yes. No.\0", 2), ("Yes\0", 2), ("", 0)):
         assert script.reward(model, CHAT, tokens(text)) == parts_of_three / 3, text
     assert script.reward(model, CHAT, tokens("It is 12.\0"), "12") == 1
@@ -290,7 +290,7 @@ def test_grpo_rewards_the_form_of_answers(parts: Any, files: pathlib.Path, tmp_p
 
 def test_grpo_takes_questions_of_a_file(parts: Any, files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     chat, script, path = parts["chat"], importlib.import_module("chat_grpo"), tmp_path / "questions.jsonl"
-    model = chat.load(str(files), sf.make_mesh(alone=True), exact=True)
+    model = chat.load(str(files), sf.make_mesh(alone=True), batch_invariant=True)
     rows_of_file: list[Any] = [
         {"prompt": "a?"},
         {"prompt": [ASK], "answer": 7},
@@ -325,7 +325,7 @@ def test_grpo_takes_a_model_of_rewards(
     options = ["--iterations", "2", "--prompts", "2", "--answers", "2", "--tokens", "4"]
     monkeypatch.setattr(sys, "argv", [*given, *options])
     script.main()
-    model = parts["chat"].load(rewards, sf.make_mesh(alone=True), exact=True)
+    model = parts["chat"].load(rewards, sf.make_mesh(alone=True), batch_invariant=True)
     for (rollout, params), row in zip(found, rows(tmp_path / "run"), strict=True):
         for i in range(4):
             ids = torch.tensor([[*rollout.tokens(i)[0], *rollout.tokens(i)[1]]])

@@ -102,7 +102,7 @@ def test_values_of_two_tables_that_meet_keep_their_whole_size() -> None:
 @pytest.mark.day("gelu")
 @pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
 def test_a_mixture_of_experts_holds_the_rows_that_come(mlp: Any) -> None:
-    experts = moe.Experts(num=4, exchange=layers.Tokens("ep"))
+    experts = moe.Experts(num=4, exchange=layers.AllToAll("ep"))
     config = gpt.Config(vocab_size=16, num_layers=1, d_model=8, num_heads=2, max_len=8, mlp=mlp, experts=experts)
     step = sf.sharded_step(
         sf.jit(lambda p, b: gpt.loss(config, p, b)),

@@ -16,7 +16,7 @@ from shardfn.core import Draw, tree_leaves, tree_map
 from shardfn.inference import Engine, Sampling, decoder, limits_of
 from shardfn.models import gpt
 
-LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "position": "rope", "bias": False, "exact": True}
+LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "position": "rope", "bias": False, "batch_invariant": True}
 LARGE: dict[str, Any] = {
     "num_layers": 13,
     "d_model": 804,

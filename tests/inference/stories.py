@@ -179,7 +179,7 @@ def adapter(params: Any, targets: list[str], rank: int, seed: int) -> tuple[LoRA
 @functools.cache
 def model(tp: str | None = None, **changes: Any) -> Model:
     """A small exact model with parameters of several versions, whose logits are far apart."""
-    base = {"vocab_size": 13, "num_layers": 2, "d_model": 24, "num_heads": 4, "max_len": 28, "exact": True}
+    base = {"vocab_size": 13, "num_layers": 2, "d_model": 24, "num_heads": 4, "max_len": 28, "batch_invariant": True}
     config = gpt.Config(**{**base, **changes})
     params = [core.tree_map(lambda x: x * 8, gpt.init(config, core.key(i))) for i in range(VERSIONS)]
     from shardfn.inference import decoder

@@ -30,7 +30,7 @@ TARGETS = {"llama": [r"[qv]_proj\.weight", r"down_proj\.weight"], "gpt2": [r"c_a
 @functools.cache
 def served(kind: str, tp: str | None = None) -> tuple[Any, Any, Any]:
     """A model of transformers, and two adapters of other layers and ranks."""
-    made, params = hf_decoder(MODELS[kind](), exact=True, tp=tp)
+    made, params = hf_decoder(MODELS[kind](), batch_invariant=True, tp=tp)
     adapters = {}
     for i, (name, targets) in enumerate({"a": TARGETS[kind], "b": TARGETS[kind][1:]}.items()):
         one, tree = adapter(params, targets, 2 + 7 * i, i)
@@ -168,7 +168,7 @@ def test_files_of_peft(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes_of_adapters_and_streamed_weights(base: torch.dtype, dtype: torch.dtype) -> None:
     """Adapters are added in float32, for any dtypes of their files and of the base, on the device and on the host."""
-    made, params = hf_decoder(MODELS["llama"]().to(base), exact=True)
+    made, params = hf_decoder(MODELS["llama"]().to(base), batch_invariant=True)
     description, values = adapter(params, TARGETS["llama"], 3, 0)
     narrow = {path: {k: (x / 4).bfloat16() for k, x in own.items()} for path, own in values.items()}
     of = {path: {k: x.to(dtype) for k, x in own.items()} for path, own in narrow.items()}
@@ -236,7 +236,7 @@ def test_refusals() -> None:
     dora = LoRA.of(params, [r"0.self_attn.q_proj"], rank=2, dora=True)
     with pytest.raises(ValueError, match="a request's adapter has a and b alone: merge this one"):
         one.adapters.add("c", (dora, dora.init(torch.tensor([0, 1]), params=params)))
-    inexact, _ = hf_decoder(MODELS["llama"](), exact=False)
-    with pytest.raises(ValueError, match="adapters are served by exact decoders alone"):
+    inexact, _ = hf_decoder(MODELS["llama"](), batch_invariant=False)
+    with pytest.raises(ValueError, match="adapters are served by batch-invariant decoders alone"):
         Engine(inexact, params, limits=HF_LIMITS, adapters=adapters)
     assert one.adapters == ["a", "b"] and one.idle

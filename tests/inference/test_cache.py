@@ -27,7 +27,14 @@ from shardfn.testing import distributed
 from tests.inference.stories import VERSIONS, Model, check, run
 from tests.inference.test_stories import KINDS, LLAMA, drawn_stories
 
-SIZES: dict[str, Any] = {"vocab_size": 13, "num_layers": 2, "d_model": 24, "num_heads": 4, "max_len": 28, "exact": True}
+SIZES: dict[str, Any] = {
+    "vocab_size": 13,
+    "num_layers": 2,
+    "d_model": 24,
+    "num_heads": 4,
+    "max_len": 28,
+    "batch_invariant": True,
+}
 
 
 @functools.cache

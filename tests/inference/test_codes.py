@@ -18,7 +18,14 @@ from tests.inference.test_stories import KINDS, LLAMA, drawn_stories
 
 CODES: tuple[kernels.Codes, ...] = ("int8", "int4")
 _LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down")
-SIZES: dict[str, Any] = {"vocab_size": 13, "num_layers": 2, "d_model": 64, "num_heads": 4, "max_len": 28, "exact": True}
+SIZES: dict[str, Any] = {
+    "vocab_size": 13,
+    "num_layers": 2,
+    "d_model": 64,
+    "num_heads": 4,
+    "max_len": 28,
+    "batch_invariant": True,
+}
 
 
 def decoded(config: gpt.Config, params: Any, codes: kernels.Codes, ranks: int = 1) -> Any:
@@ -138,8 +145,8 @@ def test_unmodified_models(kind: str, codes: kernels.Codes) -> None:
     from tests.inference.hf_models import MODELS
 
     made, params = hf_decoder(MODELS[kind](), codes=codes)
-    plain, _ = hf_decoder(MODELS[kind](), exact=True)
-    assert made.exact
+    plain, _ = hf_decoder(MODELS[kind](), batch_invariant=True)
+    assert made.batch_invariant
     rounded = {}
     for name, x in params.items():
         if x.ndim < 2:
@@ -155,17 +162,21 @@ def test_unmodified_models(kind: str, codes: kernels.Codes) -> None:
     assert (got.tokens, got.logprobs, got.prompt_logprobs) == (want.tokens, want.logprobs, want.prompt_logprobs)
     [other] = Engine(plain, params).generate([[1, 2, 3, 4]], greedy)
     assert got.prompt_logprobs != other.prompt_logprobs
-    with pytest.raises(ValueError, match="Leave out exact=False"):
-        hf_decoder(MODELS[kind](), codes=codes, exact=False)
+    with pytest.raises(ValueError, match="Remove batch_invariant=False"):
+        hf_decoder(MODELS[kind](), codes=codes, batch_invariant=False)
 
 
 def test_refusals() -> None:
     config = gpt.Config(**SIZES)
     params: Any = gpt.init(config, sf.key(0))
-    plain = gpt.Config(**{**SIZES, "exact": False})
-    with pytest.raises(ValueError, match=r"codes='int8' of layers that are not exact. Take Config\(exact=True\)"):
+    plain = gpt.Config(**{**SIZES, "batch_invariant": False})
+    with pytest.raises(
+        ValueError, match=r"codes='int8' of layers that are not batch-invariant. Take Config\(batch_invariant=True\)"
+    ):
         decoder(plain, codes="int8")
-    with pytest.raises(ValueError, match=r"blocks.0.wq is in codes, which only linear layers of Config\(exact=True\)"):
+    with pytest.raises(
+        ValueError, match=r"blocks.0.wq is in codes, which only linear layers of Config\(batch_invariant=True\)"
+    ):
         gpt.pack(plain, as_blocks(plain, params, "int8"))
     with pytest.raises(ValueError, match="embed is in codes, which only linear layers"):
         gpt.pack(config, params | {"embed": kernels.code_blocks(params["embed"], "int8")})

@@ -73,7 +73,7 @@ def test_a_length_of_one() -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "llama", pytest.param("gemma2", marks=pytest.mark.nightly)])
 def test_models_of_transformers(kind: str) -> None:
     module = MODELS[kind]()
-    made, params = hf_decoder(module, exact=True)
+    made, params = hf_decoder(module, batch_invariant=True)
     one = Engine(made, params, limits=HF_LIMITS)
     for pooling in ("last", "mean"):
         rows = one.embed(HF_PROMPTS, pooling)
@@ -121,6 +121,6 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"normalize must be True or False.*got 1"):
         one.embed([[1]], normalize=1)  # pyright: ignore
     assert one.idle
-    inexact, params = hf_decoder(MODELS["llama"](), exact=False)
-    with pytest.raises(ValueError, match=r"does not give its hidden states. Take an exact one"):
+    inexact, params = hf_decoder(MODELS["llama"](), batch_invariant=False)
+    with pytest.raises(ValueError, match=r"does not give its hidden states. Take a batch-invariant one"):
         Engine(inexact, params, limits=HF_LIMITS).embed([[1]])

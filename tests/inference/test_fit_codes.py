@@ -19,7 +19,7 @@ GREEDY = Sampling(max_tokens=5, temperature=0.0)
 
 
 def model(**changes: Any) -> tuple[gpt.Config, Any]:
-    config = gpt.Config(**{**SIZES, **changes}, exact=True)
+    config = gpt.Config(**{**SIZES, **changes}, batch_invariant=True)
     return config, tree_map(lambda x: x * 8, gpt.init(config, sf.key(0)))
 
 
@@ -111,7 +111,12 @@ def test_mistakes() -> None:
     config, params = model()
     plain, cases = gpt.Config(**SIZES), list[tuple[Any, Any, Any, str]]()
     cases += (
-        (decoder(plain), "int4", text(), r"does not show its linear layers. Make it exact: Config\(exact=True\)"),
+        (
+            decoder(plain),
+            "int4",
+            text(),
+            r"does not show its linear layers. Take Config\(batch_invariant=True\)",
+        ),
         (decoder(config, tp="tp"), "int4", text(), "this decoder is cut over 'tp'. Pass one without tp="),
         (decoder(config), None, text(), "codes=None rounds nothing. Pass 'int8', 'int4'"),
         (decoder(config), {"wx": "int4"}, text(), "the pattern 'wx' of codes= is found in no name"),

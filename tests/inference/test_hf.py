@@ -90,8 +90,8 @@ def check_alone(model: Model, completions: list[Completion]) -> None:
 def test_tokens_are_those_of_generate(kind: str) -> None:
     model = MODELS[kind]()
     before = model.config._attn_implementation
-    made, params = hf_decoder(model, exact=True)
-    assert made.exact and (made.vocab, made.context) == (VOCAB, CONTEXT)
+    made, params = hf_decoder(model, batch_invariant=True)
+    assert made.batch_invariant and (made.vocab, made.context) == (VOCAB, CONTEXT)
     completions = complete(made, params)
     assert model.config._attn_implementation == before
     check_tokens(model, completions)
@@ -102,21 +102,21 @@ def test_tokens_are_those_of_generate(kind: str) -> None:
 def test_graphs_of_many_rows_have_the_bits_of_a_forward() -> None:
     """Rotary tables of 12 rows of 128 are large enough for a compiler, whose cosine is another one."""
     model = made("Llama", **(LLAMA | {"hidden_size": 32, "head_dim": 128}))
-    decoder, params = hf_decoder(model, exact=True)
+    decoder, params = hf_decoder(model, batch_invariant=True)
     check_alone(Model(decoder, [params]), complete(decoder, params, replace(LIMITS, buckets=(12,))))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_16_bit_weights_are_exact(kind: str) -> None:
-    made, params = hf_decoder(MODELS[kind]().bfloat16(), exact=True)
+    made, params = hf_decoder(MODELS[kind]().bfloat16(), batch_invariant=True)
     assert made.pack(params)["params"]["lm_head.weight"].dtype == torch.bfloat16
     check_alone(Model(made, [params]), complete(made, params))
 
 
 def tell(kind: str, number: int) -> None:
     """Stories with changes of weights, held against each sequence alone."""
-    decoder, params = hf_decoder(MODELS[kind](), exact=True)
+    decoder, params = hf_decoder(MODELS[kind](), batch_invariant=True)
     versions = [{name: x * scale for name, x in params.items()} for scale in (1.0, 1.2, 0.8)]
     model: Any = Model(decoder, versions)
     runner = Runner(decoder, LIMITS)
@@ -140,11 +140,13 @@ def test_many_stories(kind: str) -> None:
 @pytest.mark.nightly
 def test_a_model_that_cannot_be_exact_is_served_without(caplog: pytest.LogCaptureFixture) -> None:
     model = MODELS["llama"]().double()
-    with pytest.raises(ValueError, match=r"(?s)LlamaForCausalLM with exact=True:.*weights are of torch.float64"):
-        hf_decoder(model, exact=True)
+    with pytest.raises(
+        ValueError, match=r"(?s)LlamaForCausalLM with batch_invariant=True:.*weights are of torch.float64"
+    ):
+        hf_decoder(model, batch_invariant=True)
     with caplog.at_level(logging.WARNING, "shardfn.inference"):
         made, params = hf_decoder(model)
-    assert not made.exact and "is served without exactness: weights are of torch.float64" in caplog.text
+    assert not made.batch_invariant and "is served without exactness: weights are of torch.float64" in caplog.text
     check_tokens(model, complete(made, params))
 
 
@@ -164,16 +166,16 @@ def test_the_probe_finds_rows_that_depend_on_others() -> None:
     model = MODELS["llama"]()
     model.lm_head = RowsMatter(model.lm_head.weight.detach().clone())
     with pytest.raises(ValueError, match=r"bits of a token's logits differ beside 1 others; it multiplies by matmul"):
-        hf_decoder(model, exact=True)
+        hf_decoder(model, batch_invariant=True)
     made, _ = hf_decoder(model)
-    assert not made.exact
+    assert not made.batch_invariant
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_without_exactness_the_modules_own_functions_run(kind: str) -> None:
     model = MODELS[kind]()
-    made, params = hf_decoder(model, exact=False)
-    assert not made.exact and made.pack(params) == {"params": params, "packed": {}}
+    made, params = hf_decoder(model, batch_invariant=False)
+    assert not made.batch_invariant and made.pack(params) == {"params": params, "packed": {}}
     tokens = tuple(PROMPTS[2])
     want = model(torch.tensor([tokens])).logits[0]
     torch.testing.assert_close(Model(made, [params]).full(0, tokens), want, rtol=1e-5, atol=1e-5)
@@ -245,6 +247,6 @@ def test_mistakes_are_refused() -> None:
 @pytest.mark.nightly
 @distributed(world=2)
 def test_a_mesh_of_several_ranks_is_refused() -> None:
-    decoder, params = hf_decoder(MODELS["llama"](), exact=False)
+    decoder, params = hf_decoder(MODELS["llama"](), batch_invariant=False)
     with pytest.raises(ValueError, match=r"the mesh \{'tp': 2\} has 2 ranks.*run it on one rank"):
         Engine(decoder, params, mesh=core.make_mesh({"tp": 2}), limits=LIMITS)

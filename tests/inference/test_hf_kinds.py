@@ -93,7 +93,7 @@ def model_of(kind: str) -> Any:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_logits_are_those_of_the_full_forward(kind: str) -> None:
     model = model_of(kind)
-    decoder, params = hf_decoder(model, exact=True)
+    decoder, params = hf_decoder(model, batch_invariant=True)
     assert (decoder.vocab, decoder.context) == (VOCAB, CONTEXT)
     with torch.no_grad():
         want = model(torch.tensor([PROMPTS[2]])).logits[0]
@@ -105,7 +105,7 @@ def test_logits_are_those_of_the_full_forward(kind: str) -> None:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_tokens_are_those_of_generate(kind: str) -> None:
     model = model_of(kind)
-    decoder, params = hf_decoder(model, exact=True)
+    decoder, params = hf_decoder(model, batch_invariant=True)
     completions = complete(decoder, params, replace(LIMITS, buckets=(12,)))
     check_tokens(model, completions)
     check_alone(Model(decoder, [params]), completions)
@@ -125,7 +125,7 @@ def test_a_decoder_of_the_zoo_is_exact_or_refused(name: str) -> None:
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.1 if p.ndim == 1 else 0.3)
     try:
-        decoder, params = hf_decoder(model, exact=True)
+        decoder, params = hf_decoder(model, batch_invariant=True)
     except ValueError as error:
         assert "cannot be served:" in str(error)
         return

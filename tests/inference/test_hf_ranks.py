@@ -70,7 +70,7 @@ def test_tokens_and_logits_on_four_ranks(world: int, kind: str) -> None:
 def compare(world: int, kind: str) -> None:
     """Logits and tokens of ranks, held against one device."""
     model, mesh = model_of(kind, world), core.make_mesh({"tp": world})
-    one, params = hf_decoder(model, exact=True)
+    one, params = hf_decoder(model, batch_invariant=True)
     cut, _ = hf_decoder(model, tp="tp")
     reference: Any = Model(cut, [params], one)
     for prompt in PROMPTS:
@@ -144,9 +144,9 @@ def test_code_between_layers_that_needs_all_features_is_found() -> None:
 
 
 def test_layers_that_are_not_exact_are_not_cut() -> None:
-    words = r"LlamaForCausalLM with tp='tp': ranks cut linear layers that are exact alone; run it on one rank"
-    with pytest.raises(ValueError, match=rf"(?s){words}.*exact=False"):
-        hf_decoder(MODELS["llama"](), exact=False, tp="tp")
+    words = r"LlamaForCausalLM with tp='tp': ranks cut only batch-invariant linear layers; run it on one rank"
+    with pytest.raises(ValueError, match=rf"(?s){words}.*batch_invariant=False"):
+        hf_decoder(MODELS["llama"](), batch_invariant=False, tp="tp")
     with pytest.raises(ValueError, match=rf"(?s){words}.*weights are of torch.float64"):
         hf_decoder(MODELS["llama"]().double(), tp="tp")
 
@@ -164,7 +164,7 @@ def test_heads_that_ranks_do_not_divide_are_refused() -> None:
 @distributed(world=[2, 3])
 def test_stories_with_other_weights(world: int, kind: str) -> None:
     model, mesh = model_of(kind, world), core.make_mesh({"tp": world})
-    (one, params), (cut, _) = hf_decoder(model, exact=True), hf_decoder(model, tp="tp")
+    (one, params), (cut, _) = hf_decoder(model, batch_invariant=True), hf_decoder(model, tp="tp")
     versions = [{name: x * scale for name, x in params.items()} for scale in (1.0, 1.2, 0.8)]
     reference: Any = Model(cut, versions, one)
     runner = Runner(cut, LIMITS, mesh=mesh)
@@ -176,7 +176,7 @@ def test_stories_with_other_weights(world: int, kind: str) -> None:
 @distributed(world=2)
 def test_16_bit_weights_on_ranks() -> None:
     model, mesh = MODELS["llama"]().bfloat16(), core.make_mesh({"tp": 2})
-    (one, params), (cut, _) = hf_decoder(model, exact=True), hf_decoder(model, tp="tp")
+    (one, params), (cut, _) = hf_decoder(model, batch_invariant=True), hf_decoder(model, tp="tp")
     got = logits_of(cut, params, mesh, PROMPTS[2])
     assert torch.equal(got.float(), Model(one, [params]).full(0, tuple(PROMPTS[2])))
 
@@ -189,7 +189,7 @@ def test_ranks_have_the_bits_of_one_device_in_codes(world: int, kind: str, codes
     model, mesh = model_of(kind, world), core.make_mesh({"tp": world})
     (one, params), (cut, _) = hf_decoder(model, codes=codes), hf_decoder(model, tp="tp", codes=codes)
     reference: Any = Model(cut, [params], one)
-    plain: Any = Model(cut, [params], hf_decoder(model, exact=True)[0])
+    plain: Any = Model(cut, [params], hf_decoder(model, batch_invariant=True)[0])
     for prompt in PROMPTS[:3]:
         got = logits_of(cut, params, mesh, prompt)
         assert torch.equal(got, reference.full(0, tuple(prompt))) and not torch.equal(got, plain.full(0, tuple(prompt)))

@@ -29,7 +29,7 @@ HOW = [Sampling(max_tokens=6, seed=3), Sampling(max_tokens=9, temperature=0.0)]
 @functools.cache
 def deep() -> tuple[Any, Any]:
     """A model of many layers, beside whose cache all else is small."""
-    config = gpt.Config(**SIZES, exact=True)
+    config = gpt.Config(**SIZES, batch_invariant=True)
     return decoder(config), gpt.init(config, sf.key(0))
 
 
@@ -197,7 +197,7 @@ def test_a_model_of_three_times_the_devices_memory_generates(tmp_path: pathlib.P
 @pytest.mark.nightly
 @distributed(world=2)
 def test_ranks_with_weights_on_disk_and_the_cache_on_the_host(tmp_path: pathlib.Path) -> None:
-    config = gpt.Config(**{**SIZES, "num_layers": 3}, exact=True)
+    config = gpt.Config(**{**SIZES, "num_layers": 3}, batch_invariant=True)
     made, params, mesh = decoder(config, tp="tp"), gpt.init(config, sf.key(0)), sf.make_mesh({"tp": 2})
     how: dict[str, Any] = {"mesh": mesh, "limits": limits_of(made, running=4, buckets=(2, 12))}
     engine = Engine(made, params, cache="host", weights="disk", disk=sf.Disk(str(tmp_path)), **how)
@@ -207,7 +207,7 @@ def test_ranks_with_weights_on_disk_and_the_cache_on_the_host(tmp_path: pathlib.
 @pytest.mark.nightly
 @pytest.mark.parametrize("exact", [True, False])
 def test_weights_on_the_host_embeddings_and_top_tokens(exact: bool) -> None:
-    config = gpt.Config(**{**SIZES, "num_layers": 3}, exact=exact)
+    config = gpt.Config(**{**SIZES, "num_layers": 3}, batch_invariant=exact)
     made, params = decoder(config), gpt.init(config, sf.key(0))
     engines = [Engine(made, params), Engine(made, params, cache="host", weights="host")]
     first, second = (e.generate(PROMPTS, Sampling(max_tokens=5, top_logprobs=3, temperature=0.0)) for e in engines)

@@ -77,7 +77,7 @@ def test_an_option_changes_tokens() -> None:
 
 @functools.cache
 def of_bytes() -> Engine:
-    config = gpt.Config(vocab_size=256, num_layers=1, d_model=32, num_heads=2, max_len=48, exact=True)
+    config = gpt.Config(vocab_size=256, num_layers=1, d_model=32, num_heads=2, max_len=48, batch_invariant=True)
     flat = sf.core.tree_map(lambda x: x * 0, gpt.init(config, sf.key(0)))  # all tokens are equally probable
     return Engine(decoder(config), flat, tokenizer=ByteTokenizer())
 

@@ -36,7 +36,7 @@ def test_biases_of_tokens() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 def test_torch_takes_one_thread_beside_kernels(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[int]()  # by torch in the pure step, when it is captured and when it runs
-    config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32, exact=exact)
+    config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32, batch_invariant=exact)
     made = decoder(config)
 
     def outputs(*args: Any) -> Any:

@@ -49,7 +49,7 @@ def test_many_stories(world: int, part: int) -> None:
 @distributed(world=2)
 def test_stories_of_experts(kind: str) -> None:
     changes, limits = KINDS[kind]
-    experts = replace(changes["experts"], exchange=moe.Sum("tp", in_order=True))
+    experts = replace(changes["experts"], exchange=moe.AllReduce("tp", in_order=True))
     one, cut = model(**changes), model("tp", **changes | {"experts": experts})
     runner = Runner(cut.decoder, limits, mesh=make_mesh({"tp": 2}))
     for story in drawn_stories(limits, 6 if kind == "mixtral" else 30):

@@ -21,7 +21,14 @@ from shardfn.testing import distributed
 from tests.inference.stories import check, model, run
 from tests.inference.test_stories import KINDS, LLAMA, drawn_stories
 
-SIZES: dict[str, Any] = {"vocab_size": 77, "num_layers": 3, "d_model": 96, "num_heads": 4, "max_len": 32, "exact": True}
+SIZES: dict[str, Any] = {
+    "vocab_size": 77,
+    "num_layers": 3,
+    "d_model": 96,
+    "num_heads": 4,
+    "max_len": 32,
+    "batch_invariant": True,
+}
 PROMPTS = [[5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
 
 
@@ -52,7 +59,7 @@ def reference(codes: Any = None, **changes: Any) -> Any:
         LLAMA,
         pytest.param({"tie_embeddings": True, "stacked": True}, marks=pytest.mark.nightly),
         LLAMA | {"codes": "int4"},
-        pytest.param({"exact": False}, marks=pytest.mark.nightly),
+        pytest.param({"batch_invariant": False}, marks=pytest.mark.nightly),
     ],
     ids=["llama", "stacked", "int4", "not-exact"],
 )

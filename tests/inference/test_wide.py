@@ -14,7 +14,14 @@ from shardfn.models.moe import Experts
 
 NIGHTLY = pytest.mark.nightly
 F64 = torch.float64
-BASE: dict[str, Any] = {"vocab_size": 23, "num_layers": 2, "d_model": 16, "num_heads": 4, "max_len": 32, "exact": True}
+BASE: dict[str, Any] = {
+    "vocab_size": 23,
+    "num_layers": 2,
+    "d_model": 16,
+    "num_heads": 4,
+    "max_len": 32,
+    "batch_invariant": True,
+}
 LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "position": "rope", "bias": False, "num_kv_heads": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {"tie_embeddings": True},
@@ -75,4 +82,4 @@ def test_adapters_are_refused() -> None:
     lora = LoRA.of(narrow, [r"\.wq$"], rank=2)
     with pytest.raises(ValueError, match="adapter 'a': adapters are added in float32, and this engine is in float64"):
         engine_of("gpt2").adapters.add("a", (lora, lora.init(sf.key(0))))
-    assert config.exact
+    assert config.batch_invariant

@@ -135,7 +135,7 @@ def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
         first, second = own["experts"]["0"], own["experts"]["2"]
         leaves = {"w_up": first["weight"], "b_up": first["bias"], "w_down": second["weight"], "b_down": second["bias"]}
         routing = moe.switch_top1(h @ own["deepspeed_moe"]["gate"]["wg"]["weight"].T)
-        h = h + moe.apply(moe.gelu_experts, leaves, h, routing, exchange=moe.Tokens("ep"))
+        h = h + moe.apply(moe.gelu_experts, leaves, h, routing, exchange=moe.AllToAll("ep"))
     logits = h @ params["head"]["weight"].T + params["head"]["bias"]
     return torch.nn.functional.cross_entropy(logits.float(), (x + 1) % 11)
 

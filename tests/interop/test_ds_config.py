@@ -290,7 +290,7 @@ EXPERTS: dict[str, Any] = {
 def test_experts_are_an_exchange_and_axes_of_the_mesh(data_first: Any, want: list[str]) -> None:
     config = EXPERTS | ({} if data_first is None else {"use_data_before_expert_parallelism": data_first})
     recipe = interop.from_deepspeed_config(config, ranks=8, axis=("dp", "ep"))
-    assert recipe.exchange == sf.nn.moe.Tokens("ep")
+    assert recipe.exchange == sf.nn.moe.AllToAll("ep")
     assert list(recipe.mesh) == want and recipe.mesh == {"dp": 2, "ep": 4}
     taken = {r.key for r in recipe.rows if r.outcome == "taken"}
     assert {"expert_parallel.enabled", "expert_parallel.autoep_size"} <= taken

@@ -84,7 +84,7 @@ def trained(directory: str) -> None:
 
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
         tx, specs = sf.optim.sgd(0.1), sf.P("ep")
-        step = sf.sharded_step(loss(moe.Tokens("ep")), tx, mesh=mesh, specs=specs, batch=sf.P("ep"))
+        step = sf.sharded_step(loss(moe.AllToAll("ep")), tx, mesh=mesh, specs=specs, batch=sf.P("ep"))
         _, metrics = step(step.init(tree), x_SD.chunk(2)[mesh.rank])
         torch.testing.assert_close(metrics["loss"], loss(moe.Local())(tree, x_SD), rtol=1e-6, atol=0)
 

@@ -95,7 +95,7 @@ def own_experts_alone(directory: str) -> None:
     torch.distributed.barrier()
     with without_weights():
         empty = mixtral()
-    _, apply = sf.from_module(empty, experts=moe.Tokens("ep"))
+    _, apply = sf.from_module(empty, experts=moe.AllToAll("ep"))
     plain, read = Archive.box, []
 
     def box(self: Archive, name: str, box: Any, shape: Any = None) -> torch.Tensor:

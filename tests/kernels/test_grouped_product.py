@@ -75,7 +75,7 @@ def test_every_processor_has_the_bits_of_row_linear(sides: tuple[int, int], tran
     counts = [0, 1, 2, 3, 4, 5, 7, 8, 20]
     x, w, *_ = _drawn(torch.float32, counts, *sides, m=sum(counts) + 3)
     layout = w.mT.contiguous() if transposed else w
-    got = kernels.grouped_product(x, layout, torch.tensor(counts), transposed=transposed, exact=True)
+    got = kernels.grouped_product(x, layout, torch.tensor(counts), transposed=transposed, batch_invariant=True)
     parts = [
         kernels.row_linear(rows, kernels.pack_rows(matrix.T), sides[1])
         for rows, matrix in zip(x[: sum(counts)].split(counts), w, strict=True)
@@ -97,9 +97,9 @@ def test_every_processor_multiplies(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("kind")
 def test_an_exact_row_has_its_bits_alone() -> None:
     x, w, _, sizes = _drawn(torch.float32, [3, 0, 17, 5], k=27)
-    got = kernels.grouped_product(x, w, sizes, exact=True)
+    got = kernels.grouped_product(x, w, sizes, batch_invariant=True)
     alone = [
-        kernels.grouped_product(x[i : i + 1], w, torch.eye(4, dtype=torch.int64)[g], exact=True)
+        kernels.grouped_product(x[i : i + 1], w, torch.eye(4, dtype=torch.int64)[g], batch_invariant=True)
         for i, g in ((0, 0), (2, 0), (3, 2), (24, 3))
     ]
     assert torch.equal(torch.cat(alone), got[[0, 2, 3, 24]])
@@ -149,9 +149,9 @@ X, W, COUNTS_2 = torch.ones(4, 3), torch.ones(2, 3, 5), torch.tensor([1, 2])
         (lambda: kernels.grouped_product(X, W, COUNTS_2 + 1), ValueError, r"4 rows, got \[2, 3\], of sum 5"),
         (lambda: kernels.grouped_product(X, W, -COUNTS_2), ValueError, r"got \[-1, -2\]"),
         (
-            lambda: kernels.grouped_product(X.half(), W.half(), COUNTS_2, exact=True),
+            lambda: kernels.grouped_product(X.half(), W.half(), COUNTS_2, batch_invariant=True),
             TypeError,
-            "x must be float32 or float64 for exact products, got torch.float16",
+            "x must be float32 or float64 for batch-invariant products, got torch.float16",
         ),
         (lambda: kernels.grouped_outer(X, X[:3], COUNTS_2), ValueError, r"y is of shape \(3, 3\), must be \(4, 3\)"),
         (

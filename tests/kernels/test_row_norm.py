@@ -111,7 +111,7 @@ def test_a_mapped_dim_joins_the_rows_and_mapped_weights_get_a_call_each() -> Non
         (
             lambda: kernels.row_norm(torch.ones(3, requires_grad=True), torch.ones(3), centered=True).sum().backward(),
             NotImplementedError,
-            r"row_norm has no derivative: use nn\.exact_rms_norm",
+            r"row_norm has no derivative: use nn\.batch_invariant_rms_norm",
         ),
     ],
 )

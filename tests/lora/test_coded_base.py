@@ -241,7 +241,7 @@ def test_layers_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.nightly
 def test_the_engine_serves_the_trained_codes() -> None:
     """Rows of a trained base are the blocks that the decoder takes, and adding them changes no value."""
-    config = gpt.Config(vocab_size=13, num_layers=1, d_model=64, num_heads=2, max_len=16, exact=True)
+    config = gpt.Config(vocab_size=13, num_layers=1, d_model=64, num_heads=2, max_len=16, batch_invariant=True)
     params: Any = gpt.init(config, sf.key(0))
     lora = LoRA.of(params, [r"\.w[qv]$"], rank=2, codes="int4")
     step = sf.sharded_step(

@@ -71,7 +71,7 @@ def test_bodies_compute_the_same(causal: bool) -> None:
     config = dataclasses.replace(CONFIG, causal=causal)
     params, batch = params_of(config), batch_of(config, 0)
 
-    def loss(body: nn.Body, params: Any) -> Tensor:
+    def loss(body: nn.AttentionBackend, params: Any) -> Tensor:
         return gpt.loss(dataclasses.replace(config, attention=body), params, batch).mean()
 
     value, grads = sf.value_and_grad(functools.partial(loss, nn.BlockSparse()))(params)

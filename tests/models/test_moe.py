@@ -45,7 +45,7 @@ def check(c: gpt.Config, mesh: Any, rows: int = 4, wrap: Any = lambda f: f, **op
     assert_parity(loss, sf.optim.adamw(0.01), start, batches(rows), mesh=mesh, specs=specs, **options)
 
 
-EXCHANGES = {"tokens": layers.Tokens("ep"), "weights": layers.Weights("ep")}
+EXCHANGES = {"tokens": layers.AllToAll("ep"), "weights": layers.GatherExperts("ep")}
 
 
 @pytest.mark.nightly
@@ -63,7 +63,7 @@ def test_experts_on_an_axis_of_the_batch_equal_one_device(setting: str, exchange
 @distributed(world=2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_tokens_that_all_ranks_have_alike_are_summed(setting: str) -> None:
-    c = config(setting, layers.Sum("tp"))
+    c = config(setting, layers.AllReduce("tp"))
     with sf.make_mesh({"tp": 2}, device="cpu") as mesh:
         check(c, mesh, batch=sf.P(), tp="tp", loss={"axis": "tp"})
 
@@ -80,7 +80,7 @@ def test_features_of_experts_are_cut(setting: str, sequence: bool) -> None:
 
 @pytest.mark.nightly
 @distributed(world=2)
-@pytest.mark.parametrize("exchange", [layers.Tokens("tp"), layers.Weights("tp")], ids=repr)
+@pytest.mark.parametrize("exchange", [layers.AllToAll("tp"), layers.GatherExperts("tp")], ids=repr)
 def test_experts_lie_on_the_axis_that_cuts_features_and_tokens_elsewhere(exchange: Any) -> None:
     c = config("mixtral", exchange)
     with sf.make_mesh({"tp": 2}, device="cpu") as mesh:
@@ -91,7 +91,7 @@ def test_experts_lie_on_the_axis_that_cuts_features_and_tokens_elsewhere(exchang
 @distributed(world=4)
 @pytest.mark.parametrize("jit", [False, True])
 def test_tensor_parallel_experts_on_an_axis_of_the_batch_in_microbatches(jit: bool) -> None:
-    c = config("gpt", layers.Tokens("ep"))
+    c = config("gpt", layers.AllToAll("ep"))
     assert c.experts is not None
     c = dataclasses.replace(c, experts=dataclasses.replace(c.experts, balance=0.0))
     with sf.make_mesh({"ep": 2, "tp": 2}, device="cpu") as mesh:
@@ -122,7 +122,7 @@ def test_ranks_have_unequal_parts_of_a_sequence(capacity: float | None, jit: boo
     assert alone.experts is not None
     alone = dataclasses.replace(alone, experts=dataclasses.replace(alone.experts, num=2))
     assert alone.experts is not None
-    experts = dataclasses.replace(alone.experts, exchange=layers.Tokens("sp"), axes="sp")
+    experts = dataclasses.replace(alone.experts, exchange=layers.AllToAll("sp"), axes="sp")
     c = dataclasses.replace(alone, experts=experts, attention=sf.nn.Ulysses("sp", 7))
     loss: Any = functools.partial(gpt.loss, c)
     with sf.make_mesh({"sp": 2}, device="cpu") as mesh:
@@ -147,7 +147,7 @@ def test_stacked_layers_equal_separate_ones(setting: str) -> None:
     assert gpt.num_params(apart) == gpt.num_params(stacked)
     want = gpt.loss(apart, params(apart), batch)
     torch.testing.assert_close(gpt.loss(stacked, params(stacked), batch), want, rtol=0, atol=0)
-    c = config(setting, layers.Tokens("ep"), stacked=True, axes="ep")
+    c = config(setting, layers.AllToAll("ep"), stacked=True, axes="ep")
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
         check(
             c,
@@ -188,7 +188,7 @@ def test_balance_losses_travel_through_a_pipeline(setting: str) -> None:
 )
 def test_biases_move_once_a_step_by_the_counts_of_all_its_tokens(num: int, jit: bool) -> None:
     """With four microbatches layers run again in the backward, and count once."""
-    exchange = layers.Tokens("ep")
+    exchange = layers.AllToAll("ep")
     sizes = {**TINY, "num_layers": 3, "max_len": 16}
     experts = moe.Experts(
         num=4,
@@ -233,7 +233,7 @@ def test_biases_move_once_a_step_by_the_counts_of_all_its_tokens(num: int, jit: 
 @pytest.mark.parametrize("remat", [False, True])
 def test_each_stage_of_a_pipeline_moves_the_biases_of_its_layers(world: int, remat: bool) -> None:
     experts = moe.Experts(
-        num=4, d_ff=8, route=layers.sigmoid_groups, bias_rate=0.01, balance=0.0, exchange=layers.Tokens("ep")
+        num=4, d_ff=8, route=layers.sigmoid_groups, bias_rate=0.01, balance=0.0, exchange=layers.AllToAll("ep")
     )
     c = moe.deepseek_v3_like(**TINY, max_len=16, stacked=True, experts=experts)
     with pytest.raises(ValueError, match=r"bias_rate=0.01: these functions have no biases.*models\.moe\.stages"):

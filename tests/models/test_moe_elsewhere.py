@@ -36,7 +36,7 @@ def config(where: Any) -> gpt.Config:
         first=1,
         shared=True,
         balance=0.0,
-        exchange=layers.Tokens(where),
+        exchange=layers.AllToAll(where),
     )
     sizes: dict[str, Any] = {"vocab_size": 20, "num_layers": 2, "d_model": 12, "num_heads": 2, "num_kv_heads": 2}
     return moe.deepseek_v3_like(**sizes, d_ff=10, max_len=8, experts=experts)

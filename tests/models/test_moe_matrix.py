@@ -77,7 +77,7 @@ ROUTERS: dict[str, Any] = {
 def made(case: Case, *, alone: bool) -> gpt.Config:
     """The config on the mesh, or on one device."""
     batch = ("dp", "ep", "sp")
-    exchange = {"tokens": layers.Tokens("ep"), "weights": layers.Weights("ep")}[case["exchange"]]
+    exchange = {"tokens": layers.AllToAll("ep"), "weights": layers.GatherExperts("ep")}[case["exchange"]]
     experts = moe.Experts(
         num=case["experts"],
         top_k=1 if case["router"] == "switch" else 2,

@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {"vocab_size": 20, "num_layers": 2, "d_model": 12, "num_
 
 
 def config(exchange: Any = None, num: int = 4, **changes: Any) -> gpt.Config:
-    experts = moe.Experts(num=num, every=2, exchange=exchange or layers.Tokens("ep"), **changes)
+    experts = moe.Experts(num=num, every=2, exchange=exchange or layers.AllToAll("ep"), **changes)
     return gpt.Config(**SIZES, experts=experts)
 
 
@@ -93,13 +93,13 @@ OF_CONFIGS = [
 def of_steps(wrap: Any) -> list[Mistake]:
     """Mistakes that a step finds, whose loss is wrapped."""
     run = functools.partial(trained, wrap=wrap)
-    uneven = layers.Tokens("ep", uneven=False)
+    uneven = layers.AllToAll("ep", uneven=False)
     return [
         Mistake("a router that chooses more than there are", lambda: run(config(route=too_many_choices)),
                 ValueError, "blocks.1: k=5 choices of 4 experts", "choose k in 1 .. 4"),
         Mistake("a router that is not finite", lambda: run(config(), params=spoilt(config())),
                 ValueError, "blocks.1 (on the rank at ep ", "Look for the first activation or parameter"),
-        Mistake("more rows than room", lambda: run(config(layers.Tokens("ep", rows=3))),
+        Mistake("more rows than room", lambda: run(config(layers.AllToAll("ep", rows=3))),
                 ValueError, "Nothing was sent ... blocks.1: ", "which has room for 3; give it more"),
         Mistake("experts that the ranks do not divide", lambda: run(config(uneven, 5)),
                 ValueError, "blocks.1: the 5 experts would lie on the ranks of 'ep' as [3, 2]",
@@ -109,12 +109,12 @@ def of_steps(wrap: Any) -> list[Mistake]:
                 ValueError, "blocks.1: with Local()", "its first dim must be 4 of the 4 experts"),
         Mistake("whole leaves for a layer that exchanges",
                 lambda: run(config(), specs=gpt.specs(config(layers.Local()))),
-                ValueError, "blocks.1: with Tokens(axis='ep'", "its first dim must be 2 of the 4 experts"),
+                ValueError, "blocks.1: with AllToAll(axis='ep'", "its first dim must be 2 of the 4 experts"),
         Mistake("an axis of experts that no exchange of the loss is along", lambda: without_exchange(sf.P(), wrap),
                 sf.collectives.AxisTypeError, "the loss varies along 'ep'", "Sum the ranks' parts"),
         Mistake("an axis of the batch that cuts experts, and no exchange along it",
                 lambda: without_exchange(sf.P("ep"), wrap),
-                sf.collectives.AxisTypeError, "params['experts'] is cut along 'ep'", "exchange=nn.moe.Tokens('ep')"),
+                sf.collectives.AxisTypeError, "params['experts'] is cut along 'ep'", "exchange=nn.moe.AllToAll('ep')"),
         Mistake("padding for a router that knows none",
                 lambda: run(config(route=without_mask), mask=torch.ones(4, 8, dtype=torch.bool)),
                 ValueError, "blocks.1: route=without_mask ... takes no mask=", "use a router that does"),
@@ -138,7 +138,7 @@ def test_all_ranks_refuse_a_mistake_and_keep_the_state(jit: bool) -> None:
 @pytest.mark.parametrize("jit", [False, True])
 def test_the_step_after_a_refused_one_is_as_if_it_had_not_been(jit: bool) -> None:
     """Each rank sends more rows than there is room for in one batch; before and behind it are others."""
-    c = config(layers.Tokens("ep", rows=24))
+    c = config(layers.AllToAll("ep", rows=24))
     loss = functools.partial(gpt.loss, c)
     drawn = torch.Generator().manual_seed(0)
     fine = [torch.randint(20, (4, 4), generator=drawn) for _ in range(2)]

@@ -28,7 +28,7 @@ TOKENS = 7  # which two ranks cut as 4 and 3
 
 
 def config(mesh: dict[str, int], *, alone: bool, stacked: bool = False, **changes: Any) -> gpt.Config:
-    exchange = layers.Tokens("ep") if "ep" in mesh and not alone else layers.Local()
+    exchange = layers.AllToAll("ep") if "ep" in mesh and not alone else layers.Local()
     options: dict[str, Any] = {"num": 3, "balance": 0.5, "z": 0.05, "exchange": exchange, **changes}
     body = nn.Ulysses("sp", TOKENS) if "sp" in mesh and not alone else nn.Dense()
     return moe.mixtral_like(**SIZES, stacked=stacked, experts=moe.Experts(**options), attention=body)

@@ -81,7 +81,7 @@ def test_padding_changes_nothing() -> None:
 
 @pytest.mark.day(1)
 @distributed(world=2)
-@pytest.mark.parametrize("exchange", [layers.Tokens("ep"), layers.Weights("ep")], ids=repr)
+@pytest.mark.parametrize("exchange", [layers.AllToAll("ep"), layers.GatherExperts("ep")], ids=repr)
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_ranks_with_unequal_padding_equal_one_device(exchange: Any, jit: bool, stacked: bool) -> None:

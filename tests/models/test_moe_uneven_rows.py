@@ -17,8 +17,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "capacity": {"capacity": 0.7},
     "z": {"z": 0.1, "balance": 0.5},
     "sequence": {"balance": 0.5, "balance_loss": layers.balance.sequence},
-    "gathered weights": {"capacity": 0.7, "exchange": layers.Weights("dp")},
-    "sent tokens": {"capacity": 0.7, "exchange": layers.Tokens("dp")},
+    "gathered weights": {"capacity": 0.7, "exchange": layers.GatherExperts("dp")},
+    "sent tokens": {"capacity": 0.7, "exchange": layers.AllToAll("dp")},
 }
 
 
@@ -98,7 +98,7 @@ def test_a_pipeline_of_ranks_with_unequal_rows_equals_one_device(rows: tuple[int
 @distributed(world=4)
 @pytest.mark.parametrize(
     "change",
-    [{"exchange": layers.Tokens("tp")}, {"balance_loss": layers.balance.sequence}],
+    [{"exchange": layers.AllToAll("tp")}, {"balance_loss": layers.balance.sequence}],
     ids=["sequence", "balance"],
 )
 def test_a_rank_without_rows_under_tensor_parallelism_equals_one_device(change: dict[str, Any]) -> None:

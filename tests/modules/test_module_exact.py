@@ -20,7 +20,7 @@ PROMPTS, LENGTH = [[1, 2, 3, 4, 5], [7], [3, 3, 8, 1, 2]], 20
 
 def sampled(model: Any, length: int = LENGTH, **how: Any) -> rl.Rollout:
     """Answers of an exact engine on one device."""
-    made, params = hf_decoder(model, exact=True)
+    made, params = hf_decoder(model, batch_invariant=True)
     how = {"limits": limits_of(made, running=6, block=4, buckets=(32,)), "mesh": sf.make_mesh(alone=True)} | how
     sampling = Sampling(max_tokens=8, n=2, stop_tokens=(0,))
     return rl.sample(Engine(made, params, **how), PROMPTS, sampling, key=sf.key(1), length=length)
@@ -42,7 +42,7 @@ def gradients(apply: Any, params: Any, x: rl.Rollout) -> tuple[torch.Tensor, dic
 def test_log_probabilities_are_those_of_the_engine(kind: str) -> None:
     model = MODELS[kind]()
     x = sampled(model)
-    params, apply = sf.from_module(model, exact=True)
+    params, apply = sf.from_module(model, batch_invariant=True)
     got, exact = gradients(apply, params, x)
     assert torch.equal(got, x.logprobs)
     _, plain = gradients(sf.from_module(model)[1], params, x)
@@ -58,7 +58,7 @@ def test_compiled_graphs_have_the_bits_of_the_engine() -> None:
     """Rotary tables of 64 rows of 128 are large enough for a compiler, whose cosine is another one."""
     model = MODELS["llama"](hidden_size=32, head_dim=128)
     x = sampled(model, length=64)
-    params, apply = sf.from_module(model, exact=True)
+    params, apply = sf.from_module(model, batch_invariant=True)
 
     def loss(params: Any, x: rl.Rollout) -> Any:
         logprobs = logprobs_of(apply, params, x)
@@ -75,7 +75,7 @@ def test_ratios_of_wide_heads_over_ranks_begin_at_1(world: int) -> None:
     """The default back end of `jit` compiles regions as large as these rotary tables."""
     model = MODELS["llama"](hidden_size=32, head_dim=128, num_hidden_layers=1)
     x = sampled(model, length=64)
-    params, apply = sf.from_module(model, exact=True)
+    params, apply = sf.from_module(model, batch_invariant=True)
 
     def loss(params: Any, batch: Any) -> Any:
         x, advantages = batch
@@ -96,7 +96,7 @@ def test_ratios_of_wide_heads_over_ranks_begin_at_1(world: int) -> None:
 @pytest.mark.parametrize("kind", ["mixtral", "llama"])
 def test_layers_that_run_again_have_the_same_bits(kind: str) -> None:
     model = MODELS[kind](attention_dropout=0.0)
-    params, apply = sf.from_module(model, exact=True)
+    params, apply = sf.from_module(model, batch_invariant=True)
     x, found = sampled(model), []
     for again in (False, True):
         if again:
@@ -110,7 +110,7 @@ def learn(wrap: Any, world: int, stage: int) -> None:
     """Two updates by one rollout; the ratios of the first are 1."""
     model = MODELS["mixtral"](**({} if stage else {"num_hidden_layers": 1}))
     x = sampled(model, record_experts=True)
-    params, apply = sf.from_module(model, exact=True)
+    params, apply = sf.from_module(model, batch_invariant=True)
 
     def loss(params: Any, batch: Any) -> Any:
         x, advantages = batch
@@ -143,16 +143,18 @@ def test_ratios_over_ranks_begin_at_1(stage: int) -> None:
 
 def test_forwards_that_are_not_exact_are_refused() -> None:
     model = MODELS["llama"]()
-    with pytest.raises(ValueError, match=r"exact=True, attention=Blockwise.*leave out attention="):
-        sf.from_module(model, exact=True, attention=sf.nn.Blockwise())
-    with pytest.raises(ValueError, match=r"exact=True, experts=Sum.*take moe.Sum\('tp', in_order=True\)"):
-        sf.from_module(MODELS["mixtral"](), exact=True, experts=moe.Sum("tp"))
-    x = rl.empty_rollout(2, LENGTH, 4)
-    params, apply = sf.from_module(model.double(), exact=True)
+    with pytest.raises(ValueError, match=r"batch_invariant=True, attention=Blockwise.*Remove attention="):
+        sf.from_module(model, batch_invariant=True, attention=sf.nn.Blockwise())
     with pytest.raises(
-        TypeError, match=r"x is torch\.float64, and a module's exact rows are .*take parameters in float32"
+        ValueError, match=r"batch_invariant=True, experts=AllReduce.*take moe.AllReduce\('tp', in_order=True\)"
+    ):
+        sf.from_module(MODELS["mixtral"](), batch_invariant=True, experts=moe.AllReduce("tp"))
+    x = rl.empty_rollout(2, LENGTH, 4)
+    params, apply = sf.from_module(model.double(), batch_invariant=True)
+    with pytest.raises(
+        TypeError, match=r"x is torch\.float64, and batch-invariant rows are .*take parameters in float32"
     ):
         apply(params, input_ids=x.ids)
-    params, apply = sf.from_module(MODELS["gemma2"](), exact=True)
+    params, apply = sf.from_module(MODELS["gemma2"](), batch_invariant=True)
     with pytest.raises(ValueError, match="softcap is not computed by a body"):
         apply(params, input_ids=x.ids)

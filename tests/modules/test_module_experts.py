@@ -95,7 +95,7 @@ STAGES += [pytest.param(1, captured, marks=nightly), pytest.param(3, plain, mark
 @distributed(world=2)
 def test_three_experts_on_two_ranks_equal_those_of_the_model(kind: str, stage: int, wrap: Any) -> None:
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
-        check(model_of(kind), moe.Tokens("ep"), mesh, wrap=wrap, batch=sf.P("ep"), zero=zero(stage))
+        check(model_of(kind), moe.AllToAll("ep"), mesh, wrap=wrap, batch=sf.P("ep"), zero=zero(stage))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,18 +104,18 @@ def test_three_experts_on_two_ranks_equal_those_of_the_model(kind: str, stage: i
 @distributed(world=2)
 def test_other_exchanges(kind: str, wrap: Any) -> None:
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
-        check(model_of(kind), moe.Weights("ep"), mesh, wrap=wrap, batch=sf.P("ep"), zero=zero(3))
+        check(model_of(kind), moe.GatherExperts("ep"), mesh, wrap=wrap, batch=sf.P("ep"), zero=zero(3))
         check(model_of(kind), moe.Local(), mesh, wrap=wrap, batch=sf.P("ep"), zero=zero(3))
     with sf.make_mesh({"tp": 2}, device="cpu") as mesh:
-        check(model_of(kind), moe.Sum("tp"), mesh, wrap=wrap, batch=sf.P())
+        check(model_of(kind), moe.AllReduce("tp"), mesh, wrap=wrap, batch=sf.P())
 
 
 @distributed(world=2)
 def test_experts_by_their_weights_and_by_a_sum() -> None:
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
-        check(model_of("gpt-oss"), moe.Weights("ep"), mesh, batch=sf.P("ep"), zero=zero(3))
+        check(model_of("gpt-oss"), moe.GatherExperts("ep"), mesh, batch=sf.P("ep"), zero=zero(3))
     with sf.make_mesh({"tp": 2}, device="cpu") as mesh:
-        check(model_of("gpt-oss"), moe.Sum("tp"), mesh, batch=sf.P())
+        check(model_of("gpt-oss"), moe.AllReduce("tp"), mesh, batch=sf.P())
 
 
 @pytest.mark.nightly
@@ -125,8 +125,8 @@ def test_a_rank_whose_experts_have_no_row_and_layers_that_run_again() -> None:
     model.model.layers[0].mlp.gate.register_forward_hook(_to_the_first_two)
     model.train().activation_checkpointing_enable()
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
-        check(model, moe.Tokens("ep"), mesh, batch=sf.P("ep"), zero=zero(3))
-        check(model, moe.Tokens("ep"), mesh, wrap=captured, batch=sf.P("ep"), zero=zero(1))
+        check(model, moe.AllToAll("ep"), mesh, batch=sf.P("ep"), zero=zero(3))
+        check(model, moe.AllToAll("ep"), mesh, wrap=captured, batch=sf.P("ep"), zero=zero(1))
 
 
 def _to_the_first_two(gate: Any, args: Any, out: Any) -> Any:
@@ -144,7 +144,7 @@ def test_experts_beside_data_and_in_microbatches() -> None:
         rows = [{"tokens": x["tokens"].repeat(2, 1)} for x in BATCHES]
         # More parts round otherwise: the model is compared in the width in which its norms compute.
         model = model_of("qwen3", num=5).float()
-        check(model, moe.Tokens("ep"), mesh, wrap=lambda f: sf.accumulate(f, 2), rows=rows, **options)
+        check(model, moe.AllToAll("ep"), mesh, wrap=lambda f: sf.accumulate(f, 2), rows=rows, **options)
 
 
 @pytest.mark.day("plain")
@@ -155,7 +155,7 @@ def test_buffers_of_a_router_are_model_state(wrap: Any) -> None:
     gate = model.model.layers[0].mlp.gate
     with torch.no_grad():
         gate.e_score_correction_bias.copy_(torch.tensor([0.0, 0.4, -0.4]))
-    params, model_state, apply = sf.from_module(model, has_state=True, experts=moe.Tokens("ep"))
+    params, model_state, apply = sf.from_module(model, has_state=True, experts=moe.AllToAll("ep"))
     name = "model.layers.0.mlp.gate.e_score_correction_bias"
     want = loss_of(lambda p, input_ids: model(input_ids))({}, BATCHES[0])
 
@@ -186,7 +186,7 @@ def test_buffers_of_a_router_are_model_state(wrap: Any) -> None:
 def test_the_models_own_balance_loss_is_over_own_rows() -> None:
     model = model_of("mixtral", router_aux_loss_coef=0.1)
     with pytest.warns(UserWarning, match="not that of the global batch"):
-        _, apply = sf.from_module(model.eval(), experts=moe.Tokens("ep"))
+        _, apply = sf.from_module(model.eval(), experts=moe.AllToAll("ep"))
         params = {name: p.detach() for name, p in model.named_parameters()}
 
         def loss(params: Any, batch: Any) -> torch.Tensor:
@@ -213,7 +213,7 @@ def test_the_models_own_balance_loss_is_over_own_rows() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_specs_are_those_of_the_plan_of_the_model(kind: str) -> None:
     model = model_of(kind)
-    _, apply = sf.from_module(model, experts=moe.Tokens(("dp", "ep")))
+    _, apply = sf.from_module(model, experts=moe.AllToAll(("dp", "ep")))
     planned = [
         re.compile(name.replace(".", r"\.").replace("*", r"\d+"))
         for name, how in model.config.base_model_ep_plan.items()
@@ -231,7 +231,7 @@ def test_specs_are_those_of_the_plan_of_the_model(kind: str) -> None:
 @distributed(world=2)
 def test_a_router_that_is_not_finite_is_refused_on_all_ranks(kind: str, wrap: Any) -> None:
     model = model_of(kind)
-    params, apply = sf.from_module(model, experts=moe.Tokens("ep"))
+    params, apply = sf.from_module(model, experts=moe.AllToAll("ep"))
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
         options: dict[str, Any] = {"mesh": mesh, "specs": apply.specs, "batch": sf.P("ep"), "zero": zero(3)}
         step = sf.sharded_step(wrap(loss_of(apply)), sf.optim.sgd(0.1), donate=False, **options)
@@ -250,7 +250,7 @@ def test_a_router_that_is_not_finite_is_refused_on_all_ranks(kind: str, wrap: An
 
 @distributed(world=2)
 def test_leaves_without_their_specs_are_refused() -> None:
-    params, apply = sf.from_module(model_of("mixtral"), experts=moe.Tokens("ep"))
+    params, apply = sf.from_module(model_of("mixtral"), experts=moe.AllToAll("ep"))
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
         step = sf.sharded_step(loss_of(apply), sf.optim.sgd(0.1), mesh=mesh, batch=sf.P("ep"))
         with pytest.raises((ValueError, sf.RankError), match=r"model.layers.0.mlp.experts: with Tokens.*P\('ep'\)"):
@@ -283,7 +283,7 @@ def test_experts_that_cannot_be_routed_are_refused() -> None:
 def test_experts_in_bfloat16(wrap: Any) -> None:
     model = model_of("mixtral").float()
     policy = sf.Policy.bf16()
-    params, apply = sf.from_module(model, experts=moe.Tokens("ep"))
+    params, apply = sf.from_module(model, experts=moe.AllToAll("ep"))
     # The model's own experts round the sum over a token's choices otherwise. Gradients of experts are sums over the
     # rows of both ranks, rounded once.
     _, own = sf.from_module(model, experts=moe.Local())
@@ -305,7 +305,7 @@ def test_experts_in_the_layers_of_a_pipeline(wrap: Any) -> None:
     model, path = model_of("mixtral"), "model.layers"
     model.model.layers.extend(copy.deepcopy(model.model.layers))
     model.config.num_hidden_layers = 2
-    params, apply = sf.from_module(model, layers=path, experts=moe.Tokens("ep"))
+    params, apply = sf.from_module(model, layers=path, experts=moe.AllToAll("ep"))
     _, own = sf.from_module(model, layers=path)
     piped = wrap(sf.pipeline_module(loss_of(apply), apply, num_microbatches=2))
     specs: dict[str, Any] = dict.fromkeys(params, sf.P())

@@ -160,7 +160,7 @@ def many_ranks(mesh: sf.Mesh, impls: Any, seeds: range) -> None:
             assert_close(got, [x[samples, at] for x in want], f"{impl} {mask} seed {seed}")
 
 
-def line(T: int) -> list[nn.Body]:
+def line(T: int) -> list[nn.AttentionBackend]:
     """Heads and tokens are dealt unevenly, and some ranks get no heads or tokens."""
     ulysses = [nn.Ulysses("sp", T, inner) for inner in (nn.Dense(), nn.Blockwise(6), nn.BlockSparse(6))]
     return [*ulysses, nn.Ring("sp", T, block=5), nn.Ring("sp", T, zigzag=True, block=4)]
@@ -172,7 +172,7 @@ def test_bodies_on_a_line() -> None:
     many_ranks(sf.make_mesh({"sp": 3}), line, range(2, 5))
 
 
-def both(T: int) -> list[nn.Body]:
+def both(T: int) -> list[nn.AttentionBackend]:
     return [nn.Ulysses("u", T, nn.Ring("r", zigzag=True, block=4))]
 
 
@@ -194,7 +194,7 @@ def test_many_bodies_on_ranks(world: int) -> None:
 @pytest.mark.day("BlockSparse(block=3)")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
 @pytest.mark.parametrize("impl", [nn.Blockwise(4), nn.BlockSparse(3)], ids=str)
-def test_blocks_are_closed_under_transforms(impl: nn.Body) -> None:
+def test_blocks_are_closed_under_transforms(impl: nn.AttentionBackend) -> None:
     """vmap, jvp, grad of grad; the formula is the reference."""
     q, k, v, *tangents = (torch.randn(2, 6, n, 2, dtype=torch.float64) for n in (2, 1, 1) * 2)
     drop = nn.PairDropout(sf.key(2), 0.4, torch.tensor([3, 8]))

@@ -14,7 +14,9 @@ from shardfn.inference import Engine, Runner, Sampling, decoder, limits_of
 from shardfn.models import gpt
 from shardfn.testing import distributed
 
-CONFIG = gpt.Config.llama_like(vocab_size=12, num_layers=1, d_model=16, num_heads=2, d_ff=16, max_len=40, exact=True)
+CONFIG = gpt.Config.llama_like(
+    vocab_size=12, num_layers=1, d_model=16, num_heads=2, d_ff=16, max_len=40, batch_invariant=True
+)
 MODEL = decoder(CONFIG)
 LIMITS = limits_of(MODEL, running=8, block=4, buckets=(64,))
 PROMPTS = [[3, 4, 5, 6, 7], [8], [3, 4, 9, 1, 2, 3]]

@@ -33,7 +33,7 @@ def choices(model: Any, apply: Any, params: Any, ids: torch.Tensor) -> torch.Ten
 def test_an_engine_records_the_experts_of_the_training_forward(kind: str) -> None:
     model = MODELS[kind]()
     x = sampled(model, record_experts=True)
-    params, apply = sf.from_module(model, exact=True)
+    params, apply = sf.from_module(model, batch_invariant=True)
     own, at = choices(model, apply, params, x.ids), known(x)
     assert x.expert_ids.shape == own.shape and hf_decoder(model)[0].expert_shape == tuple(own.shape[2:])
     assert torch.equal(x.expert_ids[at].long(), own[at]) and len(own[at].unique()) > 2
@@ -45,7 +45,7 @@ def test_an_engine_records_the_experts_of_the_training_forward(kind: str) -> Non
 def test_a_replay_has_the_log_probabilities_of_the_engine(kind: str) -> None:
     model = MODELS[kind]()
     x = sampled(model, record_experts=True)
-    params, apply = sf.from_module(model, exact=True)
+    params, apply = sf.from_module(model, batch_invariant=True)
     wanted = gradients(apply, params, x)
     got = gradients(apply.replaying(x.expert_ids), params, x)
     assert torch.equal(got[0], x.logprobs) and torch.equal(wanted[0], x.logprobs)
@@ -63,7 +63,7 @@ def test_a_replay_by_functions_of_torch_is_near(kind: str) -> None:
     torch.testing.assert_close(replayed, x.logprobs, rtol=0, atol=1e-4)
     metrics = {name: float(m.mean()) for name, m in rl.mismatch_metrics(replayed, x.logprobs, x.lengths).items()}
     assert 0 < metrics["mismatch"] < metrics["mismatch_most"] < 1e-4 and 0 < metrics["mismatched"] <= 1
-    exact = logprobs_of(sf.from_module(model, exact=True)[1].replaying(x.expert_ids), params, x)
+    exact = logprobs_of(sf.from_module(model, batch_invariant=True)[1].replaying(x.expert_ids), params, x)
     assert not any(float(m.mean()) for m in rl.mismatch_metrics(exact, x.logprobs, x.lengths).values())
 
 
@@ -82,7 +82,7 @@ def test_a_replay_keeps_the_experts_of_weights_that_are_rounded(kind: str) -> No
     near_ties(model)
     params, apply = sf.from_module(model)
     rounded = {name: p.bfloat16().float() for name, p in params.items()}
-    made, _ = hf_decoder(model, exact=True)
+    made, _ = hf_decoder(model, batch_invariant=True)
     limits = limits_of(made, running=6, block=4, buckets=(32,))
     engine = Engine(made, rounded, limits=limits, record_experts=True)
     prompts = [[i % 13, (5 * i + 1) % 13, 3, (7 * i) % 13, 2, 9] for i in range(12)]

@@ -13,7 +13,9 @@ from shardfn import rl
 from shardfn.inference import Engine, Runner, Sampling, decoder, limits_of
 from shardfn.models import gpt
 
-CONFIG = gpt.Config.llama_like(vocab_size=19, num_layers=1, d_model=16, num_heads=2, d_ff=16, max_len=12, exact=True)
+CONFIG = gpt.Config.llama_like(
+    vocab_size=19, num_layers=1, d_model=16, num_heads=2, d_ff=16, max_len=12, batch_invariant=True
+)
 SAMPLING, LENGTH = Sampling(max_tokens=6, n=4, stop_tokens=(0,)), 12
 PROMPTS = [[3, 4, 5], [8], [3, 4, 9, 1], [11, 2]]
 MODEL = decoder(CONFIG)

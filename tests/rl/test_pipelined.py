@@ -17,9 +17,9 @@ from tests.modules.test_module_exact import logprobs_of, sampled
 
 PATH = "model.layers"
 EXACT = gpt.Config.llama_like(
-    vocab_size=16, num_layers=2, d_model=32, num_heads=4, d_ff=64, max_len=16, exact=True, stacked=True
+    vocab_size=16, num_layers=2, d_model=32, num_heads=4, d_ff=64, max_len=16, batch_invariant=True, stacked=True
 )
-WIDE = dataclasses.replace(EXACT, exact=False)  # float64
+WIDE = dataclasses.replace(EXACT, batch_invariant=False)  # float64
 EXPERTS = moe.mixtral_like(
     vocab_size=16,
     num_layers=4,
@@ -137,7 +137,7 @@ def test_layers_of_a_policy_on_two_ranks(world: int) -> None:
     batch = (x, torch.linspace(-1, 1, len(x.ids)))
     specs: dict[str, Any] = {"batch": sf.P(), "zero": sf.Zero(stage=1)}
     with sf.make_mesh({"dp": 1, "pp": world}, device="cpu") as mesh:
-        params, exact = sf.from_module(model, layers=PATH, exact=True)
+        params, exact = sf.from_module(model, layers=PATH, batch_invariant=True)
         by_name = dict.fromkeys(params, sf.P()) | {PATH: dict.fromkeys(params[PATH], sf.P("pp"))}
 
         def mismatch(params: Any, batch: Any) -> Any:

@@ -17,7 +17,7 @@ from shardfn.models import gpt
 from shardfn.testing import distributed
 from tests.mistakes import Mistake, cases, check, check_on_all_ranks
 
-CONFIG = gpt.Config(vocab_size=16, num_layers=1, d_model=32, num_heads=4, max_len=12, exact=True, dropout=0.2)
+CONFIG = gpt.Config(vocab_size=16, num_layers=1, d_model=32, num_heads=4, max_len=12, batch_invariant=True, dropout=0.2)
 SAMPLING = Sampling(max_tokens=4, n=2)
 ONE, TWO = torch.ones(1, 2), torch.tensor([2])
 

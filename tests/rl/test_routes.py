@@ -24,7 +24,7 @@ CONFIG = moe.mixtral_like(
     d_ff=16,
     max_len=24,
     experts=EXPERTS,
-    exact=True,
+    batch_invariant=True,
 )
 DENSE = dataclasses.replace(CONFIG, experts=None)
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4, 5, 6, 7], [8], [3, 4, 5, 6, 7, 2]]
@@ -185,7 +185,7 @@ def test_mistakes_are_named() -> None:
 @distributed(world=2)
 def test_ranks_of_one_engine_record_the_experts_of_one_device(world: int) -> None:
     mesh, one = sf.make_mesh({"tp": world}), sf.make_mesh(alone=True)
-    cut = dataclasses.replace(EXPERTS, exchange=sf.nn.moe.Sum("tp", in_order=True))
+    cut = dataclasses.replace(EXPERTS, exchange=sf.nn.moe.AllReduce("tp", in_order=True))
     model = decoder(dataclasses.replace(CONFIG, num_kv_heads=2, experts=cut), tp="tp")
     whole = dataclasses.replace(CONFIG, num_kv_heads=2)
     wanted = Engine(decoder(whole), params(whole), mesh=one, limits=limits(decoder(whole)), record_experts=True)

@@ -17,7 +17,7 @@ from shardfn.models import gpt
 from shardfn.testing import distributed
 
 CONFIG = gpt.Config.llama_like(
-    vocab_size=19, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, d_ff=48, max_len=24, exact=True
+    vocab_size=19, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, d_ff=48, max_len=24, batch_invariant=True
 )
 PROMPTS = [[3, 4, 5, 6, 7], [8], [3, 4, 9, 1, 2, 3, 4, 5, 6], [11, 2]]
 SAMPLING = Sampling(max_tokens=7, n=2, stop_tokens=(0, 1))
@@ -102,7 +102,7 @@ def test_first_ratios_are_one_under_tensor_parallelism(world: int, stage: int) -
 @pytest.mark.parametrize("how", ["accumulate", "remat", pytest.param("jit", marks=pytest.mark.nightly), "tied"])
 def test_first_ratios_are_one_under_transforms(how: str) -> None:
     small = gpt.Config(vocab_size=19, num_layers=2, d_model=32, num_heads=4, max_len=24, tie_embeddings=True)
-    config = dataclasses.replace(small, exact=True) if how == "tied" else CONFIG
+    config = dataclasses.replace(small, batch_invariant=True) if how == "tied" else CONFIG
     one: Any = functools.partial(loss, config, **({"wrap": sf.remat} if how == "remat" else {}))
     one = sf.accumulate(one, 4) if how == "accumulate" else sf.jit(one) if how == "jit" else one
     params = gpt.init(config, sf.key(0))

@@ -13,7 +13,7 @@ from shardfn.models import gpt
 from shardfn.testing import distributed
 
 CONFIG = gpt.Config.llama_like(
-    vocab_size=16, num_layers=2, d_model=32, num_heads=4, d_ff=64, max_len=16, exact=True, tie_embeddings=True
+    vocab_size=16, num_layers=2, d_model=32, num_heads=4, d_ff=64, max_len=16, batch_invariant=True, tie_embeddings=True
 )
 F64 = torch.float64
 POLICY = sf.Policy(param=F64, compute=torch.float32, reduce=F64, accum=F64, master=F64)

@@ -26,7 +26,7 @@ from tests.inference.stories import adapter
 
 CONTEXT = 512
 CONFIG = gpt.Config.llama_like(
-    vocab_size=256, num_layers=1, d_model=32, num_heads=2, d_ff=None, max_len=CONTEXT, exact=True
+    vocab_size=256, num_layers=1, d_model=32, num_heads=2, d_ff=None, max_len=CONTEXT, batch_invariant=True
 )
 END = 0  # a token that ends completions
 NAME = "tiny"

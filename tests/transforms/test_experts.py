@@ -27,7 +27,7 @@ def config(num: int = 4, *, alone: bool = False, **changes: Any) -> gpt.Config:
         every=2,
         balance=0.1,
         axes=None if alone else BATCH,
-        exchange=layers.Local() if alone else layers.Tokens("ep"),
+        exchange=layers.Local() if alone else layers.AllToAll("ep"),
     )
     sizes: dict[str, Any] = {"vocab_size": 20, "num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 12, "max_len": 8}
     return gpt.Config(
@@ -247,7 +247,7 @@ def test_experts_alone_lie_on_the_host(tmp_path: pathlib.Path) -> None:
 def test_one_capture_serves_all_routings(num: int) -> None:
     """Tokens of one kind choose the same experts: each batch has other kinds, some have one alone."""
     with sf.make_mesh({"dp": 1, "ep": 2}, device="cpu") as mesh:
-        c = config(3, alone=True, exchange=layers.Tokens("ep"))
+        c = config(3, alone=True, exchange=layers.AllToAll("ep"))
         loss = functools.partial(gpt.loss, c)
         made = torch.Generator().manual_seed(3)
         batches = []
@@ -284,7 +284,7 @@ def test_the_router_computes_in_32_bits_of_a_model_of_16(policy: str) -> None:
         return routing
 
     with sf.make_mesh({"dp": 1, "ep": 2}, device="cpu") as mesh:
-        c = config(alone=True, route=route, exchange=layers.Tokens("ep"))
+        c = config(alone=True, route=route, exchange=layers.AllToAll("ep"))
         scale = sf.optim.dynamic_loss_scale() if policy == "fp16" else None
         loss = sf.mixed_precision(functools.partial(gpt.loss, c), getattr(sf.Policy, policy)(), scale)
         step = sf.sharded_step(loss, optimizer_of(), mesh=mesh, specs=gpt.specs(c), batch=sf.P("ep"), zero=ZERO)

@@ -49,8 +49,8 @@ BODIES: dict[str, Callable[[int], Any]] = {
 }
 EXCHANGES: dict[str, Callable[[Any], Any]] = {
     "local": lambda axes: nn.moe.Local(),
-    "tokens": nn.moe.Tokens,
-    "weights": nn.moe.Weights,
+    "tokens": nn.moe.AllToAll,
+    "weights": nn.moe.GatherExperts,
 }
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "momentum": lambda: optim.sgd(0.1, momentum=0.9),

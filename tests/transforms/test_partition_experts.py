@@ -136,7 +136,7 @@ def test_a_model_with_experts_is_cut_by_specs(setting: str, stacked: bool) -> No
     style = {"num_kv_heads": 2, "max_len": 16, "stacked": stacked, "experts": experts}
     config = (moe.mixtral_like if setting == "mixtral" else moe.gpt_moe)(**sizes, **style)
     loss = functools.partial(gpt.loss, config)
-    on_ranks = dataclasses.replace(config, experts=dataclasses.replace(experts, exchange=layers.Sum("tp")))
+    on_ranks = dataclasses.replace(config, experts=dataclasses.replace(experts, exchange=layers.AllReduce("tp")))
     params = sf.core.tree_map(lambda x: x.double() * 3, gpt.init(config, sf.key(0)))
     paths, (leaves, tree) = sf.core.tree_paths(params), sf.core.tree_flatten(params)
     # The gradient of a bias of keys is 0 but for rounding.

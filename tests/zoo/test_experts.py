@@ -54,7 +54,7 @@ def model_of(name: str) -> Any:
 def test_experts_of_the_zoo_on_two_ranks(name: str, jit: bool) -> None:
     torch.set_num_threads(1)
     model, mesh = model_of(name), sf.make_mesh({"ep": 2}, device="cpu")
-    params, apply = sf.from_module(model, experts=moe.Tokens("ep"))
+    params, apply = sf.from_module(model, experts=moe.AllToAll("ep"))
     _, own = sf.from_module(model)
     batches = [inputs(model, ZOO[name].inputs, seed, ZOO[name].images) for seed in range(2)]
 
@@ -81,12 +81,12 @@ def test_experts_of_the_zoo_on_two_ranks(name: str, jit: bool) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_experts_that_are_not_looked_up_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"is a {REFUSED[name]}, .* without transformers' ExpertsInterface"):
-        sf.from_module(model_of(name), experts=moe.Tokens("ep"))
+        sf.from_module(model_of(name), experts=moe.AllToAll("ep"))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "exchange, axis", [(moe.Tokens("x"), sf.P("x")), (moe.Sum("x"), sf.P())], ids=["tokens", "sum"]
+    "exchange, axis", [(moe.AllToAll("x"), sf.P("x")), (moe.AllReduce("x"), sf.P())], ids=["tokens", "sum"]
 )
 @distributed(world=2)
 def test_a_norm_that_all_experts_share(exchange: Any, axis: sf.P) -> None:

@@ -33,7 +33,7 @@ def exchanging(mode: Following, blocks: Mapping[str, tuple[str, ...]], *, at_onc
         " the block's axis:",
         [
             f"{path} is cut along {', '.join(map(repr, axes))}; send rows to the blocks, as nn.moe.apply(...,"
-            f" exchange=nn.moe.Tokens({axes[0]!r})) does, gather the leaf with sf.all_gather, or leave {axes[0]!r} out"
+            f" exchange=nn.moe.AllToAll({axes[0]!r})) does, gather the leaf with sf.all_gather, or remove {axes[0]!r}"
             " of its spec. A loss that sends by itself, without shardfn, declares it by a call of"
             f" sf.axis_index({axes[0]!r})"
             for path, axes in blocks.items()

@@ -17,7 +17,7 @@ def grouped_product(
     counts: Int[Tensor, " e"],
     *,
     transposed: bool = False,
-    exact: bool = False,
+    batch_invariant: bool = False,
 ) -> Float[Tensor, "m n"]:
     """Returns the first `counts[0]` rows of `x` times `w[0]`, the next `counts[1]` rows times `w[1]`, and so on.
 
@@ -34,10 +34,12 @@ def grouped_product(
         counts: number of rows of each group, not negative, on the device of `x`. The host of a GPU does not read the
             counts.
         transposed: whether `w` has matrices [n, k], as for `torch.nn.functional.linear`.
-        exact: whether every implementation has the bits of `row_linear` for each row. For float32, or float64 (slow).
+        batch_invariant: whether every implementation has the bits of `row_linear` for each row. For float32, or float64
+            (slow).
 
     Raises:
-        TypeError: dtypes differ, are not floating point, or `exact` is asked of another dtype than float32 and float64.
+        TypeError: dtypes differ, are not floating point, or `batch_invariant` is asked of another dtype than float32
+            and float64.
         ValueError: shapes do not fit. On a CPU, a count is negative, or the counts are more than the rows.
         NotImplementedError: in a backward.
 
@@ -47,8 +49,10 @@ def grouped_product(
         tensor([[ 2., 10., 10.,  0.]])
     """
     _check_operands("w", x, w, counts)
-    if exact and x.dtype not in EXACT:
-        raise TypeError(f"x must be float32 or float64 for exact products, got {x.dtype}. Leave out exact=True")
+    if batch_invariant and x.dtype not in EXACT:
+        raise TypeError(
+            f"x must be float32 or float64 for batch-invariant products, got {x.dtype}. Remove batch_invariant=True"
+        )
     at = 2 if transposed else 1
     if w.ndim != 3 or w.shape[at] != x.shape[1]:
         raise ValueError(
@@ -56,7 +60,7 @@ def grouped_product(
             f"the last dim of x, got {tuple(w.shape)}. Pass transposed={not transposed} for the other layout"
         )
     check_shape("counts", counts, (w.shape[0],), "one for each matrix")
-    return torch.ops.shardfn_kernels.grouped_product(x, w, counts, transposed, exact)
+    return torch.ops.shardfn_kernels.grouped_product(x, w, counts, transposed, batch_invariant)
 
 
 def grouped_outer(

@@ -18,7 +18,7 @@ def gated_silu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> 
     """Returns `gate / (1 + e^-gate) * up`, each element by the same fixed expression.
 
     Torch's silu rounds the last elements of a thread's range otherwise than the rest, so torch's bits depend on the
-    number of rows. For a derivative take `nn.swiglu` with `nn.ExactWeight`s.
+    number of rows. For a derivative take `nn.swiglu` with `nn.BatchInvariantWeight`s.
 
     Args:
         gate: the argument of silu, float32 or float64.
@@ -43,7 +43,7 @@ def gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Returns GELU in GPT-2's form with tanh, as `x / (1 + e^-a)`, a = x (c + 0.044715 c x^2), c = 2 sqrt(2 / pi).
 
     Each element is the same fixed expression, equal to x (1 + tanh(a / 2)) / 2. For a derivative take `nn.mlp` with
-    `nn.ExactWeight`s.
+    `nn.BatchInvariantWeight`s.
 
     Args:
         x: float32 or float64, any shape.
@@ -179,7 +179,7 @@ define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotate_rows, _empt
 refuse_backward("rotate", "use nn.rope, or detach its arguments.")
 for _name, _num, _layer in (("gated_silu", 2, "swiglu"), ("gelu", 1, "mlp")):
     map_rows(_name, _num)
-    refuse_backward(_name, f"use nn.{_layer} with nn.ExactWeight.of(weight, chunks), or detach its arguments.")
+    refuse_backward(_name, f"use nn.{_layer} with nn.BatchInvariantWeight.of(weight, chunks), or detach its arguments.")
 map_rows("gated_silu_gradient", 2)
 for _name in ("gated_silu_gradient", "gated_silu_gradient_"):
     refuse_backward(_name, "differentiate F.silu(gate) * up twice.")

@@ -25,7 +25,8 @@ def row_norm(
     m is 0, as in an RMS norm, or with `centered` the mean, as in a layer norm. A sum over D is of 64 lanes: lane j adds
     the elements j, j + 64, ... in order, squares by fused multiply-adds, and the lanes are added by halving. The
     product with the weight and the bias are a fused multiply-add. So a row has the same bits next to any other rows, on
-    any number of threads, and on any processor. For a derivative take `nn.exact_rms_norm` or `nn.exact_layer_norm`.
+    any number of threads, and on any processor. For a derivative take `nn.batch_invariant_rms_norm` or
+    `nn.batch_invariant_layer_norm`.
 
     Args:
         x: input in float32, or float64 by two roundings for each multiply-add, with any leading dims.
@@ -65,5 +66,7 @@ define(
     lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
 map_rows("row_norm", 1)
-refuse_backward("row_norm", "use nn.exact_rms_norm or nn.exact_layer_norm, or detach its arguments.")
+refuse_backward(
+    "row_norm", "use nn.batch_invariant_rms_norm or nn.batch_invariant_layer_norm, or detach its arguments."
+)
 define_call("shardfn_kernels::row_norm.default", _native.call)

@@ -6,7 +6,7 @@ from ._groups import sigmoid_groups as sigmoid_groups
 from ._over_tokens import expert_choice as expert_choice, sinkhorn as sinkhorn
 from ._logits import check_chosen as check_chosen, check_finite as check_finite
 from ._noise import jitter as jitter, token_numbers as token_numbers
-from ._capacity import capacity as capacity, with_capacity as with_capacity
+from ._capacity import capacity as capacity, apply_capacity as apply_capacity
 from . import balance as balance
 from ._bias import bias_update as bias_update
 from ._metrics import load as load, other_choices as other_choices
@@ -14,7 +14,13 @@ from ._permute import Permutation as Permutation, combine as combine, dispatch a
 from ._grouped import grouped as grouped
 from ._functions_of_ops import FUNCTIONS_OF_OPS as FUNCTIONS_OF_OPS
 from ._experts import ExpertFunction as ExpertFunction, gelu_experts as gelu_experts, swiglu_experts as swiglu_experts
-from ._exchange import Exchange as Exchange, Local as Local, Sum as Sum, Tokens as Tokens, Weights as Weights
+from ._exchange import (
+    Exchange as Exchange,
+    Local as Local,
+    AllReduce as AllReduce,
+    AllToAll as AllToAll,
+    GatherExperts as GatherExperts,
+)
 from ._apply import apply as apply
 from ._residual import residual as residual
-from ._cheapest import ExchangeBytes as ExchangeBytes, cheapest as cheapest, exchange_bytes as exchange_bytes
+from ._exchange_cost import ExchangeBytes as ExchangeBytes, cheapest as cheapest, exchange_bytes as exchange_bytes

@@ -12,12 +12,12 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from shardfn.collectives import all_gather, axis_index, axis_size, psum
-from shardfn.core import Axes
+from shardfn.core import Axes, explains_keywords
 
 from ._noise import check_index, words_of
 from ._routing import Routing, counts_of
 
-By = Literal["position", "choice", "probs", "random"]
+Priority = Literal["position", "choice", "probs", "random"]
 # Bits of priorities compared at a time: a message has E counts for each value of such a digit.
 _BITS = 8
 
@@ -34,7 +34,7 @@ def capacity(num_tokens: int | Tensor, k: int, num_experts: int, factor: float =
     """Returns the number of choices of an expert: max(ceil(factor k S / E), minimum), by DeepSpeed's rule.
 
     Args:
-        num_tokens: number S of tokens, of a rank where `with_capacity` has no axes, else of the whole batch. An int64
+        num_tokens: number S of tokens, of a rank where `apply_capacity` has no axes, else of the whole batch. An int64
             0-d tensor, such as the number of tokens without padding, has a tensor as the capacity.
         k: experts of a token.
         num_experts: E.
@@ -61,11 +61,12 @@ def capacity(num_tokens: int | Tensor, k: int, num_experts: int, factor: float =
     return (-(-num_tokens * each.numerator // each.denominator)).clamp(min=minimum)
 
 
-def with_capacity(
+@explains_keywords(by="priority={value!r}")
+def apply_capacity(
     routing: Routing,
     capacity: int | Int64[Tensor, ""],
     *,
-    by: By = "position",
+    priority: Priority = "position",
     axes: Axes = None,
     key: Int64[Tensor, "2"] | None = None,
     index: Int64[Tensor, " s"] | None = None,
@@ -87,7 +88,7 @@ def with_capacity(
     Args:
         routing: routing of the rank's tokens. The balance loss takes this routing, before the capacity.
         capacity: C, from `capacity`. A tensor has the same value on all ranks of `axes`, and is at least 1.
-        by: rule by which choices stay.
+        priority: rule by which choices stay.
         axes: axes of the batch. None: the rank's rows. The ranks compare counts, in a message for each 8 bits of the
             numbers by which choices are ordered, and a message for ties.
         key: key for the layer and step, for "random".
@@ -96,14 +97,14 @@ def with_capacity(
             for k of 2 and more).
 
     Raises:
-        ValueError: the capacity is less than 1, `by` is unknown, or `by` is "random" without key and index.
+        ValueError: the capacity is less than 1, `priority` is unknown, or `priority` is "random" without key and index.
 
     Example:
         >>> from shardfn.nn import moe
         >>> routing = moe.top_k(torch.tensor([[2.0, 1], [3, 0], [1, 0]]), 1)
-        >>> with_capacity(routing, 2).experts.flatten().tolist()
+        >>> apply_capacity(routing, 2).experts.flatten().tolist()
         [0, 0, -1]
-        >>> with_capacity(routing, 1, by="probs").experts.flatten().tolist()
+        >>> apply_capacity(routing, 1, priority="probs").experts.flatten().tolist()
         [-1, 0, -1]
 
     References:
@@ -112,9 +113,11 @@ def with_capacity(
         https://arxiv.org/abs/2109.10465 (random token selection)
     """
     if isinstance(capacity, int) and capacity < 1:
-        raise ValueError(f"with_capacity(capacity={capacity}): an expert takes one choice at least, or none can learn.")
-    priority, bits = _compute_priority(routing, by, key, index)
-    stays = _find_staying(routing.experts, priority, bits, routing.num_experts, capacity, axes)
+        raise ValueError(
+            f"apply_capacity(capacity={capacity}): an expert takes one choice at least, or none can learn."
+        )
+    order, bits = _compute_order(routing, priority, key, index)
+    stays = _find_staying(routing.experts, order, bits, routing.num_experts, capacity, axes)
     experts = torch.where(stays, routing.experts, -1)
     weights = torch.where(stays, routing.weights, 0.0)
     if renormalise:
@@ -124,29 +127,31 @@ def with_capacity(
     return routing._replace(experts=experts, weights=weights)
 
 
-def _compute_priority(routing: Routing, by: By, key: Tensor | None, index: Tensor | None) -> tuple[Tensor, int]:
+def _compute_order(
+    routing: Routing, priority: Priority, key: Tensor | None, index: Tensor | None
+) -> tuple[Tensor, int]:
     """Returns priorities [S, K] of int64, larger numbers first, and the number of bits."""
     experts = routing.experts
-    if (by == "random") != (key is not None):
+    if (priority == "random") != (key is not None):
         raise ValueError(
-            f'with_capacity(by="{by}", key={"None" if key is None else "..."}): "random" draws by a key, the others do'
-            " not. Pass key= and index= with it, and no key with another rule."
+            f'apply_capacity(priority="{priority}", key={"None" if key is None else "..."}): "random" draws by a key,'
+            " the others do not. Pass key= and index= with it, and no key with another rule."
         )
-    if by == "position":
+    if priority == "position":
         return torch.zeros_like(experts), 0
-    if by == "choice":
+    if priority == "choice":
         K = experts.shape[1]
         return (K - 1 - torch.arange(K, device=experts.device)).expand_as(experts), (K - 1).bit_length()
-    if by == "probs":
+    if priority == "probs":
         probs = routing.probs.detach().gather(-1, experts.clamp(min=0))
         # Nonnegative numbers have the order of the bits.
         wide = probs.dtype == torch.float64
         return probs.view(torch.int64 if wide else torch.int32).long(), 64 if wide else 32
-    if by == "random":
-        check_index("with_capacity", key, index, len(experts))
+    if priority == "random":
+        check_index("apply_capacity", key, index, len(experts))
         assert key is not None and index is not None  # checked
         return words_of(key, index, experts), 24
-    raise ValueError(f'with_capacity(by="{by}"): take "position", "choice", "probs" or "random".')
+    raise ValueError(f'apply_capacity(priority="{priority}"): take "position", "choice", "probs" or "random".')
 
 
 def _find_staying(

@@ -6,7 +6,7 @@ S tokens of the rank, K choices of a token, E experts.
 import torch
 from torch import Tensor
 
-from shardfn.nn._exact_scores import exact_softmax, exact_sum
+from shardfn.nn._batch_invariant_scores import batch_invariant_softmax, batch_invariant_sum
 
 from ._logits import check_chosen
 
@@ -37,16 +37,16 @@ def best(scores: Tensor, k: int) -> Tensor:
     return torch.cat(found, -1)
 
 
-def softmax_of(logits: Tensor, exact: bool) -> Tensor:
-    """Returns the softmax over the last dim. `exact` gives a row the same bits next to any other rows."""
-    return exact_softmax(logits) if exact else logits.softmax(-1)
+def softmax_of(logits: Tensor, batch_invariant: bool) -> Tensor:
+    """Returns the softmax over the last dim. `batch_invariant` gives a row the same bits next to any other rows."""
+    return batch_invariant_softmax(logits) if batch_invariant else logits.softmax(-1)
 
 
-def scaled(weights: Tensor, renormalise: bool, scale: float, exact: bool = False) -> Tensor:
+def scaled(weights: Tensor, renormalise: bool, scale: float, batch_invariant: bool = False) -> Tensor:
     """Returns weights with the sum `scale` in each nonempty row, or multiplied by `scale`."""
     if renormalise:
         # A row without an expert has the sum 0, and stays 0.
-        total = exact_sum(weights) if exact else weights.sum(-1, keepdim=True)
+        total = batch_invariant_sum(weights) if batch_invariant else weights.sum(-1, keepdim=True)
         weights = weights / total.clamp(min=torch.finfo(weights.dtype).tiny)
     return weights if scale == 1 else weights * scale
 

@@ -1,14 +1,14 @@
-"""Exchanges of tokens and experts: `Local`, `Weights`, `Sum`, `Tokens`. Values are the same, bytes and memory are not.
+"""Exchanges of tokens and experts: `Local`, `GatherExperts`, `AllReduce`, `AllToAll`. Equal values, other bytes.
 
 S tokens of the rank, k choices of each, E experts, D model, n ranks of the axis.
 
-    exchange       leaves of experts   tokens                      travels
-    Local()        whole               local                       nothing
-    Weights(axis)  cut: P(axis)        local                       experts: gathered, and gradients summed
-    Sum(axis)      cut: P(axis)        the same on all ranks       the result: summed
-    Tokens(axis)   cut: P(axis)        local                       all-to-all: rows to the experts' ranks, and back
+    exchange             leaves of experts   tokens                   collective
+    Local()              whole               local                    none
+    GatherExperts(axis)  cut: P(axis)        local                    all-gather of experts, gradients are summed
+    AllReduce(axis)      cut: P(axis)        the same on all ranks    all-reduce of the result
+    AllToAll(axis)       cut: P(axis)        local                    all-to-all of rows to the experts' ranks, and back
 
-The exchanges of `Tokens` are transposes of each other: a layer is `D^T W E(D x)` with D the permutation by expert and
+The exchanges of `AllToAll` are transposes of each other: a layer is `D^T W E(D x)` with D the permutation by expert and
 the exchange. Experts are cut as by `torch.chunk`, so E need not be a multiple of n, for example 7 experts on 3 ranks.
 """
 
@@ -75,7 +75,7 @@ class Local:
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class GatherExperts:
     """Exchange with experts cut along an axis. Each rank gathers all experts, and applies the experts to local tokens.
 
     Attributes:
@@ -98,7 +98,7 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sum:
+class AllReduce:
     """Exchange where all ranks of an axis have the same tokens.
 
     Each rank applies local experts, and results are summed.
@@ -139,7 +139,7 @@ class Sum:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tokens:
+class AllToAll:
     """Exchange by all-to-all.
 
     Experts are cut along an axis of ranks with different tokens, and rows go to experts and back.
@@ -176,7 +176,7 @@ class Tokens:
     def __post_init__(self) -> None:
         if min(self.rows or 0, self.tokens or 0) < 0 or self.overflow not in ("error", "drop"):
             raise ValueError(
-                f"Tokens(rows={self.rows}, overflow={self.overflow!r}, tokens={self.tokens}): rows and tokens must be"
+                f"AllToAll(rows={self.rows}, overflow={self.overflow!r}, tokens={self.tokens}): rows and tokens must be"
                 ' 0 or more, and overflow must be "error" or "drop".'
             )
 
@@ -220,9 +220,9 @@ class Tokens:
 
     def _suggest_tokens(self) -> str:
         if self.rows is not None:
-            return 'give it more by Tokens(rows=), or drop some by overflow="drop"'
+            return 'give it more by AllToAll(rows=), or drop some by overflow="drop"'
         counted = "its captured step takes ranks to have equal numbers of tokens: " if self.tokens is None else ""
-        return f"{counted}give Tokens(tokens=) the most tokens that all ranks have together"
+        return f"{counted}give AllToAll(tokens=) the most tokens that all ranks have together"
 
 
 def _mark_arrived(x: Tensor, sizes_nn: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ def _check_distinct(name: str, experts_Sk: Tensor) -> None:
     twice = ((ordered_Sk[:, 1:] == ordered_Sk[:, :-1]) & (ordered_Sk[:, 1:] >= 0)).any(1).sum()
     refuse(
         twice,
-        f"{name}: tokens have chosen an expert twice, for which Sum has no room. Give each choice of a token another"
+        f"{name}: tokens have chosen an expert twice, but AllReduce has no room. Give each choice of a token another"
         " expert, or -1.",
     )
 
@@ -310,7 +310,7 @@ def _check_even(name: str, E: int, axis: Axes) -> None:
     if E % axis_size(axis):
         held = [stop - start for start, stop in all_ranges(E, axis)]
         raise ValueError(
-            f"{name}: the {E} experts would lie on the ranks of {axis!r} as {held}, and Tokens(uneven=False) takes"
+            f"{name}: the {E} experts would lie on the ranks of {axis!r} as {held}, and AllToAll(uneven=False) takes"
             f" only equal numbers. Choose a multiple of {len(held)} experts, or leave the option out."
         )
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from shardfn.collectives import axis_index, axis_size, pvary
 from shardfn.core import Axes, PyTree
-from shardfn.nn._exact_functions import exact_gelu
+from shardfn.nn._batch_invariant_functions import batch_invariant_gelu
 
 from ._gated import gated_product
 from ._grouped import grouped
@@ -27,7 +27,7 @@ def swiglu_experts(
     x_MD: Float[Tensor, "m d"],
     counts_E: Int64[Tensor, " e"],
     *,
-    exact: bool = False,
+    batch_invariant: bool = False,
 ) -> Float[Tensor, "m d"]:
     """Returns `(silu(x w_gate^T) * x w_up^T) w_down^T` with the weights of each row's expert, as in Mixtral.
 
@@ -36,7 +36,7 @@ def swiglu_experts(
             rank's part of a sum.
         x_MD: rows, by expert. Rows past the last count are zeros, and stay zeros.
         counts_E: rows of each expert.
-        exact: whether a row has the same bits next to any other rows, for float32 or float64.
+        batch_invariant: whether a row has the same bits next to any other rows, for float32 or float64.
 
     Example:
         >>> import torch
@@ -45,8 +45,8 @@ def swiglu_experts(
         torch.Size([5, 3])
     """
     w_E2FD, w_EDF = params["w_gate_up"], params["w_down"]
-    gate_up_MI = grouped(x_MD, w_E2FD.flatten(1, 2), counts_E, transposed=True, exact=exact)
-    return gated_product(gate_up_MI, w_EDF, counts_E, exact=exact)
+    gate_up_MI = grouped(x_MD, w_E2FD.flatten(1, 2), counts_E, transposed=True, batch_invariant=batch_invariant)
+    return gated_product(gate_up_MI, w_EDF, counts_E, batch_invariant=batch_invariant)
 
 
 def gelu_experts(
@@ -55,7 +55,7 @@ def gelu_experts(
     counts_E: Int64[Tensor, " e"],
     *,
     axis: Axes = None,
-    exact: bool = False,
+    batch_invariant: bool = False,
 ) -> Float[Tensor, "m d"]:
     """Returns `gelu(x w_up^T + b_up) w_down^T + b_down` with the weights of each row's expert, as in GPT-MoE.
 
@@ -65,7 +65,7 @@ def gelu_experts(
         counts_E: rows of each expert.
         axis: mesh axes along which F is cut. All ranks have the same rows, and the result is the rank's part of a sum,
             with the second bias only on the first rank. None means a single device.
-        exact: whether a row has the same bits next to any other rows, for float32 or float64.
+        batch_invariant: whether a row has the same bits next to any other rows, for float32 or float64.
 
     Example:
         >>> import torch
@@ -73,19 +73,19 @@ def gelu_experts(
         >>> gelu_experts(params, torch.zeros(2, 3), torch.tensor([1, 0])).tolist()
         [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
     """
-    up_MF = _apply_affine(x_MD, params["w_up"], params.get("b_up"), counts_E, exact)
-    h_MF = exact_gelu(up_MF) if exact else F.gelu(up_MF, approximate="tanh")
+    up_MF = _apply_affine(x_MD, params["w_up"], params.get("b_up"), counts_E, batch_invariant)
+    h_MF = batch_invariant_gelu(up_MF) if batch_invariant else F.gelu(up_MF, approximate="tanh")
     b_ED = params.get("b_down")
     if b_ED is not None and axis_size(axis) > 1:
         b_ED = pvary(b_ED, axis) * (axis_index(axis) == 0)
-    return _apply_affine(h_MF, params["w_down"], b_ED, counts_E, exact)
+    return _apply_affine(h_MF, params["w_down"], b_ED, counts_E, batch_invariant)
 
 
-def _apply_affine(x_MD: Tensor, w_EFD: Tensor, b_EF: Tensor | None, counts_E: Tensor, exact: bool) -> Tensor:
-    y_MF = grouped(x_MD, w_EFD, counts_E, transposed=True, exact=exact)
-    return y_MF if b_EF is None else y_MF + _expand_bias(b_EF, y_MF, counts_E, exact)
+def _apply_affine(x_MD: Tensor, w_EFD: Tensor, b_EF: Tensor | None, counts_E: Tensor, batch_invariant: bool) -> Tensor:
+    y_MF = grouped(x_MD, w_EFD, counts_E, transposed=True, batch_invariant=batch_invariant)
+    return y_MF if b_EF is None else y_MF + _expand_bias(b_EF, y_MF, counts_E, batch_invariant)
 
 
-def _expand_bias(b_EF: Tensor, like_MF: Tensor, counts_E: Tensor, exact: bool) -> Tensor:
+def _expand_bias(b_EF: Tensor, like_MF: Tensor, counts_E: Tensor, batch_invariant: bool) -> Tensor:
     """Returns the bias of each row's expert: a product with a matrix of 1, so the transpose sums in a fixed order."""
-    return grouped(torch.ones_like(like_MF[:, :1]), b_EF[:, None], counts_E, exact=exact)
+    return grouped(torch.ones_like(like_MF[:, :1]), b_EF[:, None], counts_E, batch_invariant=batch_invariant)

@@ -12,8 +12,8 @@ from ._permute import Permutation, combine, copies
 _OPS = torch.ops.shardfn_kernels
 
 
-def _multiply_groups(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exact: bool) -> Tensor:
-    return grouped(x, w, counts, transposed, exact=exact)
+def _multiply_groups(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, batch_invariant: bool) -> Tensor:
+    return grouped(x, w, counts, transposed, batch_invariant=batch_invariant)
 
 
 def _combine_rows(y: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def grouped(
     counts: Int64[Tensor, " e"],
     transposed: bool = False,
     *,
-    exact: bool = False,
+    batch_invariant: bool = False,
 ) -> Float[Tensor, "rows n"]:
     """Returns the rows of each expert times the expert's matrix, and exact zeros in rows past the sum of the counts.
 
@@ -32,8 +32,8 @@ def grouped(
         w: a matrix [k, n] for each expert, in the dtype of `x`.
         counts: the rows of each expert.
         transposed: whether `w` has matrices [n, k], as in Hugging Face's experts.
-        exact: whether each row of the forward has the bits of `kernels.row_linear` on any device, for float32 or
-            float64.
+        batch_invariant: whether each row of the forward has the bits of `kernels.row_linear` on any device, for float32
+            or float64.
 
     Raises:
         TypeError: dtypes differ or are not floating point.
@@ -46,9 +46,9 @@ def grouped(
         >>> w.grad.flatten()
         tensor([0., 0., 2., 2.])
     """
-    form = FORMS[transposed, exact]
+    form = FORMS[transposed, batch_invariant]
     if runs_as_ops():
-        return run_op(torch.ops.shardfn_kernels.multiplied_rows, x, w, counts, transposed, exact)
+        return run_op(torch.ops.shardfn_kernels.multiplied_rows, x, w, counts, transposed, batch_invariant)
     if has_torch_function((x, w)):  # a lazy leaf, or a mode for split backwards
         product = Product(
             lambda x, w: derivative(form, 2, x, w, counts),
@@ -72,14 +72,18 @@ def _gradient_of_w(x: Tensor, y: Tensor, counts: Tensor, *, transposed: bool) ->
     return grouped_outer(y, x, counts) if transposed else grouped_outer(x, y, counts)
 
 
-def _recompute_product(x: Tensor, w: Tensor, counts: Tensor, *, transposed: bool, exact: bool) -> Tensor:
-    return grouped_product(x, w, counts, transposed=transposed, exact=exact)
+def _recompute_product(x: Tensor, w: Tensor, counts: Tensor, *, transposed: bool, batch_invariant: bool) -> Tensor:
+    return grouped_product(x, w, counts, transposed=transposed, batch_invariant=batch_invariant)
 
 
-def _make_form(transposed: bool, exact: bool) -> Trilinear:
+def _make_form(transposed: bool, batch_invariant: bool) -> Trilinear:
     of_x, of_w = (functools.partial(f, transposed=transposed) for f in (_gradient_of_x, _gradient_of_w))
-    return of_x, of_w, functools.partial(_recompute_product, transposed=transposed, exact=exact)
+    return of_x, of_w, functools.partial(_recompute_product, transposed=transposed, batch_invariant=batch_invariant)
 
 
-# By `transposed` and `exact`.
-FORMS = {(transposed, exact): _make_form(transposed, exact) for transposed in (False, True) for exact in (False, True)}
+# By `transposed` and `batch_invariant`.
+FORMS = {
+    (transposed, batch_invariant): _make_form(transposed, batch_invariant)
+    for transposed in (False, True)
+    for batch_invariant in (False, True)
+}

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from shardfn.nn._exact_scores import exact_sigmoid
+from shardfn.nn._batch_invariant_scores import batch_invariant_sigmoid
 
 from ._choice import best, choice, scaled, taken
 from ._logits import check_k, wide_logits
@@ -25,7 +25,7 @@ def sigmoid_groups(
     renormalise: bool = True,
     mask: Bool[Tensor, " s"] | None = None,
     chosen: Int64[Tensor, "s k"] | None = None,
-    exact: bool = False,
+    batch_invariant: bool = False,
     name: str = "moe",
 ) -> Routing:
     """Returns the k experts of highest sigmoid(logit) + bias, among the experts of the best groups.
@@ -44,7 +44,7 @@ def sigmoid_groups(
         renormalise: whether a token's weights are divided by the sum of the weights.
         mask: see `top_k`.
         chosen: see `top_k`.
-        exact: see `top_k`.
+        batch_invariant: see `top_k`.
         name: the layer, in errors.
 
     Raises:
@@ -63,10 +63,10 @@ def sigmoid_groups(
     if bias is not None and bias.shape != (E,):
         raise ValueError(f"{name}: bias must have a number for each of {E} experts, got shape {tuple(bias.shape)}.")
     wide = wide_logits(logits, mask, name)
-    scores = exact_sigmoid(wide) if exact else wide.sigmoid()
+    scores = batch_invariant_sigmoid(wide) if batch_invariant else wide.sigmoid()
     biased = scores.detach() if bias is None else scores.detach() + bias.detach().to(scores.dtype)
     experts = choice(_keep_best_groups(biased, groups, groups_kept), k, mask, chosen, name)
-    return Routing(experts, scaled(taken(scores, experts), renormalise, scale, exact), scores, wide)
+    return Routing(experts, scaled(taken(scores, experts), renormalise, scale, batch_invariant), scores, wide)
 
 
 def _keep_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardfn.collectives import axis_size, psum
 from shardfn.core import Axes
 
-from ._capacity import with_capacity
+from ._capacity import apply_capacity
 from ._choice import choice, taken
 from ._logits import check_k, wide_logits
 from ._routing import Routing
@@ -66,7 +66,7 @@ def expert_choice(
     experts = numbers if mask is None else torch.where(mask[:, None], numbers, -1)
     if axis_size(axes) > 1:
         every = Routing(experts, probs, probs, wide)
-        return with_capacity(every, capacity, by="probs", axes=axes)
+        return apply_capacity(every, capacity, priority="probs", axes=axes)
     scores = torch.where(experts >= 0, probs.detach(), -1.0)
     # The place of each token in the order of an expert is the inverse of the order.
     places = scores.sort(stable=True, dim=0, descending=True).indices.argsort(0)

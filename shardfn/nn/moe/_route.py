@@ -30,7 +30,7 @@ def top_k(
     scale: float = 1.0,
     mask: Bool[Tensor, " s"] | None = None,
     chosen: Int64[Tensor, "s k"] | None = None,
-    exact: bool = False,
+    batch_invariant: bool = False,
     name: str = "moe",
 ) -> Routing:
     """Returns the k experts of highest probability, in order.
@@ -48,8 +48,8 @@ def top_k(
         mask: False for padding, without an expert.
         chosen: experts in place of the best, such as from an earlier routing (routing replay). Gradients reach the
             router through the weights as before. -1 is a choice without an expert.
-        exact: whether a token's weights have the same bits next to any other tokens, on every processor, for float32 or
-            float64.
+        batch_invariant: whether a token's weights have the same bits next to any other tokens, on every processor, for
+            float32 or float64.
         name: the layer, in errors.
 
     Raises:
@@ -70,14 +70,14 @@ def top_k(
     if softmax not in ("before", "after"):
         raise ValueError(f'{name}: softmax={softmax!r}. Take "before" the choice (Mixtral), or "after" it.')
     wide = wide_logits(logits, mask, name)
-    probs = softmax_of(wide, exact)
+    probs = softmax_of(wide, batch_invariant)
     experts = choice(wide, k, mask, chosen, name)
     if softmax == "after":
-        weights = where_chosen(experts, softmax_of(taken(wide, experts, torch.finfo(wide.dtype).min), exact))
+        weights = where_chosen(experts, softmax_of(taken(wide, experts, torch.finfo(wide.dtype).min), batch_invariant))
         renormalise = False  # with sum 1
     else:
         weights = taken(probs, experts)
-    return Routing(experts, scaled(weights, renormalise, scale, exact), probs, wide)
+    return Routing(experts, scaled(weights, renormalise, scale, batch_invariant), probs, wide)
 
 
 def switch_top1(
@@ -87,7 +87,7 @@ def switch_top1(
     index: Int64[Tensor, " s"] | None = None,
     mask: Bool[Tensor, " s"] | None = None,
     chosen: Int64[Tensor, "s 1"] | None = None,
-    exact: bool = False,
+    batch_invariant: bool = False,
     name: str = "moe",
 ) -> Routing:
     """Returns the most probable expert, with the probability as weight. The router has a gradient through the weight.
@@ -101,7 +101,7 @@ def switch_top1(
         index: global number of each token, for the noise, from `token_numbers`.
         mask: see `top_k`.
         chosen: see `top_k`.
-        exact: see `top_k`.
+        batch_invariant: see `top_k`.
         name: the layer, in errors.
 
     Raises:
@@ -119,7 +119,7 @@ def switch_top1(
     check_index(name, key, index, len(logits))
     wide = wide_logits(logits, mask, name)
     experts = choice(_add_noise(wide, key, index), 1, mask, chosen, name)
-    probs = softmax_of(wide, exact)
+    probs = softmax_of(wide, batch_invariant)
     return Routing(experts, taken(probs, experts), probs, wide)
 
 
@@ -130,7 +130,7 @@ def gshard_top2(
     index: Int64[Tensor, " s"] | None = None,
     mask: Bool[Tensor, " s"] | None = None,
     chosen: Int64[Tensor, "s 2"] | None = None,
-    exact: bool = False,
+    batch_invariant: bool = False,
     name: str = "moe",
 ) -> Routing:
     """Returns the most probable expert and a second expert. Weights are probabilities, divided by their sum.
@@ -144,7 +144,7 @@ def gshard_top2(
         index: global number of each token, for the noise, from `token_numbers`.
         mask: see `top_k`.
         chosen: see `top_k`.
-        exact: see `top_k`.
+        batch_invariant: see `top_k`.
         name: the layer, in errors.
 
     Raises:
@@ -168,8 +168,8 @@ def gshard_top2(
     # The first has the highest score of all, so noise does not change the first.
     scores = _add_noise(wide, key, index).scatter(-1, first, torch.inf)
     experts = choice(scores, 2, mask, chosen, name)
-    probs = softmax_of(wide, exact)
-    return Routing(experts, scaled(taken(probs, experts), True, 1.0, exact), probs, wide)
+    probs = softmax_of(wide, batch_invariant)
+    return Routing(experts, scaled(taken(probs, experts), True, 1.0, batch_invariant), probs, wide)
 
 
 def _add_noise(logits: Tensor, key: Tensor | None, index: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn.core import key, normal
 from shardfn.nn import moe
-from shardfn.nn.moe._capacity import By
+from shardfn.nn.moe._capacity import Priority
 from shardfn.nn.moe._noise import words_of
 from shardfn.testing import distributed
 
@@ -37,26 +37,26 @@ def test_the_capacity_is_deepspeeds() -> None:
 
 
 def test_top_1_by_position() -> None:
-    kept = moe.with_capacity(moe.switch_top1(SIX), 2)
+    kept = moe.apply_capacity(moe.switch_top1(SIX), 2)
     assert kept.experts.flatten().tolist() == [0, 0, 1, -1, 2, 1]
     close(kept.weights[:, 0], [0.665241, 0.909443, 0.665241, 0, 0.964663, 0.592201])
 
 
 def test_top_2_is_gshards() -> None:
-    kept = moe.with_capacity(moe.gshard_top2(SIX), 4, by="choice", renormalise=True)
+    kept = moe.apply_capacity(moe.gshard_top2(SIX), 4, priority="choice", renormalise=True)
     want = [[0.731059, 0.268941, 0], [0.952574, 0.047426, 0], [0, 0.731059, 0.268941], [1, 0, 0]]
     close(dense(kept), [*want, [0.017986, 0, 0.982014], [0, 1, 0]])
 
 
 def test_top_k_by_position_and_by_probabilities_is_deepspeeds() -> None:
-    kept = moe.with_capacity(moe.top_k(SIX, 2), 4, renormalise=True)
+    kept = moe.apply_capacity(moe.top_k(SIX, 2), 4, renormalise=True)
     want = [[0.731059, 0.268941, 0], [0.952574, 0.047426, 0], [0, 0.731059, 0.268941], [0.622459, 0.377541, 0]]
     close(dense(kept), [*want, [0.017986, 0, 0.982014], [0, 0, 0]])
-    kept = moe.with_capacity(moe.top_k(SIX, 2), 2, by="probs", renormalise=True)
+    kept = moe.apply_capacity(moe.top_k(SIX, 2), 2, priority="probs", renormalise=True)
     close(dense(kept), [[1, 0, 0], [1, 0, 0], [0, 0.731059, 0.268941], [0, 0, 0], [0, 0, 1], [0, 1, 0]])
 
 
-def slow(routing: moe.Routing, capacity: int, by: By, index: Tensor) -> Tensor:
+def slow(routing: moe.Routing, capacity: int, by: Priority, index: Tensor) -> Tensor:
     """The experts that stay, one expert after the other."""
     kept, K = torch.full_like(routing.experts, -1), routing.experts.shape[1]
     probs, words = routing.probs.gather(1, routing.experts.clamp(min=0)), words_of(key(5), index, routing.experts)
@@ -81,12 +81,12 @@ def routed(dtype: torch.dtype) -> tuple[moe.Routing, Tensor]:
 
 @pytest.mark.day(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("by", get_args(By))
-def test_the_first_ones_of_each_order_stay(by: By, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("by", get_args(Priority))
+def test_the_first_ones_of_each_order_stay(by: Priority, dtype: torch.dtype) -> None:
     routing, index = routed(dtype)
     drawn: dict[str, Any] = {"key": key(5), "index": index} if by == "random" else {}
     for capacity in (1, 5, 11, 100):
-        kept = moe.with_capacity(routing, capacity, by=by, **drawn)
+        kept = moe.apply_capacity(routing, capacity, priority=by, **drawn)
         assert torch.equal(kept.experts, slow(routing, capacity, by, index))
         assert torch.equal(kept.weights, torch.where(kept.experts >= 0, routing.weights, 0.0))
 
@@ -97,7 +97,7 @@ def test_a_capacity_of_a_number_of_tokens_that_is_data() -> None:
         C = moe.capacity(num, 3, 5, factor, minimum)
         found = moe.capacity(torch.tensor(num), 3, 5, factor, minimum)
         assert found == C
-        assert torch.equal(moe.with_capacity(routing, found).experts, slow(routing, C, "position", index))
+        assert torch.equal(moe.apply_capacity(routing, found).experts, slow(routing, C, "position", index))
 
 
 @pytest.mark.nightly
@@ -128,12 +128,12 @@ def test_the_capacity_of_the_batch_is_that_of_one_device(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     own = slice(*cuts[mesh.coords["dp"] :][:2])
 
-    for by in get_args(By):
+    for by in get_args(Priority):
         drawn: dict[str, Any] = {"key": key(5), "index": index} if by == "random" else {"key": None, "index": None}
-        whole = moe.with_capacity(routing, 7, by=by, **drawn)
+        whole = moe.apply_capacity(routing, 7, priority=by, **drawn)
         mine, drawn = moe.Routing(*(x[own] for x in routing)), drawn | {"index": index[own] if by == "random" else None}
         with sf.collectives.bind_mesh(mesh):
-            kept = moe.with_capacity(mine, 7, by=by, axes="dp", **drawn)
+            kept = moe.apply_capacity(mine, 7, priority=by, axes="dp", **drawn)
         assert torch.equal(kept.experts, whole.experts[own])
         assert torch.equal(kept.weights, whole.weights[own])
 
@@ -143,7 +143,7 @@ def test_renormalised_weights_keep_their_sum_and_have_gradients() -> None:
 
     def weights(x: Tensor) -> Tensor:
         routing = moe.sigmoid_groups(x, 2, scale=2.5)
-        kept = moe.with_capacity(routing, 3, renormalise=True)
+        kept = moe.apply_capacity(routing, 3, renormalise=True)
         some = (kept.experts >= 0).any(-1)
         torch.testing.assert_close(kept.weights.sum(-1), torch.where(some, 2.5, 0.0).to(x.dtype))
         return kept.weights

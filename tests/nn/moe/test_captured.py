@@ -34,7 +34,7 @@ def loss(params: Any, batch: Any, key: Tensor) -> Any:
         logits = moe.jitter(fold_in(own, 0), x, 0.1, index) @ params["router"]
         routing = router(logits, key=fold_in(own, 1), index=index, mask=mask)
         drawn: dict[str, Any] = {"key": fold_in(own, 2), "index": index} if by == "random" else {}
-        kept = moe.with_capacity(routing, 7, by=by, axes="dp", renormalise=name != "switch", **drawn)
+        kept = moe.apply_capacity(routing, 7, priority=by, axes="dp", renormalise=name != "switch", **drawn)
         weights = torch.zeros_like(logits).scatter_add(1, kept.experts.clamp(min=0), kept.weights)
         found = found + (weights * logits).mean() + 0.1 * moe.balance.switch(routing, axes="dp")
         if name == "gshard":

@@ -80,7 +80,7 @@ def _check(
 
 @pytest.mark.day(1)
 @distributed(world=2)
-@pytest.mark.parametrize("exchange", [moe.Tokens("ep"), moe.Weights("ep"), moe.Local()], ids=repr)
+@pytest.mark.parametrize("exchange", [moe.AllToAll("ep"), moe.GatherExperts("ep"), moe.Local()], ids=repr)
 @pytest.mark.parametrize("push", ["", "all on the first", "none on the last"])
 def test_two_ranks_equal_a_loop_over_tokens(exchange: Any, push: str) -> None:
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
@@ -92,7 +92,7 @@ def test_two_ranks_equal_a_loop_over_tokens(exchange: Any, push: str) -> None:
 @pytest.mark.parametrize("lengths", [[0, 4], [7, 0], [1, 9]])
 def test_ranks_without_tokens_take_part(lengths: list[int]) -> None:
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
-        _check(mesh, moe.Tokens("ep"), lengths, 4, 2, "")
+        _check(mesh, moe.AllToAll("ep"), lengths, 4, 2, "")
 
 
 @pytest.mark.day("0-1", "1-1", "2-1")
@@ -104,8 +104,8 @@ def test_ranks_of_experts_and_stages_equal_a_loop_over_tokens(world: int, stage:
     lengths = [7, 0, 1, 4][:world]
     with sf.make_mesh({"ep": world}, device="cpu") as mesh:
         for remat in (False, True):
-            _check(mesh, moe.Tokens("ep"), lengths, 5, 2, "", remat=remat, zero=zero)
-        _check(mesh, moe.Tokens("ep"), lengths, 5, 2, "all on the first", zero=zero)
+            _check(mesh, moe.AllToAll("ep"), lengths, 5, 2, "", remat=remat, zero=zero)
+        _check(mesh, moe.AllToAll("ep"), lengths, 5, 2, "all on the first", zero=zero)
 
 
 @pytest.mark.nightly
@@ -113,7 +113,7 @@ def test_ranks_of_experts_and_stages_equal_a_loop_over_tokens(world: int, stage:
 @pytest.mark.parametrize("lengths", [[0, 1000], [1000, 0]])
 def test_a_rank_with_all_tokens(lengths: list[int]) -> None:
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
-        _check(mesh, moe.Tokens("ep"), lengths, 4, 2, "none on the last", remat=True)
+        _check(mesh, moe.AllToAll("ep"), lengths, 4, 2, "none on the last", remat=True)
 
 
 @pytest.mark.nightly
@@ -124,7 +124,7 @@ def test_two_runs_have_the_same_bits(jit: bool) -> None:
     params = _params(5)
     found = []
     for _ in range(2):
-        f: Any = lambda p, b: _loss(p, b, k=3, exchange=moe.Tokens("ep"))  # noqa: E731
+        f: Any = lambda p, b: _loss(p, b, k=3, exchange=moe.AllToAll("ep"))  # noqa: E731
         with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
             step = sf.sharded_step(
                 sf.jit(f, backend="graph") if jit else f,
@@ -145,7 +145,7 @@ def test_two_runs_have_the_same_bits(jit: bool) -> None:
 @pytest.mark.parametrize("push", ["", "all on the first"])
 def test_a_captured_step_takes_any_routing(push: str) -> None:
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
-        _check(mesh, moe.Tokens("ep"), [4, 4], 3, 2, push, jit=True)
+        _check(mesh, moe.AllToAll("ep"), [4, 4], 3, 2, push, jit=True)
 
 
 @pytest.mark.nightly
@@ -154,7 +154,7 @@ def test_a_captured_step_takes_any_routing(push: str) -> None:
 def test_a_compiled_step_takes_any_routing(push: str) -> None:
     """Enough rows that arithmetic on them would be compiled."""
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
-        _check(mesh, moe.Tokens("ep"), [900, 900], 3, 2, push, jit="inductor")
+        _check(mesh, moe.AllToAll("ep"), [900, 900], 3, 2, push, jit="inductor")
 
 
 @pytest.mark.nightly
@@ -163,11 +163,11 @@ def test_a_compiled_step_takes_any_routing(push: str) -> None:
 def test_a_captured_step_has_room_for_the_tokens_of_unequal_ranks(lengths: list[int]) -> None:
     """All experts of the first rank come to it, whose own tokens are few or many."""
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
-        _check(mesh, moe.Tokens("ep", tokens=8), lengths, 4, 2, "all on the first", jit=True)
+        _check(mesh, moe.AllToAll("ep", tokens=8), lengths, 4, 2, "all on the first", jit=True)
         if lengths[0] == 1:
             for exchange, remedy in (
-                (moe.Tokens("ep"), "takes ranks to have equal numbers of tokens: give Tokens"),
-                (moe.Tokens("ep", tokens=3), "room for 6; give Tokens"),
+                (moe.AllToAll("ep"), "takes ranks to have equal numbers of tokens: give AllToAll"),
+                (moe.AllToAll("ep", tokens=3), "room for 6; give AllToAll"),
             ):
                 with pytest.raises(ValueError, match=rf"rows come to rank 0 of 'ep'.*{remedy}\(tokens=\) the most"):
                     _check(mesh, exchange, lengths, 4, 2, "all on the first", jit=True)
@@ -177,7 +177,7 @@ def test_a_captured_step_has_room_for_the_tokens_of_unequal_ranks(lengths: list[
 @distributed(world=2)
 @pytest.mark.parametrize("graph", [False, True])
 def test_more_rows_than_room_end_the_step_on_all_ranks_and_not_the_next(graph: bool) -> None:
-    exchange, params = moe.Tokens("ep", rows=6), _params(4)
+    exchange, params = moe.AllToAll("ep", rows=6), _params(4)
     f: Any = lambda p, b: _loss(p, b, k=1, exchange=exchange)  # noqa: E731
     specs = {"router": sf.P(), "experts": dict.fromkeys(params["experts"], exchange.spec)}
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
@@ -218,5 +218,5 @@ def test_overflow_drops_the_last_choices_of_each_expert_in_the_order_of_all_toke
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh, bind_mesh(mesh):
         own = {k: v.chunk(2)[dist.get_rank()] for k, v in params.items()}
         rows = slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
-        got = run(moe.Tokens("ep", rows=room, overflow="drop"), chosen[rows], x[rows], own)
+        got = run(moe.AllToAll("ep", rows=room, overflow="drop"), chosen[rows], x[rows], own)
         torch.testing.assert_close(got, wanted[rows])

@@ -28,7 +28,7 @@ def _run(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize("f", [5, 16, 33])
 def test_it_has_the_bits_of_its_parts(exact: bool, f: int) -> None:
     x, w = _operands(torch.float32, f)
-    y, parts = _gated.gated_product(x, w, COUNTS, exact=exact), _gated._apply_in_parts(x, w, COUNTS, exact)
+    y, parts = _gated.gated_product(x, w, COUNTS, batch_invariant=exact), _gated._apply_in_parts(x, w, COUNTS, exact)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
     assert torch.equal(y, parts)
     for mine, theirs in zip(*(torch.autograd.grad(out, (x, w), dy) for out in (y, parts)), strict=True):

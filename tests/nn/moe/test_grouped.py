@@ -56,7 +56,7 @@ def test_a_poisoned_tail_reaches_nothing(transposed: bool) -> None:
 
 def test_exact_rows_have_derivatives() -> None:
     x, w = _operands(False, torch.float32)
-    y = moe.grouped(x, w, COUNTS, exact=True)
+    y = moe.grouped(x, w, COUNTS, batch_invariant=True)
     assert torch.equal(y[:2], kernels.row_linear(x[:2].detach(), kernels.pack_rows(w[0].detach().T), 5))
     torch.testing.assert_close(
         torch.autograd.grad(y.sum(), (x, w)), torch.autograd.grad(moe.grouped(x, w, COUNTS).sum(), (x, w))

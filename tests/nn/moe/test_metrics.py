@@ -20,7 +20,7 @@ def means(found: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
 def test_values_by_hand() -> None:
     logits = torch.tensor([[2.0, 1, 0, 0], [3, 0, 0, 0], [1, 0, 0, 0], [0, 9, 0, 0]], dtype=torch.float64)
     routing = moe.switch_top1(logits)
-    found = means(moe.load(routing, moe.with_capacity(routing, 2)))
+    found = means(moe.load(routing, moe.apply_capacity(routing, 2)))
     assert found["max_load"] == 3.0
     assert found["dead"] == 2.0
     assert found["dropped"] == 0.25
@@ -30,14 +30,14 @@ def test_values_by_hand() -> None:
 def test_padding_is_not_measured() -> None:
     logits, mask = normal(sf.key(0), (7, 4), dtype=torch.float64), torch.arange(7) % 2 == 0
     routing, short = moe.top_k(logits, 2, mask=mask), moe.top_k(logits[mask], 2)
-    kept = [moe.with_capacity(r, 1) for r in (routing, short)]
+    kept = [moe.apply_capacity(r, 1) for r in (routing, short)]
     a, b = means(moe.load(routing, kept[0])), means(moe.load(short, kept[1]))
     assert all(abs(a[name] - b[name]) < 1e-14 for name in a)
 
 
 def loss(params: Any, x: Tensor) -> Any:
     routing = moe.top_k(x @ params["router"], 2)
-    found = moe.load(routing, moe.with_capacity(routing, 2), axes="dp")
+    found = moe.load(routing, moe.apply_capacity(routing, 2), axes="dp")
     return routing.weights.square().mean(), {name: sf.WeightedMean(*pair) for name, pair in found.items()}
 
 
@@ -50,7 +50,7 @@ def test_metrics_of_a_step_are_those_of_the_batch(world: int) -> None:
     want = means(moe.load(moe.top_k(x @ params["router"], 2)))
     for name in ("max_load", "dead", "entropy"):
         assert abs(metrics[name].item() - want[name]) < 1e-6  # metrics are float32
-    kept = [moe.with_capacity(moe.top_k(part @ params["router"], 2), 2) for part in x.chunk(world)]
+    kept = [moe.apply_capacity(moe.top_k(part @ params["router"], 2), 2) for part in x.chunk(world)]
     dropped = sum(int((k.experts < 0).sum()) for k in kept)
     assert abs(metrics["dropped"].item() - dropped / 24) < 1e-6
 

@@ -62,7 +62,7 @@ def test_counted_bytes_are_those_of_the_counts_and_under_the_bound(
     world: int, push: float, padding: int, jit: bool
 ) -> None:
     """Padding sends nothing, and a batch of padding alone no row at all."""
-    exchange, (params, batches) = moe.Tokens("ep"), problem(push, padding)
+    exchange, (params, batches) = moe.AllToAll("ep"), problem(push, padding)
     cut = dict.fromkeys(params["experts"], exchange.spec)
     f: Any = functools.partial(loss, exchange=exchange)
     with sf.make_mesh({"ep": world}, device="cpu") as mesh:

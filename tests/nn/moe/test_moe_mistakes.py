@@ -43,14 +43,14 @@ MISTAKES = [
             ValueError, "bias must have a number for each of 4 experts", "got shape (3,)"),
     Mistake("experts that take more than all", lambda: moe.expert_choice(X, 7),
             ValueError, "capacity=7 of 6 tokens", "choose a capacity in 1 .. 6"),
-    Mistake("a capacity of nothing", lambda: moe.with_capacity(ROUTING, 0),
-            ValueError, "with_capacity(capacity=0)", "one choice at least"),
-    Mistake("an unknown order", lambda: moe.with_capacity(ROUTING, 2, by=LIE),
-            ValueError, 'with_capacity(by="probabilities")', '"position", "choice", "probs" or "random"'),
-    Mistake("a random order without a key", lambda: moe.with_capacity(ROUTING, 2, by="random"),
-            ValueError, 'with_capacity(by="random", key=None)', "Pass key= and index="),
-    Mistake("a key without effect", lambda: moe.with_capacity(ROUTING, 2, key=sf.key(0), index=INDEX),
-            ValueError, 'with_capacity(by="position", key=...)', "no key with another rule"),
+    Mistake("a capacity of nothing", lambda: moe.apply_capacity(ROUTING, 0),
+            ValueError, "apply_capacity(capacity=0)", "one choice at least"),
+    Mistake("an unknown order", lambda: moe.apply_capacity(ROUTING, 2, priority=LIE),
+            ValueError, 'apply_capacity(priority="probabilities")', '"position", "choice", "probs" or "random"'),
+    Mistake("a random order without a key", lambda: moe.apply_capacity(ROUTING, 2, priority="random"),
+            ValueError, 'apply_capacity(priority="random", key=None)', "Pass key= and index="),
+    Mistake("a key without effect", lambda: moe.apply_capacity(ROUTING, 2, key=sf.key(0), index=INDEX),
+            ValueError, 'apply_capacity(priority="position", key=...)', "no key with another rule"),
     Mistake("a negative factor", lambda: moe.capacity(6, 2, 4, -1.0),
             ValueError, "capacity(num_tokens=6, k=2, num_experts=4, factor=-1.0", "a factor above 0"),
     Mistake("a balance of other tokens", lambda: moe.balance.switch(ROUTING, mask=torch.ones(5, dtype=torch.bool)),
@@ -79,7 +79,7 @@ def test_a_sum_refuses_an_expert_that_a_token_has_chosen_twice(jit: bool) -> Non
 
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
         routing = moe.top_k(x, 2, chosen=chosen)
-        return moe.apply(moe.gelu_experts, params, x, routing, exchange=moe.Sum("tp"), name="layers.3").sum()
+        return moe.apply(moe.gelu_experts, params, x, routing, exchange=moe.AllReduce("tp"), name="layers.3").sum()
 
     params = {"w_up": torch.ones(2, 3, 2), "w_down": torch.ones(2, 2, 3)}
     with sf.make_mesh({"tp": 2}, device="cpu") as mesh:

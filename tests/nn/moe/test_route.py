@@ -245,7 +245,7 @@ def test_routers_in_a_batch_of_models(name: str) -> None:
 
     def loss(x: Tensor) -> Tensor:
         routing = ROUTERS[name](x)
-        kept = moe.with_capacity(routing, 2)
+        kept = moe.apply_capacity(routing, 2)
         return kept.weights.square().sum() + moe.balance.switch(routing)
 
     found = torch.func.vmap(torch.func.grad(loss))(x)

@@ -25,7 +25,7 @@ def turned(logits: Tensor, calls: list[None], until: int) -> Tensor:
 
 def layer(params: Any, x: Tensor, calls: list[None], until: int) -> Tensor:
     routing = moe.top_k(turned(x @ params["router"].t(), calls, until), 1)
-    return moe.apply(moe.gelu_experts, params["experts"], x, routing, exchange=moe.Tokens("ep"), name="blocks.3")
+    return moe.apply(moe.gelu_experts, params["experts"], x, routing, exchange=moe.AllToAll("ep"), name="blocks.3")
 
 
 def by_torch(f: Any, **options: Any) -> Any:

@@ -1,7 +1,7 @@
 """Batch-invariant linear layers: rows have the same bits next to any other rows. A weight takes the place of a tensor.
 
-The law of exact layers: a token's row of a result is a fixed expression of the row's inputs. The bits depend neither on
-the number of other tokens (for example 1 or 7), nor on threads and the processor, nor on the ranks of tensor
+The law of batch-invariant layers: a token's row of a result is a fixed expression of the row's inputs. The bits depend
+neither on the number of other tokens (for example 1 or 7), nor on threads and the processor, nor on the ranks of tensor
 parallelism.
 
 N outputs, K inputs, P panels.
@@ -28,12 +28,12 @@ from ._trilinear import Trilinear, derivative
 Then = Callable[[Tensor, Tensor], Tensor]
 
 
-class ExactWeight(Weight):
-    """Weight for exact linear layers, in place of a tensor: `linear(x, w)` is `kernels.row_linear`.
+class BatchInvariantWeight(Weight):
+    """Weight for batch-invariant linear layers, in place of a tensor: `linear(x, w)` is `kernels.row_linear`.
 
-    The layers of `nn` take an `ExactWeight` in place of a weight. Made of a weight, by `ExactWeight.of`, an
-    `ExactWeight` has derivatives of any order. Made of panels, packed once for many calls, an `ExactWeight` has no
-    derivative.
+    The layers of `nn` take an `BatchInvariantWeight` in place of a weight. Made of a weight, by
+    `BatchInvariantWeight.of`, an `BatchInvariantWeight` has derivatives of any order. Made of panels, packed once for
+    many calls, an `BatchInvariantWeight` has no derivative.
 
     Args:
         panels: panels from `kernels.pack_rows` of the weight as [N, K], in codes, too.
@@ -52,10 +52,10 @@ class ExactWeight(Weight):
 
     Example:
         >>> x, weight = torch.randn(5, 12), torch.randn(7, 12)
-        >>> w = ExactWeight.of(weight)
+        >>> w = BatchInvariantWeight.of(weight)
         >>> torch.equal(F.linear(x, w)[:1], F.linear(x[:1], w))
         True
-        >>> packed = ExactWeight(kernels.pack_rows(weight), weight.shape)
+        >>> packed = BatchInvariantWeight(kernels.pack_rows(weight), weight.shape)
         >>> torch.equal(F.linear(x, packed), F.linear(x, w))
         True
     """
@@ -69,20 +69,20 @@ class ExactWeight(Weight):
             kernels.packed_shape(panels, n, self.shape.numel() // max(n, 1)) for n in splits
         ]:
             raise ValueError(
-                f"ExactWeight of shape {tuple(shape)} and panels {tuple(panels.shape)}: pass the panels that"
+                f"BatchInvariantWeight of shape {tuple(shape)} and panels {tuple(panels.shape)}: pass the panels that"
                 " kernels.pack_rows makes of the weight as [outputs, inputs]."
             )
 
     @classmethod
-    def of(cls, weight: Float[Tensor, "..."], chunks: int = 8) -> "ExactWeight":
-        """Returns the exact weight of a tensor, with derivatives.
+    def of(cls, weight: Float[Tensor, "..."], chunks: int = 8) -> "BatchInvariantWeight":
+        """Returns the batch-invariant weight of a tensor, with derivatives.
 
         Args:
             weight: weight of two dims or more.
             chunks: of K.
 
         Example:
-            >>> ExactWeight.of(torch.ones(4, 2, 3)).flatten(1).shape
+            >>> BatchInvariantWeight.of(torch.ones(4, 2, 3)).flatten(1).shape
             torch.Size([4, 6])
         """
         made = cls.__new__(cls)
@@ -96,7 +96,7 @@ class ExactWeight(Weight):
 
     @property
     def source(self) -> Tensor | None:
-        """Returns the original weight, or None for an `ExactWeight` made of panels."""
+        """Returns the original weight, or None for an `BatchInvariantWeight` made of panels."""
         return self._source
 
     @property
@@ -118,20 +118,20 @@ class ExactWeight(Weight):
     @property
     def product(self) -> Product:
         """Returns the product of an input and the weight [N, K]."""
-        return _exact_product(self.chunks)
+        return _make_product(self.chunks)
 
     @property
     def panels(self) -> Shaped[Tensor, "p k c"]:
         """Returns the packed weight. A weight of more than two dims must have been flattened."""
         return kernels.pack_rows(self._stored_tensor) if self._panels is None else self._panels
 
-    def with_chunks(self, chunks: int) -> "ExactWeight":
+    def with_chunks(self, chunks: int) -> "BatchInvariantWeight":
         """Returns the same weight, with inputs in another number of chunks, and without `then`: a part of a sum."""
         made = self._copy_with(self.shape, self.source, chunks)
         made.then = None
         return made
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "ExactWeight":
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "BatchInvariantWeight":
         """Returns the same weight with some neighbouring dims as a single dim."""
         start, end = start_dim % self.ndim, end_dim % self.ndim
         shape = torch.Size((*self.shape[:start], self.shape[start : end + 1].numel(), *self.shape[end + 1 :]))
@@ -146,10 +146,10 @@ class ExactWeight(Weight):
         """
         if self.ndim != 2:
             raise ValueError(
-                f"linear: an ExactWeight must have two dims, got shape {tuple(self.shape)}. Flatten the dims to two."
+                f"linear: a BatchInvariantWeight must have two dims, got shape {tuple(self.shape)}. Flatten the dims."
             )
         if x.dtype not in kernels.EXACT or (torch.float64 in (x.dtype, self.dtype) and x.dtype != self.dtype):
-            raise not_exact(f"linear: x is {x.dtype}, the weight is {self.dtype}, and")
+            raise wrong_dtype_error(f"linear: x is {x.dtype}, the weight is {self.dtype}, and")
         if self.source is None:
             y = kernels.row_linear(x, self.panels, self.shape[0], chunks=self.chunks, bias=bias)
             return y if self.then is None else self.then(x, y)
@@ -167,7 +167,7 @@ class ExactWeight(Weight):
 
     def __repr__(self) -> str:
         made = "panels" if self.source is None else "a weight"
-        return f"ExactWeight({tuple(self.shape)} of {made}, chunks={self.chunks})"
+        return f"BatchInvariantWeight({tuple(self.shape)} of {made}, chunks={self.chunks})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,7 +180,7 @@ class ExactWeight(Weight):
         call = _FUNCTIONS.get(func)
         if call is None:
             name = getattr(func, "__name__", func)
-            raise TypeError(f"torch's {name} does not take an ExactWeight: only linear and embedding do.")
+            raise TypeError(f"torch's {name} does not take an BatchInvariantWeight: only linear and embedding do.")
         return call(*args, **(kwargs or {}))
 
     @property
@@ -189,19 +189,19 @@ class ExactWeight(Weight):
         assert found is not None
         return found
 
-    def _copy_with(self, shape: torch.Size, source: Tensor | None, chunks: int) -> "ExactWeight":
+    def _copy_with(self, shape: torch.Size, source: Tensor | None, chunks: int) -> "BatchInvariantWeight":
         made = type(self).__new__(type(self))
         made._set_fields(shape, chunks, source, self._panels, self.then)
         return made
 
 
-# A weight, as a tensor or exact.
-AnyWeight = Tensor | ExactWeight
+# A weight, as a tensor or batch-invariant.
+AnyWeight = Tensor | BatchInvariantWeight
 
 
 def linear_of(x: Tensor, w: AnyWeight, b: Tensor | None) -> Tensor:
     """Applies `linear` with a weight of either kind. Modes of torch's functions see the weight itself."""
-    return w.linear(x, b) if isinstance(w, ExactWeight) else F.linear(x, w, b)
+    return w.linear(x, b) if isinstance(w, BatchInvariantWeight) else F.linear(x, w, b)
 
 
 def linears_of(x: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor | None]) -> list[Tensor]:
@@ -209,7 +209,7 @@ def linears_of(x: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor 
 
     In a single call if all are packed, with equal bits.
     """
-    packed = [w for w in weights if isinstance(w, ExactWeight) and w.source is None and w.ndim == 2]
+    packed = [w for w in weights if isinstance(w, BatchInvariantWeight) and w.source is None and w.ndim == 2]
     chunks = {w.chunks for w in packed}
     if len(packed) < len(weights) or len(chunks) > 1 or x.dtype not in kernels.EXACT:
         return [linear_of(x, w, b) for w, b in zip(weights, biases, strict=True)]
@@ -220,18 +220,18 @@ def linears_of(x: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor 
 
 def rows_of(index: Tensor, w: AnyWeight) -> Tensor:
     """Applies `embedding` with a table of either kind."""
-    return w.rows(index) if isinstance(w, ExactWeight) else F.embedding(index, w)
+    return w.rows(index) if isinstance(w, BatchInvariantWeight) else F.embedding(index, w)
 
 
-def not_exact(begin: str) -> TypeError:
-    """Returns the error of an exact layer in another dtype. The message begins with `begin`."""
+def wrong_dtype_error(begin: str) -> TypeError:
+    """Returns the error of a batch-invariant layer in another dtype. The message begins with `begin`."""
     return TypeError(
-        f"{begin} exact layers compute float32, or float64 where all is float64. Leave out mixed precision, or take"
-        " Policy(compute=torch.float32)."
+        f"{begin} batch-invariant layers compute float32, or float64 where all is float64. Remove mixed precision, or"
+        " use Policy(compute=torch.float32)."
     )
 
 
-def own_node(w: ExactWeight, inputs: int, axis: Axes) -> ExactWeight:
+def own_node(w: BatchInvariantWeight, inputs: int, axis: Axes) -> BatchInvariantWeight:
     """Returns the rank's block of a weight with cut inputs, with the block's chunks of the whole weight.
 
     Args:
@@ -272,21 +272,23 @@ def leave_in_order(y_D: Tensor, axis: Axes, sequence: int | None) -> Tensor:
 
 
 @functools.cache
-def _exact_product(chunks: int) -> Product:
+def _make_product(chunks: int) -> Product:
     def forward(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         y = kernels.row_linear(x, kernels.pack_rows(w), w.shape[0], chunks=chunks)
         return y if bias is None else y + bias
 
-    return Product(forward, exact_gradients(chunks))
+    return Product(forward, make_operand_gradients(chunks))
 
 
 def _apply_linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, ExactWeight):
-        raise TypeError(f"linear of {type(input).__name__}: an ExactWeight is the weight, not the input or the bias.")
+    if not isinstance(weight, BatchInvariantWeight):
+        raise TypeError(
+            f"linear of {type(input).__name__}: an BatchInvariantWeight is the weight, not the input or the bias."
+        )
     alone = all(size == 1 for size in current_mesh().shape.values())
     if weight.source is not None and not alone:  # the function mode for following values has seen no weight
         raise TypeError(
-            "linear of an ExactWeight with derivatives, on several ranks: call nn.linear in place of torch's."
+            "linear of an BatchInvariantWeight with derivatives, on several ranks: call nn.linear in place of torch's."
         )
     return weight.linear(input, bias)
 
@@ -294,9 +296,9 @@ def _apply_linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor
 def _apply_embedding(input: Any, weight: Any, *options: Any, norm_type: float = 2.0, **named: Any) -> Tensor:
     del norm_type  # of no effect without max_norm
     if any(x is not None and x is not False for x in (*options, *named.values())) or not isinstance(
-        weight, ExactWeight
+        weight, BatchInvariantWeight
     ):
-        raise TypeError("embedding of an ExactWeight takes the indices and the weight alone.")
+        raise TypeError("embedding of an BatchInvariantWeight takes the indices and the weight alone.")
     return weight.rows(input)
 
 
@@ -304,8 +306,8 @@ _FUNCTIONS: dict[Any, Callable[..., Tensor]] = {F.linear: _apply_linear, F.embed
 
 
 @functools.cache
-def exact_gradients(chunks: int) -> tuple[OperandGrad, OperandGrad]:
-    """Returns the gradients of the input and of the weight of an exact linear layer, both differentiable again.
+def make_operand_gradients(chunks: int) -> tuple[OperandGrad, OperandGrad]:
+    """Returns the gradients of the input and of the weight of a batch-invariant layer, both differentiable again.
 
     Args:
         chunks: chunks of the layer's inputs.

@@ -10,7 +10,7 @@ from .policies import SavePolicy, names_of
 
 
 @contextlib.contextmanager
-def noticing_names(who: str, policy: SavePolicy | None, done: list[None]) -> Iterator[None]:
+def check_policy_names(who: str, policy: SavePolicy | None, done: list[None]) -> Iterator[None]:
     """Warns, around the first call of a function, of names of the policy that no value of the call has.
 
     Args:

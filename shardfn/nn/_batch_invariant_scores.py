@@ -1,4 +1,4 @@
-"""Batch-invariant scores of routers: rows have the same bits next to any other rows. See `_exact.py` for the law.
+"""Batch-invariant scores of routers: rows have the same bits next to any other rows.
 
 Torch's sums, exponentials and sigmoids depend on the width of a processor's vectors, some on the number of rows. Here
 e^x and the sigmoid are made of `kernels.gated_silu`, with a fixed expression, and sums are added by halving.
@@ -13,14 +13,14 @@ from torch.nn import functional as F
 
 from shardfn import kernels
 
-from ._exact import not_exact
-from ._exact_functions import pointwise
+from ._batch_invariant import wrong_dtype_error
+from ._batch_invariant_functions import pointwise
 
 _LEAST = -87.0  # below the bound e^x is 0, without subnormal numbers
 _NEAR = 2.0**-60  # nearer to 0 the sigmoid is 1/2, and x no divisor
 
 
-def exact_softmax(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch e"]:
+def batch_invariant_softmax(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch e"]:
     """Returns the softmax over the last dim. Rows have the same bits next to any other rows.
 
     Args:
@@ -30,14 +30,14 @@ def exact_softmax(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch e"]:
         TypeError: for other dtypes.
 
     Example:
-        >>> exact_softmax(torch.tensor([1.0, 1.0])).tolist()
+        >>> batch_invariant_softmax(torch.tensor([1.0, 1.0])).tolist()
         [0.5, 0.5]
     """
     _check_dtype(x_E)
     return _Softmax.apply(x_E)  # pyright: ignore[reportReturnType]
 
 
-def exact_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+def batch_invariant_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Returns the sigmoid of each element, by the same expression.
 
     Args:
@@ -47,18 +47,18 @@ def exact_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         TypeError: for other dtypes.
 
     Example:
-        >>> exact_sigmoid(torch.tensor([0.0, -200.0])).tolist()
+        >>> batch_invariant_sigmoid(torch.tensor([0.0, -200.0])).tolist()
         [0.5, 0.0]
     """
     _check_dtype(x)
     return pointwise(_compute_sigmoid, _sigmoid_partials, x)
 
 
-def exact_sum(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch 1"]:
+def batch_invariant_sum(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch 1"]:
     """Sums over the last dim by halving: the first half of the elements plus the second, until a single sum is left.
 
     Example:
-        >>> exact_sum(torch.tensor([1.0, 2.0, 3.0]))
+        >>> batch_invariant_sum(torch.tensor([1.0, 2.0, 3.0]))
         tensor([6.])
     """
     width = 1 << (x_E.shape[-1] - 1).bit_length()
@@ -71,7 +71,7 @@ def exact_sum(x_E: Float[Tensor, "*batch e"]) -> Float[Tensor, "*batch 1"]:
 
 def _check_dtype(x: Tensor) -> None:
     if x.dtype not in kernels.EXACT:
-        raise not_exact(f"exact scores of {x.dtype}:")
+        raise wrong_dtype_error(f"batch-invariant scores of {x.dtype}:")
 
 
 def _compute_sigmoid(x: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         weights = _compute_exponential(x - x.amax(-1, keepdim=True))
-        return weights / exact_sum(weights)
+        return weights / batch_invariant_sum(weights)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

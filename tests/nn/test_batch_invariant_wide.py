@@ -17,25 +17,27 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return nn.linear(x, nn.ExactWeight.of(w), b)
+    return nn.linear(x, nn.BatchInvariantWeight.of(w), b)
 
 
 def mlp(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return nn.mlp(x, nn.ExactWeight.of(w), nn.ExactWeight.of(w.mT), b, x[0])
+    return nn.mlp(x, nn.BatchInvariantWeight.of(w), nn.BatchInvariantWeight.of(w.mT), b, x[0])
 
 
 def swiglu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return nn.swiglu(x + b[:1], nn.ExactWeight.of(w), nn.ExactWeight.of(2 * w), nn.ExactWeight.of(w.mT))
+    return nn.swiglu(
+        x + b[:1], nn.BatchInvariantWeight.of(w), nn.BatchInvariantWeight.of(2 * w), nn.BatchInvariantWeight.of(w.mT)
+    )
 
 
 LAYERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "linear": linear,
     "mlp": mlp,
     "swiglu": swiglu,
-    "layer_norm": lambda x, w, b: nn.exact_layer_norm(x, w[0], w[1]) + b[:1],
-    "rms_norm": lambda x, w, b: nn.exact_rms_norm(x, w[0]) + b[:1],
-    "softmax": lambda x, w, b: nn.exact_softmax(x * w[0] + b[:1]),
-    "sigmoid": lambda x, w, b: nn.exact_sigmoid(x * w[0] + b[:1]),
+    "layer_norm": lambda x, w, b: nn.batch_invariant_layer_norm(x, w[0], w[1]) + b[:1],
+    "rms_norm": lambda x, w, b: nn.batch_invariant_rms_norm(x, w[0]) + b[:1],
+    "softmax": lambda x, w, b: nn.batch_invariant_softmax(x * w[0] + b[:1]),
+    "sigmoid": lambda x, w, b: nn.batch_invariant_sigmoid(x * w[0] + b[:1]),
 }
 
 
@@ -72,21 +74,24 @@ def test_attention_has_both(name: str) -> None:
     how: dict[str, Any] = {"mask": nn.Causal(), **HOW[name]}
     q, k, v = drawn(2, 9, 2, 4), drawn(2, 9, 1, 4, seed=1), drawn(2, 9, 1, 4, seed=2)
 
-    def attended(q: Tensor, k: Tensor, v: Tensor, impl: nn.Body) -> Tensor:
+    def attended(q: Tensor, k: Tensor, v: Tensor, impl: nn.AttentionBackend) -> Tensor:
         return nn.attention(q, k, v, **how, impl=impl)
 
-    whole = attended(q, k, v, nn.Exact())
+    whole = attended(q, k, v, nn.BatchInvariant())
     torch.testing.assert_close(whole, attended(q, k, v, nn.Dense()), rtol=1e-12, atol=1e-13)
     for t in (1, 5, 8):
-        assert torch.equal(attended(q[1:, :t], k[1:, :t], v[1:, :t], nn.Exact()), whole[1:, :t])
+        assert torch.equal(attended(q[1:, :t], k[1:, :t], v[1:, :t], nn.BatchInvariant()), whole[1:, :t])
     leaves = [x[:1, :3].clone().requires_grad_() for x in (q, k, v)]
-    assert torch.autograd.gradcheck(lambda q, k, v: attended(q, k, v, nn.Exact()), leaves, atol=1e-8)
+    assert torch.autograd.gradcheck(lambda q, k, v: attended(q, k, v, nn.BatchInvariant()), leaves, atol=1e-8)
 
 
 @pytest.mark.parametrize("base", [10000.0, 5e5])
 def test_rotations_are_those_of_torch(base: float) -> None:
     at = torch.tensor([0, 1, 7, 1000, 131071])
-    found, wanted = nn.exact_rope_table(at, 16, base=base, dtype=F64), nn.rope_table(at, 16, base=base, dtype=F64)
+    found, wanted = (
+        nn.batch_invariant_rope_table(at, 16, base=base, dtype=F64),
+        nn.rope_table(at, 16, base=base, dtype=F64),
+    )
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)  # 131071 times half a unit of 1 is 1.5e-11
-    assert torch.equal(found[0][3:4], nn.exact_rope_table(at[3:4], 16, base=base, dtype=F64)[0])
+    assert torch.equal(found[0][3:4], nn.batch_invariant_rope_table(at[3:4], 16, base=base, dtype=F64)[0])

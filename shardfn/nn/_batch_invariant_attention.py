@@ -12,38 +12,38 @@ from torch import Tensor
 from shardfn import kernels
 from shardfn.core import raise_all
 
-from ._course import RingCourse, course
 from ._inputs import refuse_gradients
 from ._local import Local
 from ._masks import Mask, Window
 from ._online import OnlineScores
 from ._rectangles import QKV, TORCH_TILE, kernel_tile
 from ._ring import OnlineBackward, tangent
+from ._ring_rounds import RingRounds, make_rounds
 
 # Places of a block of the cache for the keys and values of a call.
 BLOCK = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Exact(Local):
-    """Batch-invariant attention: the bits of a token depend only on the visible tokens, as in exact layers.
+class BatchInvariant(Local):
+    """Batch-invariant attention: the bits of a token depend only on the visible tokens, as in batch-invariant layers.
 
     The mask is `Causal()` or `Window(left)`. Queries, keys and values are float32, or all float64. Derivatives are the
-    derivatives of `Blockwise()`, without exact rows.
+    derivatives of `Blockwise()`, without batch-invariant rows.
     """
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Returns the attention of the rank's queries over all keys."""
         refuse_gradients(how)
-        raise_all(ValueError, "attention by Exact():", exact_problems(how.mask))
+        raise_all(ValueError, "attention by BatchInvariant():", find_mask_problems(how.mask))
         where = (((0, length),),)
         plain = how._replace(slopes_H=None, sinks_H=None)
-        along = course(None, where, length, plain, TORCH_TILE, kernel_tile(how, q_BTHK.device, TORCH_TILE))
+        along = make_rounds(None, where, length, plain, TORCH_TILE, kernel_tile(how, q_BTHK.device, TORCH_TILE))
         return _Exact.apply(q_BTHK, k_BSGK, v_BSGK, how.sinks_H, how.slopes_H, along)[0]  # pyright: ignore[reportReturnType]
 
 
-def exact_problems(mask: Mask) -> list[str]:
-    """Returns the parts of a mask unknown to `Exact`."""
+def find_mask_problems(mask: Mask) -> list[str]:
+    """Returns the parts of a mask unknown to `BatchInvariant`."""
     told = "the mask must be Causal() or Window(left). Take another mask, or another body, such as Dense()"
     return [f"{m}: {told}" for m in mask.parts if not (isinstance(m, Window) and m.looks_back)]
 
@@ -52,7 +52,7 @@ class _Exact(torch.autograd.Function):
     """Maps (q, k, v, sinks, slopes, course) to y and lse. y has the derivatives of attention in tiles."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, sinks_H: Any, slopes_H: Any, along: RingCourse) -> Any:
+    def forward(q: Tensor, k: Tensor, v: Tensor, sinks_H: Any, slopes_H: Any, along: RingRounds) -> Any:
         lefts = [m.left for m in along.how.mask.parts if isinstance(m, Window) and m.left is not None]
         window = min(lefts) + 1 if lefts else None
         return _attend_sequences((q, k, v), along.how.scale, window, slopes_H, sinks_H)

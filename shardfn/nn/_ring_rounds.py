@@ -11,7 +11,7 @@ Perm = list[tuple[int, int]]
 
 
 @dataclasses.dataclass(frozen=True)
-class RingCourse:
+class RingRounds:
     """Positions of each rank's keys and queries. The transfers of each hop follow from the positions.
 
     Attributes:
@@ -61,14 +61,14 @@ class RingCourse:
         return any(self.how.mask.cover(q, k) != "none" for q, k in pairs)
 
 
-def course(
+def make_rounds(
     axis: Axes, rows: tuple[Rows, ...], num_queries: int, how: OnlineScores, block: int, kernel: int | None = None
-) -> RingCourse:
+) -> RingRounds:
     """Returns the course of the rank's tensors. On a single rank the numbers of queries and keys may differ."""
     assert len(rows) == axis_size(axis)
     index = int(axis_index(axis))
     queries = rows[index] if axis_size(axis) > 1 else tuple(r for r in ((0, num_queries),) if num_queries)
-    return RingCourse(axis, rows, queries, index, how, block, kernel)
+    return RingRounds(axis, rows, queries, index, how, block, kernel)
 
 
 def num_rows(rows: Rows) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import kernels, nn
-from shardfn.nn._exact import own_node
+from shardfn.nn._batch_invariant import own_node
 
 NIGHTLY = pytest.mark.nightly
 WIDTHS = [77, pytest.param(1409, marks=NIGHTLY)]
@@ -38,14 +38,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def _layers(width: int) -> dict[str, Callable[[Tensor], Tensor]]:
     narrow = 41
     up, gate, down = _drawn(narrow, width), _drawn(narrow, width, seed=1), _drawn(width, narrow, seed=2)
-    up, gate, down = (nn.ExactWeight.of(w / 8) for w in (up, gate, down))
+    up, gate, down = (nn.BatchInvariantWeight.of(w / 8) for w in (up, gate, down))
     wide, short = _drawn(width, seed=3), _drawn(narrow, seed=4)
     return {
         "linear": lambda x: nn.linear(x, up, short),
         "mlp": lambda x: nn.mlp(x, up, down, short, wide),
         "swiglu": lambda x: nn.swiglu(x, gate, up, down),
-        "layer_norm": lambda x: nn.exact_layer_norm(x, wide, wide),
-        "rms_norm": lambda x: nn.exact_rms_norm(x, wide),
+        "layer_norm": lambda x: nn.batch_invariant_layer_norm(x, wide, wide),
+        "rms_norm": lambda x: nn.batch_invariant_rms_norm(x, wide),
     }
 
 
@@ -62,22 +62,22 @@ def test_a_row_has_its_bits_alone(name: str, width: int) -> None:
 
 def test_the_gradient_of_a_row_has_its_bits_alone() -> None:
     weight, x, dy = _drawn(41, 77), _drawn(1100, 77, seed=1), _drawn(1100, 41, seed=2)
-    layer = _func.vjp(lambda x: nn.linear(x, nn.ExactWeight.of(weight)), x)[1]
+    layer = _func.vjp(lambda x: nn.linear(x, nn.BatchInvariantWeight.of(weight)), x)[1]
     for rows in (1, 7, 65):
-        alone = _func.vjp(lambda x: nn.linear(x, nn.ExactWeight.of(weight)), x[:rows])[1]
+        alone = _func.vjp(lambda x: nn.linear(x, nn.BatchInvariantWeight.of(weight)), x[:rows])[1]
         assert torch.equal(alone(dy[:rows])[0], layer(dy)[0][:rows]), rows
 
 
 def test_panels_and_forms_of_a_weight_have_the_same_bits() -> None:
     x, weight, bias = _drawn(5, 12), _drawn(14, 12, seed=1), _drawn(14, seed=2)
-    want = nn.linear(x, nn.ExactWeight.of(weight), bias)
-    packed = nn.ExactWeight(kernels.pack_rows(weight), (14, 12))
-    by_head = nn.ExactWeight(kernels.pack_rows(weight), (2, 7, 12))
-    for w in (packed, by_head.flatten(0, 1), nn.ExactWeight.of(weight.view(2, 7, 12)).flatten(0, 1)):
+    want = nn.linear(x, nn.BatchInvariantWeight.of(weight), bias)
+    packed = nn.BatchInvariantWeight(kernels.pack_rows(weight), (14, 12))
+    by_head = nn.BatchInvariantWeight(kernels.pack_rows(weight), (2, 7, 12))
+    for w in (packed, by_head.flatten(0, 1), nn.BatchInvariantWeight.of(weight.view(2, 7, 12)).flatten(0, 1)):
         assert torch.equal(nn.linear(x, w, bias), want)
         assert torch.equal(F.linear(x, w, bias), want)  # pyright: ignore[reportArgumentType]
     assert torch.equal(nn.column_linear(x, by_head, bias.view(2, 7)).flatten(1), want)
-    inward = nn.ExactWeight.of(weight.view(14, 3, 4))
+    inward = nn.BatchInvariantWeight.of(weight.view(14, 3, 4))
     assert torch.equal(nn.row_linear(x, inward, bias), want)
     torch.testing.assert_close(want, F.linear(x, weight, bias))
     assert (packed.ndim, packed.dtype, packed.device) == (2, torch.float32, torch.device("cpu"))
@@ -85,10 +85,10 @@ def test_panels_and_forms_of_a_weight_have_the_same_bits() -> None:
 
 def test_rows_of_panels_are_those_of_the_table() -> None:
     table, index = _drawn(150, 6), torch.tensor([[0, 63, 64], [149, 128, 3]])
-    packed: Any = nn.ExactWeight(kernels.pack_rows(table), table.shape)
+    packed: Any = nn.BatchInvariantWeight(kernels.pack_rows(table), table.shape)
     assert torch.equal(nn.embedding(index, packed), table[index])
     assert torch.equal(F.embedding(index, packed), table[index])
-    assert torch.equal(nn.embedding(index, nn.ExactWeight.of(table)), table[index])
+    assert torch.equal(nn.embedding(index, nn.BatchInvariantWeight.of(table)), table[index])
 
 
 # Derivatives.
@@ -96,7 +96,7 @@ def test_rows_of_panels_are_those_of_the_table() -> None:
 
 def _loss(layer: Callable[..., Tensor], exact: bool) -> Callable[..., Tensor]:
     def weight(w: Tensor) -> Any:
-        return nn.ExactWeight.of(w) if exact else w
+        return nn.BatchInvariantWeight.of(w) if exact else w
 
     return lambda x, *ws: layer(weight, x, *ws).sin().sum()
 
@@ -106,8 +106,8 @@ SHAPES: dict[str, tuple[Callable[..., Tensor], Any, list[tuple[int, ...]]]] = {
     "by heads": (lambda w, x, a: nn.column_linear(x, w(a)), None, [(2, 3, 5), (2, 2, 5)]),
     "mlp": (lambda w, x, a, b, c: nn.mlp(x, w(a), w(b), c), None, [(3, 5), (4, 5), (5, 4), (4,)]),
     "swiglu": (lambda w, x, a, b, c: nn.swiglu(x, w(a), w(b), w(c)), None, [(3, 5), (4, 5), (4, 5), (5, 4)]),
-    "layer_norm": (nn.exact_layer_norm, nn.layer_norm, [(3, 5), (5,), (5,)]),
-    "rms_norm": (nn.exact_rms_norm, nn.rms_norm, [(3, 5), (5,)]),
+    "layer_norm": (nn.batch_invariant_layer_norm, nn.layer_norm, [(3, 5), (5,), (5,)]),
+    "rms_norm": (nn.batch_invariant_rms_norm, nn.rms_norm, [(3, 5), (5,)]),
 }
 
 
@@ -160,7 +160,7 @@ def test_a_pipeline_puts_off_the_gradient_of_an_exact_weight() -> None:
     w, x = _drawn(4, 6).requires_grad_(), _drawn(3, 6, seed=1).requires_grad_()
     deferred = nn.DeferredGradients([w])
     with deferred.recorded():
-        y = nn.linear(x, nn.ExactWeight.of(w)).sum()
+        y = nn.linear(x, nn.BatchInvariantWeight.of(w)).sum()
     none, dx = deferred.first([y], [torch.tensor(1.0)], [x])
     assert none is None
     torch.testing.assert_close(dx, w.sum(0).expand(3, 6))
@@ -185,19 +185,19 @@ HOW: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", [pytest.param(x, marks=NIGHTLY if x == "alibi" else ()) for x in HOW])
 def test_exact_attention_has_the_bits_of_a_prefix_and_of_a_sample_alone(name: str) -> None:
     qkv = _qkv()
-    y = nn.attention(*qkv, **HOW[name], impl=nn.Exact())
+    y = nn.attention(*qkv, **HOW[name], impl=nn.BatchInvariant())
     torch.testing.assert_close(y, nn.attention(*qkv, **HOW[name]))
     for t in (1, 5, 8):
         part = [x[:, :t] for x in qkv]
-        assert torch.equal(nn.attention(part[0], part[1], part[2], **HOW[name], impl=nn.Exact()), y[:, :t])
+        assert torch.equal(nn.attention(part[0], part[1], part[2], **HOW[name], impl=nn.BatchInvariant()), y[:, :t])
     alone = [x[1:] for x in qkv]
-    assert torch.equal(nn.attention(alone[0], alone[1], alone[2], **HOW[name], impl=nn.Exact()), y[1:])
+    assert torch.equal(nn.attention(alone[0], alone[1], alone[2], **HOW[name], impl=nn.BatchInvariant()), y[1:])
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
 @pytest.mark.parametrize("name", [pytest.param(x, marks=NIGHTLY if x == "alibi" else ()) for x in HOW])
 def test_derivatives_of_exact_attention_are_those_of_torch_in_float64(name: str) -> None:
-    def loss(impl: nn.Body, how: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+    def loss(impl: nn.AttentionBackend, how: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         more = {"sinks_H": sinks[0]} if sinks else {}
         return nn.attention(q, k, v, **{**how, **more}, impl=impl).sin().sum()
 
@@ -205,7 +205,7 @@ def test_derivatives_of_exact_attention_are_those_of_torch_in_float64(name: str)
     xs = (*_qkv(T=4), *([] if sinks is None else [sinks]))
     how, wide = HOW[name], tuple(x.double() for x in xs)
     own = {k: x.double() if isinstance(x, Tensor) else x for k, x in how.items()}
-    exact, plain = functools.partial(loss, nn.Exact(), how), functools.partial(loss, nn.Dense(), own)
+    exact, plain = functools.partial(loss, nn.BatchInvariant(), how), functools.partial(loss, nn.Dense(), own)
     for i in range(len(xs)):
         _close(_func.grad(exact, i)(*xs), _func.grad(plain, i)(*wide))
     tangents = tuple(_drawn(*x.shape, seed=9) for x in xs)
@@ -220,12 +220,14 @@ def test_derivatives_of_exact_attention_are_those_of_torch_in_float64(name: str)
     "mask", [nn.Full(), nn.Prefix(2), nn.Causal() & nn.Segments(torch.zeros(2, 9, dtype=torch.int64)), nn.Window(2, 1)]
 )
 def test_masks_that_exact_attention_does_not_know_are_named(mask: nn.Mask) -> None:
-    with pytest.raises(ValueError, match=r"(?s)attention by Exact\(\):.*the mask must be Causal\(\) or Window\(left\)"):
-        nn.attention(*_qkv(), mask=mask, impl=nn.Exact())
+    with pytest.raises(
+        ValueError, match=r"(?s)attention by BatchInvariant\(\):.*the mask must be Causal\(\) or Window\(left\)"
+    ):
+        nn.attention(*_qkv(), mask=mask, impl=nn.BatchInvariant())
 
 
 def test_attention_without_tokens() -> None:
-    assert nn.attention(*_qkv(T=0), impl=nn.Exact()).shape == (2, 0, 4, 6)
+    assert nn.attention(*_qkv(T=0), impl=nn.BatchInvariant()).shape == (2, 0, 4, 6)
 
 
 # Rotary tables.
@@ -233,14 +235,14 @@ def test_attention_without_tokens() -> None:
 
 def test_rows_of_rotary_tables_are_rounded_from_the_true_numbers() -> None:
     positions = torch.cat([torch.arange(500), torch.tensor([99999])])
-    cos, sin = nn.exact_rope_table(positions, 6)
+    cos, sin = nn.batch_invariant_rope_table(positions, 6)
     angles = [[float(torch.tensor(10000 ** -(i / 3)) * float(p)) for i in range(3)] for p in positions]
     true = torch.tensor([[[f(float(torch.tensor(a))) for a in row] for row in angles] for f in (math.cos, math.sin)])
     assert torch.equal(cos, true[0].repeat(1, 2)) and torch.equal(sin, true[1].repeat(1, 2))
     for rows in (1, 2, 3, 65):
-        assert torch.equal(nn.exact_rope_table(positions[7 : 7 + rows], 6)[0], cos[7 : 7 + rows])
+        assert torch.equal(nn.batch_invariant_rope_table(positions[7 : 7 + rows], 6)[0], cos[7 : 7 + rows])
     with pytest.raises(ValueError, match="head_dim=3"):
-        nn.exact_rope_table(positions, 3)
+        nn.batch_invariant_rope_table(positions, 3)
 
 
 # Ranks.
@@ -264,11 +266,11 @@ def _same_bits(ranks: int, chunks: int, sequence: bool) -> None:
     T, D, F_ = 5, 9, 24
     x, up, down = _drawn(2, T, D), _drawn(F_, D, seed=1), _drawn(D, F_, seed=2)
     bias = _drawn(D, seed=3)
-    want = nn.mlp(x, nn.ExactWeight.of(up, chunks), nn.ExactWeight.of(down, chunks), None, bias)
+    want = nn.mlp(x, nn.BatchInvariantWeight.of(up, chunks), nn.BatchInvariantWeight.of(down, chunks), None, bias)
     with sf.collectives.bind_mesh(mesh):
         r, T_ = mesh.coords["tp"], T if sequence else None
         mine = slice(r * F_ // ranks, (r + 1) * F_ // ranks)
-        block = nn.ExactWeight.of(up[mine], chunks), nn.ExactWeight.of(down[:, mine], chunks)
+        block = nn.BatchInvariantWeight.of(up[mine], chunks), nn.BatchInvariantWeight.of(down[:, mine], chunks)
         rows = slice(*nn.own_range(T, "tp")) if sequence else slice(None)
         got = nn.mlp(x[:, rows], *block, None, bias, d_ff=F_, axis="tp", sequence=T_)
     assert torch.equal(got, want[:, rows])
@@ -300,9 +302,9 @@ def test_cuts_that_are_no_nodes_are_refused() -> None:
     mesh = sf.make_mesh({"tp": 2})
     with sf.collectives.bind_mesh(mesh):
         with pytest.raises(ValueError, match=r"24 chunks over the 2 ranks of 'tp'.*Take chunks=8"):
-            own_node(nn.ExactWeight.of(torch.ones(3, 6), 24), 12, "tp")
+            own_node(nn.BatchInvariantWeight.of(torch.ones(3, 6), 24), 12, "tp")
         with pytest.raises(ValueError, match=r"7 inputs in 8 chunks over the 2 ranks of 'tp'.*divide the inputs"):
-            own_node(nn.ExactWeight.of(torch.ones(3, 4), 8), 7, "tp")
+            own_node(nn.BatchInvariantWeight.of(torch.ones(3, 4), 8), 7, "tp")
 
 
 @sf.testing.distributed(world=2)
@@ -313,33 +315,37 @@ def test_a_table_that_is_cut_keeps_the_sign_of_zero() -> None:
     mesh = sf.make_mesh({"tp": 2})
     with sf.collectives.bind_mesh(mesh):
         own = table[slice(*nn.own_range(7, "tp"))]
-        packed = nn.ExactWeight(kernels.pack_rows(own), own.shape)
-        for w in (own, packed, nn.ExactWeight.of(own)):
+        packed = nn.BatchInvariantWeight(kernels.pack_rows(own), own.shape)
+        for w in (own, packed, nn.BatchInvariantWeight.of(own)):
             got = nn.embedding(index, w, axis="tp", vocab_size=7)
             assert torch.equal(got.view(torch.int32), table[index].view(torch.int32))
 
 
 # Refusals.
 
-_W: Any = nn.ExactWeight.of(torch.ones(4, 3))
+_W: Any = nn.BatchInvariantWeight.of(torch.ones(4, 3))
 
 
 @pytest.mark.parametrize(
     "call, kind, said",
     [
-        (lambda: torch.matmul(torch.ones(2, 4), _W), TypeError, "torch's matmul does not take an ExactWeight"),
-        (lambda: F.linear(_W, torch.ones(4, 3)), TypeError, "an ExactWeight is the weight"),
+        (lambda: torch.matmul(torch.ones(2, 4), _W), TypeError, "torch's matmul does not take an BatchInvariantWeight"),
+        (lambda: F.linear(_W, torch.ones(4, 3)), TypeError, "an BatchInvariantWeight is the weight"),
         (lambda: F.embedding(torch.tensor([0]), _W, 0), TypeError, "takes the indices and the weight alone"),
         (
             lambda: nn.linear(torch.ones(2, 3).double(), _W),
             TypeError,
             r"x is torch\.float64, the weight is torch\.float32, ",
         ),
-        (lambda: _W.flatten().linear(torch.ones(3)), ValueError, r"ExactWeight must have two dims, got shape \(12,\)"),
         (
-            lambda: nn.ExactWeight(torch.ones(1, 3, 64), (4, 5)),
+            lambda: _W.flatten().linear(torch.ones(3)),
             ValueError,
-            r"ExactWeight of shape \(4, 5\) and panels \(1, 3, 64\): pass the panels that kernels.pack_rows makes",
+            r"BatchInvariantWeight must have two dims, got shape \(12,\)",
+        ),
+        (
+            lambda: nn.BatchInvariantWeight(torch.ones(1, 3, 64), (4, 5)),
+            ValueError,
+            r"BatchInvariantWeight of shape \(4, 5\) and panels \(1, 3, 64\): pass the panels",
         ),
     ],
 )
@@ -349,4 +355,4 @@ def test_refusals(call: Callable[[], object], kind: type[Exception], said: str) 
 
 
 def test_its_text() -> None:
-    assert repr(_W) == "ExactWeight((4, 3) of a weight, chunks=8)"
+    assert repr(_W) == "BatchInvariantWeight((4, 3) of a weight, chunks=8)"

@@ -1,4 +1,4 @@
-"""Covers `models.gpt` with `exact=True`: logits of a token have the bits that they have alone, and on several ranks."""
+"""Covers `models.gpt` with `batch_invariant=True`: logits of a token have the same bits alone and on ranks."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import kernels, nn
+from shardfn import interop, kernels, nn
 from shardfn.core import block_slices, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from shardfn.models import gpt
 from shardfn.testing import distributed
@@ -31,7 +31,7 @@ NAMES = [pytest.param(x, marks=() if x in DAY else NIGHTLY) for x in SETTINGS]
 
 
 def config_of(name: str, **changes: Any) -> gpt.Config:
-    return gpt.Config(**{**BASE, **SETTINGS[name], "exact": True, **changes})
+    return gpt.Config(**{**BASE, **SETTINGS[name], "batch_invariant": True, **changes})
 
 
 def params_of(config: gpt.Config) -> Any:
@@ -50,7 +50,7 @@ def test_samples_and_prefixes_have_the_bits_that_they_have_alone(name: str) -> N
     config, tokens = config_of(name), tokens_of(3, 34)
     params = params_of(config)
     logits = gpt.apply(config, params, tokens)
-    torch.testing.assert_close(logits, gpt.apply(dataclasses.replace(config, exact=False), params, tokens))
+    torch.testing.assert_close(logits, gpt.apply(dataclasses.replace(config, batch_invariant=False), params, tokens))
     for rows, length in ((slice(1, 2), 34), (slice(0, 1), 1), (slice(2, 3), 7), (slice(0, 2), 32), (slice(1, 3), 33)):
         assert torch.equal(gpt.apply(config, params, tokens[rows, :length]), logits[rows, :length]), (rows, length)
 
@@ -92,7 +92,7 @@ def packed(config: gpt.Config, params: Any) -> Any:
         if w.ndim < 2 or kept or name[0] == "b":
             return w
         matrix = w.flatten(1) if name in ("wo", "w_down") else w.flatten(0, -2)
-        return nn.ExactWeight(kernels.pack_rows(matrix), w.shape, config.chunks)
+        return nn.BatchInvariantWeight(kernels.pack_rows(matrix), w.shape, config.chunks)
 
     blocks = [{name: pack(name, w) for name, w in p.items()} for p in params["blocks"]]
     return {name: blocks if name == "blocks" else pack(name, w) for name, w in params.items()}
@@ -110,7 +110,7 @@ def test_weights_that_are_packed_before_have_the_same_bits(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
 def test_gradients_are_those_of_torch_in_float64(name: str) -> None:
     config, batch = config_of(name), {"tokens": tokens_of(2, 6)}
-    plain, params = dataclasses.replace(config, exact=False), gpt.init(config, sf.key(0))
+    plain, params = dataclasses.replace(config, batch_invariant=False), gpt.init(config, sf.key(0))
     wide = tree_map(torch.Tensor.double, params)
     exact_loss, plain_loss = functools.partial(gpt.loss, config), functools.partial(gpt.loss, plain)
     got: Any = torch.func.grad(exact_loss)(params, batch)
@@ -127,7 +127,7 @@ def test_gradients_are_those_of_torch_in_float64(name: str) -> None:
 def test_float64_has_the_same_laws(name: str) -> None:
     config, tokens = config_of(name), tokens_of(3, 12)
     params = tree_map(lambda x: x.double() * (1 + 1e-9), params_of(config))
-    plain, logits = dataclasses.replace(config, exact=False), gpt.apply(config, params, tokens)
+    plain, logits = dataclasses.replace(config, batch_invariant=False), gpt.apply(config, params, tokens)
     torch.testing.assert_close(logits, gpt.apply(plain, params, tokens), rtol=1e-11, atol=1e-11)
     for rows, length in ((slice(1, 2), 12), (slice(0, 1), 1), (slice(1, 3), 7)):
         assert torch.equal(gpt.apply(config, params, tokens[rows, :length]), logits[rows, :length]), (rows, length)
@@ -229,7 +229,7 @@ def test_captured_and_compiled_programs_and_remat_have_the_bits_of_eager_code(na
 def test_operations_of_a_lowered_step_are_those_of_the_plain_model() -> None:
     config = config_of("llama", vocab_size=64, d_model=64, d_ff=128)
     found = []
-    for each in (config, dataclasses.replace(config, exact=False)):
+    for each in (config, dataclasses.replace(config, batch_invariant=False)):
         step = sf.sharded_step(
             sf.jit(functools.partial(gpt.loss, each)), sf.optim.sgd(0.1), mesh=sf.make_mesh({"dp": 1})
         )
@@ -244,10 +244,10 @@ def test_operations_of_a_lowered_step_are_those_of_the_plain_model() -> None:
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"attention": nn.Blockwise()}, r"exact=True does not know attention=Blockwise\(block=512\)"),
-        ({"causal": False}, "exact=True does not know causal=False"),
-        ({"attention_dropout": 0.1}, r"exact=True does not know attention_dropout=0\.1"),
-        ({"loss_tile": 4}, "exact=True does not know loss_tile=4"),
+        ({"attention": nn.Blockwise()}, r"batch_invariant=True does not know attention=Blockwise\(block=512\)"),
+        ({"causal": False}, "batch_invariant=True does not know causal=False"),
+        ({"attention_dropout": 0.1}, r"batch_invariant=True does not know attention_dropout=0\.1"),
+        ({"loss_tile": 4}, "batch_invariant=True does not know loss_tile=4"),
         ({"chunks": 0}, "chunks=0 must be at least 1"),
     ],
 )
@@ -259,8 +259,24 @@ def test_settings_that_are_not_exact_are_refused(changes: dict[str, Any], said: 
 def test_narrow_parameters_and_documents_are_refused() -> None:
     config = config_of("gpt2")
     params = params_of(config)
-    with pytest.raises(TypeError, match=r"bfloat16: exact layers compute float32, .*\. Leave out mixed precision"):
+    with pytest.raises(
+        TypeError, match=r"bfloat16: batch-invariant layers compute float32, .*\. Remove mixed precision"
+    ):
         gpt.apply(config, tree_map(torch.Tensor.bfloat16, params), tokens_of(1, 3))
     batch = {"tokens": tokens_of(1, 4), "segment_ids": torch.zeros(1, 4, dtype=torch.int64)}
-    with pytest.raises(ValueError, match=r"(?s)attention by Exact\(\):.*Segments"):
+    with pytest.raises(ValueError, match=r"(?s)attention by BatchInvariant\(\):.*Segments"):
         gpt.loss(config, params, batch)
+
+
+def test_the_old_keyword_is_refused_with_the_new_name() -> None:
+    with pytest.raises(TypeError, match=r"Config\(exact=True\): .*Write batch_invariant=True"):
+        gpt.Config(**{**BASE, "exact": True})
+
+
+def test_a_file_of_a_model_with_the_old_field_is_read() -> None:
+    """Files have the fields of transformers, and no `exact`. A file that has the field anyway is read as before."""
+    config = config_of("llama")
+    written = interop.hf_config(config)
+    assert "exact" not in written and "batch_invariant" not in written
+    read = interop.gpt_config({**written, "exact": True}, batch_invariant=True, chunks=config.chunks)
+    assert read == interop.gpt_config(written, batch_invariant=True, chunks=config.chunks)

@@ -15,7 +15,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import core, nn
 from shardfn.collectives import bind_mesh
-from shardfn.nn import _bodies, _online, _parallel, _ring
+from shardfn.nn import _attention_backends, _online, _parallel, _ring
 from shardfn.testing import distributed
 
 with warnings.catch_warnings():  # ranks import this file, and torch's decompositions for jvp warn of torch's own code
@@ -294,7 +294,7 @@ def many_ranks(mesh: sf.Mesh, impls: Any, seeds: range, longest: int) -> None:
             assert_close(got, [x[:, at] for x in want], f"{impl} {mask} T={T} seed {seed}")
 
 
-def line(T: int, draw: random.Random) -> list[nn.Body]:
+def line(T: int, draw: random.Random) -> list[nn.AttentionBackend]:
     block = draw.choice([1, 5, 64]) if T < 50 else 64
     return [
         nn.Ulysses("sp", T),
@@ -305,7 +305,7 @@ def line(T: int, draw: random.Random) -> list[nn.Body]:
     ]
 
 
-def grid(T: int, draw: random.Random) -> list[nn.Body]:
+def grid(T: int, draw: random.Random) -> list[nn.AttentionBackend]:
     ring = nn.Ring("r", zigzag=draw.random() < 0.5, block=16)
     return [nn.Ulysses("u", T, ring), nn.Ulysses(("r", "u"), T), nn.Ring(("u", "r"), T, zigzag=True, block=16)]
 
@@ -374,7 +374,9 @@ def test_many_bodies_on_a_grid(part: int) -> None:
 # Transfers and computed tiles.
 
 
-def sent(impl: nn.Body, mask: nn.Mask, tokens: int, heads: int, key_heads: int) -> tuple[list[int], list[int]]:
+def sent(
+    impl: nn.AttentionBackend, mask: nn.Mask, tokens: int, heads: int, key_heads: int
+) -> tuple[list[int], list[int]]:
     """Bytes of elements that this rank sends and its calls, forward and backward, in float64."""
     sizes = (heads, key_heads, key_heads)
     q, k, v = (torch.randn(1, tokens, n, 4, dtype=torch.float64, requires_grad=True) for n in sizes)
@@ -431,7 +433,7 @@ def test_zigzag_is_balanced_and_sends_no_more() -> None:
     """No rank has 2% more pairs of a causal mask than the mean; cut plainly, the last has nearly twice the mean."""
     for T, P in ((4096, 4), (4097, 3), (1000, 8)):
         ranges = _parallel.ranges_over(T, [P])
-        cuts = _bodies._deal_zigzag(ranges)
+        cuts = _attention_backends._deal_zigzag(ranges)
         work = [sum(nn.Causal().count(q, (0, T)) for q in rows) for rows in cuts]
         assert sum(work) == T * (T + 1) // 2
         assert max(work) <= 1.02 * sum(work) / P

@@ -1,6 +1,6 @@
 """Batch-invariant activations and norms: rows have the same bits next to any other rows. With derivatives.
 
-The derivatives are closed forms in torch's operations, differentiable again. See `_exact.py` for the law.
+The derivatives are closed forms in torch's operations, differentiable again. See `_batch_invariant.py` for the law.
 """
 
 import functools
@@ -16,37 +16,39 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from shardfn import kernels
 
-from ._exact import AnyWeight, ExactWeight, not_exact
+from ._batch_invariant import AnyWeight, BatchInvariantWeight, wrong_dtype_error
 
 
 def gelu(x_F: Tensor, w: AnyWeight) -> Tensor:
-    """Returns GELU in the form with tanh, by `exact_gelu` after a layer with an exact weight."""
-    if isinstance(w, ExactWeight):
-        return exact_gelu(x_F)
+    """Returns GELU in the form with tanh, by `batch_invariant_gelu` after a layer with a batch-invariant weight."""
+    if isinstance(w, BatchInvariantWeight):
+        return batch_invariant_gelu(x_F)
     return F.gelu(x_F, approximate="tanh")
 
 
 def gated_silu(gate_F: Tensor, up_F: Tensor, w: AnyWeight) -> Tensor:
-    """Returns silu(gate) * up, by `exact_gated_silu` after a layer with an exact weight."""
-    if isinstance(w, ExactWeight):
-        return exact_gated_silu(gate_F, up_F)
+    """Returns silu(gate) * up, by `batch_invariant_gated_silu` after a layer with a batch-invariant weight."""
+    if isinstance(w, BatchInvariantWeight):
+        return batch_invariant_gated_silu(gate_F, up_F)
     return F.silu(gate_F) * up_F
 
 
-def exact_gelu(x_F: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+def batch_invariant_gelu(x_F: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Returns GELU in the form with tanh, by `kernels.gelu`: each element by the same expression.
 
     Args:
         x_F: float32 or float64.
 
     Example:
-        >>> exact_gelu(torch.zeros(2)).tolist()
+        >>> batch_invariant_gelu(torch.zeros(2)).tolist()
         [0.0, 0.0]
     """
     return pointwise(kernels.gelu, _gelu_partials, x_F)
 
 
-def exact_gated_silu(gate_F: Float[Tensor, "*shape"], up_F: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+def batch_invariant_gated_silu(
+    gate_F: Float[Tensor, "*shape"], up_F: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
     """Returns silu(gate) * up, by `kernels.gated_silu`: each element by the same expression.
 
     Args:
@@ -54,7 +56,7 @@ def exact_gated_silu(gate_F: Float[Tensor, "*shape"], up_F: Float[Tensor, "*shap
         up_F: weights as `gate_F`.
 
     Example:
-        >>> exact_gated_silu(torch.zeros(2), torch.ones(2)).tolist()
+        >>> batch_invariant_gated_silu(torch.zeros(2), torch.ones(2)).tolist()
         [0.0, 0.0]
     """
     return pointwise(kernels.gated_silu, partials_of_gated_silu, gate_F, up_F)
@@ -65,7 +67,7 @@ def pointwise(run: Callable[..., Tensor], partials: Callable[..., Any], *xs: Ten
     return _Pointwise.apply(run, partials, *xs)  # pyright: ignore[reportReturnType]
 
 
-def exact_layer_norm(
+def batch_invariant_layer_norm(
     x_D: Float[Tensor, "*batch d"],
     w_D: Float[Tensor, " d"],
     b_D: Float[Tensor, " d"] | None = None,
@@ -84,13 +86,13 @@ def exact_layer_norm(
         TypeError: for other dtypes.
 
     Example:
-        >>> exact_layer_norm(torch.tensor([-1.0, 1.0]), torch.ones(2), eps=0.0).tolist()
+        >>> batch_invariant_layer_norm(torch.tensor([-1.0, 1.0]), torch.ones(2), eps=0.0).tolist()
         [-1.0, 1.0]
     """
     return _apply_norm(x_D, w_D, b_D, eps, True)
 
 
-def exact_rms_norm(
+def batch_invariant_rms_norm(
     x_D: Float[Tensor, "*batch d"], w_D: Float[Tensor, " d"], *, eps: float = 1e-5
 ) -> Float[Tensor, "*batch d"]:
     """Applies a batch-invariant `rms_norm`: rows have the same bits next to any other rows, by `kernels.row_norm`.
@@ -104,7 +106,7 @@ def exact_rms_norm(
         TypeError: for other dtypes.
 
     Example:
-        >>> exact_rms_norm(torch.tensor([2.0, -2.0]), torch.ones(2), eps=0.0).tolist()
+        >>> batch_invariant_rms_norm(torch.tensor([2.0, -2.0]), torch.ones(2), eps=0.0).tolist()
         [1.0, -1.0]
     """
     return _apply_norm(x_D, w_D, None, eps, False)
@@ -115,7 +117,7 @@ def _apply_norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float, centered: bo
         return handle_torch_function(_apply_norm, (x, w, b), x, w, b, eps, centered)
     dtypes = dict.fromkeys(t.dtype for t in (x, w, b) if t is not None)
     if len(dtypes) > 1 or x.dtype not in kernels.EXACT:
-        raise not_exact(f"an exact norm of {', '.join(map(str, dtypes))}:")
+        raise wrong_dtype_error(f"a batch-invariant norm of {', '.join(map(str, dtypes))}:")
     return _Norm.apply(x, w, b, eps, centered)  # pyright: ignore[reportReturnType]
 
 

@@ -2,26 +2,27 @@
 
 S tokens of a rank, k choices of each, E experts, D model, F ffn of an expert, n ranks, b bytes of an element.
 
-    Tokens     4 k S D b (n - 1) / n        two exchanges forward and two backward, of equally busy experts
-    Weights    3 m E D F b (n - 1) / n      two gathers and a sum of the gradients, of m matrices of each expert
-    Sum        4 S D b (n - 1) / n          a sum forward and a sum backward, of tokens on all ranks
+    AllToAll       4 k S D b (n - 1) / n        two exchanges forward and two backward, of equally busy experts
+    GatherExperts  3 m E D F b (n - 1) / n      two gathers and a sum of the gradients, of m matrices of each expert
+    AllReduce      4 S D b (n - 1) / n          a sum forward and a sum backward, of tokens on all ranks
 """
 
 from typing import NamedTuple
 
 from shardfn.core import Axes, P, raise_all
 
-from ._exchange import Exchange, Local, Tokens, Weights
+from ._exchange import AllToAll, Exchange, GatherExperts, Local
 
 
 class ExchangeBytes(NamedTuple):
     """Bytes that a rank sends in a layer, forward and backward.
 
     Attributes:
-        tokens: tokens of `Tokens`, where all experts are equally busy.
-        most: bytes of `Tokens`, where all choices of the rank go to other ranks' experts, and the rank's room is full.
-        weights: weights of `Weights`, and of `Local` under ZeRO's stage 3.
-        sum: bytes of `Sum`, with S tokens on all ranks together.
+        tokens: tokens of `AllToAll`, where all experts are equally busy.
+        most: bytes of `AllToAll`, where all choices of the rank go to other ranks' experts, and the rank's room is
+            full.
+        weights: weights of `GatherExperts`, and of `Local` under ZeRO's stage 3.
+        sum: bytes of `AllReduce`, with S tokens on all ranks together.
     """
 
     tokens: float
@@ -88,9 +89,9 @@ def cheapest(
     matrices: int = 3,
     remat: bool = False,
 ) -> Exchange:
-    """Returns the exchange with the fewest bytes between ranks with different tokens: `Tokens` or `Weights`.
+    """Returns the exchange with the fewest bytes between ranks with different tokens: `AllToAll` or `GatherExperts`.
 
-    `Tokens` costs less while S < 3 m E F / (4 k), with remat two thirds of this bound, for any n, D and b.
+    `AllToAll` costs less while S < 3 m E F / (4 k), with remat two thirds of this bound, for any n, D and b.
 
     Args:
         axis: mesh axes along which experts would be cut. On a single rank the answer is `Local()`.
@@ -109,13 +110,13 @@ def cheapest(
     Example:
         >>> mixtral = {"top_k": 2, "num_experts": 8, "d_model": 4096, "d_ff": 14336, "ranks": 8}
         >>> cheapest("ep", tokens=4096, **mixtral)
-        Tokens(axis='ep', rows=None, overflow='error', uneven=True)
+        AllToAll(axis='ep', rows=None, overflow='error', uneven=True)
         >>> cheapest("ep", tokens=131072, **mixtral)
-        Weights(axis='ep')
+        GatherExperts(axis='ep')
     """
     found = exchange_bytes(
         tokens, top_k, num_experts, d_model=d_model, d_ff=d_ff, ranks=ranks, matrices=matrices, remat=remat
     )
     if ranks == 1 or not P(axis).axes:
         return Local()
-    return Tokens(axis) if found.tokens <= found.weights else Weights(axis)
+    return AllToAll(axis) if found.tokens <= found.weights else GatherExperts(axis)

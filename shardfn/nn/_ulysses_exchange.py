@@ -13,8 +13,8 @@ from ._heads import dealt_heads, evenly
 from ._parallel import own_range
 
 
-class Dealer:
-    """Dealer of a span at a time.
+class UlyssesExchange:
+    """UlyssesExchange of a span at a time.
 
     Args:
         axis: mesh axes. None means a single rank.

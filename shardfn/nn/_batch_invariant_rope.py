@@ -13,7 +13,7 @@ _MAGIC = 6755399441055744.0  # 1.5 * 2^52: added numbers are rounded to whole nu
 _TERMS = 9
 
 
-def exact_rope_table(
+def batch_invariant_rope_table(
     positions_T: Int64[Tensor, " t"], head_dim: int, *, base: float = 10000.0, dtype: torch.dtype = torch.float32
 ) -> tuple[Float[Tensor, "t k"], Float[Tensor, "t k"]]:
     """Returns `rope_table` with the same numbers on every processor: a row depends only on the row's position.
@@ -33,12 +33,14 @@ def exact_rope_table(
         ValueError: `head_dim` is odd.
 
     Example:
-        >>> cos_TK, sin_TK = exact_rope_table(torch.arange(3), 4)
+        >>> cos_TK, sin_TK = batch_invariant_rope_table(torch.arange(3), 4)
         >>> cos_TK[0].tolist(), sin_TK[0].tolist()
         ([1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0])
     """
     if head_dim % 2:
-        raise ValueError(f"exact_rope_table(head_dim={head_dim}): rotation pairs dims, so the head dim must be even.")
+        raise ValueError(
+            f"batch_invariant_rope_table(head_dim={head_dim}): rotation pairs dims, so the head dim must be even."
+        )
     powers = [base ** -(i / head_dim) for i in range(0, head_dim, 2)]
     inverse = torch.tensor(powers, dtype=dtype, device=positions_T.device)
     x = (positions_T.to(dtype)[:, None] * inverse).double()

@@ -14,7 +14,7 @@ from shardfn.memory import AnyPool, Fetch, to_host
 PoolOf = Callable[[], AnyPool]
 
 
-class Away:
+class OffloadedTensor:
     """Bytes of a storage, from the moment when the bytes begin to leave the device.
 
     On disk the bytes live as long as the object.

@@ -17,10 +17,10 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
 def test_tokens_travel_while_they_are_fewer_bytes_than_weights(name: str, ranks: int) -> None:
     sizes, turn = MODELS[name]
     given: Any = {**sizes, "ranks": ranks}
-    assert moe.cheapest("ep", tokens=turn, **given) == moe.Tokens("ep")
-    assert moe.cheapest("ep", tokens=turn + 1, **given) == moe.Weights("ep")
-    assert moe.cheapest("ep", tokens=2 * turn // 3, remat=True, **given) == moe.Tokens("ep")
-    assert moe.cheapest("ep", tokens=2 * turn // 3 + 1, remat=True, **given) == moe.Weights("ep")
+    assert moe.cheapest("ep", tokens=turn, **given) == moe.AllToAll("ep")
+    assert moe.cheapest("ep", tokens=turn + 1, **given) == moe.GatherExperts("ep")
+    assert moe.cheapest("ep", tokens=2 * turn // 3, remat=True, **given) == moe.AllToAll("ep")
+    assert moe.cheapest("ep", tokens=2 * turn // 3 + 1, remat=True, **given) == moe.GatherExperts("ep")
 
 
 def test_one_rank_exchanges_nothing() -> None:

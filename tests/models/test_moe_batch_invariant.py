@@ -14,7 +14,7 @@ from shardfn.models import gpt
 from shardfn.models.moe import Experts
 from shardfn.nn import moe
 from shardfn.testing import distributed
-from tests.models.test_gpt_exact import BASE, LLAMA, params_of, tokens_of
+from tests.models.test_gpt_batch_invariant import BASE, LLAMA, params_of, tokens_of
 
 NIGHTLY = pytest.mark.nightly
 GROUPS = functools.partial(moe.sigmoid_groups, groups=2, groups_kept=1, scale=2.5)
@@ -30,7 +30,7 @@ NAMES = [pytest.param(x, marks=() if x in ("mixtral", "gshard") else NIGHTLY) fo
 
 
 def config_of(name: str, **changes: Any) -> gpt.Config:
-    return gpt.Config(**{**BASE, **SETTINGS[name], "exact": True, **changes})
+    return gpt.Config(**{**BASE, **SETTINGS[name], "batch_invariant": True, **changes})
 
 
 @pytest.mark.day("gpt-oss")
@@ -39,7 +39,7 @@ def test_samples_and_prefixes_have_the_bits_that_they_have_alone(name: str) -> N
     config, tokens = config_of(name), tokens_of(3, 34)
     params = params_of(config)
     logits = gpt.apply(config, params, tokens)
-    torch.testing.assert_close(logits, gpt.apply(dataclasses.replace(config, exact=False), params, tokens))
+    torch.testing.assert_close(logits, gpt.apply(dataclasses.replace(config, batch_invariant=False), params, tokens))
     for rows, length in ((slice(1, 2), 34), (slice(0, 1), 1), (slice(2, 3), 7), (slice(0, 2), 32), (slice(1, 3), 33)):
         assert torch.equal(gpt.apply(config, params, tokens[rows, :length]), logits[rows, :length]), (rows, length)
 
@@ -52,7 +52,12 @@ def test_served_weights_have_the_logits_of_training(name: str) -> None:
     served, at_T = gpt.pack(config, params), torch.arange(9)
     rows_R = torch.tensor([8, 3])
     found = gpt.decode(
-        dataclasses.replace(config, stacked=False), served, tokens_T, at_T, rows_R, [nn.Exact()] * config.num_layers
+        dataclasses.replace(config, stacked=False),
+        served,
+        tokens_T,
+        at_T,
+        rows_R,
+        [nn.BatchInvariant()] * config.num_layers,
     )
     assert torch.equal(found.logits, gpt.apply(config, params, tokens_T[None])[0, rows_R])
 
@@ -77,7 +82,7 @@ def test_threads_do_not_change_bits(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, at its first jvp
 def test_gradients_are_those_of_torch_in_float64(name: str) -> None:
     config, batch = config_of(name), {"tokens": tokens_of(2, 6)}
-    plain, params = dataclasses.replace(config, exact=False), gpt.init(config, sf.key(0))
+    plain, params = dataclasses.replace(config, batch_invariant=False), gpt.init(config, sf.key(0))
     wide = tree_map(torch.Tensor.double, params)
     exact_loss, plain_loss = functools.partial(gpt.loss, config), functools.partial(gpt.loss, plain)
     got: Any = torch.func.grad(exact_loss)(params, batch)
@@ -107,7 +112,7 @@ def test_captured_programs_and_remat_have_the_bits_of_eager_code(name: str) -> N
 def test_float64_has_the_same_laws(name: str) -> None:
     config, tokens = config_of(name), tokens_of(3, 12)
     params = tree_map(lambda x: x.double() * (1 + 1e-9), params_of(config))
-    plain, logits = dataclasses.replace(config, exact=False), gpt.apply(config, params, tokens)
+    plain, logits = dataclasses.replace(config, batch_invariant=False), gpt.apply(config, params, tokens)
     torch.testing.assert_close(logits, gpt.apply(plain, params, tokens), rtol=1e-11, atol=1e-11)
     for rows, length in ((slice(1, 2), 12), (slice(0, 1), 1), (slice(1, 3), 7)):
         assert torch.equal(gpt.apply(config, params, tokens[rows, :length]), logits[rows, :length]), (rows, length)
@@ -135,9 +140,9 @@ def with_exchange(name: str, exchange: moe.Exchange, **changes: Any) -> gpt.Conf
 
 
 EXCHANGES: list[tuple[moe.Exchange, bool]] = [
-    (moe.Sum("tp", in_order=True), False),
-    (moe.Tokens("tp"), True),
-    (moe.Weights("tp"), True),
+    (moe.AllReduce("tp", in_order=True), False),
+    (moe.AllToAll("tp"), True),
+    (moe.GatherExperts("tp"), True),
 ]
 
 
@@ -160,8 +165,8 @@ def test_two_ranks_have_the_bits_of_one(name: str, exchange: moe.Exchange, seque
 @distributed(world=2)
 def test_a_step_of_two_ranks_has_the_update_of_one(exact: bool) -> None:
     torch.set_num_threads(1)
-    config = with_exchange("mixtral", moe.Sum("tp", in_order=True), exact=exact)
-    alone = with_exchange("mixtral", moe.Local(), exact=exact)
+    config = with_exchange("mixtral", moe.AllReduce("tp", in_order=True), batch_invariant=exact)
+    alone = with_exchange("mixtral", moe.Local(), batch_invariant=exact)
     params, batch = gpt.init(config, sf.key(0)), {"tokens": tokens_of(2, 7)}
     loss = functools.partial(gpt.loss, config, axis="tp")
     mesh, layout = sf.make_mesh({"tp": 2}), gpt.specs(config, tp="tp")
@@ -184,13 +189,16 @@ def changed(**changes: Any) -> Experts:
     "experts, said",
     [
         (changed(capacity=1.5), r"capacity=1\.5 drops a token's choices for those of other tokens"),
-        (changed(route=moe.sinkhorn), "route=sinkhorn takes no exact=True; use moe.top_k"),
-        (changed(exchange=moe.Sum("tp")), r"adds results in the order of ranks; use Sum\(axis='tp', in_order=True\)"),
-        (changed(exchange=moe.Tokens("ep", 4, "drop")), r'drops choices; use overflow="error"'),
+        (changed(route=moe.sinkhorn), "route=sinkhorn takes no batch_invariant=True; use moe.top_k"),
+        (
+            changed(exchange=moe.AllReduce("tp")),
+            r"adds results in the order of ranks; use AllReduce\(axis='tp', in_order=True\)",
+        ),
+        (changed(exchange=moe.AllToAll("ep", 4, "drop")), r'drops choices; use overflow="error"'),
     ],
 )
 def test_settings_that_are_not_exact_are_refused(experts: Experts, said: str) -> None:
-    with pytest.raises(ValueError, match=f"exact=True with experts: .*{said}"):
+    with pytest.raises(ValueError, match=f"batch_invariant=True with experts: .*{said}"):
         config_of("mixtral", experts=experts)
 
 
@@ -200,14 +208,14 @@ def test_features_of_experts_on_ranks_are_refused() -> None:
     own = own_blocks(config, params_of(config), mesh)
     with (
         sf.collectives.bind_mesh(mesh),
-        pytest.raises(ValueError, match=r"Use exchange=moe.Sum\('tp', in_order=True\)"),
+        pytest.raises(ValueError, match=r"Use exchange=moe.AllReduce\('tp', in_order=True\)"),
     ):
         gpt.apply(config, own, tokens_of(1, 3), axis="tp")
 
 
 def test_narrow_scores_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"float16: exact layers compute float32, or float64"):
-        nn.exact_softmax(torch.zeros(2, 3, dtype=torch.float16))
+    with pytest.raises(TypeError, match=r"float16: batch-invariant layers compute float32, or float64"):
+        nn.batch_invariant_softmax(torch.zeros(2, 3, dtype=torch.float16))
 
 
 def test_biases_of_the_losss_state_are_not_served() -> None:

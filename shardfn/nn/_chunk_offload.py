@@ -12,7 +12,7 @@ from shardfn.memory import AnyPool, Fetch, stored_of, to_host, token_of
 Bundle = tuple[Tensor, ...]
 
 
-class Waiting:
+class OffloadedChunks:
     """Bundles of tensors that wait on the host or on disk.
 
     Args:

@@ -1,7 +1,7 @@
 """Bodies of attention as values: on a single device, and on ranks with some tokens of a sequence each.
 
     Dense()                                 torch's kernel
-    Exact()                                 batch-invariant: tokens have the same bits next to any other tokens
+    BatchInvariant()                        batch-invariant: tokens have the same bits next to any other tokens
     Blockwise(block)                        a tile of scores at a time
     BlockSparse(block)                      a kernel over the tiles left by the mask
     Ulysses(axis, length, inner)            tokens of some heads: heads are dealt to ranks and back by `all_to_all`
@@ -37,7 +37,6 @@ from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardfn.core import Axes
 
 from ._chunked import Chunked
-from ._course import num_rows, part_of
 from ._heads import dealt_heads, evenly
 from ._inputs import narrowed
 from ._local import Local
@@ -45,6 +44,7 @@ from ._masks import Causal, Full, Mask
 from ._online import OnlineScores, Rows, factor, wide
 from ._parallel import all_ranges, own_range, ranges_over
 from ._ring import online
+from ._ring_rounds import num_rows, part_of
 
 
 def _call_sdpa(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options: Any) -> Tensor:
@@ -217,7 +217,7 @@ class Ulysses:
         return all_to_all(y, self.axis, split_dim=1, concat_dim=2, size=H)
 
 
-Body = Local | Ulysses | Ring | Chunked
+AttentionBackend = Local | Ulysses | Ring | Chunked
 DENSE = Dense()
 CAUSAL = Causal()
 
@@ -231,10 +231,10 @@ class Attending(NamedTuple):
     """
 
     mask: Mask = CAUSAL
-    impl: Body = DENSE
+    impl: AttentionBackend = DENSE
 
 
-def sequence_order(body: Body, length: int, num_ranks: int | Sequence[int]) -> Int64[Tensor, " t"]:
+def sequence_order(body: AttentionBackend, length: int, num_ranks: int | Sequence[int]) -> Int64[Tensor, " t"]:
     """Returns the order of tokens before the cut: `x[:, order]`. The order is by position, except with zigzag.
 
     Args:
@@ -259,7 +259,7 @@ def sequence_order(body: Body, length: int, num_ranks: int | Sequence[int]) -> I
     return torch.cat([torch.arange(a, b) for a, b in (*body.order(length, ranks), (0, 0))])
 
 
-def own_rows(body: Body, num_tokens: int) -> Rows:
+def own_rows(body: AttentionBackend, num_tokens: int) -> Rows:
     """Returns the positions of the rank's tokens, as ranges (start, stop), in order.
 
     Args:
@@ -283,7 +283,7 @@ def own_rows(body: Body, num_tokens: int) -> Rows:
     return rows
 
 
-def own_positions(body: Body, num_tokens: int, device: torch.device | None = None) -> Int64[Tensor, " t"]:
+def own_positions(body: AttentionBackend, num_tokens: int, device: torch.device | None = None) -> Int64[Tensor, " t"]:
     """Returns the global positions of the rank's tokens: for rotary tables and learned positions.
 
     Args:
@@ -301,7 +301,7 @@ def own_positions(body: Body, num_tokens: int, device: torch.device | None = Non
     return torch.cat([torch.arange(a, b, device=device) for a, b in (*own_rows(body, num_tokens), (0, 0))])
 
 
-def whole_sequence(x_BT: Int64[Tensor, "b t"], body: Body) -> Int64[Tensor, "b t2"]:
+def whole_sequence(x_BT: Int64[Tensor, "b t"], body: AttentionBackend) -> Int64[Tensor, "b t2"]:
     """Gathers numbers of each rank's tokens to numbers of all tokens, in the order of positions, for `Segments`.
 
     Args:
@@ -323,7 +323,7 @@ def whole_sequence(x_BT: Int64[Tensor, "b t"], body: Body) -> Int64[Tensor, "b t
     return all_gather(x_BT, body.axes, dim=1, size=length)[:, order.argsort().to(x_BT.device)]
 
 
-def whole_length(body: Body, num_tokens: int) -> int:
+def whole_length(body: AttentionBackend, num_tokens: int) -> int:
     """Returns the number of tokens of the whole sequence, from the rank's number.
 
     Raises:
@@ -382,5 +382,5 @@ def _axis_names(axis: Axes) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def _axes_text(body: Body) -> str:
+def _axes_text(body: AttentionBackend) -> str:
     return " x ".join(f"{axis_size(a)} ranks of {a!r}" for a in body.axes)
