@@ -6,7 +6,6 @@ logits of each token equal, bit for bit, the logits of one forward of the single
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -25,11 +24,10 @@ from ._drafters import Drafter
 from ._embed import Embeddings, check_end, check_pooling
 from ._engine_core import Admitted, EngineCore
 from ._expert_recorder import ExpertRecorder
-from ._hooks import combine_hooks
 from ._limits import Limits
 from ._peer_keywords import MEANT
 from ._processors import LogitsProcessors
-from ._requests import Request, Sampling
+from ._requests import Sampling
 from ._results import Completion, Token, append_token
 from ._runner import MemoryPlan, Runner, make_runner
 from ._state import start
@@ -74,6 +72,8 @@ class Engine:
         adapters: adapters, with `add(name, given)`, `remove(name)` and `names`.
         core: schedule, weights and cache, with `tick(milliseconds)` for deadlines, `drain()`, `requests`
             in progress by name, and `running`, the names of those that hold blocks.
+        embeddings: embeddings of requests in progress.
+        logits_processors: processors, with their `names`.
         graphs: captures of graphs. `graphs.capture_next()` captures a graph that `warm_up(later=True)` has left.
 
     Raises:
@@ -120,10 +120,10 @@ class Engine:
         self.detokenizer = None if tokenizer is None else detokenizer(tokenizer)
         self.adapters = Adapters(decoder, self.mesh.device, self.dtype, lambda: self.core.requests)
         self.logits_processors = LogitsProcessors(logits_processors)
-        self._embeddings, self._constraints = Embeddings(decoder.embeds), Constraints(self.detokenizer, limits.vocab)
+        self.embeddings, self._constraints = Embeddings(decoder.embeds), Constraints(self.detokenizer, limits.vocab)
         self._texts = Texts(self.detokenizer)
-        extras = self._constraints, self._texts, self._embeddings, self.adapters, self.logits_processors
-        hooks = combine_hooks([x.hooks for x in (*extras, *recorders)])
+        extras = self._constraints, self._texts, self.embeddings, self.adapters, self.logits_processors
+        hooks = [x.hooks for x in (*extras, *recorders)]
         state = start(limits, self.detokenizer.digest if self.detokenizer else b"", drafter)
         self.core = EngineCore(self.runner, params, state, hooks, self._constraints.cut)
         self._queues = TokenQueues(self.core.step, self.cancel, self.core.__contains__)
@@ -183,7 +183,7 @@ class Engine:
         self.graphs.warm_up(
             penalties=penalties,
             grammars=grammars,
-            hidden=embeddings and self._embeddings.possible,
+            hidden=embeddings and self.embeddings.possible,
             adapters=self.adapters.of_padding if adapters else lambda bucket: None,
             later=later,
         )
@@ -230,37 +230,8 @@ class Engine:
         """
         if pooling is not None and sampling is not None:
             raise ValueError("add: an embedding draws no tokens. Pass sampling or pooling.")
-        sampling = sampling if pooling is None else self._embeddings.sampling(pooling)
+        sampling = sampling if pooling is None else self.embeddings.sampling(pooling)
         return self._begin(self._admit(prompt, sampling, **more), name, pooling)
-
-    def add_request(self, request: Request, name: str | None = None, *, pooling: str | None = None) -> str:
-        """Puts a request in line that was checked before, as by a server at its edge.
-
-        Args:
-            request: request that passes `check_request` for the engine's limits.
-            name: see `add`.
-            pooling: see `add`.
-
-        Returns:
-            The name.
-
-        Raises:
-            ValueError: the request has a grammar or a processor that the engine does not accept, or another request of
-                this name is in progress.
-            ImportError: as `add`.
-
-        Example:
-            >>> from shardfn import core
-            >>> from shardfn.inference import Request, decoder
-            >>> from shardfn.models import gpt
-            >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32)
-            >>> engine = Engine(decoder(config), gpt.init(config, core.key(0)))
-            >>> engine.add_request(Request((5, 6, 7)), "a")
-            'a'
-        """
-        if pooling is not None:
-            request = replace(request, sampling=self._embeddings.sampling(pooling))
-        return self._begin(self.core.admit(request), name, pooling)
 
     def cancel(self, name: str) -> None:
         """Ends a request as "cancelled". The name of an ended request is passed over.
@@ -389,14 +360,14 @@ class Engine:
         prompts = list(prompts)
         if not prompts:
             raise ValueError("embed: 0 prompts. Pass one at least.")
-        each, how = split_adapters(adapter, len(prompts)), self._embeddings.sampling(pooling)
+        each, how = split_adapters(adapter, len(prompts)), self.embeddings.sampling(pooling)
         requests = [self._admit(prompt, how, adapter=name) for prompt, name in zip(prompts, each, strict=True)]
         names = [self._queues.await_request(self._begin(request, None, pooling)) for request in requests]
         try:
             return torch.stack([self._take_embedding(i, name, normalize) for i, name in enumerate(names)])
         finally:
             for name in names:
-                self._embeddings.forget(name)
+                self.embeddings.forget(name)
             self._queues.forget(names)
 
     def embedding(self, name: str, *, normalize: bool = False) -> Float32[Tensor, " d"]:
@@ -406,10 +377,10 @@ class Engine:
             ValueError: there is no such request, or the request is in progress, or has ended otherwise.
         """
         check_pooling("last", normalize)
-        if name not in self._embeddings or self._is_known(name):
-            how = "is in progress" if name in self._embeddings else "has no embedding"
+        if name not in self.embeddings or self._is_known(name):
+            how = "is in progress" if name in self.embeddings else "has no embedding"
             raise ValueError(f"the request {name!r:.80} {how}. Call add with pooling=, and step until it ends.")
-        return self._embeddings.result(name, normalize)
+        return self.embeddings.result(name, normalize)
 
     def close(self) -> None:
         """Ends the engine: drops its weights and cache, and frees the directory on disk unless the runner was given.
@@ -439,18 +410,18 @@ class Engine:
     def _begin(self, admitted: Admitted, name: str | None = None, pooling: str | None = None) -> str:
         if name is None:
             names = (f"request-{i}" for i in self._names)
-            name = next(name for name in names if not self._is_known(name) and name not in self._embeddings)
+            name = next(name for name in names if not self._is_known(name) and name not in self.embeddings)
         check_name(name)
         if name in self._queues:
             raise ValueError(f"a request named {name!r} is in progress. Give the new one another name.")
-        if name in self._embeddings:
+        if name in self.embeddings:
             raise ValueError(
                 f"the embedding of a request named {name!r} was not taken. Call embedding({name!r}) first, or give the"
                 " new request another name."
             )
         self.core.begin(name, admitted)
         if pooling is not None:
-            self._embeddings.begin([name], pooling)
+            self.embeddings.begin([name], pooling)
         return name
 
     def _is_known(self, name: str) -> bool:
@@ -459,7 +430,7 @@ class Engine:
     def _take_embedding(self, number: int, name: str, normalize: bool) -> Tensor:
         last = list(self._queues.stream(name, 1))[-1]
         check_end(number, last.finish_reason)
-        return self._embeddings.result(name, normalize)
+        return self.embeddings.result(name, normalize)
 
     def _make_completions(self, name: str, admitted: Admitted) -> list[Completion]:
         request = admitted.request

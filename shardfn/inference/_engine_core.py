@@ -17,7 +17,7 @@ from ._requests import Request
 from ._results import Token
 from ._runner import Cache, Runner, StepResults
 from ._runner import Weights as ServedWeights
-from ._sampled_tokens import list_new_tokens
+from ._sampled_tokens import Place, list_new_tokens
 from ._schedule import Output, advance
 from ._speculate import Permit
 from ._state import State
@@ -32,11 +32,11 @@ class Admitted(NamedTuple):
 
     Attributes:
         request: request, checked.
-        values: value of each hook for the request's beginning.
+        values: value of each extra for the request's beginning.
     """
 
     request: Request
-    values: Any
+    values: Sequence[Any]
 
 
 class EngineCore:
@@ -48,11 +48,13 @@ class EngineCore:
         runner: graphs.
         params: parameters.
         state: state of the schedule before the first event.
-        hooks: hooks of texts, grammars and so on.
+        hooks: hooks of texts, grammars and other extras.
         permit: function that keeps the drafts that a request's grammar permits.
     """
 
-    def __init__(self, runner: Runner, params: PyTree, state: State, hooks: EngineHooks, permit: Permit) -> None:
+    def __init__(
+        self, runner: Runner, params: PyTree, state: State, hooks: Sequence[EngineHooks], permit: Permit
+    ) -> None:
         self._runner, self._state, self._hooks, self._permit = runner, state, hooks, permit
         self._versions: dict[int, ServedWeights] = {0: runner.pack_weights(params)}
         self._cache = runner.empty_cache()
@@ -110,7 +112,7 @@ class EngineCore:
             ValueError: a hook refuses the request, for example for its grammar.
             ImportError: a package is missing.
         """
-        return Admitted(request, self._hooks.admit(request))
+        return Admitted(request, [x.admit(request) for x in self._hooks])
 
     def begin(self, name: str, admitted: Admitted) -> None:
         """Puts a request in line.
@@ -122,7 +124,8 @@ class EngineCore:
             raise ValueError(f"a request named {name!r} is in progress. Give the new one another name.")
         self._events.append(Add(self._next_number, name, admitted.request))
         self._adding[name] = None
-        self._hooks.begin(name, admitted.values)
+        for x, value in zip(self._hooks, admitted.values, strict=True):
+            x.begin(name, value)
 
     def cancel(self, name: str) -> None:
         """Ends a request as "cancelled". The name of an ended request is passed over."""
@@ -180,11 +183,14 @@ class EngineCore:
     def _run_step(self) -> list[Token]:
         drawn = self._drawn_tokens
         events, self._events, self._adding = [*self._events, *self._find_stops(drawn)], [], {}
-        self._hooks.before(self._state)
+        for x in self._hooks:
+            x.before(self._state)
         self._state, plan, outputs = advance(self._state, events, drawn, self._permit)
-        self._hooks.moved(self._state.moves if plan is None else plan.moves)
+        for x in self._hooks:
+            x.moved(self._state.moves if plan is None else plan.moves)
         found = [self._make_token(output) for output in outputs]
-        self._hooks.take(outputs)
+        for x in self._hooks:
+            x.take(outputs)
         self._results = None
         reachable = self._state.version, self._state.pending
         self._versions = {v: w for v, w in self._versions.items() if v in reachable}
@@ -195,10 +201,11 @@ class EngineCore:
 
     def _launch_plan(self, plan: StepPlan) -> None:
         self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
-        columns = self._hooks.columns(self._state, plan)
+        columns = {k: v for x in self._hooks for k, v in x.columns(self._state, plan).items()}
         self._results = self._runner.run(self._versions[plan.version], self._cache, plan, **columns)
         self._cache = self._results.cache
-        self._hooks.ran(plan, self._results)
+        for x in self._hooks:
+            x.ran(plan, self._results)
 
     @property
     def _drawn_tokens(self) -> list[int]:
@@ -207,7 +214,9 @@ class EngineCore:
 
     def _find_stops(self, drawn: Sequence[int]) -> list[Stop]:
         """Returns the events by which texts end with the tokens of the last plan."""
-        ends = self._hooks.ends(list(list_new_tokens(self._state, drawn)), {})
+        tokens, ends = list(list_new_tokens(self._state, drawn)), dict[Place, str]()
+        for x in self._hooks:
+            ends |= x.ends(tokens, ends)
         return [Stop(self._next_number + i, *place, reason) for i, (place, reason) in enumerate(ends.items())]
 
     @property
@@ -220,7 +229,7 @@ class EngineCore:
             assert self._results is not None
             logprob, tops = self._results.logprobs[out.row], self._results.top
             top = tops[out.row] if tops else ()
-        more = {"top": top, **self._hooks.fields(out)}
+        more = {k: v for x in self._hooks for k, v in x.fields(out).items()} | {"top": top}
         return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish_reason, **more)
 
 

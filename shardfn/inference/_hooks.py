@@ -1,6 +1,6 @@
 """Hooks of texts, grammars, embeddings, adapters and recorded experts in an engine's step, next to the schedule.
 
-A step calls each hook of all followers before the next hook, in the order of their fields, from `ends` on.
+A step calls one hook of all extras before the next hook, in the order of the fields, from `ends` on.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class EngineHooks(NamedTuple):
     Attributes:
         admit: check of a request, with a value for `begin` as its result. The request may never begin.
         begin: hook for a request that begins, with its name and the value of `admit`.
-        ends: hook for drawn tokens, with the ends of choices as its result. The ends of earlier followers are given.
+        ends: hook for drawn tokens, with the ends of choices as its result. The ends of earlier extras are given.
         before: hook with the state before the schedule takes the drawn tokens.
         moved: hook for the moves of keys and values at the beginning of the next step.
         fields: hook for an output, with fields of a `Token` as its result.
@@ -47,46 +47,3 @@ class EngineHooks(NamedTuple):
     take: Callable[[Sequence[Output]], None] = _do_nothing
     columns: Callable[[State, StepPlan], dict[str, Any]] = _return_empty
     ran: Callable[[StepPlan, StepResults], None] = _do_nothing
-
-
-def combine_hooks(followers: Sequence[EngineHooks]) -> EngineHooks:
-    """Returns one follower that calls each hook of several followers, in order.
-
-    Example:
-        >>> first = EngineHooks(ends=lambda drawn, ends: {("a", 0, 5): "stop"})
-        >>> second = EngineHooks(ends=lambda drawn, ends: {("b", 0, 7): "stop"} if ends else {})
-        >>> combine_hooks([first, second]).ends([], {})
-        {('a', 0, 5): 'stop', ('b', 0, 7): 'stop'}
-    """
-
-    def begin_each(name: str, admitted: Sequence[Any]) -> None:
-        for one, value in zip(followers, admitted, strict=True):
-            one.begin(name, value)
-
-    def find_ends(drawn: Sequence[SampledToken], found: Ends) -> Ends:
-        new: Ends = {}
-        for one in followers:
-            new |= one.ends(drawn, found | new)
-        return new
-
-    def call_each(hook: str) -> Callable[..., None]:
-        def call_hooks(*given: Any) -> None:
-            for one in followers:
-                getattr(one, hook)(*given)
-
-        return call_hooks
-
-    def join_results(hook: str) -> Callable[..., dict[str, Any]]:
-        return lambda *given: {k: v for one in followers for k, v in getattr(one, hook)(*given).items()}
-
-    return EngineHooks(
-        admit=lambda request: [one.admit(request) for one in followers],
-        begin=begin_each,
-        ends=find_ends,
-        before=call_each("before"),
-        moved=call_each("moved"),
-        fields=join_results("fields"),
-        take=call_each("take"),
-        columns=join_results("columns"),
-        ran=call_each("ran"),
-    )

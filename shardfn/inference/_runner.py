@@ -341,7 +341,8 @@ class Runner:
             edits: changes of the logits of rows by processors. The step then draws all rows outside of its graph, with
                 the same bits.
         """
-        cache = list(self._decoder.cache.move(cache, plan.moves))
+        if plan.moves:
+            cache = list(self._decoder.cache.move(cache, plan.moves))
         step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
         kind: dict[str, bool] = {"hidden": hidden, "routed": routed, "edited": bool(edits)}
         call, further = self.bind(plan.bucket, weights, cache, step, layout=plan.layout, **kind), list_further(**kind)

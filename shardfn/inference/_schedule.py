@@ -93,7 +93,8 @@ def advance(
     _finish_sequences(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
     if state.pending is not None and not any(s.begun for s in state.sequences.values()):
         _renew_version(state, state.pending)
-    chunks = add_drafts(state, [Rows(s, count, find_wanted(s, count)) for s, count in select_chunks(state)], cut)
+    chunks = [Rows(s, count, find_wanted(s, count)) for s, count in select_chunks(state)]
+    chunks = chunks if state.drafter is None else add_drafts(state, chunks, cut)
     plan = make_plan(chunks, state.limits, state.step, state.version, state.moves) if chunks else None
     state.moves = [] if chunks else state.moves
     state.flight = [PrefillChunk(s.serial, s.computed, num, positions, drafts) for s, num, positions, drafts in chunks]

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,8 +16,7 @@ from shardfn.inference import Compiler, detokenizer
 from ._app import App
 from ._connection import protocol
 from ._errors import ApiError
-from ._ipc import Message, Ready, StepReport
-from ._launcher import WorkerProcesses
+from ._ipc import Message, Ready, StepReport, WorkerProcesses
 from ._log import Log, reporting_records
 from ._metrics import Metrics
 from ._model import Model, Text, find_longest
@@ -32,7 +31,7 @@ _LAST_STEPS = 10.0  # seconds in which a process ends
 
 
 class Workers(Protocol):
-    """Ranks as a front sees them: `Processes`, or stand-ins in tests."""
+    """Ranks as a front sees them: `WorkerProcesses`, or stand-ins in tests."""
 
     async def start(self) -> None:
         """Starts all ranks."""
@@ -40,8 +39,8 @@ class Workers(Protocol):
     def send(self, message: Message) -> None:
         """Sends a message to all ranks."""
 
-    async def next(self) -> Any:
-        """Returns the next message of the first rank."""
+    async def read(self, take: Mapping[type, Callable[[Any], None]]) -> None:
+        """Passes on the messages of the first rank by their types, until the rank ends."""
 
     async def first_end(self) -> tuple[int, int]:
         """Returns the first rank that ends, and its status."""
@@ -125,7 +124,7 @@ class Server:
         self._signal.set()
 
     async def _until_the_end(self, serving: asyncio.Future[None]) -> int:
-        reading = asyncio.ensure_future(self._read_messages())
+        reading = asyncio.ensure_future(self._ranks.read({StepReport: self.calls.report, Ready: self._begin_serving}))
         ended = asyncio.ensure_future(self._ranks.first_end())
         signalled = asyncio.ensure_future(self._signal.wait())
         try:
@@ -138,16 +137,6 @@ class Server:
         finally:
             for task in (reading, ended, signalled):
                 task.cancel()
-
-    async def _read_messages(self) -> None:
-        """Hands on the messages of the first rank, until the rank ends."""
-        with contextlib.suppress(EOFError):
-            while True:
-                message = await self._ranks.next()
-                if isinstance(message, StepReport):
-                    self.calls.report(message)
-                elif isinstance(message, Ready):
-                    self._begin_serving(message)
 
     def _begin_serving(self, ready: Ready) -> None:
         settings = self.settings

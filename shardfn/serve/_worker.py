@@ -36,22 +36,22 @@ def run_worker(engine: Engine, end: socket.socket, ready: Ready) -> None:
         end.sendall(pack_message(ready))
     while True:
         # Several ranks would have to agree on the time: their engine has captured all graphs before.
-        while engine.mesh.size == 1 and engine.idle and not waiting and engine.graphs.capture_next():
+        while engine.mesh.size == 1 and engine.core.idle and not waiting and engine.graphs.capture_next():
             waiting.extend(inbox.take(wait=False))
-        waiting.extend(inbox.take(wait=engine.idle and not waiting))
+        waiting.extend(inbox.take(wait=engine.core.idle and not waiting))
         refused, stops = dict[str, str](), False
         for _ in range(_count_events(engine.mesh, len(waiting))):
             event = waiting.popleft()
             taken += 1
             stops = stops or isinstance(event, End)
             refused |= _enter_event(engine, event, embeds)
-        tokens = engine.step()
+        tokens = engine.core.step()
         vectors = _take_vectors(engine, tokens, embeds)
         if first:
             tokens = [token for token in tokens if token.name not in embeds or token.finish_reason is not None]
             before, running = set(running), engine.core.running
             begun = [name for name in running if name not in before]
-            end.sendall(pack_message(StepReport(tokens, engine.stats, taken, refused, vectors, begun)))
+            end.sendall(pack_message(StepReport(tokens, engine.core.stats, taken, refused, vectors, begun)))
         embeds -= {token.name for token in tokens if token.finish_reason is not None}
         if stops:
             return
@@ -73,14 +73,17 @@ def _enter_event(engine: Engine, event: Message, embeds: set[str]) -> dict[str, 
         case Add(_, name, request) | Embed(_, name, request, _):
             pooling = event.pooling if isinstance(event, Embed) else None
             try:  # the server has checked the request, but has names of adapters in place of digests
-                adapter = engine.adapters.digest(request.adapter.decode() or None)
-                engine.add_request(replace(request, adapter=adapter), name, pooling=pooling)
+                request = replace(request, adapter=engine.adapters.digest(request.adapter.decode() or None))
+                if pooling is not None:
+                    request = replace(request, sampling=engine.embeddings.sampling(pooling))
+                engine.core.begin(name, engine.core.admit(request))
             except (ValueError, ImportError) as error:
                 return {name: str(error)}
             if pooling is not None:
+                engine.embeddings.begin([name], pooling)
                 embeds.add(name)
         case Cancel(_, name):
-            engine.cancel(name)
+            engine.core.cancel(name)
         case Drain():
             engine.core.drain()
     return {}

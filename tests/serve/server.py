@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from shardfn.data import ByteTokenizer
 from shardfn.inference import Engine, Runner, decoder, limits_of
 from shardfn.models import gpt
 from shardfn.serve import Ready, Server, Settings, Text, run_worker
-from shardfn.serve._ipc import Message, pack_message, receive_message
+from shardfn.serve._ipc import Message, pack_message, read_messages
 from shardfn.serve._server import bind_socket
 from tests.inference.stories import adapter
 
@@ -90,13 +90,13 @@ class OneThread:
         self._ended = threading.Event()
 
     def _run(self) -> None:
-        step = self.engine.step
+        step = self.engine.core.step
 
         def slowed() -> Any:
             time.sleep(self.slow)
             return step()
 
-        self.engine.step = slowed
+        self.engine.core.step = slowed
         ready = Ready(self.engine.limits, frozenset([END]), 256, self.grammars, "tiny", CONFIG.d_model, (*PROCESSORS,))
         try:
             run_worker(self.engine, self._theirs, ready)
@@ -113,8 +113,8 @@ class OneThread:
     def send(self, message: Message) -> None:
         self._writer.write(pack_message(message))
 
-    async def next(self) -> Any:
-        return await receive_message(self._reader)
+    async def read(self, take: Mapping[type, Callable[[Any], None]]) -> None:
+        await read_messages(self._reader, take)
 
     async def first_end(self) -> tuple[int, int]:
         while not self._ended.is_set():

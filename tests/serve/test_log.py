@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from shardfn.serve import _log
-from shardfn.serve._launcher import WorkerProcesses
+from shardfn.serve._ipc import WorkerProcesses
 from shardfn.serve._log import Log, reporting_records
 
 

@@ -2,7 +2,7 @@
 
 import pathlib
 
-from shardfn.serve._launcher import _store_at_loopback
+from shardfn.serve._ipc import _store_at_loopback
 
 
 def test_the_store_listens_at_loopback_alone() -> None:
