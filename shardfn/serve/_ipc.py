@@ -110,11 +110,14 @@ async def read_messages(reader: asyncio.StreamReader, take: Mapping[type, Callab
         reader: end of the pair of sockets.
         take: functions by the types of messages.
     """
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-        while True:
+    while True:
+        try:
             length = int.from_bytes(await reader.readexactly(_LENGTH), "little")
-            message = pickle.loads(await reader.readexactly(length))
-            take[type(message)](message)
+            data = await reader.readexactly(length)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        message = pickle.loads(data)
+        take[type(message)](message)
 
 
 class Inbox:
