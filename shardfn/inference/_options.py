@@ -295,6 +295,6 @@ def encode_words(words: tuple[str | tuple[int, ...], ...], encode: Encode) -> tu
             continue
         plain, spaced = (tuple(encode(start + word.lstrip())) for start in ("", " "))
         found.append(plain)
-        if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+        if plain and spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
             found.append(spaced)
     return tuple(found)

@@ -313,8 +313,9 @@ class Runner:
         """Returns the bytes that this rank needs. Captures the graph of the largest bucket."""
         graph = self.bind(self.limits.budget, weights, cache).memory_analysis()
         held, cached = count_bytes(weights, "device", "host"), count_bytes(cache, "device", "host")
+        own = count_bytes(weights[self.limits.layout_of(self.limits.budget)], "device", "host")
         device, host = graph.by_memory.get("device", 0), graph.by_memory.get("host", 0)
-        return MemoryPlan(held, cached, max(device + host - held - cached, 0), host)
+        return MemoryPlan(held, cached, max(device + host - own - cached, 0), host)
 
     def run(
         self,

@@ -237,7 +237,7 @@ def test_embeddings_beside_completions_and_adapters(server: Running, client: Any
     want = new_engine().embed([list(b"abc"), list(b"x" * 40)], normalize=True, adapter="tuned")
     assert torch.equal(torch.tensor([row.embedding for row in made.data]), want) and made.model == "tuned"
     server.wait_idle()
-    assert not server.engine._embeddings._pooled
+    assert not server.engine.embeddings._pooled
 
 
 def test_the_mean_of_states(start: Any) -> None:
