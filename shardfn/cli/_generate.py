@@ -204,7 +204,7 @@ def _run_job(ready: Ready) -> None:
     if ready.engine.mesh.rank == 0:
         rate = f"{drawn} tokens in {seconds:.1f} s, {drawn / seconds:.1f} a second"
         if guesses := ready.engine.stats.speculation.drafted:
-            rate += f"; {ready.engine.guesses.accepted} of {guesses} drafts accepted"
+            rate += f"; {ready.engine.stats.speculation.accepted} of {guesses} drafts accepted"
         print(rate, file=sys.stderr, flush=True)
 
 
