@@ -100,11 +100,6 @@ class LeafLayout:
         return self.places.memories.param
 
     @functools.cached_property
-    def left_axes(self) -> tuple[str, ...]:
-        """Returns the axes over which its gradient is not summed, since the optimizer averages over them itself."""
-        return self.ways.summed.unreduced
-
-    @functools.cached_property
     def refreshed(self) -> bool:
         """Returns whether the parameter is resident, but each rank updates some rows, which are gathered afterwards."""
         return self.param != self.shard
@@ -190,11 +185,11 @@ class LeafLayout:
         """Returns the leaf as the loss sees it, for the types of a captured step."""
         return Leaf(self.path, self.own_axes, self.trainable)
 
-    def left_to(self, axes: tuple[str, ...]) -> "LeafLayout":
-        """Returns the layout in a step whose optimizer averages over `axes` itself."""
+    def with_unreduced(self, axes: tuple[str, ...]) -> "LeafLayout":
+        """Returns the layout with a gradient that stays a summand along `axes`, which the optimizer reduces."""
         # Units are made of layers, so these must agree with the leaf.
-        layers = tuple(layer.left_to(axes) for layer in self.layers)
-        return dataclasses.replace(self, manner=self.manner._replace(left=axes), layers=layers)
+        layers = tuple(layer.with_unreduced(axes) for layer in self.layers)
+        return dataclasses.replace(self, manner=self.manner._replace(unreduced=axes), layers=layers)
 
     def with_state_at(self, kind: MemoryKind) -> "LeafLayout":
         """Returns the layout with the optimizer's state in another memory."""

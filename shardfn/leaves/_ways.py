@@ -41,13 +41,13 @@ class Manner(NamedTuple):
         far: the axes of the first hop where it is gathered in two. A gradient in code is summed along them last.
         gather_code: (bits, elements that share a scale) in which it is gathered. None: in the dtype that the loss sees.
         reduce_code: the same for its gradient, if that arrives in rows.
-        left: the axes of the batch over which the optimizer averages itself.
+        unreduced: axes of the batch along which the gradient stays a summand, which the optimizer reduces.
     """
 
     far: tuple[str, ...] = ()
     gather_code: tuple[int, int] | None = None
     reduce_code: tuple[int, int] | None = None
-    left: tuple[str, ...] = ()
+    unreduced: tuple[str, ...] = ()
 
 
 class Places(NamedTuple):
@@ -120,9 +120,9 @@ def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
 def _place_sum(places: Places, manner: Manner, sent: Placement, state: Placement) -> Placement:
     """Rows, or the whole gradient, for an optimizer that averages itself over the axes that cut the rows."""
     rows = [a for a in state.spec.axes if a not in sent.spec.axes]
-    spec = sent.spec if set(rows) & set(manner.left) else state.spec
+    spec = sent.spec if set(rows) & set(manner.unreduced) else state.spec
     home = places.memories.grad
-    left = tuple(a for a in sent.unreduced if a in manner.left)
+    left = tuple(a for a in sent.unreduced if a in manner.unreduced)
     return sent.with_(spec=spec, unreduced=left, memory_kind=home, dtype=places.dtypes.accum)
 
 
@@ -147,7 +147,7 @@ def _way_out(sent: Placement, summed: Placement, state: Placement, manner: Manne
     All stops have the dtype that is sent; sums of codes are in float32.
     """
     rows = {a for a in state.spec.axes if a not in sent.spec.axes}
-    if not rows or not rows <= set(sent.unreduced) - set(manner.left):
+    if not rows or not rows <= set(sent.unreduced) - set(manner.unreduced):
         return [sent, sent.with_(unreduced=summed.unreduced)]
     others = tuple(a for a in sent.unreduced if a not in rows)
     own, via = sent.with_(spec=state.spec, unreduced=others), [sent]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.collectives import GlobalTensor
+from shardfn.collectives import GlobalTensor, pmean, take_own_block
 from shardfn.core import Mesh, P, StoredValue, explains_attributes
 
 from ._types import Grain, OptState, Params, Specs, Updates
@@ -23,6 +23,8 @@ class WholeLeaf(GlobalTensor):
     Attributes:
         own: axes along which ranks hold different elements, for example different experts. Gradients are not averaged
             over these axes.
+        unreduced: axes along which each rank has a gradient of its rows of the batch, whose mean is the gradient of the
+            leaf. See `reduce_gradient`. Empty unless the rule averages gradients in this step (see `Phases`).
 
     Example:
         >>> from shardfn.core import Mesh, P
@@ -32,21 +34,57 @@ class WholeLeaf(GlobalTensor):
         ('ep',)
     """
 
-    __slots__ = ("own",)
+    __slots__ = ("own", "unreduced")
 
-    def __init__(self, local: StoredValue, shape: torch.Size, spec: P, mesh: Mesh, own: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        local: StoredValue,
+        shape: torch.Size,
+        spec: P,
+        mesh: Mesh,
+        own: tuple[str, ...],
+        unreduced: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(local, shape, spec, mesh)
-        self.own = own
+        self.own, self.unreduced = own, unreduced
 
     def with_block(self, block: StoredValue) -> "WholeLeaf":
         """Returns the same leaf with another block."""
-        return WholeLeaf(block, self.shape, self.spec, self.mesh, self.own)
+        return WholeLeaf(block, self.shape, self.spec, self.mesh, self.own, self.unreduced)
 
 
 def rows_over(leaf: GlobalTensor, axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes among `axes` along which ranks keep rows of a leaf, but compute with the whole leaf."""
-    own = leaf.own if isinstance(leaf, WholeLeaf) else ()
-    return tuple(a for a in leaf.mesh.axes(leaf.spec.axes) if a in axes and a not in own)
+    """Returns the axes along which ranks keep rows of a leaf, but compute with the whole leaf in a mean over `axes`.
+
+    These are all axes of the rows, or none if the rows are cut along other axes than `axes`. For example, rows along
+    ("node", "gpu") are not contiguous for a rank of "gpu", so a mean over "node" is of the whole leaf.
+    """
+    own = leaf.own if isinstance(leaf, WholeLeaf) else tuple(a for a in leaf.spec.axes if a not in axes)
+    rows = tuple(a for a in leaf.mesh.axes(leaf.spec.axes) if a not in own)
+    return rows if set(rows) & set(axes) else ()
+
+
+def reduce_gradient(grad: Tensor, leaf: WholeLeaf) -> Tensor:
+    """Returns this rank's rows of the averaged gradient of a leaf. For a rule that averages gradients (see `Phases`).
+
+    Right for every placement of the leaf: a mean over `leaf.unreduced`, and then the rows by `leaf.spec`. Collective.
+
+    Args:
+        grad: gradient of this rank's rows of the batch, whole along `leaf.unreduced`.
+        leaf: leaf, as `Needs.specialize` is given the leaf.
+
+    Example:
+        >>> from shardfn.core import Mesh, P
+        >>> mesh = Mesh({}, torch.device("cpu"), abstract=True)
+        >>> leaf = WholeLeaf(torch.empty(2, device="meta"), torch.Size([2]), P(), mesh, ())
+        >>> reduce_gradient(torch.ones(2), leaf)
+        tensor([1., 1.])
+    """
+    grad = pmean(grad, leaf.unreduced) if grad.numel() and leaf.unreduced else grad
+    rows = rows_over(leaf, leaf.unreduced)
+    for dim in range(grad.ndim):
+        grad = take_own_block(grad, tuple(a for a in leaf.spec.dim_axes(dim) if a in rows), dim=dim)
+    return grad
 
 
 class Phase(NamedTuple):
@@ -68,19 +106,17 @@ class Phases(NamedTuple):
     Attributes:
         axes: mesh axes over which the rule averages.
         next: `next(state) -> Phase`, phase of the next step, equal on all ranks. Read on the host. In a `local` phase
-            the rule gets whole gradients, also where parameters are rows of leaves, and the mean over `axes` is the
-            gradient. If a leaf of the state has another placement than the parameter's rows, `init` makes a
-            `GlobalTensor`, and `update` gets the block.
+            the rule gets whole gradients, also where parameters are rows of leaves, and makes the mean over the leaf's
+            `unreduced` axes itself, exactly (`reduce_gradient`) or by other messages. If a leaf of the state has
+            another placement than the parameter's rows, `init` makes a `GlobalTensor`, and `update` gets the block. A
+            jitted step has a graph for each phase.
         is_last: whether the rule depends on the parameters after the step, so that no later rule may change the
             updates.
-        by_leaf: whether the rule leaves a leaf's own axes out of the mean (see `WholeLeaf`). If not, a step refuses
-            leaves that are cut along some of `axes`, such as experts.
     """
 
     axes: tuple[str, ...]
     next: Callable[[OptState], Phase]
     is_last: bool = False
-    by_leaf: bool = False
 
 
 class Measure(NamedTuple):

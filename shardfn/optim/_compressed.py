@@ -44,12 +44,12 @@ class Share(NamedTuple):
     Attributes:
         n: number of elements of the largest rank's block. Smaller blocks are padded.
         own: axes along which ranks have different blocks. Each block is averaged over the other axes.
-        cut: whether ranks keep rows of the leaf.
+        cut: axes along which ranks keep rows of the leaf, or ().
     """
 
     n: int
     own: tuple[str, ...]
-    cut: bool
+    cut: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ class Averaging:
                 `WholeLeaf` the axes without a mean.
         """
         if not isinstance(whole, GlobalTensor):
-            return Share(whole.numel(), (), whole.shape != param.shape)
-        mesh, n, rows = whole.mesh, 1, set(rows_over(whole, self.over))
+            return Share(whole.numel(), (), self.over if whole.shape != param.shape else ())
+        mesh, n, rows = whole.mesh, 1, rows_over(whole, self.over)
         for dim, size in enumerate(whole.shape):
             for axis in mesh.axes(whole.spec.dim_axes(dim)):
                 # Along the axes of the mean all ranks have the whole. Along other axes the first rank has the most.
                 size = size if axis in rows else -(-size // mesh.axis_size(axis))
             n *= size
-        return Share(n, tuple(a for a in mesh.axes(whole.spec.axes) if a not in rows), bool(rows))
+        return Share(n, tuple(a for a in mesh.axes(whole.spec.axes) if a not in rows), rows)
 
     def init(self, share: Share, device: torch.device) -> tuple[Residual, Codes]:
         """Returns the errors, and codes of zeros where rows are kept, as blocks that all ranks have."""
@@ -150,20 +150,16 @@ class Averaging:
         return mean[: like.numel()].view(like.shape)
 
     def rows(self, x: Tensor, spec: P, share: Share) -> Tensor:
-        """Returns this rank's rows of a leaf, cut by axes of the mean."""
-        for dim, axes in self.of(share)._row_cuts(x, spec):
+        """Returns this rank's rows of a leaf."""
+        for dim, axes in _row_cuts(x, spec, share):
             x = take_own_block(x, axes, dim=dim)
         return x
 
     def whole(self, x: Tensor, spec: P, share: Share, like: Tensor) -> Tensor:
         """Returns the whole leaf of the rows, in the shape of `like`."""
-        for dim, axes in self.of(share)._row_cuts(x, spec):
+        for dim, axes in _row_cuts(x, spec, share):
             x = all_gather(x, axes, dim=dim, size=like.shape[dim])
         return x
-
-    def _row_cuts(self, x: Tensor, spec: P) -> list[tuple[int, tuple[str, ...]]]:
-        cuts = [(d, tuple(a for a in spec.dim_axes(d) if a in self.over)) for d in range(x.ndim)]
-        return [(d, axes) for d, axes in cuts if axes]
 
     def exact(self, xs: list[Tensor], shares: list[Share]) -> list[Tensor]:
         """Returns the exact means, as any optimizer gets."""
@@ -178,6 +174,11 @@ def averaging(who: str, axis: Axes, compressor: Compressor, outer: Axes, feedbac
     """
     check_compressor(who, compressor)
     return Averaging(axis, error_feedback(compressor) if feedback and not compressor.remembers else compressor, outer)
+
+
+def _row_cuts(x: Tensor, spec: P, share: Share) -> list[tuple[int, tuple[str, ...]]]:
+    cuts = [(d, tuple(a for a in spec.dim_axes(d) if a in share.cut)) for d in range(x.ndim)]
+    return [(d, axes) for d, axes in cuts if axes]
 
 
 def written(old: Tensor, new: Tensor) -> Tensor:

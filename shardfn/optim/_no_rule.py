@@ -11,8 +11,8 @@ from shardfn.core import did_you_mean
 # The rules with the name of an optimizer of torch.
 _TORCH = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "RAdam": "radam", "RMSprop": "rmsprop", "Adagrad": "adagrad"}
 _NAMES = (
-    *("adafactor", "adagrad", "adam", "adamw", "lamb", "lars", "lion", "muon", "nadamw", "onebit_adam", "onebit_lamb"),
-    *("radam", "rmsprop", "sgd", "zero_one_adam"),
+    *("adafactor", "adagrad", "adam", "adamw", "ademamix", "adopt", "galore", "lamb", "lars", "lion", "muon", "nadamw"),
+    *("onebit_adam", "onebit_lamb", "prodigy", "radam", "rmsprop", "sgd", "sophia", "zero_one_adam"),
 )
 # Keywords of torch and of other libraries, and their names here.
 MEANT = {

@@ -251,7 +251,7 @@ class _OneBitAdam(Phased):
         rows = zip(*map(leaves.pick, (leaves.gs, leaves.shares)), strict=True)
         wholes = leaves.wholes(mus, state.codes, gather=now == SWITCH)
         # A gathered or decoded whole is not part of a state.
-        xs = [blend(m, g, self.b1, donate=donate or s.cut) for m, (g, s) in zip(wholes, rows, strict=True)]
+        xs = [blend(m, g, self.b1, donate=donate or bool(s.cut)) for m, (g, s) in zip(wholes, rows, strict=True)]
         means, residual, codes = leaves.mean(xs, state.residual, donate=donate)
         return leaves.rows(means), residual, codes
 

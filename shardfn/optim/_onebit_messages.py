@@ -25,7 +25,10 @@ def messages_of(leaves: Apart) -> list[LeafGroup]:
     for i, share in enumerate(shares):
         groups.setdefault(share.own, []).append(i)
     return [
-        LeafGroup(index, Share(sum(shares[i].n for i in index), own, any(shares[i].cut for i in index)))
+        LeafGroup(
+            index,
+            Share(sum(shares[i].n for i in index), own, tuple(dict.fromkeys(a for i in index for a in shares[i].cut))),
+        )
         for own, index in groups.items()
     ]
 

@@ -86,7 +86,7 @@ class Phased(abc.ABC):
         )
 
     def rule(self) -> GradientTransformation:
-        phases = Phases(self.averaging.over, self.phase, self.last, by_leaf=True)
+        phases = Phases(self.averaging.over, self.phase, self.last)
         needs = Needs(decide=self.decide, specialize=self.given, phases=phases)
         return GradientTransformation(self.init, self.update, self.apply, needs)
 

@@ -138,11 +138,11 @@ def test_an_option_for_the_disk_needs_something_there() -> None:
 def test_a_plan_is_frozen_and_only_its_memory_changes() -> None:
     plan = _plan()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.phase = sf.optim.Phase("local", True)  # type: ignore[misc]
+        plan.captured = True  # type: ignore[misc]
     plan.learnt.take_outcome("a mean and aux []")
     plan.learnt.take_compared(True)
-    local = plan.in_phase(sf.optim.Phase("local", True), ("dp",))
-    assert plan.in_phase(sf.optim.Phase("local", True), ("dp",)) is local and local.left_axes == ("dp",)
+    local = plan.with_unreduced(("dp",))
+    assert plan.with_unreduced(("dp",)) is local and local.unreduced_axes == ("dp",) and plan.with_unreduced(()) is plan
     for other in (plan.for_capture(), plan.with_whole_stacks(), local):
         assert other.learnt.outcome is None and not other.learnt.compared and other.learnt.rules is plan.learnt.rules
 

@@ -99,15 +99,15 @@ def test_options_are_hops(sizes: dict[str, int], zero: sf.Zero, how: dict[str, A
     assert leaf.ways.reduce.hops == reduce
 
 
-def test_an_optimizer_that_averages_itself_takes_summands() -> None:
+def test_an_optimizer_that_reduces_takes_summands() -> None:
     leaf = _leaf(NODES, sf.Zero(2, axis="gpu"))
-    own = leaf.left_to(NODE)
+    own = leaf.with_unreduced(NODE)
     assert own.ways.reduce.hops == (PsumScatter(GPU, 0),) and own.ways.summed.unreduced == NODE
-    assert (own.reduce_axes, own.extra_axes, own.left_axes) == (GPU, (), NODE)
+    assert (own.reduce_axes, own.extra_axes) == (GPU, ())
     assert own.ways.summed.spec == own.shard
-    whole = leaf.left_to(BOTH)
+    whole = leaf.with_unreduced(BOTH)
     assert whole.ways.reduce.hops == () and whole.ways.summed.unreduced == BOTH
-    assert (whole.reduce_axes, whole.left_axes) == ((), BOTH) and whole.ways.summed.spec == P()
+    assert whole.reduce_axes == () and whole.ways.summed.spec == P()
 
 
 def test_a_stack_goes_the_ways_of_its_layers() -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,44 @@ RULES: dict[str, Rule | tuple[Rule, Rule]] = {
         o.masked(o.adaptive_grad_clip(0.3, 0.1, (1, -1)), {**MASK, "w": False}), o.sgd(0.1)
     ),
     "partition": lambda o: o.partition({"slow": o.sgd(0.01), "fast": o.rmsprop(0.01)}, LABELS),
+    "ademamix": lambda o: contrib(o).ademamix(0.01),
+    "ademamix all": lambda o: contrib(o).ademamix(
+        0.01,
+        0.8,
+        0.95,
+        o.piecewise_constant_schedule(0.875, {50: 1.125}),
+        o.piecewise_constant_schedule(1.0, {20: 4.0}),
+        1e-3,
+        1e-4,
+        weight_decay=0.1,
+        mask=MASK,
+    ),
+    "adopt": lambda o: contrib(o).adopt(0.01),
+    "adopt all": (
+        lambda o: o.contrib.adopt(0.01, 0.8, 0.95, 1e-3, nesterov=True, use_clipping=False),
+        lambda o: o.adopt(0.01, 0.8, 0.95, 1e-3, nesterov=True, clip_value_fn=None),
+    ),
+    "prodigy": lambda o: contrib(o).prodigy(),
+    "prodigy all": lambda o: contrib(o).prodigy(
+        o.piecewise_constant_schedule(1.0, {30: 0.5}), (0.8, 0.95), 0.9, 1e-3, 1e-3, 0.5, 0.1, True
+    ),
+    "sam": (
+        lambda o: o.contrib.sam(o.adam(0.01), o.chain(o.contrib.normalize(), o.sgd(0.05))),
+        lambda o: o.sam(o.adam(0.01), 0.05),
+    ),
+    "sophia": (lambda o: _sophia(o.contrib, 10), lambda o: o.sophia(0.01)),
+    "sophia all": (
+        lambda o: _sophia(
+            o.contrib, 3, 0.8, 0.9, 1e-3, 0.1, weight_decay_mask=MASK, gamma=0.5, clip_threshold=0.5, update_interval=3
+        ),
+        lambda o: o.sophia(
+            0.01, 0.8, 0.9, 1e-3, 0.1, MASK, gamma=0.5, clip_threshold=0.5, update_interval=3, num_samples=4
+        ),
+    ),
+    "galore": (
+        lambda o: o.contrib.galore(0.01, 1, 1000, 0.5, weight_decay=0.1, mask=MASK),
+        lambda o: o.galore(0.01, 1, 1000, 0.5, weight_decay=0.1, mask=MASK),
+    ),
     "named_chain": lambda o: o.named_chain(("clip", o.clip_by_block_rms(0.5)), ("step", o.radam(0.01))),
 }
 SCHEDULES: dict[str, Rule] = {
@@ -84,6 +123,32 @@ SEEN = (0, 1, 9, 10, 29, 30, 31, 49, 50, 51, 60, 75, 89, 90, 101, 149, 150, 155,
 def _lamb(o: Any, **more: Any) -> Any:
     """optax's LAMB by the arguments of shardfn's."""
     return o.lamb(0.01, bias_correction="moments", min_coeff=0.0, max_coeff=math.inf, **more)
+
+
+def contrib(o: Any) -> Any:
+    """The rules that optax keeps in a room of their own."""
+    return getattr(o, "contrib", o)
+
+
+def sampled(n: int) -> dict[str, np.ndarray]:
+    """The n-th gradient of a sampled loss, for Sophia."""
+    return {k: np.cos(0.7 * n + np.arange(math.prod(s)) + len(k)).reshape(s) for k, s in SHAPES.items()}
+
+
+def _sophia(c: Any, interval: int, *args: Any, **more: Any) -> Any:
+    """optax's Sophia, with the estimates of shardfn's test."""
+    import jax  # pyright: ignore[reportMissingImports]
+    import optax  # pyright: ignore[reportMissingImports]
+
+    num = 1 if interval == 10 else 4
+    table = {k: jax.numpy.stack([num * sampled(n)[k] ** 2 for n in range(STEPS)]) for k in SHAPES}
+
+    def update(grads: Any, n: Any, params: Any = None) -> Any:
+        del grads, params
+        return {k: x[n] for k, x in table.items()}, n + 1
+
+    by = optax.GradientTransformation(lambda params: jax.numpy.zeros([], jax.numpy.int32), update)
+    return c.sophia(0.01, *args, hessian_diagonal_fn=by, **more)
 
 
 def form(name: str, package: str) -> Rule:
@@ -128,6 +193,9 @@ def oracle() -> dict[str, Any]:
     import optax  # pyright: ignore[reportMissingImports]
 
     jax.config.update("jax_enable_x64", True)
+    # GaLore decomposes float32, whatever the gradients are. Here it is to be as exact as the other rules.
+    module = sys.modules["optax.contrib._galore"]
+    module.jnp = types.SimpleNamespace(**{**vars(jax.numpy), "float32": jax.numpy.float64})
     rates = {name: [_rounded(float(make(optax)(n))) for n in SEEN] for name, make in SCHEDULES.items()}
     return {"optax": optax.__version__, "rules": {name: trained(name) for name in RULES}, "schedules": rates}
 

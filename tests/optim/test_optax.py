@@ -24,7 +24,7 @@ def trained(name: str, steps: int, *, in_place: bool) -> list[torch.Tensor]:
     """The parameters after the steps that the oracle shows."""
     tx = oracle.form(name, "shardfn")(optim)
     params: Any = {k: torch.from_numpy(np.array(v)) for k, v in oracle.first().items()}
-    state, shown, step_in_place = tx.init(params), [], optim.inplace(tx)
+    state, shown, step_in_place, num_estimates = tx.init(params), [], optim.inplace(tx), 0
     for step in range(steps):
         rows = oracle.gradients({k: p.numpy() for k, p in params.items()}, step)
         grads = {k: torch.from_numpy(np.array(g)) for k, g in rows.items()}
@@ -33,6 +33,12 @@ def trained(name: str, steps: int, *, in_place: bool) -> list[torch.Tensor]:
         else:
             updates, state = tx.update(grads, state, params)
             params = optim.apply_updates(params, updates)
+        if isinstance(state, optim.SophiaState) and optim.is_hessian_step(state):
+            before = [x.clone() for x in tree_leaves(params)]
+            grads = {k: torch.from_numpy(g) for k, g in oracle.sampled(num_estimates).items()}
+            updates, state = tx.update(grads, state, params)
+            params, num_estimates = optim.apply_updates(params, updates), num_estimates + 1
+            assert all(map(torch.equal, before, tree_leaves(params)))
         if step + 1 in oracle.SHOWN:
             shown.append(torch.cat([x.clone().reshape(-1) for x in tree_leaves(params)]))
     return shown

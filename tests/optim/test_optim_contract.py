@@ -59,6 +59,13 @@ OPTIMIZERS: dict[str, Callable[[], GradientTransformation]] = {
     "lookahead": lambda: optim.lookahead(optim.adamw(0.02), 2, 0.5),
     "schedule free": lambda: optim.schedule_free(optim.adamw(0.02, b1=0.0), 0.02),
     "per leaf": lambda: optim.per_leaf(optim.adamw(SCHEDULE)),
+    "ademamix mask": lambda: optim.ademamix(0.02, alpha=2.0, weight_decay=0.1, mask=MASK),
+    "adopt": lambda: optim.adopt(SCHEDULE, weight_decay=0.1, mask=MASK),
+    "prodigy": lambda: optim.prodigy(estim_lr0=1e-2, weight_decay=0.1, mask=MASK),
+    "sam": lambda: optim.sam(optim.adamw(0.02, mask=MASK), 0.1),
+    "sam clip": lambda: optim.sam(optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.02)), 0.1),
+    "sophia": lambda: optim.sophia(SCHEDULE, mask=MASK, update_interval=2),
+    "galore": lambda: optim.galore(0.02, 2, update_proj_gap=3),
     "nonnegative": lambda: optim.chain(optim.adamw(0.02), optim.keep_params_nonnegative()),
     "by hand": lambda: optim.chain(
         optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.scale_by_learning_rate(SCHEDULE)

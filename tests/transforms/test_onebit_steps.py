@@ -1,5 +1,6 @@
 """Covers the compressed optimizers in steps: ZeRO's stages, jit, other axes, other numbers of ranks."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -71,6 +72,28 @@ def test_jit_gives_the_same_bits() -> None:
     }
     for stage, tx in makes.items():
         assert_same(run(tx, mesh, stage, sf.jit(odd_loss, backend="graph")), run(tx, mesh, stage), exact=True)
+
+
+@pytest.mark.nightly
+@distributed(world=4, timeout=300)
+def test_states_are_cut_over_the_axis_of_the_mean_and_another() -> None:
+    mesh = sf.make_mesh({"node": 2, "gpu": 2})
+    how: dict[str, Any] = {"mesh": mesh, "batch": sf.P(("node", "gpu"))}
+    for make in (optim.onebit_adam, optim.onebit_lamb):
+        exact: Any = make(1e-2, freeze_step=2, axis="node", compressor=identity())
+        coded: Any = make(1e-2, freeze_step=2, axis="node")
+        whole = _params_of(run(coded, zero={"axis": "node"}, **how))
+        alone = _params_of(run(make(1e-2, freeze_step=2, compressor=identity()), sf.make_mesh({"dp": 4})))
+        for stage, axes in itertools.product((1, 3), (("node", "gpu"), ("gpu", "node"), "gpu")):
+            # Without compression these are the steps of a mean over all ranks.
+            assert_same(_params_of(run(exact, stage=stage, zero={"axis": axes}, **how)), alone)
+            if axes != "gpu":  # rows along "gpu" only are messages, and have scales, of their own
+                # With one bit, these are the steps of states that are not cut.
+                assert_same(_params_of(run(coded, stage=stage, zero={"axis": axes}, **how)), whole)
+
+
+def _params_of(run: Any) -> Any:
+    return run._replace(opt_state=(), metrics=[])
 
 
 def _is_small(params: Any) -> Any:

@@ -184,7 +184,7 @@ def test_an_optimizer_that_averages_by_itself() -> None:
         try:
             grads, _ = step.gradients(state, torch.ones(2, 4))
         except ValueError as error:
-            assert "the optimizer averages gradients over ('dp',) itself in its phase" in str(error)
+            assert "the optimizer averages gradients over ('dp',) itself in this step" in str(error)
             break
         state, _ = step.update(state, grads)
         assert int(state.step) < 5

@@ -226,8 +226,7 @@ class Performer:
         """Returns the cotangent of a microbatch's loss."""
         chunks = self._plan.chunks
         terms = self._plan.mesh.axis_size(self._plan.batch_axes) * self._num if chunks is None else chunks.total
-        scale = self._plan.num_left / terms
-        seed = torch.full_like(total, scale if weight is None else 1.0)
+        seed = torch.full_like(total, 1.0 / terms if weight is None else 1.0)
         return seed if self._loss_scale is None else seed * self._loss_scale.to(seed)
 
     def finish(self, blocks: Sequence[StoredValue], model_state: PyTree) -> BackwardResult:

@@ -7,6 +7,7 @@
 `step == update . gradients`, bit for bit: both halves are the parts of `one_step`, cut between measure and choose.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -18,16 +19,16 @@ from shardfn.collectives import Agreed, GlobalTensor, StoppedError
 from shardfn.core import PyTree, StoredValue, is_disk, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.engine.agreement import Comms
 from shardfn.engine.loss import Finish, Jitted, ambient, finished, noting_exceptions, policy_in, put_in
-from shardfn.engine.plan import Plan
+from shardfn.engine.plan import Plan, phase_of
 from shardfn.engine.transfers import Blocks, FoundGradients, Metrics, StepParts, by_leaf, disk_of, pool_of
 from shardfn.graph import Choice, Schedule
-from shardfn.optim import GradientTransformation
+from shardfn.optim import GradientTransformation, Phase, given
 from shardfn.state import TrainState, apart, as_graph_value, scale_of, taken
 
 from ._graphs import Graphs, ProgramCall, Ready, signature
 from ._program import CapturedProgram, Input, Program, ProgramResults, capture_program
 from ._step_run import StepRun, UpdateArgs, found_of, one_step, run_gradients, run_step, run_update, skipped
-from ._update import blocks_of, next_state, update, update_blocks
+from ._update import blocks_of, decided_on, next_state, update, update_blocks, whole
 
 Result = TypeVar("Result")
 # A step or an update, as a call returns it.
@@ -52,13 +53,14 @@ class StepPrograms:
         if self.eager:
             return ProgramCall(lambda comms, agreed, now: run_step(self.parts, plan, comms, now, args, agreed.even))
 
+        phase = phase_of(self.parts.optimizer, state.opt_state)
+
         def make(now: TrainState, even: bool) -> Program:
-            return step_program(self.parts, plan, now, args, even=even)
+            return step_program(_parts_in_phase(self.parts, plan, phase), plan, now, args, even=even)
 
         # A state of the optimizer may come with another structure or in other memory under the same plan.
-        key = *signature(plan, args), _describe_layouts((state.params, state.opt_state, state.model_state))
-        # A phase of the optimizer has a plan, and so a graph, of its own.
-        name = "a step" if plan.phase is None else f"a step in the phase {plan.phase.name!r}"
+        key = *signature(plan, args), phase, _describe_layouts((state.params, state.opt_state, state.model_state))
+        name = "a step" if phase is None else f"a step in the phase {phase.name!r}"
         return self._call_graph(
             key, make, name, args[0], lambda ready, comms, now: self._run_step(ready, comms, now, args)
         )
@@ -94,10 +96,12 @@ class StepPrograms:
             return ProgramCall(lambda comms, agreed, now: run_update(parts, plan, comms, now, passed, apply))
         grads = [_place_gradient(x) for x in tree_leaves(passed.grads)]
         last = () if finish is None else passed.model_state
+        phase = phase_of(parts.optimizer, state.opt_state)
 
         def make(now: TrainState, even: bool) -> Program:
             del even
-            return update_program(parts.optimizer, plan, now, grads, model_state=last, finish=finish)
+            optimizer = _parts_in_phase(parts, plan, phase).optimizer
+            return update_program(optimizer, plan, now, grads, model_state=last, finish=finish)
 
         def run(ready: Ready, comms: Comms, now: TrainState) -> Stepped:
             def apply(comms: Comms, now: TrainState, grads: Blocks, kept: PyTree) -> TrainState:
@@ -113,12 +117,15 @@ class StepPrograms:
 
         # All ranks have the graph, or all capture it: before the update decides whether it is skipped.
         layouts = _describe_layouts((state.params, state.opt_state, grads, last))
-        key = ("update", id(plan)), ambient(), layouts, finish is None
+        key = ("update", id(plan), phase), ambient(), layouts, finish is None
         return self._call_graph(key, make, "the update of a step", (), run)
 
-    def lower(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> tuple[CapturedProgram, Schedule | Choice]:
-        """Captures and schedules a step for its shapes. See `Graphs.lower`."""
-        return self.graphs.lower(lambda: capture_program(step_program(self.parts, plan, state, args, even=True)))
+    def lower(
+        self, plan: Plan, state: TrainState, args: tuple[Any, ...], phase: Phase | None
+    ) -> tuple[CapturedProgram, Schedule | Choice]:
+        """Captures and schedules a step for its shapes, in a phase of the optimizer. See `Graphs.lower`."""
+        parts = _parts_in_phase(self.parts, plan, phase)
+        return self.graphs.lower(lambda: capture_program(step_program(parts, plan, state, args, even=True)))
 
     def compile(
         self, program: CapturedProgram, backend: str | None, comms: Comms
@@ -170,6 +177,15 @@ class StepPrograms:
 
     def _naming(self, plan: Plan) -> AbstractContextManager[Any]:
         return noting_exceptions(self._policy, lambda: [(x.path, x.dtypes.compute) for x in plan.leaves])
+
+
+def _parts_in_phase(parts: StepParts, plan: Plan, phase: Phase | None) -> StepParts:
+    """Returns the parts of a step with the optimizer as it steps in a phase, for a graph that reads no state."""
+    if phase is None:
+        return parts
+    rule = given(decided_on(plan, parts.optimizer), whole(plan), phase=phase)
+    needs = rule.needs._replace(decide=None, specialize=None, phases=None)
+    return dataclasses.replace(parts, optimizer=rule._replace(needs=needs))
 
 
 def step_program(parts: StepParts, plan: Plan, state: TrainState, args: tuple[Any, ...], *, even: bool) -> Program:

@@ -328,7 +328,7 @@ def _compute_metrics(
     # Division by the weight or the loss scale is a factor, which is put on last.
     scale = None
     if out.weight is not None:
-        scale = plan.num_left / sums[1]
+        scale = 1.0 / sums[1]
     if loss_scale is not None:
         scale = (1.0 if scale is None else scale) / loss_scale.to(norm)
     if scale is not None:
@@ -379,15 +379,15 @@ def named(loss: Tensor, norm: Tensor, aux: Iterable[tuple[str, Tensor]], loss_sc
 def _sum_squares(plan: Plan, out: BackwardResult) -> dict[tuple[str, ...], Tensor]:
     """By the axes along which they are disjoint, this rank's sum of squares of the summed gradients.
 
-    Where an optimizer averages them itself: the mean of the squares of ranks' own gradients.
+    If the optimizer reduces a leaf's gradient, the mean of the squares of ranks' own gradients: n times their summand.
     """
     kinds: dict[tuple[tuple[str, ...], int], list[int]] = {}
     store = out.reducer.store
     for unit in store.units:  # in one order, so that the sum has the same bits
-        kinds.setdefault((plan.units_by_norm[unit], plan.added_by_unit[unit]), []).append(unit)
+        kinds.setdefault((plan.units_by_norm[unit], plan.summands_by_unit[unit]), []).append(unit)
     sums: dict[tuple[str, ...], Tensor] = {}
-    for (axes, added), own in kinds.items():
+    for (axes, num), own in kinds.items():
         x = store.squares(own).to(out.total.device, torch.float64).sum()
-        x = x if plan.num_left == 1 else x / (plan.num_left * added)
+        x = x if num == 1 else x * num
         sums[axes] = sums[axes] + x if axes in sums else x
     return sums

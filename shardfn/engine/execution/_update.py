@@ -156,8 +156,8 @@ def update_blocks(
         # In place: by now no one else holds the gradients.
         torch._foreach_mul_([g for g in own if g is not None], scale)
     for leaf, g in zip(plan.leaves, own, strict=True):
-        if (terms := plan.num_added(leaf)) > 1:
-            g.div_(terms)
+        if leaf.trainable and (num := plan.num_summands(leaf)) > 1:
+            g.mul_(num)  # a rank's own gradient, of which the optimizer takes the mean
     new, opt_state = inplace(rule_of(plan, optimizer))(
         tree_unflatten(plan.treedef, own),
         opt_state,
@@ -230,12 +230,12 @@ def _make_column(plan: Plan, leaf: LeafLayout, block: StoredValue) -> Column:
 
 
 def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
-    """Returns the optimizer as it steps under a plan: decided on whole leaves, and in the plan's phase.
+    """Returns the optimizer as it steps under a plan: decided on whole leaves, and with the axes that are left to it.
 
     All calls of the optimizer's functions go through here, so that a mask or labels are never shown a block.
     """
     rule = decided_on(plan, optimizer)
-    return rule if rule.needs.phases is None else given(rule, whole(plan), phase=plan.phase)
+    return rule if rule.needs.phases is None else given(rule, whole(plan))
 
 
 def decided_on(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
@@ -250,8 +250,10 @@ def whole(plan: Plan) -> PyTree:
     """Returns the trainable leaves without data."""
 
     def like(leaf: LeafLayout) -> WholeLeaf | None:
+        if not leaf.trainable:
+            return None
         block = torch.empty(leaf.block, dtype=leaf.dtypes.master, device="meta")
-        return WholeLeaf(block, leaf.shape, leaf.shard, plan.mesh, leaf.own_axes) if leaf.trainable else None
+        return WholeLeaf(block, leaf.shape, leaf.shard, plan.mesh, leaf.own_axes, leaf.ways.summed.unreduced)
 
     return tree_unflatten(plan.treedef, [like(leaf) for leaf in plan.leaves])
 

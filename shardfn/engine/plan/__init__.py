@@ -26,7 +26,8 @@ from ._order import (
 )
 from ._phases import (
     check_phases as check_phases,
-    in_phase as in_phase,
+    phase_of as phase_of,
+    reduced_for as reduced_for,
 )
 from ._plan import (
     Plan as Plan,

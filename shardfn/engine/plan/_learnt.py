@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
-from shardfn.optim import GradientTransformation, Phase
+from shardfn.optim import GradientTransformation
 
 from ._order import UseOrder
 from ._stages_seen import StagesSeen
@@ -42,8 +42,8 @@ class Learnt:
     # The facts of the stages of a pipeline. Each rank finds the shapes for itself. The last stage's kinds of values are
     # sent to the others in the first step.
     stages: StagesSeen = dataclasses.field(default_factory=StagesSeen)
-    # By phase of an optimizer, the plan of its steps, which learns for itself. A function of the layout and the phase.
-    phases: "dict[Phase, Plan]" = dataclasses.field(default_factory=dict)
+    # By axes that an optimizer reduces, the plan of its steps, which learns for itself. A function of the layout.
+    unreduced: "dict[tuple[str, ...], Plan]" = dataclasses.field(default_factory=dict)
 
     def use_order(self, key: Hashable) -> UseOrder:
         """Returns the order of use of one kind of call; created empty."""
@@ -83,8 +83,8 @@ class Learnt:
             self.rules[optimizer] = decide()
         return self.rules[optimizer]
 
-    def phase(self, phase: Phase, make: "Callable[[], Plan]") -> "Plan":
-        """Returns the plan of the steps in a phase: made by `make` the first time."""
-        if phase not in self.phases:
-            self.phases[phase] = make()
-        return self.phases[phase]
+    def find_unreduced(self, axes: tuple[str, ...], make: "Callable[[], Plan]") -> "Plan":
+        """Returns the plan with gradients that stay summands along `axes`: made by `make` the first time."""
+        if axes not in self.unreduced:
+            self.unreduced[axes] = make()
+        return self.unreduced[axes]

@@ -1,7 +1,7 @@
 """Optimizers that average gradients themselves, and the plan of their next step.
 
-Such a rule names the axes over which it averages, and its state gives the current `Phase`. In a local phase gradients
-are not summed over those axes: the plan of the step differs only in its reductions.
+Such a rule names the axes over which it averages, and its state gives the `Phase` of the next step. If the phase is
+local, gradients stay summands along these axes: the plan of the step differs only in its reductions.
 """
 
 from torch import Tensor
@@ -13,34 +13,42 @@ from shardfn.optim import GradientTransformation, Phase
 from ._plan import Plan
 
 
-def in_phase(
+def reduced_for(
     plan: Plan, optimizer: GradientTransformation, opt_state: PyTree = None, phase: Phase | None = None
 ) -> Plan:
-    """Returns the plan of the step that comes after `opt_state`; `plan` itself for an optimizer without phases.
+    """Returns the plan of the step after `opt_state`: gradients stay summands along axes that the optimizer reduces.
 
     Args:
-        plan: the layout.
-        optimizer: the optimizer.
+        plan: layout.
+        optimizer: optimizer.
         opt_state: state.
-        phase: the phase. None: that of the state.
+        phase: phase of the step. None: phase by the state.
 
     Raises:
-        ValueError: the state has no values, or the layout does not fit the axes that the optimizer averages over.
+        ValueError: the state has no values.
+    """
+    phase, phases = phase_of(optimizer, opt_state, phase), optimizer.needs.phases
+    return plan if phase is None or phases is None or not phase.local else plan.with_unreduced(phases.axes)
+
+
+def phase_of(optimizer: GradientTransformation, opt_state: PyTree = None, phase: Phase | None = None) -> Phase | None:
+    """Returns the phase of the step after `opt_state`, or `phase` if given. None for an optimizer without phases.
+
+    Raises:
+        ValueError: the state has no values, or a phase is given for an optimizer without phases.
     """
     phases = optimizer.needs.phases
-    if phases is None:
-        if phase is not None:
-            raise ValueError(f"phase={phase} has no effect: the optimizer has no phases.")
-        return plan
-    if phase is None:
-        here = local(opt_state)
-        if any(isinstance(x, Tensor) and x.ndim == 0 and _has_no_value(x) for x in tree_leaves(here)):
-            raise ValueError(
-                "the optimizer has phases, and the phase of a state without values is unknown; pass"
-                " phase=optim.Phase(name, local)."
-            )
-        phase = phases.next(here)
-    return plan.in_phase(phase, phases.axes)
+    if phases is None and phase is not None:
+        raise ValueError(f"phase={phase} has no effect: the optimizer has no phases.")
+    if phases is None or phase is not None:
+        return phase
+    here = local(opt_state)
+    if any(isinstance(x, Tensor) and x.ndim == 0 and _has_no_value(x) for x in tree_leaves(here)):
+        raise ValueError(
+            "the optimizer has phases, and the phase of a state without values is unknown; pass"
+            " phase=optim.Phase(name, local)."
+        )
+    return phases.next(here)
 
 
 def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
@@ -56,28 +64,7 @@ def check_phases(plan: Plan, optimizer: GradientTransformation) -> None:
     over = {a for a in phases.axes if plan.mesh.axis_size(a) > 1}
     leaves = [leaf for leaf in plan.leaves if leaf.trainable]
     whose = f"the optimizer averages over {phases.axes} itself:"
-    blocks = [] if phases.by_leaf else [x for x in leaves if over & set(x.own_axes)]
-    raise_all(
-        ValueError,
-        whose,
-        [
-            f"{leaf.path} is computed in blocks {leaf.compute!r}: along {leaf.own_axes} each rank has other elements,"
-            f" and its gradient a mean over {leaf.mean_axes} alone; pass the optimizer such axes, or use one that"
-            " averages by leaf (Phases.by_leaf), such as optim.onebit_adam"
-            for leaf in blocks
-        ],
-    )
     raise_all(ValueError, whose, _find_idle_axes(plan, over))
-    raise_all(
-        ValueError,
-        whose,
-        [
-            f"{leaf.path} is sharded over {leaf.zero_axes}, and it averages over some of these axes; use"
-            f" Zero(axis=...) with those axes only, or with others only"
-            for leaf in leaves
-            if over & set(leaf.zero_axes) and not set(leaf.zero_axes) <= over
-        ],
-    )
     raise_all(
         ValueError,
         whose,

@@ -24,7 +24,6 @@ from shardfn.leaves import (
     reduce_units,
     refresh_units,
 )
-from shardfn.optim import Phase
 from shardfn.state import layers_of
 
 from ._chunks import Chunks
@@ -51,8 +50,6 @@ class Plan:
         stage_axes: the axis along which ranks run the stages of a pipeline, or ().
         captured: whether it is for capturing a step in a graph, which then holds its orders.
         whole: whether stacked leaves travel whole.
-        phase: the optimizer's phase in the steps of this plan, or None if it has no phases.
-        left_axes: the axes of the batch over which the optimizer, and not the step, averages gradients.
         learnt: the facts that its steps have learnt.
     """
 
@@ -65,8 +62,6 @@ class Plan:
     stage_axes: tuple[str, ...] = ()
     captured: bool = False
     whole: bool = False
-    phase: Phase | None = None
-    left_axes: tuple[str, ...] = ()
     learnt: Learnt = dataclasses.field(default_factory=Learnt)
 
     @functools.cached_property
@@ -161,35 +156,35 @@ class Plan:
         """The same layout, with stacked leaves that travel whole."""
         return self._replace_fields(whole=True) if self.has_stacks else self
 
-    def in_phase(self, phase: Phase, over: tuple[str, ...]) -> "Plan":
-        """Returns the plan of steps in a phase of an optimizer that itself averages over the axes `over`."""
+    def with_unreduced(self, axes: tuple[str, ...]) -> "Plan":
+        """Returns the plan of steps whose gradients stay summands along `axes`, which the optimizer reduces."""
+        axes = tuple(a for a in self.batch_axes if a in axes)
 
         def make() -> Plan:
-            left = tuple(a for a in self.batch_axes if a in over) if phase.local else ()
-            leaves = [leaf.left_to(left) for leaf in self.leaves] if left else self.leaves
-            return self._replace_fields(leaves=leaves, phase=phase, left_axes=left)
+            return self._replace_fields(leaves=[leaf.with_unreduced(axes) for leaf in self.leaves])
 
-        return self.learnt.phase(phase, make)
+        return self.learnt.find_unreduced(axes, make) if axes else self
 
     def _replace_fields(self, **changes: Any) -> "Plan":
         """Returns a plan with nothing learnt but the optimizers' decisions, which depend on the layout alone."""
         same = {name: getattr(self, name) for name in ("treedef", "zero", "mesh", "batch_axes", "batch", "stage_axes")}
-        own = {"leaves": self.leaves, "phase": self.phase, "left_axes": self.left_axes}
-        return Plan(**(same | own | changes), learnt=Learnt(rules=self.learnt.rules))
+        own: dict[str, Any] = {"leaves": self.leaves, **same, **changes}
+        return Plan(**own, learnt=Learnt(rules=self.learnt.rules))
 
     @property
     def trained(self) -> list[str]:
         """Returns the paths of the trainable leaves."""
         return [leaf.path for leaf in self.leaves if leaf.trainable]
 
-    @property
-    def num_left(self) -> int:
-        """Returns the number of ranks whose gradients the optimizer averages itself."""
-        return self.mesh.axis_size(self.left_axes)
+    def num_summands(self, leaf: LeafLayout) -> int:
+        """Returns the number of ranks whose summands add up to a leaf's gradient. 1 for a reduced gradient."""
+        return self.mesh.axis_size(leaf.ways.summed.unreduced)
 
-    def num_added(self, leaf: LeafLayout) -> int:
-        """Returns the number of ranks among these whose terms a leaf's gradient has already: along axes of its own."""
-        return self.num_left // self.mesh.axis_size(leaf.left_axes)
+    @functools.cached_property
+    def unreduced_axes(self) -> tuple[str, ...]:
+        """Returns the axes along which the gradients of some leaves stay summands."""
+        found = {a for leaf in self.leaves for a in leaf.ways.summed.unreduced if leaf.trainable}
+        return tuple(a for a in self.batch_axes if a in found)
 
     def by_layer(self, tensors: Sequence[Any]) -> list[Any]:
         """From one tensor per leaf to one per layer, which are views of stacked leaves."""
@@ -252,13 +247,13 @@ class Plan:
         return [self.norm_axes(self.layers[unit.leaves[0]]) for unit in self.reduce_units]
 
     @functools.cached_property
-    def added_by_unit(self) -> list[int]:
-        """For each unit of reduction, `num_added` of its leaves."""
-        return [self.num_added(self.layers[unit.leaves[0]]) for unit in self.reduce_units]
+    def summands_by_unit(self) -> list[int]:
+        """Returns `num_summands` of the leaves of each unit of reduction."""
+        return [self.num_summands(self.layers[unit.leaves[0]]) for unit in self.reduce_units]
 
     def norm_axes(self, leaf: LeafLayout) -> tuple[str, ...]:
         """Returns the axes along which the pieces of a leaf's gradient are disjoint, or are different ranks' own."""
-        disjoint = leaf.reduce_axes + leaf.left_axes + leaf.own_axes
+        disjoint = leaf.reduce_axes + leaf.ways.summed.unreduced + leaf.own_axes
         return tuple(a for a in self.mesh.axis_names if a in disjoint)
 
     @functools.cached_property

@@ -27,7 +27,7 @@ from shardfn.engine.agreement import (
 )
 from shardfn.engine.execution import ProgramCall, StepPrograms, UpdateArgs, signature
 from shardfn.engine.loss import check_kept, cut_ahead, naming_unequal, shapes_of
-from shardfn.engine.plan import Plan, Planner, check_has_values, in_phase
+from shardfn.engine.plan import Plan, Planner, check_has_values, phase_of, reduced_for
 from shardfn.engine.transfers import (
     FoundGradients,
     StepParts,
@@ -78,7 +78,7 @@ class Admission:
         """
         check_passed(state, other, call=call)
         check_alive(state)
-        plan = in_phase(self.planner.plan_of(state), self.parts.optimizer, state.opt_state)
+        plan = reduced_for(self.planner.plan_of(state), self.parts.optimizer, state.opt_state)
         self._check_kept(state)
         return plan
 
@@ -167,7 +167,8 @@ class StepCalls:
             plan = admission.state(state, batch)
             rows = admission.rows(plan, state, batch)
             constant = admission.constant(plan, state)
-            if only is not None and (signature(plan, rows.args), shapes_of(state.model_state)) != only:
+            phase = phase_of(self.programs.parts.optimizer, state.opt_state) if only is not None else None
+            if only is not None and (signature(plan, rows.args), shapes_of(state.model_state), phase) != only:
                 raise ValueError(
                     "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
                     " loss."
@@ -338,7 +339,7 @@ class StepCalls:
             source, admission, mine = self.sources[name], self.admission, plan
             if self.are_several:
                 admission = dataclasses.replace(admission, parts=source.parts, planner=source.planner)
-                mine = in_phase(source.planner.plan_of(state), source.parts.optimizer, state.opt_state)
+                mine = reduced_for(source.planner.plan_of(state), source.parts.optimizer, state.opt_state)
             rows = admission.rows(mine, state, own)
             loss_calls.append(LossCall(name, source, mine, rows, source.programs.gradients(mine, state, rows.args)))
         return loss_calls
@@ -381,7 +382,7 @@ class StepCalls:
 
 
 def named_call(name: str, plan: Plan, state: TrainState) -> str:
-    """Returns a call in words: its name, the number of the step, and the phase of the optimizer.
+    """Returns a call in words: its name, the number of the step, and the axes that the optimizer reduces.
 
     Example:
         >>> import torch
@@ -392,7 +393,7 @@ def named_call(name: str, plan: Plan, state: TrainState) -> str:
         'step 0'
     """
     text = f"{name} {int(state.step)}"
-    return text if plan.phase is None else f"{text}, {plan.phase.name}"
+    return f"{text}, unreduced along {plan.unreduced_axes}" if plan.unreduced_axes else text
 
 
 def check_scale(state: TrainState, rule: LossScale | None) -> None:
@@ -427,16 +428,15 @@ def check_pure(parts: StepParts) -> None:
 
 
 def refuse_own_averages(plan: Plan) -> None:
-    """Refuses to open a step whose optimizer averages gradients itself in the phase of the plan.
+    """Refuses to open a step whose optimizer averages gradients itself.
 
     Raises:
-        ValueError: names the phase and the axes.
+        ValueError: names the axes.
     """
-    if plan.num_left > 1:
-        phase = "" if plan.phase is None else f" in its phase {plan.phase.name!r}"
+    if plan.mesh.axis_size(plan.unreduced_axes) > 1:
         raise ValueError(
-            f"the optimizer averages gradients over {plan.left_axes} itself{phase}, so each rank would get gradients of"
-            " its own rows. Call step(state, batch) in this phase, or use an optimizer that does not average."
+            f"the optimizer averages gradients over {plan.unreduced_axes} itself in this step, so each rank would get"
+            " gradients of its own rows. Call step(state, batch), or use an optimizer that does not average."
         )
 
 

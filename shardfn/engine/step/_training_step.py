@@ -53,7 +53,7 @@ from shardfn.engine.loss import (
     unwrap,
 )
 from shardfn.engine.partition import bind
-from shardfn.engine.plan import OF_A_STATE, Plan, Planner, in_phase
+from shardfn.engine.plan import OF_A_STATE, Plan, Planner, phase_of, reduced_for
 from shardfn.engine.transfers import (
     StepParts,
     check_schedule,
@@ -259,8 +259,9 @@ class ShardedStep(Transform):
         """
         self._refuse_several("lower")
         plan, given, args = self._make_abstract(state, batch, phase)
-        program, schedule = self._steps.lower(plan, given, args)
-        key = signature(plan, args), shapes_of(given.model_state)
+        phase = phase_of(self._optimizer, given.opt_state, phase)
+        program, schedule = self._steps.lower(plan, given, args, phase)
+        key = signature(plan, args), shapes_of(given.model_state), phase
 
         def compile(backend: str | None) -> Callable[..., Any]:
             call_of = self._steps.compile(program, backend, comms_of(self.mesh))
@@ -324,7 +325,7 @@ class ShardedStep(Transform):
             leaves, treedef = tree_flatten(state)
             given = self._states.abstract(self._planner.plan(treedef, leaves))
         check_kept(given.model_state, self._state_specs, has_state=self._parts.has_state)
-        plan = in_phase(self._planner.plan_of(given), self._optimizer, given.opt_state, phase)
+        plan = reduced_for(self._planner.plan_of(given), self._optimizer, given.opt_state, phase)
         check_scale(given, self._loss_scale)
         describe_batch(batch, self._planner.batch, self.mesh)
         keys = () if self._key is None else (self._key,)

@@ -1,0 +1,155 @@
+"""SAM: sharpness-aware minimization, by two steps for each batch."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from shardfn.collectives import local
+from shardfn.core import PyTree, explains_keywords, tree_flatten, tree_map, tree_unflatten
+
+from ._base import GradientTransformation, Measure, Phase
+from ._checks import positive
+from ._hyper import beside
+from ._leaves import check_params, check_state, leaves_like, wide, zero_count
+from ._needs import given, join_needs, refuse_phases
+from ._no_rule import MEANT
+from ._norm import block_squares, global_norm
+from ._pair import as_transformation
+from ._types import OptState, Pair, Params, Specs, Updates
+
+
+class SamState(NamedTuple):
+    """The state of `sam`.
+
+    Attributes:
+        perturbed: int32, 0-d: 1 if the parameters are perturbed, so that the next step is the optimizer's. Else 0.
+        opt_state: state of the optimizer.
+        cache: tree like params: parameters before the perturbation.
+    """
+
+    perturbed: Int[Tensor, ""]
+    opt_state: OptState
+    cache: PyTree
+
+
+@explains_keywords(**MEANT)
+def sam(optimizer: GradientTransformation | Pair, rho: float = 0.05) -> GradientTransformation:
+    """Takes two steps for each batch: to the worst nearby parameters, then the optimizer's by the gradient there.
+
+        perturb:   c = p;   p = p + rho g / |g|
+        descend:   p = c + u, where u is the optimizer's update at c, by the gradient at p
+
+    |g| is the norm of the whole tree over all ranks, 0 moves nothing. The rule is `optax.contrib.sam(optimizer,
+    chain(normalize(), sgd(rho)))`. Each call of the step computes one gradient, so the loop calls the step twice with
+    the same batch, and no part of a step knows of SAM:
+
+        for batch in batches:
+            state, _ = step(state, batch)        # perturbs
+            state, metrics = step(state, batch)  # descends
+
+    Between the two calls the parameters are the perturbed parameters: evaluate, export and save when
+    `is_perturbed(state.opt_state)` is false. The cost in memory is a copy of the parameters, which ZeRO cuts and
+    offloads like a moment. Put the rule outermost.
+
+    Args:
+        optimizer: rule that steps the parameters. Its schedules count batches.
+        rho: radius of the neighbourhood, > 0.
+
+    Returns:
+        A rule with a `SamState`.
+
+    Raises:
+        ValueError: `rho` is out of range, or the optimizer averages gradients, or (on use) trees do not match.
+
+    Example:
+        >>> from shardfn.optim import apply_updates, sgd
+        >>> tx, w = sam(sgd(0.1), rho=0.5), [torch.tensor([3.0])]
+        >>> state = tx.init(w)
+        >>> for _ in range(2):  # gradients of w^2 / 2: 3, and then 3.5
+        ...     updates, state = tx.update([w[0].clone()], state, w)
+        ...     w = apply_updates(w, updates)
+        >>> w
+        [tensor([2.6500])]
+
+    References:
+        Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, 2020,
+        https://arxiv.org/abs/2010.01412
+    """
+    positive("sam", rho=rho)
+    rule = as_transformation(optimizer)
+    refuse_phases("sam", rule)
+    return _Sam(rule, rho).rule()
+
+
+def is_perturbed(opt_state: OptState) -> bool:
+    """Returns whether the last step of `sam` has perturbed the parameters. Reads the state on the host.
+
+    Raises:
+        ValueError: the state is not the state of `sam`.
+
+    Example:
+        >>> from shardfn.optim import sgd
+        >>> is_perturbed(sam(sgd(0.1)).init([torch.zeros(2)]))
+        False
+    """
+    check_state("is_perturbed", opt_state, SamState)
+    return bool(local(opt_state.perturbed))
+
+
+@dataclass(frozen=True, eq=False)
+class _Sam:
+    """The rule, in a step in which gradients have the norm `norm`. None: the norm is not known yet.
+
+    Compared by identity, because tensors cannot be compared.
+    """
+
+    tx: GradientTransformation
+    rho: float
+    norm: Tensor | None = None
+
+    def rule(self) -> GradientTransformation:
+        """Returns the rule as a `GradientTransformation`."""
+        needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.opt_state,))
+        own = self.tx.needs.measure
+        if own is None or own.of is block_squares:
+            needs = needs._replace(measure=Measure(block_squares, additive=True), specialize=self.given)
+        else:  # two values would be measured
+            needs = needs._replace(measure=None, granularity="tree")
+        return GradientTransformation(self.init, self.update, needs=needs._replace(ascends=False))
+
+    def given(self, params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+        norm = None if stats is None else stats.sum().sqrt()
+        return replace(self, tx=given(self.tx, params, stats, phase), norm=norm).rule()
+
+    def init(self, params: Params) -> SamState:
+        cache = tree_map(lambda p: p.detach().clone(), params)
+        return SamState(zero_count(params), self.tx.init(params), cache)
+
+    def update(
+        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        check_params("sam", params)
+        check_state("sam", state, SamState)
+        ps, treedef = tree_flatten(params)
+        gs, cs = (leaves_like(x, treedef, n, "params") for x, n in ((updates, "updates"), (state.cache, "state.cache")))
+        descends = state.perturbed > 0
+        norm = global_norm(updates, specs) if self.norm is None else self.norm
+        by = torch.where(norm > 0, self.rho / torch.where(norm > 0, norm, 1.0), 0.0)
+        us, inner = self.tx.update(updates, state.opt_state, state.cache, specs=specs)
+        rows = zip(
+            ps, gs, cs, leaves_like(us, treedef, "updates", "params"), beside(ps, by, params, specs),
+            beside(ps, descends, params, specs), strict=True,
+        )  # fmt: skip
+        out = [torch.where(on, _step_from(c, p, u), (x * wide(g)).double()) for p, g, c, u, x, on in rows]
+        cache = [torch.where(on, c, p) for p, c, on in zip(ps, cs, beside(ps, descends, params, specs), strict=True)]
+        kept = tree_map(lambda new, old: torch.where(descends.to(new.device), new, old), inner, state.opt_state)
+        after = SamState(1 - state.perturbed, kept, tree_unflatten(treedef, cache))
+        return tree_unflatten(treedef, out), after
+
+
+def _step_from(c: Tensor, p: Tensor, u: Tensor) -> Tensor:
+    """Returns the update from p to `c + u`, in a dtype without rounding."""
+    return c.double() - p.double() + u.double()
