@@ -43,7 +43,7 @@ def draw_tokens(logits_RV: Tensor, step: StepTensors, edited_RV: Tensor | None =
     Args:
         logits_RV: raw logits.
         step: tensors of the step.
-        edited_RV: logits that tokens are drawn from, in place of the raw logits.
+        edited_RV: logits that tokens are drawn from, in place of the raw logits, for example after a processor.
     """
     given = widen_floats(logits_RV)
     changed = given if edited_RV is None else edited_RV

@@ -1,4 +1,4 @@
-"""The core of an engine: events in, tokens out, by one schedule and the runs of its plans.
+"""Core of an engine: events in, tokens out, by one schedule and the runs of its plans.
 
 step    drawn tokens of the last plan -> events of texts -> advance -> tokens out -> compare ranks -> run the next plan
 """
@@ -49,7 +49,7 @@ class EngineCore:
         params: parameters.
         state: state of the schedule before the first event.
         hooks: hooks of texts, grammars and other extras.
-        permit: function that keeps the drafts that a request's grammar permits.
+        permit: function that keeps the drafts that a request's grammar permits, for example only digits.
     """
 
     def __init__(

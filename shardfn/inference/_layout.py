@@ -1,4 +1,4 @@
-"""A layout of a decoder: functions of one rank's blocks, and the specs that cut the blocks."""
+"""Layout of a decoder: functions of one rank's blocks, and the specs that cut the blocks, such as "tp"."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -37,8 +37,8 @@ class Option(NamedTuple):
         penalise: argument of `kernels.penalise` with a value for each row, or empty.
         dtype: dtype of the argument.
         padding: value of rows that are padding.
-        convert: function from a value and limits to the value of the argument.
-        rule: tokens that a row may not draw, or None.
+        convert: function from a value and limits to the value of the argument, for example a large `top_k` to 0.
+        rule: tokens that a row may not draw, such as stop tokens, or None.
         encode: function from a value and the tokenizer to a value of token ids, or None.
         http: kind of the HTTP field, or None for an option that HTTP does not have under this name.
     """
@@ -216,7 +216,7 @@ class TokenNumbers(NamedTuple):
             seen.add(token)
 
 
-class Words(NamedTuple):
+class BadWords(NamedTuple):
     """Check of words, each a string or a tuple of token ids.
 
     Attributes:

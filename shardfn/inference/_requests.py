@@ -11,12 +11,12 @@ from shardfn.core import explains_fields
 from ._grammar import Grammar
 from ._limits import Limits
 from ._options import (
+    BadWords,
     Encode,
     Names,
     Range,
     Rule,
     TokenNumbers,
-    Words,
     check_allowed,
     check_flag,
     check_tokens,
@@ -138,7 +138,7 @@ class Sampling:
     top_logprobs: int = option(0, Range(0, MOST_TOP, integer=True))
     min_tokens: int = option(0, Range(0, 1 << 24, integer=True), rule=forbid_ends, http="integer")
     bad_words: tuple[str | tuple[int, ...], ...] = option(
-        (), Words(MOST_WORDS, 256), rule=forbid_bad_words, encode=encode_words, http="strings"
+        (), BadWords(MOST_WORDS, 256), rule=forbid_bad_words, encode=encode_words, http="strings"
     )
     allowed_token_ids: tuple[int, ...] | None = option(None, check_allowed, rule=forbid_others, http="integers")
     logits_processors: tuple[str, ...] = option((), Names(16, 256), http="strings")

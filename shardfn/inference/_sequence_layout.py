@@ -1,4 +1,4 @@
-"""The layout "sp" of a GPT: each rank computes a part of a step's tokens with whole weights (sequence parallelism).
+"""Layout "sp" of a GPT: each rank computes a part of a step's tokens with whole weights (sequence parallelism).
 
     rows of this rank's tokens, all heads -- all_to_all --> rows of all tokens, this rank's heads: attention -- back -->
 

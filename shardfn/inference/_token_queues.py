@@ -12,7 +12,7 @@ class TokenQueues:
     Args:
         step: function that runs a step, and returns the tokens of the last step.
         cancel: function that ends a request in progress.
-        is_known: function that returns whether a request is in progress.
+        is_known: function that returns whether a request, such as "request-0", is in progress.
     """
 
     def __init__(
