@@ -77,7 +77,7 @@ def _enter_event(engine: Engine, event: Message, embeds: set[str]) -> dict[str, 
                 if pooling is not None:
                     request = replace(request, sampling=engine.embeddings.sampling(pooling))
                 engine.core.begin(name, engine.core.admit(request))
-            except (ValueError, ImportError) as error:
+            except (TypeError, ValueError, ImportError) as error:
                 return {name: str(error)}
             if pooling is not None:
                 engine.embeddings.begin([name], pooling)

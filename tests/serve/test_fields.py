@@ -365,15 +365,15 @@ def test_the_reason_of_the_engine_is_the_answer(
 ) -> None:
     server = start()
 
-    def refuses(*args: Any, **kwargs: Any) -> str:
+    def refuses(*args: Any, **kwargs: Any) -> Any:
         raise error
 
-    add, server.engine.add = server.engine.add, refuses
+    admit, server.engine.core.admit = server.engine.core.admit, refuses
     found = server.send("/v1/completions", COMPLETION | {"stream": stream, "n": 2})
     made = json.loads(found.data.removeprefix(b"data: "))["error"] if stream else found.error
     assert found.status == (200 if stream else 400)  # a stream has begun then
     assert (made["type"], made["param"]) == ("invalid_request_error", param) and words in made["message"]
-    server.engine.add = add
+    server.engine.core.admit = admit
     assert server.send("/v1/completions", COMPLETION).status == 200
     server.wait_idle()
 
