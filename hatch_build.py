@@ -37,7 +37,7 @@ class CustomBuildHook(BuildHookInterface[Any]):
         forms = {
             sources.file_of(source, form): (source, form) for source in sources.FLAGS for form in sources.GENERATIONS
         }
-        with ThreadPoolExecutor(sources.processors()) as threads:
+        with ThreadPoolExecutor(sources.num_processors()) as threads:
             for name, made in {
                 name: threads.submit(_build, sources, *form, folder / name) for name, form in forms.items()
             }.items():

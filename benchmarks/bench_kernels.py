@@ -1,4 +1,4 @@
-"""Kernels of compressed communication on a CPU, in C++ and in numpy, against the memory's speed.
+"""Kernels of compressed communication on a CPU, in C++ and by the definitions, against the memory's speed.
 
 The 1-bit work of one step at world 2: each rank compresses its gradients' whole length (`worker`), averages and
 compresses half of it (`server`), and decodes the whole result (`decode`). The quantizers work on the whole length. The
@@ -21,7 +21,7 @@ from _report import publish, table
 from shardfn import kernels
 
 BOUND = "bound: add in place"
-KINDS = ("native", "cpu")
+KINDS = ("native", "reference")
 
 
 class Case(NamedTuple):

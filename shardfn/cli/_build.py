@@ -16,5 +16,5 @@ def build_command() -> int:
         failed += path is None
         print(f"  {name:<24}{state}" + ("" if path is None else f"  {path}"), flush=True)
     if failed:
-        print(f"{failed} files could not be built; these kernels run on numpy and torch, more slowly.")
+        print(f"{failed} files could not be built. Kernels run in plain torch, slowly, or raise if the compiler fails.")
     return int(failed > 0)

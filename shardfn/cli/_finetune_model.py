@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from shardfn.core import Mesh, P, Policy, PyTree, Sharding, key
 from shardfn.data import pad
 from shardfn.interop import module_from_hf, without_weights
+from shardfn.interop.quantized import can_decode, read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import LoRA
 from shardfn.transforms import WeightedMean, accumulate, from_module, mixed_precision, partition, propose_specs
@@ -91,6 +92,8 @@ def _empty_module(job: FinetuneJob) -> Any:
     import transformers
 
     config = load_part("config.json", job.model, transformers.AutoConfig.from_pretrained)
+    if can_decode(read_quantization(job.model)):  # read as floats, into a module of plain layers
+        del config.quantization_config
     with without_weights():
         module: Any = load_part("model", config, transformers.AutoModelForCausalLM.from_config)
     if pathlib.Path(job.model, "generation_config.json").is_file():

@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from shardfn.checkpoint import restore
 from shardfn.core import (
     Disk,
@@ -29,6 +31,8 @@ from shardfn.core import (
 from shardfn.data import BPETokenizer, ByteTokenizer
 from shardfn.inference import Decoder, Drafter, DraftModel, Engine, Limits, decoder, hf_decoder, limits_of
 from shardfn.interop import ArchiveWriter, check_sizes, gpt_config, gpt_from_hf, module_from_hf, without_weights
+from shardfn.interop.quantized import can_decode, read_quantization
+from shardfn.kernels import GROUP
 from shardfn.lora import load_peft
 from shardfn.models import gpt
 from shardfn.transforms import eval_shape, sharded
@@ -231,7 +235,14 @@ def _load_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) ->
         return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text, error)
     with reading(path, "its weights"):
         config, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], **changes)
-    size, coded = _param_bytes(params), ""
+        size, coded = _param_bytes(params), ""
+        # Ranks cut these inputs, and must have whole blocks of codes.
+        inputs = config.num_heads * config.head_dim, config.ff_dim
+        whole = all(num // GROUP % job.ranks == 0 for num in inputs)
+        if read_quantization(path) is not None and config.batch_invariant and whole:  # the same values, in less memory
+            _, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], keep_codes=True, **changes)
+            num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
+            coded = f"{num} weights in codes of the file's values" if num else ""
     if job.kind == "gguf" and job.weights is not None:
         params, num = with_blocks(pathlib.Path(job.model), config, params)
         coded = f"{num} weights in the file's own codes"
@@ -363,11 +374,15 @@ def _make_module(directory: pathlib.Path, job: GenerateJob, axis: str | None) ->
     transformers = _import_transformers(directory)
     with reading(directory, "its config.json"):
         config = transformers.AutoConfig.from_pretrained(directory, **_FILES_ALONE)
-    if axis is None or getattr(config, "quantization_config", None) is not None:
+    quantized = getattr(config, "quantization_config", None) is not None
+    decoded = quantized and can_decode(read_quantization(directory))
+    if decoded:  # read as floats, into a module of plain layers
+        del config.quantization_config
+    if not decoded and (axis is None or quantized):
         return _load_weights(directory, job), None
     with reading(directory, "its config.json"), without_weights():
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[job.dtype], **_FILES_ALONE).eval()
-    if job.dtype != "float32" and getattr(made, _WIDE, None):
+    if job.dtype != "float32" and getattr(made, _WIDE, None) and not decoded:
         return _load_weights(directory, job), None
     return made, module_from_hf(made, directory, dtype=DTYPES[job.dtype])
 

@@ -4,15 +4,15 @@
 from ._schedule import Schedule as Schedule
 from ._choose import Choice as Choice, Scored as Scored, check_fits as check_fits, choose as choose
 from ._hazards import Memory as Memory, dependences as dependences, legal_order as legal_order
-from ._edit import reordered as reordered
+from ._edit import reorder_graph as reorder_graph
 from ._reuse import reuse_gathers as reuse_gathers
 from ._bucket import bucket as bucket
 from ._overlap import overlap_reductions as overlap_reductions
 from ._prefetch import prefetch as prefetch
-from ._sink import sink_waits as sink_waits
+from ._reorder import sink_waits as sink_waits
 from ._rematerialise import rematerialise as rematerialise
 from ._exact_rows import exact_rows as exact_rows
-from ._free import free_at_last_use as free_at_last_use
+from ._reorder import free_at_last_use as free_at_last_use
 from ._donate import donate as donate
 
 # Values and ops.
@@ -40,15 +40,15 @@ from ._cost import (
     estimate as estimate,
     transfer_seconds as transfer_seconds,
 )
-from ._flops import arithmetic as arithmetic, node_flops as node_flops
+from ._cost import arithmetic as arithmetic, node_flops as node_flops
 from ._device import DEVICES as DEVICES, Cluster as Cluster, Device as Device, Link as Link, cluster as cluster
 from ._calibrate import calibrate as calibrate
-from ._machine import machine_memory as machine_memory
-from ._peak_flops import peak_flops as peak_flops
+from ._calibrate import machine_memory as machine_memory
+from ._calibrate import peak_flops as peak_flops
 
 # Reports.
 from ._text import as_text as as_text
-from ._timeline import chrome_trace as chrome_trace
+from ._picture import chrome_trace as chrome_trace
 from ._picture import picture_of_memory as picture_of_memory, picture_of_time as picture_of_time
 
 # Checks: the same collectives on all ranks, and types along mesh axes.
@@ -79,7 +79,7 @@ from ._forms import (
     multiple_of as multiple_of,
     whole as whole,
 )
-from ._sent_rules import sent_along as sent_along
+from ._einsum_rules import sent_along as sent_along
 from ._view_rules import whole_look as whole_look
 
 # Back ends.

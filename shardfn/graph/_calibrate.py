@@ -1,8 +1,10 @@
 """Measures the machine that the program runs on, for the cost model."""
 
 import os
+import pathlib
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,8 +13,46 @@ from torch import Tensor
 from shardfn.collectives import all_gather, bind_mesh
 from shardfn.core import Mesh, dtype_name
 
-from ._device import Cluster, Device, Link
-from ._machine import machine_memory
+from ._device import DEVICES, Cluster, Device, Link
+
+# Memory that this process may use: the machine's memory, or less in a container.
+
+
+def machine_memory(root: pathlib.Path = pathlib.Path("/")) -> int:
+    """Returns the bytes of memory of this machine, or of this process's smallest Linux control group.
+
+    Args:
+        root: directory that has `proc` and `sys`.
+
+    Example:
+        >>> machine_memory() > 2**20
+        True
+    """
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_group_limits(root)])
+
+
+def _group_limits(root: pathlib.Path) -> Iterator[int]:
+    """Yields the limits of this process's control groups, and of the surrounding groups, in versions 1 and 2."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = (
+            ("sys/fs/cgroup/memory", "memory.limit_in_bytes") if controllers else ("sys/fs/cgroup", "memory.max")
+        )
+        parts = pathlib.PurePath(path.lstrip("/")).parts
+        for depth in range(len(parts) + 1):
+            try:
+                text = (root / top).joinpath(*parts[:depth], name).read_text().strip()
+            except OSError:  # the groups around a container's group are not visible in the container
+                continue
+            if text.isdecimal():  # "max" is no limit
+                yield int(text)
+
 
 _SIZES = (1 << 10, 1 << 18, 1 << 22)
 
@@ -39,7 +79,7 @@ def calibrate(mesh: Mesh | None = None, *, seconds: float = 2.0) -> Cluster:
     """
     device = mesh.device if mesh is not None else torch.device("cpu")
     each = seconds / 4
-    rates = {dtype_name(d): measured_rate(d, device, each) for d in _supported_dtypes(device)}
+    rates = {dtype_name(d): measure_rate(d, device, each) for d in _supported_dtypes(device)}
     measured = [*rates.values(), _measure_bandwidth(device, each), *_measure_link(mesh, device)]
     *flops, memory, wire, latency = _reduce_slowest(mesh, measured)
     link = Link(wire, latency)
@@ -51,7 +91,7 @@ def _supported_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     return (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32, torch.bfloat16)
 
 
-def measured_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
+def measure_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
     """Returns the operations a second of a matrix product."""
     n = 4096 if device.type == "cuda" else 384
     a = torch.ones(n, n, dtype=dtype, device=device)
@@ -119,3 +159,53 @@ def _device_memory(device: torch.device) -> int:
 def _ranks_per_node(mesh: Mesh | None) -> int:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return local or (dist.get_world_size() if mesh is not None and dist.is_initialized() else 1)
+
+
+# `peak_flops`: the rate of a device, known by name or measured.
+
+
+# Words of the names that drivers give, each with an entry of `DEVICES`. The first that fits counts.
+_NAMES = {
+    r"V100.*32": "v100-32",
+    r"A100.*80": "a100-80",
+    r"A100": "a100-40",
+    r"H100 (SXM|80GB HBM3)": "h100",
+    r"H200": "h200",
+    r"B200": "b200",
+    r"RTX 4090": "rtx4090",
+    r"RTX A6000": "a6000",
+}
+
+
+def peak_flops(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16, *, seconds: float = 0.5
+) -> float:
+    """Returns the floating-point operations a second of a device, for model FLOPs utilisation.
+
+    For a GPU in `DEVICES` the vendor's figure. For any other device the rate of the fastest of several matrix products
+    that run now, so utilisation is then a fraction of this rate.
+
+    Args:
+        device: device, such as `mesh.device`. For all devices of a mesh multiply by `mesh.size`.
+        dtype: dtype of the products.
+        seconds: approximate time of a measurement.
+
+    Example:
+        >>> peak_flops("cpu", torch.float32, seconds=0.01) > 0
+        True
+    """
+    device = torch.device(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    known = known_device(name)
+    rates = {} if known is None else DEVICES[known].device.flops
+    return rates.get(dtype_name(dtype)) or measure_rate(dtype, device, seconds)
+
+
+def known_device(name: str) -> str | None:
+    """Returns the entry of `DEVICES` for a driver's name of a device, or None if the device is not listed.
+
+    Example:
+        >>> known_device("NVIDIA H100 80GB HBM3"), known_device("NVIDIA T4")
+        ('h100', None)
+    """
+    return next((entry for pattern, entry in _NAMES.items() if re.search(pattern, name)), None)

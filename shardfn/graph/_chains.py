@@ -17,10 +17,10 @@ from shardfn.core import is_device
 from shardfn.kernels import KernelCall, are_built, call_of
 
 from ._exact_rows import has_short_rows
-from ._looks import is_dense, reads
 from ._moves import memory_of
 from ._regions import Region
 from ._values import num_bytes, storage_of, tensors_of, written_by
+from ._view_chains import is_dense, reads
 
 # The most bytes of results and room. A chain holds these bytes from begin to end. Programs with larger values spend
 # little time on calls.

@@ -17,7 +17,7 @@ from ._device import Cluster
 from ._memory import memory_analysis
 from ._overlap import reduced_bytes
 from ._prefetch import gathered_bytes
-from ._schedule import Schedule, Stage
+from ._schedule import Schedule, SchedulePass
 from ._transfers import is_gather, is_reduction, transfers
 
 # Estimates that differ by less are ties: the model is no better.
@@ -127,7 +127,7 @@ def choose(
     if candidates is not None and not candidates:
         raise ValueError("choose(candidates=[]): expected a schedule to choose from, got none.")
     limit = cluster.device.memory if memory is None else memory
-    score = _Scores(gm, cluster, fuses)
+    score = _ScoreCache(gm, cluster, fuses)
     if candidates is not None:
         table = score(candidates)
     else:
@@ -210,17 +210,17 @@ class _Candidates:
 # Scores
 
 _Score = tuple[float, int, Mapping[str, int]]
-_Todo = Sequence[tuple[Schedule, tuple[Stage, ...]]]
+_Todo = Sequence[tuple[Schedule, tuple[SchedulePass, ...]]]
 
 
-class _Scores:
+class _ScoreCache:
     """Seconds and peaks of schedules of a graph, each computed once."""
 
     def __init__(self, gm: GraphModule, cluster: Cluster, fuses: bool) -> None:
         self._gm, self._cluster, self._fuses = gm, cluster, fuses
         self._scores: dict[Schedule, _Score] = {}
         # Scores by a graph's hash and the passes that are still to run on the graph.
-        self._known: dict[tuple[bytes, tuple[Stage, ...]], _Score] = {}
+        self._known: dict[tuple[bytes, tuple[SchedulePass, ...]], _Score] = {}
 
     def __call__(self, schedules: Iterable[Schedule]) -> tuple[Scored, ...]:
         """Returns the scores of these schedules and of all earlier schedules, in the order of arrival."""

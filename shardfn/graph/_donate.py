@@ -9,7 +9,7 @@ from torch.fx.node import map_arg
 
 from shardfn._torch import OpOverload
 
-from ._edit import abstract_value, reordered, revalue
+from ._edit import abstract_value, reorder_graph, revalue
 from ._hazards import Memory, is_stop
 from ._ops import known_op
 from ._transfers import is_gather
@@ -44,7 +44,7 @@ def donate(gm: GraphModule, *, temporaries: bool = True) -> GraphModule:
     """
     memory = Memory(gm)
     chosen = _Owners(memory, set(gm.meta.get("donated", ())), temporaries).chosen
-    out, new = reordered(gm, memory.order)
+    out, new = reorder_graph(gm, memory.order)
     changed: set[Node] = set()
     for node in memory.order:
         if node in chosen:

@@ -22,32 +22,32 @@ from ._hazards import Memory
 from ._values import tensors_of
 
 
-def drafted(gm: GraphModule) -> GraphModule:
+def draft_graph(gm: GraphModule) -> GraphModule:
     """Returns a private copy, a draft.
 
-    Passes change a draft in place until `settled` is called. A draft must not run before.
+    Passes change a draft in place until `settle_graph` is called. A draft must not run before.
 
     A draft saves time: a copy of the step of a trillion parameters takes a second, and there are nine passes.
     """
-    out = reordered(gm, list(gm.graph.nodes))[0]
+    out = reorder_graph(gm, list(gm.graph.nodes))[0]
     out.meta["draft"] = {}  # a cache of `Memory`
     return out
 
 
-def settled(gm: GraphModule) -> GraphModule:
+def settle_graph(gm: GraphModule) -> GraphModule:
     """Ends a draft: from now on passes copy the graph, as any other graph."""
     gm.meta.pop("draft", None)
     return gm
 
 
-def reordered(gm: GraphModule, order: Sequence[Node]) -> tuple[GraphModule, dict[Node, Node]]:
+def reorder_graph(gm: GraphModule, order: Sequence[Node]) -> tuple[GraphModule, dict[Node, Node]]:
     """Returns a copy with the nodes in `order`, and a dict from old nodes to new. A draft is reordered in place.
 
     Example:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> gm = make_fx(lambda x: (x + 1, x * 2), tracing_mode="fake")(torch.ones(2))
         >>> x, add, mul, out = gm.graph.nodes
-        >>> [n.name for n in reordered(gm, [x, mul, add, out])[0].graph.nodes]
+        >>> [n.name for n in reorder_graph(gm, [x, mul, add, out])[0].graph.nodes]
         ['x_1', 'mul', 'add', 'output']
     """
     if "draft" in gm.meta:
@@ -55,7 +55,7 @@ def reordered(gm: GraphModule, order: Sequence[Node]) -> tuple[GraphModule, dict
         return gm, dict(zip(order, order, strict=True))
     graph, new = Graph(), dict[Node, Node]()
     for node in order:
-        new[node] = copied(graph, node, new.__getitem__)
+        new[node] = copy_node(graph, node, new.__getitem__)
     return finish(gm, graph), new
 
 
@@ -71,7 +71,7 @@ def _rearrange_nodes(graph: Graph, order: Sequence[Node]) -> None:
         last = node
 
 
-def copied(graph: Graph, node: Node, transform: Callable[[Node], Node]) -> Node:
+def copy_node(graph: Graph, node: Node, transform: Callable[[Node], Node]) -> Node:
     """Copies a node as `graph.node_copy(node, transform)`, several times as fast: nested arguments are not searched."""
     out = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
     out.args = map_arg(node.args, transform)  # pyright: ignore[reportAttributeAccessIssue]

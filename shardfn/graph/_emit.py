@@ -23,11 +23,11 @@ from shardfn.kernels import KernelChain, without_dispatch
 from shardfn.memory import on_host
 
 from ._chains import ChainRegion, with_chains
-from ._looks import needed, reads, whole_views
 from ._moves import memory_of
 from ._ops import op_of
 from ._regions import Region, is_view
 from ._values import overwritten, part_of, storage_of, tensors_of
+from ._view_chains import list_needed, reads, whole_views
 
 _FILE = "<shardfn graph "
 _LOOKS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -47,7 +47,7 @@ def emit(gm: GraphModule, steps: Sequence[Node | Region], calls: Sequence[Callab
         (tensor([1.]),)
     """
     views = whole_views(steps)
-    (steps, outside), written, given = with_chains(needed(steps, views), views), overwritten(gm), iter(calls)
+    (steps, outside), written, given = with_chains(list_needed(steps, views), views), overwritten(gm), iter(calls)
     regions = [step for step in steps if isinstance(step, Region)]
     calls = [_write_chain(gm, r, written, views) if isinstance(r, ChainRegion) else next(given) for r in regions]
     writer = _CodeWriter(gm, iter(calls), written, outside)

@@ -8,11 +8,11 @@ from torch.fx import GraphModule, Node
 
 from shardfn._torch import OpOverload
 
-from ._edit import reordered
+from ._edit import reorder_graph
 from ._hazards import Memory
-from ._numbers import value_numbers
 from ._ops import WAIT, op_of
 from ._transfers import start_of
+from ._value_numbering import value_numbers
 from ._values import tensors_of
 
 _START = torch.ops.shardfn.ragged_all_to_all_start.default
@@ -53,7 +53,7 @@ def exact_rows(gm: GraphModule) -> GraphModule:
     starts = [] if walk is None else walk.exact()
     if walk is None or not starts:
         return gm
-    out, new = reordered(gm, list(gm.graph.nodes))
+    out, new = reorder_graph(gm, list(gm.graph.nodes))
     for start in starts:
         new[start].update_arg(_ROWS, -1)
     for node in walk.short():

@@ -60,61 +60,6 @@ def grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (a.shape[0] if a.ndim == b.ndim == 3 else 1)
 
 
-def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, *_: Any, **__: Any) -> int:
-    """Returns the operations of the kernel for a product of groups."""
-    del counts
-    return 2 * x.numel() * w.shape[1 if transposed else 2]
-
-
-def product_of_rows(x: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
-    """Returns the operations of products of transposed rows and rows."""
-    return 2 * x.numel() * y.shape[1]
-
-
-def dots(x: Tensor, y: Tensor, index: Tensor, *_: Any, **__: Any) -> int:
-    """Returns the operations of dot products of rows that an index names."""
-    del x
-    return 2 * index.numel() * y.shape[1]
-
-
-def tiles(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, columns: Tensor, *rest: Any, **_: Any) -> int:
-    """Returns the operations of block-sparse attention: two products for each tile of each head."""
-    del k, v
-    return 2 * _tile_product(q, starts, columns, rest[-2])
-
-
-def tiles_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *rest: Any, **_: Any) -> int:
-    """Returns the operations of the backward of block-sparse attention: five products for each tile."""
-    del dy, k, v, y, lse
-    return 5 * _tile_product(q, rest[0], rest[1], rest[-2])
-
-
-def row_linear(x: Tensor, packed: Tensor, num: int, *_: Any, **__: Any) -> int:
-    """Returns the operations of a linear layer of packed weights."""
-    del packed
-    return 2 * x.numel() * num
-
-
-def row_linears(x: Tensor, packed: list[Tensor], nums: list[int], *_: Any, **__: Any) -> int:
-    """Returns the operations of several linear layers of the same input."""
-    del packed
-    return 2 * x.numel() * sum(nums)
-
-
-def ragged_attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, *rest: Any, **_: Any) -> int:
-    """Returns the operations of attention over a KV cache.
-
-    As if each token saw all places of the token's row of the tables.
-    """
-    del k, v
-    return 4 * q.numel() * rest[3].shape[1] * cache.shape[3]
-
-
-def _tile_product(q: Tensor, starts: Tensor, columns: Tensor, block: int) -> int:
-    B, _, H, K = q.shape
-    return 2 * B * K * block**2 * columns.shape[0] * (H // max(starts.shape[0], 1))
-
-
 # Bytes held while a node runs.
 
 
@@ -123,17 +68,17 @@ def _tensor_argument(node: Node, i: int) -> Tensor:
     return tensors_in(value.meta["val"])[0]
 
 
-def if_16_bit(node: Node) -> int:
+def cast_bytes(node: Node) -> int:
     x = _tensor_argument(node, 0)
     return 4 * x.numel() if x.is_floating_point() and x.element_size() == 2 else 0
 
 
-def a_copy(node: Node) -> int:
+def copy_bytes(node: Node) -> int:
     return num_bytes(_tensor_argument(node, 0))
 
 
-def if_strided(node: Node) -> int:
-    return 0 if _tensor_argument(node, 0).is_contiguous() else a_copy(node)
+def copy_bytes_if_strided(node: Node) -> int:
+    return 0 if _tensor_argument(node, 0).is_contiguous() else copy_bytes(node)
 
 
 def flash_forward(node: Node) -> int:
@@ -150,7 +95,7 @@ def flash_backward(node: Node) -> int:
     return torch.get_num_threads() * 4 * rows * 2 * columns
 
 
-def of_kernel(node: Node) -> int:
+def kernel_bytes(node: Node) -> int:
     """Returns the bytes that a kernel of `shardfn.kernels` gives for its arguments."""
     args = tree_map(lambda x: x.meta["val"] if isinstance(x, Node) else x, tuple(node.args))
     return scratch_bytes(node.target, args)
@@ -161,11 +106,11 @@ def _tile_shape(queries: int, keys: int) -> tuple[int, int]:
     return min(rows, queries), min(512, keys)
 
 
-def codes(node: Node) -> int:
+def code_bytes(node: Node) -> int:
     """Returns the bytes of codes and scales outside of messages, and, where sums are encoded, of the sums."""
-    return a_copy(node) + sum(num_bytes(t) for t in tensors_of(node) if t.dtype == torch.uint8)
+    return copy_bytes(node) + sum(num_bytes(t) for t in tensors_of(node) if t.dtype == torch.uint8)
 
 
-def encoded(node: Node) -> int:
+def encoded_bytes(node: Node) -> int:
     """Returns the bytes of codes and scales outside of the messages."""
     return sum(num_bytes(t) for t in tensors_of(node))

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from shardfn.core import is_device
 from shardfn.kernels import are_built, call_of
 
-from ._edit import call, reordered
+from ._edit import call, reorder_graph
 from ._exact_rows import has_short_rows
 from ._moves import memory_of
 from ._ops import op_of
@@ -60,7 +60,7 @@ def with_fusions(gm: GraphModule) -> GraphModule:
         groups = _drop_overlaps(groups, order, overwritten(gm))
     if not groups:
         return gm
-    out, new = reordered(gm, order)
+    out, new = reorder_graph(gm, order)
     for node, fusion in groups.items():
         old = new[node]
         new[node] = fusion.write(old, *(new[n] for n in fusion.operands))

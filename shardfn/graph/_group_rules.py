@@ -1,4 +1,4 @@
-"""Sharding rules of products of groups of rows with a matrix each, for example linear layers of experts.
+"""Sharding rules of kernels, and of products of groups of rows with a matrix each, as in layers of experts.
 
 Inputs and outputs are cut as in a plain product. Where the matrices are cut, each rank multiplies the rows of the
 rank's groups and has zeros in all other rows, so that the result is a sum over ranks: expert parallelism only by specs,
@@ -12,32 +12,137 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._forms import VARYING, Form, Operand, OpUse, Owner, Ranks, Run, Strategy, whole
-from ._labelled import Dims, Labels, strategies
-from ._row_rules import starts_of
+from shardfn.kernels import DimLabels, KernelOp
+
+from ._einsum_rules import Labels, list_strategies
+from ._forms import VARYING, Form, Operand, OpUse, Owner, Ranks, Rule, Run, Strategy, whole
+
+# Sharding rules of ops between the products of experts, where each rank has the rows of the rank's groups.
+#
+# Such a value is a sum over ranks, and each row is zeros on all ranks but the owner. An op that makes zeros of zeros
+# keeps such rows, also where the op is not linear. For example, an activation between two products needs no sum, and a
+# single sum is taken after both products. After any other pointwise op, such as a bias of each row, the rows of other
+# ranks are filled with zeros again.
+
+
+# (how the op is used, which operands have own rows) -> whether the result has own rows, too.
+Keeps = Callable[[OpUse, list[bool]], bool]
+
+
+def keep_rows(rule: Rule, keeps: Keeps) -> Rule:
+    """Returns a rule, with own rows for results of operands with own rows."""
+
+    def apply_rule(use: OpUse) -> list[Strategy]:
+        return [*rule(use), *_keep_own_rows(use, keeps)]
+
+    return apply_rule
+
+
+def clear_rows(rule: Rule, keeps: Keeps = lambda use, have: False) -> Rule:
+    """Returns a rule as `keep_rows` does. Where zeros do not stay zeros, other ranks' rows are cleared after the op.
+
+    For pointwise ops that are finite at 0, with finite derivatives. Otherwise a cleared row would have a NaN as
+    gradient.
+    """
+
+    def apply_rule(use: OpUse) -> list[Strategy]:
+        kept = _keep_own_rows(use, keeps)
+        return [*rule(use), *(kept or [_clear_strategy(use, x) for x in _keep_own_rows(use, lambda use, have: True)])]
+
+    return apply_rule
+
+
+def starts_of(owner: Owner, sizes: Tensor) -> Tensor:
+    """Returns the first row of each group, and the row after the last group."""
+    return torch.nn.functional.pad(sizes.long() if owner.ends else sizes.cumsum(0), (1, 0))
+
+
+def _clear_strategy(use: OpUse, kept: Strategy) -> Strategy:
+    (owned,) = kept.outs
+    assert owned.owner is not None
+    return kept._replace(run=_clear_rows(use.target, owned.owner), beside=(owned.owner.sizes,))
+
+
+def _clear_rows(op: Any, owner: Owner) -> Run:
+    def run_cleared(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        *given, sizes = args
+        y, bounds = op(*given, **kwargs), starts_of(owner, sizes)
+        start, stop = ranks.bounds(owner.num, owner.multiple)
+        row = torch.arange(len(y), device=y.device)
+        own = (row >= bounds[start]) & (row < bounds[stop])
+        return torch.where(own.view(-1, *(1,) * (y.ndim - 1)), y, 0)
+
+    return run_cleared
+
+
+def _keep_own_rows(use: OpUse, keeps: Keeps) -> list[Strategy]:
+    owned = next((form for form in use.forms if form.kind == "rows"), None)
+    if owned is None:
+        return []
+    have = [form == owned for form in use.forms]
+    apart = any(form.kind == "rows" and form != owned for form in use.forms)
+    whole = all(_has_rows(x, out) for x, h in zip(use.operands, have, strict=True) if h for out in use.outs)
+    if apart or not whole or not keeps(use, have):
+        return []
+    ins: tuple[Form, ...] = tuple(owned if h else VARYING for h in have)
+    return [Strategy(ins, (owned,) * len(use.outs))]
+
+
+def _has_rows(x: Operand, out: Operand) -> bool:
+    """Returns whether the rows of a result are the rows of an operand."""
+    return x.ndim == out.ndim and x.shape[:1] == out.shape[:1]
+
+
+def is_single_operand(use: OpUse, have: list[bool]) -> bool:
+    """Returns whether the op has a single operand, for ops that make zeros of zeros."""
+    del use
+    return len(have) == 1
+
+
+def has_any_rows(use: OpUse, have: list[bool]) -> bool:
+    """Returns whether any operand has own rows, for products, where a single such factor is enough."""
+    del use
+    return any(have)
+
+
+def has_all_rows(use: OpUse, have: list[bool]) -> bool:
+    """Returns whether both operands have own rows, for sums of two values."""
+    return len(have) == 2 and all(have)
+
+
+def is_along_columns(use: OpUse, have: list[bool]) -> bool:
+    """Returns whether an op takes parts along a dim other than the rows."""
+    at = 1 if use.target.__name__.startswith("slice") else 2
+    return have[0] and use.arg(at, "dim", 0) % use.operands[0].ndim != 0
+
 
 # (ranks, rows, matrices, ends of the groups, arguments of the op) -> product
 _Multiply = Callable[[Ranks, Tensor, Tensor, Tensor, Sequence[Any]], Tensor]
 
 
-def grouped_product(use: OpUse) -> list[Strategy]:
-    """Returns the strategies of `grouped_product` and `multiplied_rows`: `(x [m, k], w [e, k, n], counts, ...)`."""
-    matrix: Dims = (None, "n", "k") if use.args[3] else (None, "k", "n")
-    exact = bool(use.args[4])  # chains over inputs differ from chains over parts of inputs
-    labels = Labels(((None, None if exact else "k"), matrix, (None,)), ((None, "n"),), sums=not exact, linear=(0,))
-    return [
-        whole(use),
-        *strategies(use, labels),
-        *_cut_matrices(use, _multiply_by_sizes(use.target), ends=False),
-    ]
+def kernel_rule(kernel: KernelOp) -> Rule:
+    """Returns the rule of a kernel, by the labels of dims in the kernel's record."""
+
+    def apply_rule(use: OpUse) -> list[Strategy]:
+        given = kernel.sharding(*use.args) if callable(kernel.sharding) else kernel.sharding
+        assert given is not None
+        out = [whole(use), *list_strategies(use, _read_labels(given, len(use.operands)))]
+        return [*out, *_cut_matrices(use, _multiply_by_sizes(use.target), ends=False)] if given.grouped else out
+
+    return apply_rule
 
 
-def grouped_outer(use: OpUse) -> list[Strategy]:
-    """Returns the strategies of `shardfn_kernels::grouped_outer(x [m, k], y [m, n], counts)`."""
-    return [whole(use), *strategies(use, Labels((("m", "k"), ("m", "n"), (None,)), ((None, "k", "n"),), linear=(0, 1)))]
+def _read_labels(given: DimLabels, num: int) -> Labels:
+    """Returns the labels of an op that was called with `num` tensors. Terms of tensors left out at the end drop out."""
+    ins, outs = (
+        [tuple(None if label == "." else label for label in term) for term in side.split(",")]
+        for side in given.labels.split("->")
+    )
+    linear = tuple(i for i in given.linear if i < num)
+    return Labels(tuple(ins[:num]), tuple(outs), sums=given.sums, linear=linear)
 
 
-def grouped_mm(use: OpUse) -> list[Strategy]:
+def shard_grouped_mm(use: OpUse) -> list[Strategy]:
     """Returns the strategies of `aten::_grouped_mm(a, b, offs)`: a [m, k] and b [e, k, n], or a [k, m] and b [m, n]."""
     out = [whole(use)]
     if len(use.operands) != 3 or use.operands[0].ndim != 2 or use.arg(3, "bias") is not None:
@@ -50,9 +155,9 @@ def grouped_mm(use: OpUse) -> list[Strategy]:
 
     if use.operands[1].ndim == 3:
         labels = Labels(((None, "k"), (None, "k", "n"), (None,)), ((None, "n"),), sums=alone, linear=(0,), run=make_run)
-        return [*out, *strategies(use, labels), *_cut_matrices(use, _grouped_mm_by_ends, ends=True)]
+        return [*out, *list_strategies(use, labels), *_cut_matrices(use, _grouped_mm_by_ends, ends=True)]
     labels = Labels((("k", None), (None, "n"), (None,)), ((None, "k", "n"),), linear=(0, 1), run=make_run)
-    return [*out, *strategies(use, labels)]
+    return [*out, *list_strategies(use, labels)]
 
 
 def _cut_matrices(use: OpUse, multiply: _Multiply, *, ends: bool) -> list[Strategy]:

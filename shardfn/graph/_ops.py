@@ -14,8 +14,8 @@ import torch
 from torch.fx import Node
 
 import shardfn.collectives
-import shardfn.kernels
-import shardfn.memory  # noqa: F401  # all of them define ops
+import shardfn.memory  # noqa: F401  # both of them define ops
+from shardfn.kernels import KERNELS, KernelOp
 
 from . import _formulas as formulas
 from . import _strides as strides
@@ -24,7 +24,7 @@ from ._op import Crossing, Op, by_identity, with_schema
 from ._sharding import POINTWISE, RULES
 
 _ATEN, _C10D = torch.ops.aten, torch.ops._c10d_functional
-_WIRE, _MEMORY, _KERNELS = torch.ops.shardfn, torch.ops.shardfn_memory, torch.ops.shardfn_kernels
+_WIRE, _MEMORY = torch.ops.shardfn, torch.ops.shardfn_memory
 
 # Ops that passes write.
 ALL_GATHER, PSUM_SCATTER = _WIRE.all_gather_start.default, _WIRE.psum_scatter_start.default
@@ -85,6 +85,21 @@ def _make_rows(names: str, row: Op) -> dict[Any, Op]:
     return {getattr(_ATEN, name): row for name in names.split()}
 
 
+def _read_record(kernel: KernelOp) -> Op:
+    """Returns the row of a kernel."""
+
+    def count_flops(*args: Any, out_val: Any) -> int:
+        del out_val
+        return 0 if kernel.flops is None else kernel.flops(*args)
+
+    return Op(
+        flops=None if kernel.flops is None else count_flops,
+        scratch=None if kernel.scratch is None else formulas.kernel_bytes,
+        rows=kernel.rows,
+        in_place=KERNELS[kernel.in_place].op.default if kernel.in_place else None,
+    )
+
+
 _NONE = Op()
 _FUSED = Op(fuses=True)
 # Ops that only use the operand's shape, and constants. Neither is worth a kernel.
@@ -98,12 +113,13 @@ _SCALES = Op(scales=True)
 _LOOKUP = Op(lookup=True)
 _ATTENTION = Op(flops=formulas.attention)
 _ATTENTION_BACKWARD = Op(flops=formulas.attention_backward)
-_DENSE = _keep_layout(lay_out=strides.contiguous)
-_IN_FORMAT, _IN_FORMAT_OF_INPUT = (_keep_layout(lay_out=strides.in_format_of(i)) for i in (0, 1))
-_ELEMENTWISE = _keep_layout(lay_out=strides.as_elementwise)
+_DENSE = _keep_layout(lay_out=strides.lay_out_contiguous)
+_IN_FORMAT, _IN_FORMAT_OF_INPUT = (_keep_layout(lay_out=strides.keep_format_of(i)) for i in (0, 1))
+_ELEMENTWISE = _keep_layout(lay_out=strides.lay_out_elementwise)
 
 OPS: dict[Any, Op] = {
     operator.getitem: Op(scales=True, rows="first", calls={"": operator.getitem}),
+    **{kernel.op: _read_record(kernel) for kernel in KERNELS.values()},
     # products
     _ATEN.mm: Op(flops=formulas.product, calls={"default": torch.mm}),
     _ATEN.bmm: Op(flops=formulas.product, calls={"default": torch.bmm}),
@@ -113,14 +129,6 @@ OPS: dict[Any, Op] = {
     _ATEN.dot: Op(flops=formulas.matrix_vector),
     _ATEN.addmv: Op(flops=formulas.added_matrix_vector),
     _ATEN._grouped_mm: Op(formulas.grouped_mm, abstract={"default": strides.grouped_mm}),
-    _KERNELS.grouped_product: Op(formulas.grouped_product, formulas.of_kernel, rows="first"),
-    _KERNELS.multiplied_rows: Op(formulas.grouped_product, formulas.of_kernel),
-    _KERNELS.grouped_outer: Op(formulas.product_of_rows, formulas.of_kernel, rows="sum"),
-    _KERNELS.gather_rows: Op(scratch=formulas.of_kernel, rows="places"),
-    **dict.fromkeys((_KERNELS.copied_rows, _KERNELS.combined_rows), Op(scratch=formulas.of_kernel)),
-    _KERNELS.gated_silu_gradient: Op(in_place=_KERNELS.gated_silu_gradient_.default, rows="each"),
-    _KERNELS.gated_silu_gradient_: Op(rows="each"),
-    _KERNELS.row_dots: Op(formulas.dots, formulas.of_kernel),
     # attention
     _ATEN._scaled_dot_product_flash_attention_for_cpu: Op(formulas.attention, formulas.flash_forward),
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: Op(
@@ -128,11 +136,6 @@ OPS: dict[Any, Op] = {
     ),
     _ATEN._scaled_dot_product_fused_attention_overrideable: _ATTENTION,
     _ATEN._scaled_dot_product_fused_attention_overrideable_backward: _ATTENTION_BACKWARD,
-    _KERNELS.block_sparse_attention: Op(formulas.tiles, formulas.of_kernel),
-    _KERNELS.block_sparse_attention_backward: Op(formulas.tiles_backward, formulas.of_kernel),
-    _KERNELS.row_linear: Op(formulas.row_linear),
-    _KERNELS.row_linears: Op(formulas.row_linears),
-    _KERNELS.ragged_attention: Op(formulas.ragged_attention),
     _ATEN.mkldnn_rnn_layer: Op(calls={"default": _run_as_in_training(_ATEN.mkldnn_rnn_layer.default)}),
     # lookups
     **_make_rows("embedding index_select gather index nll_loss2d_forward", _LOOKUP),
@@ -141,10 +144,10 @@ OPS: dict[Any, Op] = {
     **_make_rows("sum amax amin prod any all argmax argmin var var_mean", _FUSED),
     **_make_rows("_softmax_backward_data nll_loss_backward native_layer_norm", _FUSED),
     **_make_rows("_fused_rms_norm _fused_rms_norm_backward", _FUSED),
-    _ATEN.mean: Op(scratch=formulas.if_16_bit, fuses=True),
-    _ATEN.logsumexp: Op(scratch=formulas.a_copy, fuses=True),
-    _ATEN._softmax: Op(scratch=formulas.if_strided, fuses=True),
-    _ATEN._log_softmax: Op(scratch=formulas.if_strided, fuses=True),
+    _ATEN.mean: Op(scratch=formulas.cast_bytes, fuses=True),
+    _ATEN.logsumexp: Op(scratch=formulas.copy_bytes, fuses=True),
+    _ATEN._softmax: Op(scratch=formulas.copy_bytes_if_strided, fuses=True),
+    _ATEN._log_softmax: Op(scratch=formulas.copy_bytes_if_strided, fuses=True),
     _ATEN._log_softmax_backward_data: Op(fuses=True, strides=_DENSE),
     _ATEN.native_layer_norm_backward: Op(fuses=True, strides=_DENSE),
     # pointwise, without the tag or with further facts
@@ -154,7 +157,7 @@ OPS: dict[Any, Op] = {
     **_make_rows("gelu gelu_backward", Op(fuses=True, weight=2, rows="each")),
     _ATEN.add: Op(calls={"Tensor": torch.add}),
     _ATEN.mul: Op(scales=True, types="product", calls={"Tensor": torch.mul}),
-    _ATEN.div: Op(scales=True, strides=_keep_layout("Tensor_mode", lay_out=strides.as_elementwise)),
+    _ATEN.div: Op(scales=True, strides=_keep_layout("Tensor_mode", lay_out=strides.lay_out_elementwise)),
     **_make_rows("mul_ div_", _SCALES),
     # constants
     **_make_rows("empty eye", Op(constant=True)),
@@ -184,15 +187,15 @@ OPS: dict[Any, Op] = {
     ),  # with several results, or sometimes new results
     # Ops whose results have other strides than torch's formulas give, found by a search over torch's operations: the
     # formulas take operands in another order, or keep strides that the kernels do not. Grouped by the kernels' strides.
-    _ATEN.copysign: Op(strides=_keep_layout("Tensor", lay_out=strides.as_elementwise)),
-    _ATEN.xlogy: Op(strides=_keep_layout("Tensor", lay_out=strides.as_elementwise)),
+    _ATEN.copysign: Op(strides=_keep_layout("Tensor", lay_out=strides.lay_out_elementwise)),
+    _ATEN.xlogy: Op(strides=_keep_layout("Tensor", lay_out=strides.lay_out_elementwise)),
     **_make_rows("floor_divide hardswish_backward hardtanh_backward logit_backward", Op(strides=_ELEMENTWISE)),
     **_make_rows("native_dropout_backward softplus_backward special_xlog1py", Op(strides=_ELEMENTWISE)),
     **_make_rows(
         "huber_loss_backward log_sigmoid_forward mse_loss_backward smooth_l1_loss_backward", Op(strides=_DENSE)
     ),
-    _ATEN.normal: Op(strides=_keep_layout("Tensor_Tensor", lay_out=strides.contiguous)),
-    _ATEN.pow: Op(strides=_keep_layout("Scalar", lay_out=strides.contiguous)),
+    _ATEN.normal: Op(strides=_keep_layout("Tensor_Tensor", lay_out=strides.lay_out_contiguous)),
+    _ATEN.pow: Op(strides=_keep_layout("Scalar", lay_out=strides.lay_out_contiguous)),
     **_make_rows("channel_shuffle max_unpool2d native_batch_norm", Op(strides=_IN_FORMAT)),
     **_make_rows("batch_norm_backward native_batch_norm_backward", Op(strides=_IN_FORMAT_OF_INPUT)),
     _ATEN.replication_pad2d_backward: Op(strides=_IN_FORMAT_OF_INPUT),
@@ -208,10 +211,10 @@ OPS: dict[Any, Op] = {
     _WIRE.sent: Op(waits=True),
     _WIRE.wait: Op(waits=True, carries=True),
     _WIRE.pvary: Op(identity=True, types="declare", calls={"default": lambda x, axes: x}),
-    _WIRE.encode: Op(copies=True, carries=True, scratch=formulas.encoded),
-    _WIRE.decode: Op(carries=True, scratch=formulas.codes),
-    _WIRE.decode_sum: Op(copies=True, scales=True, scratch=formulas.codes),
-    _WIRE.decode_sum_encode: Op(copies=True, scales=True, scratch=formulas.codes),
+    _WIRE.encode: Op(copies=True, carries=True, scratch=formulas.encoded_bytes),
+    _WIRE.decode: Op(carries=True, scratch=formulas.code_bytes),
+    _WIRE.decode_sum: Op(copies=True, scales=True, scratch=formulas.code_bytes),
+    _WIRE.decode_sum_encode: Op(copies=True, scales=True, scratch=formulas.code_bytes),
     # collectives of the loss and of the metrics
     _WIRE.loss_psum_start: Op(channel="loss", transfer=wire.loss_psum, types="collective"),
     _WIRE.loss_pmax_start: Op(channel="loss", transfer=wire.loss_pmax, types="collective"),

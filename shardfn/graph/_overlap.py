@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 
 from torch.fx import GraphModule, Node
 
-from ._edit import reordered
+from ._edit import reorder_graph
 from ._hazards import Memory, dependences, dependents, is_copy, legal_order, put_forward
 from ._ops import TO_HOST
-from ._sink import waits_and_views
+from ._reorder import waits_and_views
 from ._transfers import is_reduction, is_wait, start_of, wait_of
 
 
@@ -58,7 +58,7 @@ def overlap_reductions(gm: GraphModule, *, limit: int) -> GraphModule:
     leaving = _find_leaving(memory)
     lazy = {*waits_and_views(memory, lambda n: is_wait(n) and is_reduction(start_of(n))), *_flatten_chains(leaving)}
     wish = [*_limit_starts([n for n in order if n not in lazy][:-1], limit, leaving)]
-    return reordered(gm, legal_order([*wish, *(n for n in order if n in lazy), order[-1]], before))[0]
+    return reorder_graph(gm, legal_order([*wish, *(n for n in order if n in lazy), order[-1]], before))[0]
 
 
 def reduced_bytes(start: Node) -> int:

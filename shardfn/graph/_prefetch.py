@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 from torch.fx import GraphModule, Node
 
-from ._edit import reordered
+from ._edit import reorder_graph
 from ._hazards import Memory, dependences, legal_order, put_off, ready_after
 from ._moves import is_fetch
 from ._ops import READ, ROWS_TO_DEVICE, ROWS_TO_HOST, TO_DEVICE
-from ._sink import waits_and_views
+from ._reorder import waits_and_views
 from ._transfers import is_gather, is_start, is_wait, start_of
 from ._values import phases_of
 
@@ -83,7 +83,7 @@ def prefetch(gm: GraphModule, *, budget: int) -> GraphModule:
     for which, limit in stages:
         ready = ready_after(order, free, memory)
         order = legal_order(_Starter(order, ready, limit, which).wish(), before)
-    return reordered(gm, order)[0]
+    return reorder_graph(gm, order)[0]
 
 
 def _is_landing(node: Node) -> bool:

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 
 from torch.fx import GraphModule, Node
 
-from ._edit import reordered, revalue
+from ._edit import reorder_graph, revalue
 from ._hazards import Memory
-from ._numbers import value_numbers
 from ._ops import ALL_GATHER, TO_DEVICE
 from ._prefetch import gathered_bytes
 from ._transfers import is_gather, wait_of
+from ._value_numbering import value_numbers
 
 
 def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
@@ -56,7 +56,7 @@ def reuse_gathers(gm: GraphModule, *, budget: int) -> GraphModule:
     stands = _Recent(memory, number, budget, lambda n: n.target is ALL_GATHER).stands
     stands |= _Recent(memory, number, budget, lone.__contains__).stands
     dropped = {n for w in stands for n in (w, *w.all_input_nodes)}
-    out, new = reordered(gm, memory.order)
+    out, new = reorder_graph(gm, memory.order)
     for again, first in stands.items():
         new[again].replace_all_uses_with(new[first])
     # Waits before starts: a node that has users cannot be erased.

@@ -10,16 +10,15 @@ from shardfn.core import IN_FLIGHT_BYTES, PREFETCH_BYTES
 
 from ._bucket import bucket
 from ._donate import donate
-from ._edit import drafted, settled
-from ._free import free_at_last_use
+from ._edit import draft_graph, settle_graph
 from ._overlap import overlap_reductions
 from ._prefetch import prefetch
 from ._rematerialise import rematerialise
+from ._reorder import free_at_last_use, sink_waits
 from ._reuse import reuse_gathers
-from ._sink import sink_waits
 
 
-class Stage(NamedTuple):
+class SchedulePass(NamedTuple):
     """Pass of a schedule with options. Equal stages make equal graphs of the same graph.
 
     Attributes:
@@ -101,12 +100,12 @@ class Schedule:
         """
         for own in self.passes:
             gm = own(gm)
-        draft = drafted(gm)
+        draft = draft_graph(gm)
         for stage in self.stages(fuses=fuses)[len(self.passes) :]:
             draft = stage(draft)
-        return settled(draft)
+        return settle_graph(draft)
 
-    def stages(self, *, fuses: bool = False) -> list[Stage]:
+    def stages(self, *, fuses: bool = False) -> list[SchedulePass]:
         """Returns the passes of this schedule, in order: first `passes`, then the passes of the room."""
         reuse = self.prefetch if self.reuse is None else self.reuse
         chosen = [
@@ -120,4 +119,7 @@ class Schedule:
             (True, free_at_last_use, {}),
             (self.donate, donate, {"temporaries": not fuses}),
         ]
-        return [*map(Stage, self.passes), *(Stage(run, tuple(how.items())) for wanted, run, how in chosen if wanted)]
+        return [
+            *map(SchedulePass, self.passes),
+            *(SchedulePass(run, tuple(how.items())) for wanted, run, how in chosen if wanted),
+        ]

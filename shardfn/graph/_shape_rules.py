@@ -1,14 +1,15 @@
 """Sharding rules of views and of ops that move elements: from cut dims of operands to cut dims of results."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ._forms import PARTIAL, VARYING, WHOLE, OpUse, Ranks, Rule, Run, Strategy, whole
-from ._labelled import Dims, Labels, aligned, strategies
-from ._view_rules import shaped
+from ._einsum_rules import Dims, Labels, align_dims, list_strategies
+from ._forms import PARTIAL, VARYING, WHOLE, Form, OpUse, Parts, Ranks, Rule, Run, Strategy, whole
+from ._view_rules import call_with_local_shape
 
 
 def _move_dims(use: OpUse, order: Sequence[object]) -> Labels:
@@ -17,7 +18,7 @@ def _move_dims(use: OpUse, order: Sequence[object]) -> Labels:
     return Labels((tuple(range(x.ndim)),), (tuple(order),), together=(0,))
 
 
-def transposed(use: OpUse) -> Labels:
+def label_transpose(use: OpUse) -> Labels:
     """Labels `t`, `transpose`, `permute`, `movedim` of aten."""
     order = list(range(use.operands[0].ndim))
     rest = use.args[1:]
@@ -31,39 +32,39 @@ def transposed(use: OpUse) -> Labels:
     return _move_dims(use, order)
 
 
-def unsqueezed(use: OpUse) -> Labels:
+def label_unsqueeze(use: OpUse) -> Labels:
     """Labels a new dim of size 1."""
     order: list[object] = list(range(use.operands[0].ndim))
     order.insert(use.args[1] % use.outs[0].ndim, None)
     return _move_dims(use, order)
 
 
-def squeezed(use: OpUse) -> Labels:
+def label_squeeze(use: OpUse) -> Labels:
     """Labels an op that drops dims of size 1."""
     x = use.operands[0]
     named = use.args[1] if len(use.args) > 1 else list(range(x.ndim))
     dims = {d % max(x.ndim, 1) for d in ([named] if isinstance(named, int) else named)}
     labels = _move_dims(use, [i for i, size in enumerate(x.shape) if i not in dims or size != 1])
     # By shape: a block may be of size 1 where the dim is larger.
-    return dataclasses.replace(labels, run=shaped(use, "reshape"))
+    return dataclasses.replace(labels, run=call_with_local_shape(use, "reshape"))
 
 
-def expanded(use: OpUse) -> Labels:
+def label_expand(use: OpUse) -> Labels:
     """Labels repeated dims of size 1. The shape, an argument, becomes the shape of this rank's part."""
     x, out = use.operands[0], use.outs[0]
-    own = aligned(x, out)
+    own = align_dims(x, out)
     sizes: Dims = tuple(i if i in own and out.shape[i] > 1 else None for i in range(out.ndim))
-    return Labels((own,), (sizes,), run=shaped(use, "expand"))
+    return Labels((own,), (sizes,), run=call_with_local_shape(use, "expand"))
 
 
-def repeated(use: OpUse) -> Labels:
+def label_repeat(use: OpUse) -> Labels:
     """Labels a repetition. Dims that are written several times must not be cut."""
     x, out = use.operands[0], use.outs[0]
-    own = tuple(i if i is not None and use.args[1][i] == 1 else None for i in aligned(x, out))
+    own = tuple(i if i is not None and use.args[1][i] == 1 else None for i in align_dims(x, out))
     return Labels((own,), (tuple(i if i in own else None for i in range(out.ndim)),))
 
 
-def closed(at: int, default: int = 0, name: str = "dim") -> Callable[[OpUse], Labels]:
+def label_other_dims(at: int, default: int = 0, name: str = "dim") -> Callable[[OpUse], Labels]:
     """Returns a labelling of all dims except the dim along which the op takes or joins parts.
 
     For example `slice`, `split`, `cat`, `unbind`, `select`, `cumsum`.
@@ -82,7 +83,7 @@ def closed(at: int, default: int = 0, name: str = "dim") -> Callable[[OpUse], La
     return label_op
 
 
-def put_in(use: OpUse) -> Labels:
+def label_scatter(use: OpUse) -> Labels:
     """Labels `slice_scatter` and `select_scatter`: all dims except the dim along which a part is replaced."""
     x, new = use.operands
     dim = use.arg(2, "dim", 0) % x.ndim
@@ -90,7 +91,7 @@ def put_in(use: OpUse) -> Labels:
     return Labels((own, own if new.ndim == x.ndim else own[:dim] + own[dim + 1 :]), (own,), together=(0, 1))
 
 
-def stacked(use: OpUse) -> Labels:
+def label_stack(use: OpUse) -> Labels:
     """Labels `stack`: a new dim, along which the operands lie."""
     own: Dims = tuple(range(use.operands[0].ndim))
     order: list[object] = list(own)
@@ -107,7 +108,7 @@ def _is_untouched(use: OpUse, dim: int) -> bool:
     return start in (None, 0) and step == 1 and (stop is None or stop >= 2**62)
 
 
-def padded(use: OpUse) -> Labels:
+def label_pad(use: OpUse) -> Labels:
     """Labels the dims that get no padding."""
     x, pad = use.operands[0], use.args[1]
     touched = {x.ndim - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
@@ -119,14 +120,14 @@ def padded(use: OpUse) -> Labels:
 # Lookups.
 
 
-def looked_up(use: OpUse) -> list[Strategy]:
+def shard_embedding(use: OpUse) -> list[Strategy]:
     """Returns the strategies of `embedding`: dims of the indices, columns of the table, or rows with local look-ups."""
     table, index = use.operands
     if use.arg(3, "scale_grad_by_freq", False) or use.arg(4, "sparse", False):
         return [whole(use)]  # the gradient counts all indices
     columns = index.ndim
     labels = Labels(((None, columns), tuple(range(columns))), (tuple(range(columns + 1)),), linear=(0,))
-    out = [whole(use), *strategies(use, labels)]
+    out = [whole(use), *list_strategies(use, labels)]
     if use.arg(2, "padding_idx", -1) < 0 and table.shape[0] > 1:
         form = use.forms[0]
         multiple = form.multiple if form.kind == "cut" and form.dim == 0 else 1
@@ -151,7 +152,7 @@ def _look_up_own(size: int, multiple: int) -> Run:
     return look_up
 
 
-def selected(use: OpUse) -> Labels:
+def label_index_select(use: OpUse) -> Labels:
     """Labels `index_select`: all dims but the selected dim, and the dim of the indices."""
     x, dim = use.operands[0], use.args[1] % max(use.operands[0].ndim, 1)
     own: Dims = tuple(None if i == dim else i for i in range(x.ndim))
@@ -160,7 +161,7 @@ def selected(use: OpUse) -> Labels:
     return Labels((own, index), (tuple(name if i == dim else i for i in range(x.ndim)),), linear=(0,))
 
 
-def gathered(use: OpUse) -> Labels:
+def label_gather(use: OpUse) -> Labels:
     """Labels `gather`: dims other than the gathered dim, where the indices go over the whole dim."""
     x, dim = use.operands[0], use.args[1] % max(use.operands[0].ndim, 1)
     index = use.operands[1]
@@ -169,7 +170,7 @@ def gathered(use: OpUse) -> Labels:
     return Labels((own, own), (own,), linear=(0,))
 
 
-def indexed(use: OpUse) -> Labels:
+def label_index(use: OpUse) -> Labels:
     """Labels `x[..., index, ...]` with tensors in neighbouring dims: the other dims, and the dims of the indices."""
     x, out = use.operands[0], use.outs[0]
     at = [i for i, one in enumerate(use.args[1]) if one is not None]
@@ -187,39 +188,92 @@ def indexed(use: OpUse) -> Labels:
     return dataclasses.replace(none, ins=tuple(ins), outs=(tuple(result),))
 
 
-def rows_gathered(use: OpUse) -> Labels:
-    """Labels `gather_rows(x, index, weights)`: columns, and rows of the result."""
-    sums = (("m", None),) * (len(use.operands) - 1)
-    return Labels(((None, "d"), *sums), (("m", "d"),), linear=tuple(i for i in (0, 2) if i < len(use.operands)))
-
-
-def rows_copied(use: OpUse) -> Labels:
-    """Labels `copied_rows(x, index, back)`: columns."""
-    del use
-    return Labels(((None, "d"), (None, None), (None, None)), ((None, "d"),), linear=(0,))
-
-
-def rows_combined(use: OpUse) -> Labels:
-    """Labels `combined_rows(y, weights, source, places)`: columns. Each of rows and weights may be a summand."""
-    del use
-    return Labels(((None, "d"), (None, None), (None,), (None, None)), ((None, "d"),), linear=(0, 1))
-
-
-def rows_dotted(use: OpUse) -> Labels:
-    """Labels `row_dots(x, y, index)`: summed columns, and rows of the result."""
-    del use
-    return Labels(((None, "d"), ("m", "d"), ("m", None)), (("m", None),), sums=True, linear=(0, 1))
-
-
-def made_of_nothing(use: OpUse) -> list[Strategy]:
+def shard_constant(use: OpUse) -> list[Strategy]:
     """Returns the strategy of constants: whole. Operands may have any form, as only shapes are used."""
     return [Strategy(tuple(use.forms), (WHOLE,) * len(use.outs))]
 
 
-def made_like(rule: Rule) -> Rule:
+def shard_constant_like(rule: Rule) -> Rule:
     """Returns a rule for constants of an operand's shape, whole where each rank's operand has the whole shape."""
 
     def apply_rule(use: OpUse) -> list[Strategy]:
-        return [*rule(use), *([] if use.forms[0].kind == "cut" else made_of_nothing(use))]
+        return [*rule(use), *([] if use.forms[0].kind == "cut" else shard_constant(use))]
 
     return apply_rule
+
+
+# Sharding rules of ops that split a dim, or join values along a dim: a dim whose parts are cut separately.
+#
+# Queries, keys and values that come of the same projection lie one after another along the last dim. Where a rank holds
+# a block of each, the rank has a part of each without sending anything. For example, `split` of [3 D] cut by parts of
+# [D, D, D] gives three values cut along D. `cat` is the way back.
+
+
+def shard_split(at: int) -> Callable[[OpUse], list[Strategy]]:
+    """Returns the rule of `slice`, `split`, `split_with_sizes`, with the dim at `at`.
+
+    Other dims, and parts of the dim.
+    """
+    label = label_other_dims(at)
+
+    def apply_rule(use: OpUse) -> list[Strategy]:
+        out = [whole(use), *list_strategies(use, label(use))]
+        x, form = use.operands[0], use.forms[0]
+        dim = use.arg(at, "dim", 0) % max(x.ndim, 1)
+        if not (form.kind == "cut" and form.dim == dim and form.parts):
+            return out
+        pieces = _find_pieces(use, x.shape[dim], form.parts)
+        if pieces is not None:
+            outs = tuple(use.cut(dim, sum(s for s, _ in form.parts[a:b]), 1, form.parts[a:b]) for a, b in pieces)
+            out.append(Strategy((form,), outs, _take_parts(form, x.shape[dim], pieces, single=at == 1)))
+        return out
+
+    return apply_rule
+
+
+def _find_pieces(use: OpUse, size: int, parts: Parts) -> list[tuple[int, int]] | None:
+    """Returns the range of parts that each result consists of, or None if a result cuts through a part."""
+    ends = [0, *itertools.accumulate(n for n, _ in parts)]
+    if use.target.__name__ == "slice.Tensor":
+        start, stop, step = use.arg(2, "start") or 0, use.arg(3, "end"), use.arg(4, "step", 1)
+        stop = size if stop is None else stop
+        bounds = [tuple(min(max(n + size if n < 0 else n, 0), size) for n in (start, stop))]
+        if step != 1:
+            return None
+    else:
+        given: Any = use.args[1]
+        sizes = [min(given, size - i) for i in range(0, size, given)] if isinstance(given, int) else list(given)
+        stops = list(itertools.accumulate(sizes))
+        bounds = [(stop - n, stop) for n, stop in zip(sizes, stops, strict=True)]
+    if any(a not in ends or b not in ends or a >= b for a, b in bounds):
+        return None
+    return [(ends.index(a), ends.index(b)) for a, b in bounds]
+
+
+def _take_parts(form: Form, size: int, pieces: Sequence[tuple[int, int]], *, single: bool) -> Run:
+    def take_pieces(ranks: Ranks, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        del kwargs
+        ends = [0, *itertools.accumulate(ranks.own(size, form))]
+        found = [args[0].narrow(form.dim, ends[a], ends[b] - ends[a]) for a, b in pieces]
+        return found[0] if single else found
+
+    return take_pieces
+
+
+def shard_cat(use: OpUse) -> list[Strategy]:
+    """Returns the strategies of `cat`.
+
+    Other dims, or each operand is cut along the dim, and is a part of the result.
+    """
+    out = [whole(use), *list_strategies(use, label_other_dims(1)(use))]
+    dim = use.arg(1, "dim", 0) % max(use.outs[0].ndim, 1)
+    alike = all(x.ndim == use.outs[0].ndim for x in use.operands)
+    if not alike or not any(f.kind == "cut" and f.dim == dim for f in use.forms):
+        return out
+    ins = tuple(
+        f if f.kind == "cut" and f.dim == dim else use.cut(dim, x.shape[dim])
+        for x, f in zip(use.operands, use.forms, strict=True)
+    )
+    parts = [p for x, f in zip(use.operands, ins, strict=True) for p in f.parts or ((x.shape[dim], f.multiple),)]
+    out.append(Strategy(ins, (use.cut(dim, use.outs[0].shape[dim], 1, tuple(parts)),)))
+    return out

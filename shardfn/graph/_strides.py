@@ -39,18 +39,18 @@ def _restride(out: Tensor, stride: Sequence[int]) -> Tensor:
     return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device)
 
 
-def as_elementwise(out: Tensor, args: Sequence[Any]) -> Tensor:
+def lay_out_elementwise(out: Tensor, args: Sequence[Any]) -> Tensor:
     """Returns the strides of an elementwise kernel's result. Earlier operands count first."""
     operands = torch.broadcast_tensors(*(x for x in args if isinstance(x, Tensor)))
     return _restride(out, compute_elementwise_output_strides(*operands))
 
 
-def contiguous(out: Tensor, args: Sequence[Any]) -> Tensor:
+def lay_out_contiguous(out: Tensor, args: Sequence[Any]) -> Tensor:
     del args
     return _restride(out, make_contiguous_strides_for(out.shape))
 
 
-def in_format_of(position: int) -> Callable[[Tensor, Sequence[Any]], Tensor]:
+def keep_format_of(position: int) -> Callable[[Tensor, Sequence[Any]], Tensor]:
     """Returns strides for channels last if the argument at `position` is channels last, else contiguous strides."""
 
     def lay_out(out: Tensor, args: Sequence[Any]) -> Tensor:

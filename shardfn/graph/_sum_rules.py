@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._einsum_rules import Dims, Labels, list_strategies
 from ._forms import PARTIAL, VARYING, WHOLE, Form, Operand, OpUse, Ranks, Run, Strategy, whole
-from ._labelled import Dims, Labels, strategies
 
 
 def _label_reduction(use: OpUse) -> tuple[Dims, Dims, list[int]]:
@@ -27,13 +27,13 @@ def _label_reduction(use: OpUse) -> tuple[Dims, Dims, list[int]]:
     return tuple(range(x.ndim)), result, dims
 
 
-def summed(use: OpUse) -> Labels:
+def label_reduced_sum(use: OpUse) -> Labels:
     """Labels `sum`: partial if a summed dim is cut."""
     own, result, _ = _label_reduction(use)
     return Labels((own,), (result,), sums=True, together=(0,))
 
 
-def averaged(use: OpUse) -> Labels:
+def label_mean(use: OpUse) -> Labels:
     """Labels `mean`: the sum of this rank's part, divided by the number of all elements."""
     own, result, dims = _label_reduction(use)
     count = math.prod(use.operands[0].shape[d] for d in dims)
@@ -56,7 +56,7 @@ def averaged(use: OpUse) -> Labels:
     return Labels((own,), (result,), sums=True, together=(0,), run=make_run)
 
 
-def reduced(use: OpUse) -> Labels:
+def label_reduction(use: OpUse) -> Labels:
     """Labels other reductions, for example `amax`: the dims that stay."""
     _, result, dims = _label_reduction(use)
     x = use.operands[0]
@@ -64,7 +64,7 @@ def reduced(use: OpUse) -> Labels:
     return Labels((own,), tuple(result for _ in use.outs))
 
 
-def normalised(use: OpUse) -> Labels:
+def label_norm(use: OpUse) -> Labels:
     """Labels layer and RMS norm, `x, shape, weight, bias` -> y and statistics: leading dims."""
     x, num = use.operands[0], len(use.args[1])
     lead = tuple(range(x.ndim - num))
@@ -72,7 +72,7 @@ def normalised(use: OpUse) -> Labels:
     return Labels((own, *((None,) * s.ndim for s in use.operands[1:])), (own,) * len(use.outs))
 
 
-def softmax(use: OpUse) -> list[Strategy]:
+def shard_softmax(use: OpUse) -> list[Strategy]:
     """Returns the strategies of `_softmax`, `_log_softmax`.
 
     Other dims, or the softmax dim, by a maximum and a sum over ranks.
@@ -80,7 +80,7 @@ def softmax(use: OpUse) -> list[Strategy]:
     x = use.operands[0]
     dim = use.args[1] % max(x.ndim, 1)
     own: Dims = tuple(None if i == dim else i for i in range(x.ndim))
-    out = [whole(use), *strategies(use, Labels((own,), (own,)))]
+    out = [whole(use), *list_strategies(use, Labels((own,), (own,)))]
     if x.ndim and x.shape[dim] > 1 and not use.args[2]:
         form = use.forms[0]
         here = form if form.kind == "cut" and form.dim == dim else use.cut(dim, x.shape[dim])
@@ -107,7 +107,7 @@ def _softmax_over_ranks(dim: int, *, logarithm: bool) -> Run:
     return run_softmax
 
 
-def nll(use: OpUse) -> list[Strategy]:
+def shard_nll(use: OpUse) -> list[Strategy]:
     """Returns the strategies of `nll_loss_forward`: log probabilities [N, V], targets [N] -> loss, total weight."""
     x = use.operands[0]
     out = [whole(use)]
@@ -116,7 +116,7 @@ def nll(use: OpUse) -> list[Strategy]:
     reduction, form = use.args[3], use.forms[0]
     multiple = form.multiple if form.kind == "cut" else 1
     if reduction == 2:
-        out += strategies(use, Labels((("n", None), ("n",)), ((), ()), sums=True))
+        out += list_strategies(use, Labels((("n", None), ("n",)), ((), ()), sums=True))
     elif reduction == 1 and x.shape[0] > 1:
         at = form.multiple if form.kind == "cut" and form.dim == 0 else 1
         rows = use.cut(0, x.shape[0], at), use.cut(0, x.shape[0], at)
@@ -163,7 +163,7 @@ def _nll_of_own(x: Operand, multiple: int) -> Run:
     return run_nll
 
 
-def attention(use: OpUse) -> list[Strategy]:
+def shard_attention(use: OpUse) -> list[Strategy]:
     """Returns the strategies of attention, `(q [B, H, T, K], k, v [B, G, S, K], ...)`.
 
     Samples, or heads. G divides H.
@@ -173,7 +173,7 @@ def attention(use: OpUse) -> list[Strategy]:
     mask = [s for s in use.operands[3:]]
     into = [_mask_dims(s, q, 0, "b") for s in mask]
     labels = Labels((samples,) * 3 + tuple(into), tuple(("b", *(None,) * (o.ndim - 1)) for o in use.outs))
-    out = [whole(use), *(s._replace(run=_attend_local(use.target)) for s in strategies(use, labels))]
+    out = [whole(use), *(s._replace(run=_attend_local(use.target)) for s in list_strategies(use, labels))]
     times = q.shape[1] // k.shape[1]
     for multiple in sorted(
         {1, *(f.multiple // r for f, r in zip(use.forms, (times, 1, 1), strict=False) if f.dim == 1)}

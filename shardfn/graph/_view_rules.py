@@ -18,7 +18,7 @@ from ._forms import PARTIAL, Form, OpUse, Parts, Ranks, Run, Strategy, blocks, m
 _ATEN = torch.ops.aten
 
 
-def viewed(use: OpUse) -> list[Strategy]:
+def shard_view(use: OpUse) -> list[Strategy]:
     """Returns the strategies of `view`, `reshape`: a cut passes where blocks end between elements of a result's dim."""
     if use.target.__name__ == "view.dtype":
         return [whole(use)]
@@ -27,7 +27,7 @@ def viewed(use: OpUse) -> list[Strategy]:
     for p, q in _group_dims(x, y):
         for i, j in ((i, j) for i in p for j in q if x[i] > 1 and y[j] > 1):
             out += _pass_cut(use, p, q, i, j)
-    return [s._replace(run=shaped(use, "reshape")(s.outs)) for s in out]
+    return [s._replace(run=call_with_local_shape(use, "reshape")(s.outs)) for s in out]
 
 
 def _pass_cut(use: OpUse, p: range, q: range, i: int, j: int) -> Iterator[Strategy]:
@@ -92,7 +92,7 @@ def whole_look(node: Node) -> Run | None:
     return lambda ranks, args, kwargs: args[0].reshape(args[1])
 
 
-def shaped(use: OpUse, name: str) -> Callable[[tuple[Form, ...]], Run]:
+def call_with_local_shape(use: OpUse, name: str) -> Callable[[tuple[Form, ...]], Run]:
     """Calls a method with the shape of this rank's result, where the program has the shape of the whole."""
 
     def make_run(outs: tuple[Form, ...]) -> Run:

@@ -116,7 +116,7 @@ def loss_psum_scatter(node: Node, meta: Mapping[str, Any]) -> Sent:
 def loss_exchange(node: Node, meta: Mapping[str, Any]) -> Sent:
     x, axes, n = _loss_arguments(node, meta)
     send: tuple[int, ...] = tuple(node.args[1])  # pyright: ignore[reportArgumentType, reportAssignmentType]
-    sent = (x.numel() - send[own_index(meta, axes)]) * x.element_size()
+    sent = (x.numel() - send[find_rank_index(meta, axes)]) * x.element_size()
     return Sent(str(node.args[3]), axes, n, sent, x.dtype, send, f"loss {axes}")
 
 
@@ -142,7 +142,7 @@ def ragged_all_to_all(node: Node, meta: Mapping[str, Any]) -> Sent:
     return Sent("ragged_all_to_all", axes, n, num_bytes(x) * (n > 1), x.dtype, (row,), f"loss {axes}")
 
 
-def own_index(meta: Mapping[str, Any], axes: str) -> int:
+def find_rank_index(meta: Mapping[str, Any], axes: str) -> int:
     """Returns this rank's index along `axes`, or 0 if the graph has no coordinates."""
     shape, coords, index = meta.get("mesh_shape", {}), meta.get("coords", {}), 0
     for name in axes.split(","):

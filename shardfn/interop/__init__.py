@@ -1,18 +1,16 @@
 """Imports and exports weights and settings of other libraries' models."""
 
-from ._archive import Archive as Archive, ArchiveWriter as ArchiveWriter
+from shardfn.interop.leaves import Archive as Archive, ArchiveWriter as ArchiveWriter
 from ._hf_config import gpt_config as gpt_config, hf_config as hf_config
 from ._hf_sizes import check_sizes as check_sizes
 from ._hf_gpt import gpt_from_hf as gpt_from_hf, gpt_to_hf as gpt_to_hf
 from ._hf_module import module_from_hf as module_from_hf, module_to_hf as module_to_hf
 from ._hf_module import file_dtypes as file_dtypes, without_weights as without_weights
-from ._ds_config import DeepSpeedRecipe as DeepSpeedRecipe, from_deepspeed_config as from_deepspeed_config
-from ._ds_checkpoint import DeepSpeedState as DeepSpeedState, read_deepspeed as read_deepspeed
-from ._ds_expert_states import read_deepspeed_experts as read_deepspeed_experts
-from ._ds_experts import read_deepspeed_weights as read_deepspeed_weights
-from ._ds_job import DeepSpeedJob as DeepSpeedJob
-from ._ds_restore import restore_deepspeed as restore_deepspeed
-from ._ds_save import save_deepspeed as save_deepspeed
+from .deepspeed import DeepSpeedJob as DeepSpeedJob, DeepSpeedRecipe as DeepSpeedRecipe
+from .deepspeed import DeepSpeedState as DeepSpeedState, from_deepspeed_config as from_deepspeed_config
+from .deepspeed import read_deepspeed as read_deepspeed, read_deepspeed_experts as read_deepspeed_experts
+from .deepspeed import read_deepspeed_weights as read_deepspeed_weights, restore_deepspeed as restore_deepspeed
+from .deepspeed import save_deepspeed as save_deepspeed
 from ._checkpoint_weights import export_checkpoint as export_checkpoint, import_weights as import_weights
 from ._eval_state import eval_state as eval_state
 from ._trained import export as export, master_params as master_params, to_module as to_module

@@ -8,9 +8,7 @@ from torch import Tensor
 
 from shardfn.checkpoint import read_leaves, save, stored
 from shardfn.core import dtype_name
-
-from ._archive import Archive, ArchiveWriter
-from ._dotted import dotted
+from shardfn.interop.leaves import Archive, ArchiveWriter, join_keys
 
 _PARAMS = re.compile(r"params(\[.*\])")
 _MASTERS = re.compile(r"opt_state(?:\[\d+\]|\.\w+|\['[^']*'\])*?\.master(\[.*\])")
@@ -61,7 +59,7 @@ def export_checkpoint(
             f"{directory} has no leaves below params; it has {', '.join(list(leaves)[:6]) or 'none'}. Save the state of"
             " a step, or a tree of parameters by save(..., at='params')."
         )
-    names = {rest: dotted(rest) for rest in sources}
+    names = {rest: join_keys(rest) for rest in sources}
     if len(set(names.values())) < len(names):
         raise ValueError(f"{directory}: several parameters would have the same name: {sorted(names.values())}.")
     kept = {path: _file_dtype(leaves[path].dtype, dtype) for path in sources.values()}

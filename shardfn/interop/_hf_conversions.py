@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.core import raise_all
-
-from ._archive import Archive
+from shardfn.interop.leaves import Archive
+from shardfn.interop.quantized import QuantizedArchive
 
 Box = Sequence[tuple[int, int]]
 
@@ -34,7 +34,7 @@ class Kept(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Conversion:
+class WeightConversion:
     """Tensors of files that one conversion of transformers joins, or divides.
 
     Attributes:
@@ -97,10 +97,10 @@ class ConvertedArchive(Mapping[str, Kept]):
         ValueError: parts of a leaf do not fit together. The message lists all.
     """
 
-    def __init__(self, archive: Archive, conversions: Iterable[Conversion]) -> None:
+    def __init__(self, archive: Archive | QuantizedArchive, conversions: Iterable[WeightConversion]) -> None:
         self.directory, self._archive = archive.directory, archive
         self._kept: dict[str, Kept] = {}
-        self._made_by: dict[str, Conversion] = {}
+        self._made_by: dict[str, WeightConversion] = {}
         problems = []
         for made in conversions:
             try:
@@ -147,7 +147,9 @@ class ConvertedArchive(Mapping[str, Kept]):
         return self._archive.box(name, [(0, n) for n in self._archive[name].shape])
 
 
-def as_module(archive: Archive, module: nn.Module, known: Iterable[str]) -> Archive | ConvertedArchive:
+def as_module(
+    archive: Archive | QuantizedArchive, module: nn.Module, known: Iterable[str]
+) -> Archive | QuantizedArchive | ConvertedArchive:
     """Returns the archive under the names of the module: unchanged where the files have the same names.
 
     Args:
@@ -214,8 +216,8 @@ def _table_of_saving(module: Any) -> list[Any]:
 
 
 def _find_conversions(
-    archive: Archive, module: Any, known: Mapping[str, bool], table: Sequence[Any]
-) -> Iterator[Conversion]:
+    archive: Archive | QuantizedArchive, module: Any, known: Mapping[str, bool], table: Sequence[Any]
+) -> Iterator[WeightConversion]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     renamings = [t for t in table if isinstance(t, WeightRenaming)]
@@ -232,19 +234,19 @@ def _find_conversions(
         if key not in known:  # left over: under the name that the file has
             key, pattern = name, None
         if pattern is None:
-            yield Conversion(key, None, {key: [name]}, module)
+            yield WeightConversion(key, None, {key: [name]}, module)
         else:
             joined.setdefault(key, {}).setdefault(pattern, []).append(name)
     for key, sources in joined.items():
-        yield Conversion(key, of_pattern[next(iter(sources))], sources, module)
+        yield WeightConversion(key, of_pattern[next(iter(sources))], sources, module)
 
 
-def _meta_tensor(archive: Archive, name: str) -> Tensor:
+def _meta_tensor(archive: Archive | QuantizedArchive, name: str) -> Tensor:
     kept = archive[name]
     return torch.empty(kept.shape, dtype=kept.dtype, device="meta")
 
 
-def _split_box(made: Conversion, shapes: Mapping[str, Sequence[int]], box: Box) -> dict[str, Box]:
+def _split_box(made: WeightConversion, shapes: Mapping[str, Sequence[int]], box: Box) -> dict[str, Box]:
     """Returns the box of each pattern's tensors, of leaves [E, ...] in a row along dim `made.joined`."""
     assert made.joined is not None
     out: dict[str, Box] = {}

@@ -1,4 +1,4 @@
-"""The weights of transformers' GPT-2, Llama, Mistral, Qwen2 and BLOOM as parameters of `models.gpt`, and back."""
+"""Weights of transformers' GPT-2, Llama, Mistral, Qwen2 and BLOOM as parameters of `models.gpt`, and back."""
 
 import json
 import os
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from shardfn.core import Draw, raise_all, tree_leaves
+from shardfn.interop.leaves import Archive, ArchiveWriter, WrittenByFirst, gather_layer, gather_leaf
+from shardfn.interop.quantized import QuantizedArchive, open_archive
+from shardfn.kernels import BLOCK_BYTES, GROUP
 from shardfn.models import gpt
 
-from ._archive import Archive, ArchiveWriter
-from ._gathered_leaf import WrittenByFirst, layer_of, whole
 from ._hf_config import gpt_config, hf_config, read_config
 from ._layouts import Row, empty_for, rows
 
@@ -25,16 +26,21 @@ _PASSED_OVER = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|attent
 
 
 def gpt_from_hf(
-    directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **changes: Any
+    directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None, keep_codes: bool = False, **changes: Any
 ) -> tuple[gpt.Config, gpt.Params]:
     """Returns a model of transformers as a `Config` and parameters that are read at their use.
 
     Only headers are read here. The leaves are deferred: `step.init(params)` reads only the rows and columns of this
     rank, so that at most one leaf is in memory beyond the rank's own parts.
 
+    Quantised files of GPTQ, AWQ, compressed-tensors and fp8 in blocks are decoded during the reading.
+
     Args:
         directory: directory with `config.json`, and `model.safetensors` or several files with an index.
         dtype: dtype to convert to. Default: the dtype of the files, which must then be a single dtype.
+        keep_codes: whether weights of quantised files are blocks of codes, uint8, as `decoder(config)` of a
+            batch-invariant config reads them. Only weights that codes of the kernels hold exactly. All other weights
+            are decoded.
         **changes: other fields of the `Config`, such as `stacked=True` or `per_head=True`.
 
     Returns:
@@ -58,7 +64,13 @@ def gpt_from_hf(
         Draw(shape=(2, 32, 32), dtype=torch.float32, device=cpu)
     """
     config = gpt_config(read_config(directory), **changes)
-    archive = Archive(directory)
+    archive = open_archive(directory)
+    codes = archive.codes if keep_codes and isinstance(archive, QuantizedArchive) else {}
+    if keep_codes and (config.stacked or config.per_head):
+        raise ValueError(
+            f"gpt_from_hf(keep_codes=True) must have layers one by one and heads in one dim, got"
+            f" stacked={config.stacked}, per_head={config.per_head}."
+        )
     kind = read_config(directory)["model_type"]
     table = rows(config, kind)
     prefix = _name_prefix(archive, table)
@@ -67,6 +79,8 @@ def gpt_from_hf(
 
     def draw_leaf(row: Row, i: int | None = None) -> Draw:
         name = prefix(row.name if i is None else row.name.format(i))
+        if isinstance(archive, QuantizedArchive) and name in codes and row.path[-1] != "embed":
+            return _draw_blocks(archive, name)
         shape = _leaf_shape(config, row)
         return Draw(lambda at: _read_block(archive, name, row, shape, at).to(dtype), shape, dtype, torch.device("cpu"))
 
@@ -145,7 +159,7 @@ def _yield_tensors(
         target = None
         for row in group:
             x = leaves[row.path]
-            one = whole(x) if not per_block else whole(x[i]) if isinstance(x, list) else layer_of(x, i)
+            one = gather_leaf(x) if not per_block else gather_leaf(x[i]) if isinstance(x, list) else gather_layer(x, i)
             target = empty_for(row, dtype or one.dtype) if target is None else target
             row.of(target).copy_(one.reshape(row.base))
         assert target is not None
@@ -168,7 +182,9 @@ def _merge_heads(base: tuple[int, ...], at: int) -> tuple[int, ...]:
     return (*base[:at], base[at] * base[at + 1], *base[at + 2 :])
 
 
-def _read_block(archive: Archive, name: str, row: Row, shape: tuple[int, ...], slices: Slices) -> Tensor:
+def _read_block(
+    archive: Archive | QuantizedArchive, name: str, row: Row, shape: tuple[int, ...], slices: Slices
+) -> Tensor:
     """Returns the part `slices` of a leaf, read from a box of the tensor."""
     box = [s.indices(n)[:2] for s, n in zip((*slices, *[slice(None)] * len(shape)), shape, strict=False)]
     box = [(lo, max(lo, hi)) for lo, hi in box]
@@ -192,6 +208,21 @@ def _read_block(archive: Archive, name: str, row: Row, shape: tuple[int, ...], s
     return x.contiguous()
 
 
+def _draw_blocks(archive: QuantizedArchive, name: str) -> Draw:
+    """Returns the blocks of codes of a weight [N, K], uint8, that are read at their use."""
+    n, k = archive[name].shape
+    size = BLOCK_BYTES[archive.codes[name]]
+
+    def read_blocks(slices: Slices) -> Tensor:
+        rows, columns = (s.indices(m)[:2] for s, m in zip((*slices, *[slice(None)] * 2), shape, strict=False))
+        groups = columns[0] // size, -(-columns[1] // size)
+        found = archive.blocks(name, (rows[0], max(rows)), (groups[0], max(groups)))
+        return found[:, columns[0] - groups[0] * size :][:, : max(columns) - columns[0]]
+
+    shape = n, k // GROUP * size
+    return Draw(read_blocks, shape, torch.uint8, torch.device("cpu"))
+
+
 def _stack_layers(layers: list[Draw]) -> Draw:
     """Returns the layers' leaves as a single leaf. A block is filled layer by layer."""
     like = layers[0]
@@ -210,7 +241,7 @@ def _stack_layers(layers: list[Draw]) -> Draw:
     return Draw(read_block, (len(layers), *like.shape), like.dtype, like.device)
 
 
-def _name_prefix(archive: Archive, table: list[Row]) -> Callable[[str], str]:
+def _name_prefix(archive: Archive | QuantizedArchive, table: list[Row]) -> Callable[[str], str]:
     """Returns the prefix of names: files of a model without its head lack the model's name."""
     start = table[0].name.split(".")[0] + "."
     bare = not any(name.startswith(start) for name in archive)
@@ -218,7 +249,7 @@ def _name_prefix(archive: Archive, table: list[Row]) -> Callable[[str], str]:
 
 
 def _check_names(
-    archive: Archive, table: list[Row], config: gpt.Config, prefix: Any, dtype: torch.dtype | None
+    archive: Archive | QuantizedArchive, table: list[Row], config: gpt.Config, prefix: Any, dtype: torch.dtype | None
 ) -> None:
     wanted = {prefix(r.name.format(i)): r for r in table for i in range(config.num_layers if len(r.path) == 2 else 1)}
     problems = [

@@ -22,9 +22,9 @@ from shardfn.core import (
     state_names,
     uncompiled,
 )
+from shardfn.interop.leaves import Archive, ArchiveWriter, WrittenByFirst, gather_leaf, parameter_names
+from shardfn.interop.quantized import QuantizedArchive, open_archive
 
-from ._archive import Archive, ArchiveWriter
-from ._gathered_leaf import WrittenByFirst, whole
 from ._hf_conversions import ConvertedArchive, as_module, as_saved, saved_together
 from ._hf_files import check_tokenizer, write_beside
 
@@ -65,7 +65,8 @@ def module_from_hf(
     """Returns the parameters of a module from `model.safetensors`, or several files, under `from_module`'s names.
 
     Where the files of a model of transformers have other names, or experts one by one, the tables of transformers
-    convert the files. Of fused experts a rank reads only the rank's part.
+    convert the files. Of fused experts a rank reads only the rank's part. Quantised files of GPTQ, AWQ,
+    compressed-tensors and fp8 in blocks are decoded during the reading, for a module of plain layers.
 
     Parameters are deferred: `step.init(params)` reads this rank's parts, leaf by leaf. The module's parameters are not
     touched, and may be on `meta` (`without_weights`). Buffers in the files are read into the module. Tensors that
@@ -228,28 +229,19 @@ def module_to_hf(
         describe_files,
     ) as out:
         for group in groups:
-            gathered = {name: whole(leaves[name][0]) for name in group}
+            gathered = {name: gather_leaf(leaves[name][0]) for name in group}
             converted = {name: x.to(leaves[name][1]) for name, x in gathered.items()}
             out.put_all(functools.partial(as_saved, module, converted))
 
 
 def _archive_of(
     module: nn.Module, directory: str | os.PathLike[str]
-) -> tuple[Archive | ConvertedArchive, dict[str, str | None]]:
+) -> tuple[Archive | QuantizedArchive | ConvertedArchive, dict[str, str | None]]:
     """Returns the tensors of files by the module's names, and each parameter's name in the files."""
     names = parameter_names(module)
     every_name = {name for every in names.values() for name in every} | {name for name, _ in named_buffers(module)}
-    archive = as_module(Archive(directory), module, every_name)
+    archive = as_module(open_archive(directory), module, every_name)
     return archive, {first: next((name for name in every if name in archive), None) for first, every in names.items()}
-
-
-def parameter_names(module: nn.Module) -> dict[str, list[str]]:
-    """Returns a mapping from the first name to all names of a parameter."""
-    firsts = {id(p): name for name, p in named_parameters(module)}
-    out: dict[str, list[str]] = {name: [] for name in firsts.values()}
-    for name, p in named_parameters(module, remove_duplicate=False):
-        out[firsts[id(p)]].append(name)
-    return out
 
 
 def _is_dropped(module: nn.Module, name: str) -> bool:
@@ -258,12 +250,12 @@ def _is_dropped(module: nn.Module, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in (*patterns, *_OLD))
 
 
-def _expert_note(archive: Archive | ConvertedArchive, name: str, shape: tuple[int, ...]) -> str:
+def _expert_note(archive: Archive | QuantizedArchive | ConvertedArchive, name: str, shape: tuple[int, ...]) -> str:
     num = archive.num_experts(name) if isinstance(archive, ConvertedArchive) else None
     return "" if num is None or num == shape[0] else f": the files have {num} experts, and the module {shape[0]}"
 
 
-def _defer_leaf(archive: Archive | ConvertedArchive, name: str, dtype: torch.dtype | None) -> Draw:
+def _defer_leaf(archive: Archive | QuantizedArchive | ConvertedArchive, name: str, dtype: torch.dtype | None) -> Draw:
     kept = archive[name]
     to = dtype or (torch.float32 if kept.dtype in (torch.bfloat16, torch.float16) else kept.dtype)
 

@@ -18,10 +18,10 @@ from shardfn.core import (
     tree_leaves,
     uncompiled,
 )
+from shardfn.interop.leaves import gather_leaf, is_writer, parameter_names
 from shardfn.state import TrainState, check_alive, check_passed, widest
 
-from ._gathered_leaf import is_writer, whole
-from ._hf_module import module_to_hf, parameter_names
+from ._hf_module import module_to_hf
 
 
 def master_params(state: TrainState) -> PyTree:
@@ -86,11 +86,11 @@ def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False)
     _check_params(params, {name: tuple(p.shape) for name, p in named_parameters(module)}, type(module).__name__)
     writes = not rank0_only or is_writer(tree_leaves(params))
     for name, x in params.items():
-        value = whole(x)
+        value = gather_leaf(x)
         if writes:
             _put_param(module, names[name], value)
     for name, x in changed.items():
-        value = whole(x)
+        value = gather_leaf(x)
         if writes:
             with torch.no_grad():
                 buffers[name].copy_(value)

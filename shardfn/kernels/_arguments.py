@@ -3,21 +3,11 @@
 import torch
 from torch import Tensor
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Dtypes of exact rows.
-EXACT = (torch.float32, torch.float64)
 
-
-def check_float(name: str, x: Tensor) -> None:
-    """Raises TypeError unless the dtype is fp32, bf16 or fp16. All three are computed in fp32."""
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{name} must be fp32, bf16 or fp16, got {x.dtype}. Convert {name}")
-
-
-def check_exact(name: str, x: Tensor) -> None:
-    """Raises TypeError unless the dtype has exact rows: float32, or float64 by the definitions."""
-    if x.dtype not in EXACT:
-        raise TypeError(f"{name} is {x.dtype}, must be {EXACT[0]} or {EXACT[1]}")
+def check_floating(name: str, x: Tensor) -> None:
+    """Raises TypeError unless the tensor has floating-point numbers."""
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be of floating-point numbers, got {x.dtype}. Convert {name}")
 
 
 def check_dtype(name: str, x: Tensor, dtype: torch.dtype) -> None:

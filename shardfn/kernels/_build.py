@@ -19,8 +19,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from . import _sources
 
 _PERIOD = 0.02
 _BUILDING = "building-"  # begins the names of temporary folders
-_SHARED, _POOL = "_native.cpp", "_pool.cpp"
+SHARED, _POOL = "_shared.cpp", "_pool.cpp"
 # The newest generation of x86-64 whose code may run, if the processor has the generation. Tests set older generations.
 NEWEST = 4
 
@@ -41,10 +41,13 @@ class NoCompilerError(Exception):
     """C++ cannot be built here: there is no compiler, or the sources are not written for this system."""
 
 
-def library(source: str = _SHARED) -> ctypes.CDLL | None:
+def library(source: str = SHARED) -> ctypes.CDLL | None:
     """Returns the functions of a C++ file of the room.
 
-    None, with a warning, without a compiler, or if the compiler fails.
+    None, with a warning, without a compiler.
+
+    Raises:
+        RuntimeError: the compiler fails, or the built file cannot be written or loaded.
     """
     return _load_library(source, generation())
 
@@ -60,19 +63,21 @@ def _load_library(source: str, generation: int) -> ctypes.CDLL | None:
         return _share_pool(load_library(f"kernels/{source}", generation))
     except NoCompilerError as error:
         _warn_once(str(error))
+        return None
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        warnings.warn(
-            f"{cxx_compiler()} did not build shardfn's kernels, which run on numpy instead:\n{said}", stacklevel=3
-        )
-    return None
+        raise RuntimeError(
+            f"{cxx_compiler()} must build shardfn's kernels, but did not build {source}. Repair the compiler, set"
+            f" XDG_CACHE_HOME to a folder that can be written, or take the compiler off the PATH to run slow kernels of"
+            f" plain torch. Got:\n{said}"
+        ) from error
 
 
 @functools.cache
 def _warn_once(reason: str) -> None:
     if is_first():
         warnings.warn(
-            f"{reason}, so shardfn's kernels run on numpy and torch, with the same results but more slowly. Install a"
+            f"{reason}, so shardfn's kernels run in plain torch, with the same results but more slowly. Install a"
             " compiler (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: conda install"
             " cxx-compiler), or a wheel of shardfn that has the kernels built.",
             stacklevel=5,
@@ -135,25 +140,62 @@ def _describe_compiler() -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def building(device: torch.device, folders: Sequence[str]) -> Iterator[None]:
-    """Returns a context that builds and loads the C++ of ops during the body, several files at a time.
+def building(device: torch.device, names: Sequence[str]) -> Iterator[None]:
+    """Returns a context that builds and loads the C++ of kernels during the body, several files at a time.
 
-    The context ends after the builds. Calls of the ops in the body wait only for the files of the called op.
+    The context ends after the builds. Calls of kernels in the body wait only for the file of the called kernel.
 
     Args:
         device: device of the tensors. Nothing is built for other devices than CPUs.
-        folders: folders of the ops. Files that take long come first.
+        names: names of the C++ files, for example "row_norm". Files that take long come first.
 
     Example:
         >>> with building(torch.device("cpu"), ["row_norm"]):
         ...     x = torch.ones(2, 3)
     """
-    asked = [*(f"{folder}/_native.cpp" for folder in folders), _SHARED, _POOL] if device.type == "cpu" else []
+    asked = [*(f"_{name}.cpp" for name in names), SHARED, _POOL] if device.type == "cpu" else []
     with ThreadPoolExecutor(_sources.num_processors(), "shardfn-build") as threads:
         made = [threads.submit(library, source) for source in asked]
         yield
-    for one in made:
-        one.result()  # raises where warnings are errors
+    for future in made:
+        future.result()  # raises the error of a build, and warnings that are errors
+
+
+class Built(NamedTuple):
+    """C++ file that was built, or could not be built.
+
+    Attributes:
+        name: name of the op or part.
+        state: "shipped" with the package, "was there" in the cache, "built" now, or the message of an error.
+        path: path of the library, or None after an error.
+    """
+
+    name: str
+    state: str
+    path: pathlib.Path | None
+
+
+def build_all() -> Iterator[Built]:
+    """Builds the C++ of all ops, on all processors available to the process, and yields each file when ready."""
+    with (
+        waiting("building all C++", total=len(_sources.FLAGS)) as wait,
+        ThreadPoolExecutor(_sources.num_processors(), "shardfn-build") as threads,
+    ):
+        for done in as_completed([threads.submit(_build_forms, source) for source in _sources.FLAGS]):
+            wait.update()
+            yield done.result()
+
+
+def _build_forms(source: str) -> Built:
+    name, form = _sources.name_of(source), generation()
+    try:
+        shipped = _sources.SHIPPED / _sources.file_of(source, form)
+        if shipped.exists():
+            return Built(name, "shipped", shipped)
+        state = "was there" if cache_file(source, form).exists() else "built"
+        return Built(name, state, built_file(source, form))
+    except (NoCompilerError, OSError, subprocess.SubprocessError) as error:
+        return Built(name, (getattr(error, "stderr", None) or str(error)).strip(), None)
 
 
 def build(name: str, source: pathlib.Path, *included: pathlib.Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
@@ -187,17 +229,15 @@ def cxx_compiler() -> str | None:
     return _sources.compiler()
 
 
-def call(name: str, *args: Any, source: str = _SHARED) -> None:
+def call(name: str, *args: Any, source: str = SHARED) -> None:
     """Calls a function: tensors and arrays pass as pointers, ints as int64, floats as fp32, None as null."""
-    found = library(source)
-    assert found is not None
-    getattr(found, name)(*map(_as_ctypes, args))
+    getattr(library(source), name)(*map(_convert_argument, args))
 
 
 def function(source: str, name: str, kinds: str, *, returns: bool = False) -> Any:
     """Returns a function of a C++ file with the types of the arguments, so that short calls are cheap.
 
-    None without a compiler.
+    Kernels are only called where the file is built.
 
     Args:
         source: the file.
@@ -210,10 +250,7 @@ def function(source: str, name: str, kinds: str, *, returns: bool = False) -> An
 
 @functools.cache
 def _load_function(source: str, name: str, kinds: str, returns: bool, generation: int) -> Any:
-    found = _load_library(source, generation)
-    if found is None:
-        return None
-    run = getattr(found, name)
+    run = getattr(_load_library(source, generation), name)
     run.argtypes, run.restype = [_KINDS[kind] for kind in kinds], ctypes.c_int64 if returns else None
     return run
 
@@ -221,7 +258,7 @@ def _load_function(source: str, name: str, kinds: str, returns: bool, generation
 _KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 
-def total(lanes: Tensor) -> Tensor:
+def sum_lanes(lanes: Tensor) -> Tensor:
     """Sums float64 [spans, LANES] by halving, as in `_sums.py`.
 
     Overwrites the argument, and returns a view of the argument, [].
@@ -230,10 +267,11 @@ def total(lanes: Tensor) -> Tensor:
     return lanes.view(-1)[0] if lanes.numel() else lanes.sum()
 
 
-def _as_ctypes(arg: Any) -> Any:
+def _convert_argument(arg: Any) -> Any:
     if arg is None:
         return None
     if isinstance(arg, Tensor):
+        assert arg.is_contiguous()
         return ctypes.c_void_p(arg.data_ptr())
     if isinstance(arg, np.ndarray):
         return ctypes.c_void_p(arg.ctypes.data)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ._build import function, library
-from ._dispatch import is_asked
 from ._num_threads import num_threads
+from ._op import is_implementation_chosen, kernel_of
 
 _SOURCE = "_chain.cpp"
 _MOST = 64  # arguments of a call
@@ -46,12 +46,15 @@ def addresses(arguments: Arguments) -> list[int | float | None]:
     return [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
 
 
-# By the name of an op: from arguments and results, without data, to the call or None.
+# Calls of ops of torch: by name, from arguments and results, without data, to the call or None.
 _CALLS: dict[str, Callable[..., KernelCall | None]] = {}
 
 
 def define_call(op: str, call: Callable[..., KernelCall | None]) -> None:
-    """Makes an op callable in chains: `call(arguments, results)` gives the call, or None for other arguments."""
+    """Makes an op of torch callable in chains: `call(arguments, results)` gives the call, or None for other arguments.
+
+    Kernels have the function in the record.
+    """
     _CALLS[op] = call
 
 
@@ -59,7 +62,7 @@ def call_of(op: Any, arguments: Sequence[Any], results: Any) -> KernelCall | Non
     """Returns the call of an op on a CPU, from the shapes, strides and dtypes of its tensors, or None for other ops.
 
     Args:
-        op: of torch.
+        op: op of torch.
         arguments: arguments by position.
         results: tensor that the op returns, or the list of tensors.
 
@@ -68,7 +71,11 @@ def call_of(op: Any, arguments: Sequence[Any], results: Any) -> KernelCall | Non
         >>> call_of(torch.ops.aten.add.Tensor, (x, x), x).name
         'added'
     """
-    make = _CALLS.get(f"{op._schema.name}.{op._overloadname}") if hasattr(op, "_schema") else None
+    kernel = kernel_of(op)
+    if kernel is not None:
+        make = kernel.chain
+    else:
+        make = _CALLS.get(f"{op._schema.name}.{op._overloadname}") if hasattr(op, "_schema") else None
     call = None if make is None else make(arguments, results)
     if call is None or len(call.arguments) > _MOST:
         return None
@@ -126,7 +133,7 @@ class KernelChain:
         """Returns the results. Empties the list of the incoming tensors."""
         come = tuple(given)
         given.clear()
-        if is_asked() or not all(map(_is_as, come, self._given)):
+        if is_implementation_chosen() or not all(map(_is_as, come, self._given)):
             return self._plain(*come)
         threads = num_threads()
         program, calls = self._programs.get(threads) or self._programs.setdefault(threads, self._write_program())

@@ -17,7 +17,7 @@ WIDE_MAGIC = 6755399441055744.0  # 1.5 * 2^52
 WIDE_LEAST, WIDE_TERMS = -708.0, 13
 
 
-def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Returns the sum a b + c: of fp32, rounded once; of float64, with the product rounded, too.
 
     The product of fp32 is exact in float64. The sum there is rounded to odd, so the second rounding, to float32, equals
@@ -43,8 +43,8 @@ def exponential(x: Tensor) -> Tensor:
         return _wide_exponential(x)
     number = x.new_tensor
     at = x.clamp(min=LEAST)
-    n = fused(at, number(LOG2E), number(MAGIC)) - number(MAGIC)
-    r = fused(n, number(-LOW), fused(n, number(-HIGH), at))
+    n = multiply_add(at, number(LOG2E), number(MAGIC)) - number(MAGIC)
+    r = multiply_add(n, number(-LOW), multiply_add(n, number(-HIGH), at))
     power = ((n.nan_to_num().to(torch.int32) + 127) << 23).view(torch.float32)
     return torch.where(x < LEAST, 0.0, polynomial(EXP, r) * power)
 
@@ -65,5 +65,5 @@ def polynomial(terms: tuple[float, ...], x: Tensor) -> Tensor:
     """Returns the polynomial of these coefficients, the highest power first."""
     y = x.new_tensor(terms[0])
     for term in terms[1:]:
-        y = fused(y, x, x.new_tensor(term))
+        y = multiply_add(y, x, x.new_tensor(term))
     return y

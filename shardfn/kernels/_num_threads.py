@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 
 
-class _Threads(threading.local):
+class _ThreadCount(threading.local):
     given = 0  # 0 outside of `threads_for_kernels`
 
 
-_THREADS = _Threads()
+_THREADS = _ThreadCount()
 
 
 def num_threads() -> int:

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import LIBRARY, define, scratch_bytes
-from .gather_rows import gather_rows, row_dots
-from .grouped_product import grouped_outer, grouped_product
-
-_OPS = torch.ops.shardfn_kernels
+from ._gather_rows import GATHER_ROWS, count_gather_scratch, gather_rows, row_dots
+from ._grouped_product import GROUPED_PRODUCT, grouped_outer, grouped_product
+from ._op import LIBRARY, DimLabels, KernelOp
 
 
 def combined_to_rows(x: Tensor, weights: Tensor, source: Tensor, places: Tensor) -> Tensor:
@@ -44,23 +42,28 @@ def combined_to_rows(x: Tensor, weights: Tensor, source: Tensor, places: Tensor)
     return gather_rows(x, source[:, None], factors)
 
 
-define(
-    "copied_rows(Tensor x, Tensor index, Tensor back) -> Tensor",
-    lambda x, index, back: gather_rows(x, index),
-    lambda x, index, back: x.new_empty(index.shape[0], x.shape[1]),
-    scratch=lambda x, index, back: scratch_bytes(_OPS.gather_rows.default, (x, index, None)),
+COPIED_ROWS = KernelOp(
+    schema="copied_rows(Tensor x, Tensor index, Tensor back) -> Tensor",
+    abstract=lambda x, index, back: x.new_empty(index.shape[0], x.shape[1]),
+    reference=lambda x, index, back: GATHER_ROWS.run(x, index, None),
+    scratch=lambda x, index, back: count_gather_scratch(x, index, None),
+    sharding=DimLabels(".d,..,..->.d", linear=(0,)),
 )
-define(
-    "combined_rows(Tensor y, Tensor weights, Tensor source, Tensor places) -> Tensor",
-    lambda y, weights, source, places: gather_rows(y, places, weights),
-    lambda y, weights, source, places: y.new_empty(places.shape[0], y.shape[1]),
-    scratch=lambda y, weights, source, places: scratch_bytes(_OPS.gather_rows.default, (y, places, weights)),
+COMBINED_ROWS = KernelOp(
+    schema="combined_rows(Tensor y, Tensor weights, Tensor source, Tensor places) -> Tensor",
+    abstract=lambda y, weights, source, places: y.new_empty(places.shape[0], y.shape[1]),
+    reference=lambda y, weights, source, places: GATHER_ROWS.run(y, places, weights),
+    scratch=lambda y, weights, source, places: count_gather_scratch(y, places, weights),
+    sharding=DimLabels(".d,..,.,..->.d", linear=(0, 1)),
 )
-define(
-    "multiplied_rows(Tensor x, Tensor w, Tensor counts, bool transposed, bool exact) -> Tensor",
-    lambda x, w, counts, transposed, exact: grouped_product(x, w, counts, transposed=transposed, batch_invariant=exact),
-    lambda x, w, counts, transposed, exact: x.new_empty(x.shape[0], w.shape[1 if transposed else 2]),
-    scratch=lambda *args: scratch_bytes(_OPS.grouped_product.default, args),
+MULTIPLIED_ROWS = KernelOp(
+    schema="multiplied_rows(Tensor x, Tensor w, Tensor counts, bool transposed, bool exact) -> Tensor",
+    abstract=GROUPED_PRODUCT.abstract,
+    reference=GROUPED_PRODUCT.run,
+    contiguous=False,
+    flops=GROUPED_PRODUCT.flops,
+    scratch=GROUPED_PRODUCT.scratch,
+    sharding=GROUPED_PRODUCT.sharding,
 )
 
 
@@ -70,9 +73,9 @@ def _keep_inputs(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.rest = [x for x in inputs if not isinstance(x, Tensor)]
 
 
-def _copied_backward(ctx: Any, g: Tensor) -> Any:
+def _copy_backward(ctx: Any, g: Tensor) -> Any:
     _, index, back = ctx.saved_tensors
-    return _OPS.copied_rows(g, back, index), None, None
+    return COPIED_ROWS(g, back, index), None, None
 
 
 def _combine_backward(ctx: Any, g: Tensor) -> Any:
@@ -89,9 +92,11 @@ def _multiply_backward(ctx: Any, g: Tensor) -> Any:
     return of_x, of_w, None, None, None
 
 
-for _name, _backward in (
-    ("copied_rows", _copied_backward),
-    ("combined_rows", _combine_backward),
-    ("multiplied_rows", _multiply_backward),
+for _kernel, _backward in (
+    (COPIED_ROWS, _copy_backward),
+    (COMBINED_ROWS, _combine_backward),
+    (MULTIPLIED_ROWS, _multiply_backward),
 ):
-    torch.library.register_autograd(f"shardfn_kernels::{_name}", _backward, setup_context=_keep_inputs, lib=LIBRARY)
+    torch.library.register_autograd(
+        f"shardfn_kernels::{_kernel.name}", _backward, setup_context=_keep_inputs, lib=LIBRARY
+    )

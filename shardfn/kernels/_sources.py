@@ -15,7 +15,7 @@ import sys
 
 PACKAGE = pathlib.Path(__file__).parents[1]
 SHIPPED = PACKAGE / "kernels" / "_shipped"  # made by scripts/wheel
-SHARED, POOL, CHAIN = "kernels/_native.cpp", "kernels/_pool.cpp", "kernels/_chain.cpp"
+SHARED, POOL, CHAIN = "kernels/_shared.cpp", "kernels/_pool.cpp", "kernels/_chain.cpp"
 MEMORY = "collectives/transport/_memory.cpp"
 COMMON = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 # Sources without the reference's bits use threads, and fused multiply-adds. The sources mark the loops to unroll, so
@@ -27,24 +27,24 @@ _EXACT = ("-O2", "-pthread", "-Wno-psabi")
 _CHAINED = ("-fno-tree-ter", "-pthread", "-Wno-psabi")
 # The files, slow builds first.
 FLAGS: dict[str, tuple[str, ...]] = {
-    "kernels/row_linear/_native.cpp": _FAST,
-    "kernels/grouped_product/_native.cpp": _FAST,
-    "kernels/ragged_attention/_native.cpp": _EXACT,
-    "kernels/block_sparse_attention/_native.cpp": _FAST,
+    "kernels/_row_linear.cpp": _FAST,
+    "kernels/_grouped_product.cpp": _FAST,
+    "kernels/_ragged_attention.cpp": _EXACT,
+    "kernels/_block_sparse_attention.cpp": _FAST,
     MEMORY: ("-pthread",),
-    "kernels/draw/_native.cpp": _CHAINED,
+    "kernels/_draw.cpp": _CHAINED,
     SHARED: (),
-    "kernels/pointwise/_native.cpp": _EXACT,
-    "kernels/row_norm/_native.cpp": _EXACT,
+    "kernels/_pointwise.cpp": _EXACT,
+    "kernels/_row_norm.cpp": _EXACT,
     POOL: ("-pthread",),
     # Loops without explicit vectors. Only -O3 vectorises such loops.
-    "kernels/gather_rows/_native.cpp": ("-pthread",),
-    "kernels/penalise/_native.cpp": _CHAINED,
+    "kernels/_gather_rows.cpp": ("-pthread",),
+    "kernels/_penalise.cpp": _CHAINED,
     CHAIN: (),
 }
 # Files without loops over elements: a single form serves all processors.
 _ONE_FORM = (POOL, CHAIN)
-_WIDE = {"kernels/draw/_native.cpp": ("-mprefer-vector-width=512",)}  # of generation 4
+_WIDE = {"kernels/_draw.cpp": ("-mprefer-vector-width=512",)}  # of generation 4
 GENERATIONS = (1, 3, 4)  # of x86-64, or 0 for other processors
 _NEEDS = {
     3: {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"},
@@ -57,11 +57,10 @@ def name_of(source: str) -> str:
     """Returns the short name of a source.
 
     Example:
-        >>> name_of("kernels/row_linear/_native.cpp"), name_of("kernels/_pool.cpp"), name_of(SHARED)
-        ('row_linear', 'pool', 'shared')
+        >>> name_of("kernels/_row_linear.cpp")
+        'row_linear'
     """
-    path = pathlib.PurePosixPath(source)
-    return "shared" if source == SHARED else path.parent.name if path.stem == "_native" else path.stem.removeprefix("_")
+    return pathlib.PurePosixPath(source).stem.removeprefix("_")
 
 
 @functools.cache
@@ -106,12 +105,12 @@ def file_of(source: str, generation: int, *more: str) -> str:
 
 def digest(source: pathlib.Path, flags: tuple[str, ...], *more: str) -> str:
     """Returns a digest of a source with its included files, flags, and more."""
-    texts = [path.read_text() for path in included(source)]
+    texts = [path.read_text() for path in list_included(source)]
     return hashlib.sha256("\0".join([*texts, *flags, *more]).encode()).hexdigest()[:16]
 
 
 @functools.cache
-def included(source: pathlib.Path) -> list[pathlib.Path]:
+def list_included(source: pathlib.Path) -> list[pathlib.Path]:
     """Returns a source, and the files of the package that the source includes, directly or not."""
     found = [source.resolve()]
     for path in found:  # grows while the loop runs

@@ -6,6 +6,8 @@ halving: the first half plus the second, until a single sum is left, for example
 two. The error is about 1e-14 of the sum, so a scale is the fp32 number next to the true scale.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ LANES = 1 << 10
 SPAN = 1 << 18
 
 
-def halved(x: Tensor) -> Tensor:
+def sum_halves(x: Tensor) -> Tensor:
     """Sums over the last dim, by halving: [..., n] -> [...]."""
     n = x.shape[-1]
     if n == 0:
@@ -37,9 +39,14 @@ def sum_squares(y: Tensor) -> Tensor:
     total = torch.zeros(r, spans, LANES, dtype=torch.float64, device=y.device)
     for i in range(span // LANES):
         total += lanes[:, :, i].double().square()
-    return halved(halved(total))
+    return sum_halves(sum_halves(total))
 
 
 def root_mean(squares: Tensor, num: int) -> Tensor:
     """Returns the scale of a row: sqrt(squares / num) as fp32, and 0 for rows without elements."""
     return (squares / max(num, 1)).sqrt().float()
+
+
+def cut_spans(num: int, size: int = SPAN) -> Iterator[tuple[int, int]]:
+    """Yields the start and end of each span of `num` elements, for example (0, 4) and (4, 7) for 7 by 4."""
+    return ((lo, min(lo + size, num)) for lo in range(0, num, max(size, 1)))

@@ -93,7 +93,7 @@ def decode(codes, column, mask, BITS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def fused(a, b: tl.constexpr, c: tl.constexpr):
+def multiply_add(a, b: tl.constexpr, c: tl.constexpr):
     """Returns the sum a b + c of a tensor and two numbers, rounded once."""
     return tl.fma(a, tl.full(a.shape, b, tl.float32), tl.full(a.shape, c, tl.float32))
 
@@ -102,10 +102,10 @@ def fused(a, b: tl.constexpr, c: tl.constexpr):
 @no_type_check
 def exponential(x):
     """Returns e^x of x <= 0, as in `_exponential.py`."""
-    n = fused(x, 1.4426950408889634, 12582912.0) - 12582912.0
+    n = multiply_add(x, 1.4426950408889634, 12582912.0) - 12582912.0
     r = tl.fma(n, tl.full(x.shape, -0.693147182464599609375, tl.float32), x)
     r = tl.fma(n, tl.full(x.shape, 1.904654299957768e-09, tl.float32), r)
-    y = fused(r, 1.9875691500e-4, 1.3981999507e-3)
+    y = multiply_add(r, 1.9875691500e-4, 1.3981999507e-3)
     y = tl.fma(y, r, tl.full(x.shape, 8.3334519073e-3, tl.float32))
     y = tl.fma(y, r, tl.full(x.shape, 4.1665795894e-2, tl.float32))
     y = tl.fma(y, r, tl.full(x.shape, 1.6666665459e-1, tl.float32))
@@ -114,3 +114,31 @@ def exponential(x):
     y = tl.fma(y, r, tl.full(x.shape, 1.0, tl.float32))
     power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
     return tl.where(x < -87.0, 0.0, y * power)
+
+
+@triton.jit
+@no_type_check
+def threefry(k0, k1, x0, x1):
+    """Returns the two words of threefry2x32 with 20 rounds."""
+    k2 = k0 ^ k1 ^ 0x1BD11BDA
+    x0, x1 = four_rounds(x0 + k0, x1 + k1, 13, 15, 26, 6)
+    x0, x1 = four_rounds(x0 + k1, x1 + k2 + 1, 17, 29, 16, 24)
+    x0, x1 = four_rounds(x0 + k2, x1 + k0 + 2, 13, 15, 26, 6)
+    x0, x1 = four_rounds(x0 + k0, x1 + k1 + 3, 17, 29, 16, 24)
+    x0, x1 = four_rounds(x0 + k1, x1 + k2 + 4, 13, 15, 26, 6)
+    return x0 + k2, x1 + k0 + 5
+
+
+@triton.jit
+@no_type_check
+def four_rounds(x0, x1, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    """Returns the words after four rounds of threefry2x32."""
+    x0 += x1
+    x1 = ((x1 << A) | (x1 >> (32 - A))) ^ x0
+    x0 += x1
+    x1 = ((x1 << B) | (x1 >> (32 - B))) ^ x0
+    x0 += x1
+    x1 = ((x1 << C) | (x1 >> (32 - C))) ^ x0
+    x0 += x1
+    x1 = ((x1 << D) | (x1 >> (32 - D))) ^ x0
+    return x0, x1

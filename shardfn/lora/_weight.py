@@ -1,4 +1,4 @@
-"""A weight with a low-rank part that is never added: `w + scale * (left @ right)`, as two thin products.
+"""Weight with a low-rank part that is never added: `w + scale * (left @ right)`, as two thin products.
 
     x @ w                                   written in the model
     x @ w + scale * (x @ left) @ right      computed
@@ -19,7 +19,7 @@ from shardfn.nn import Product, product_of
 
 
 class _WithoutValues(torch.autograd.Function):
-    """The parts -> the weight without values. Gradients of code that bypasses torch's functions arrive here."""
+    """Maps the parts to the weight without values. Gradients of code that bypasses torch's functions arrive here."""
 
     @staticmethod
     def forward(ctx: Any, scale: float, weight: Tensor, left: Tensor, right: Tensor) -> Tensor:

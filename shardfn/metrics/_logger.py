@@ -8,10 +8,9 @@ from typing import Any
 
 from shardfn.core import Mesh, a_kind
 
-from ._floats import to_floats
-from ._json_lines import JSONFile
+from ._file_sinks import JSONFile, TensorBoard
 from ._sinks import Delivery, Sink, check_sinks
-from ._tensorboard import TensorBoard
+from ._values import to_floats
 
 
 class Logger:

@@ -1,11 +1,11 @@
 """`torch.nn.Module`s as pure functions of their parameters."""
 
 from ._from_module import from_module as from_module
-from ._module_dtypes import computing_in as computing_in
-from ._module_kept import beside_model_state as beside_model_state
-from ._layers_run import LayerSpan as LayerSpan
-from ._module_layers import LayeredFunction as LayeredFunction
-from ._module_decoding import DecodingFunction as DecodingFunction, Scores as Scores, decoding as decoding
-from ._module_rows import RowEdge as RowEdge, ExactRows as ExactRows, Linear as Linear
-from ._module_rows import PackedWeight as PackedWeight, WeightUses as WeightUses
-from ._same_input import InputUses as InputUses, SameInput as SameInput
+from ._dtypes import computing_in as computing_in
+from ._checks import beside_model_state as beside_model_state
+from ._partial_forward import LayerSpan as LayerSpan
+from ._layers import LayeredFunction as LayeredFunction
+from ._decoding import DecodingFunction as DecodingFunction, Scores as Scores, decoding as decoding
+from ._batch_invariant import RowEdge as RowEdge, ExactRows as ExactRows, Linear as Linear
+from ._batch_invariant import PackedWeight as PackedWeight, WeightUses as WeightUses
+from ._batch_invariant import InputUses as InputUses, SameInput as SameInput

@@ -1,55 +1,73 @@
 """`from_module`: an `nn.Module` as a pure function of its parameters."""
 
-import contextlib
 import copy
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
-import torch
 from jaxtyping import Int, Int64
 from torch import Tensor, nn
 
 from shardfn._torch import BatchNorm
-from shardfn.core import (
-    Again,
-    Axes,
-    P,
-    explains_keywords,
-    frozen,
-    is_evaluating,
-    named_buffers,
-    named_parameters,
-    state_names,
-)
-from shardfn.leaves import LazyLeaf
-from shardfn.nn import AttentionBackend, moe
+from shardfn.core import Axes, P, explains_keywords, frozen, named_buffers, named_parameters, state_names
+from shardfn.nn import AttentionBackend, BatchInvariant, moe
 
-from ._module_checks import check_cache, check_keyed, check_module
-from ._module_compiled import original, running_as_written
-from ._module_draws import Draws
-from ._module_dtypes import Casts, casts, compute_dtype, forwards
-from ._module_kept import warn_of_own_buffers
-from ._module_layers import LayeredFunction, layered
-from ._module_mode import ModuleMode
-from ._module_parts import (
-    GivenTensors,
-    ModuleParts,
-    Overrides,
-    Placed,
-    first_names,
-    in_eval_mode,
-    one_thread,
-    resolve,
-    shadowed,
-)
-from ._module_recompute import running_module
-from ._module_replacements import Replacements, replacements_of
-from ._module_replay import ModuleReplay
-from ._module_routers import warn_of_asked_balance, warn_of_own_balance
+from ._attention import AttentionRoute, models_in
+from ._batch_invariant import BatchInvariance
+from ._call import EvalMode, ModuleCall, NumberedDraws, Replacement, UncompiledParts, uncompiled_module
+from ._checks import CallChecks, check_keyed, check_module, warn_of_configured_balance
+from ._draws import Draws
+from ._dtypes import ParamDtypes
+from ._experts import ExpertsRoute, experts_in
+from ._function_watch import FunctionWatch
+from ._given_tensors import ModuleParts, first_names, resolve
+from ._layers import LayeredFunction, layered
+from ._recompute import Recomputation
+from ._replay import ModuleReplay
 
-_OWN = Replacements()
+
+def _list_replacements(
+    module: nn.Module,
+    *,
+    keep_dtype: Sequence[str],
+    axis: Axes,
+    attention: AttentionBackend | None,
+    experts: moe.Exchange | None,
+    batch_invariant: bool,
+) -> list[Replacement]:
+    """Returns the replacements for the arguments of `from_module`. The numbers of the classes give their order.
+
+    Raises:
+        ValueError: attention or experts cannot be routed, or are not batch-invariant.
+    """
+    if batch_invariant:
+        _check_batch_invariant(attention, experts)
+        attention = BatchInvariant() if models_in(module) else None
+        experts = moe.Local() if experts is None and experts_in(module) else experts
+    return [
+        CallChecks(),
+        UncompiledParts(),
+        EvalMode(),
+        Recomputation(),
+        ParamDtypes(keep_dtype),
+        NumberedDraws(),
+        *([AttentionRoute(module, attention)] if attention is not None else []),
+        *([ExpertsRoute(module, experts, batch_invariant=batch_invariant)] if experts is not None else []),
+        FunctionWatch(axis),
+        *([BatchInvariance()] if batch_invariant else []),
+    ]
+
+
+def _check_batch_invariant(attention: AttentionBackend | None, experts: moe.Exchange | None) -> None:
+    if attention is not None and not isinstance(attention, BatchInvariant):
+        raise ValueError(
+            "from_module(batch_invariant=True) needs batch-invariant attention, on one device or on ranks with whole"
+            f" rows, got attention={attention}. Leave out attention=, or pass nn.BatchInvariant()."
+        )
+    if isinstance(experts, moe.AllReduce) and not experts.in_order:
+        raise ValueError(
+            "from_module(batch_invariant=True) needs sums over ranks in the order of a token's choices, got"
+            f" experts={experts}. Use moe.AllReduce({experts.axis!r}, in_order=True)."
+        )
 
 
 class ModuleFunction:
@@ -62,20 +80,13 @@ class ModuleFunction:
             as the exchange needs, and all other parameters are whole.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        keep_dtype: Sequence[str],
-        axis: Axes = None,
-        replaced: Replacements = _OWN,
-    ) -> None:
-        self.module, self._keep_dtype, self._axis, self._replaced = module, tuple(keep_dtype), axis, replaced
-        whole = {name: P() for name, _ in named_parameters(module)}
-        self.specs = whole if replaced.experts is None else replaced.experts.specs
+    def __init__(self, module: nn.Module, replacements: Sequence[Replacement]) -> None:
+        self.module, self._replacements = module, tuple(replacements)
+        self.specs = {name: P() for name, _ in named_parameters(module)}
+        for one in replacements:
+            self.specs |= one.specs
         self._firsts = first_names(module)
         self.trainable = {name: p.requires_grad for name, p in named_parameters(module)}
-        # By the given dtypes: a module's structure does not change.
-        self._casts: dict[Any, Casts] = {}
 
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
         """Returns the module's forward.
@@ -171,8 +182,8 @@ class ModuleFunction:
             >>> apply.replaying(chosen)(params, torch.tensor([[3, 5]])).logits.shape
             torch.Size([1, 2, 8])
         """
-        made = copy.copy(self)
-        made._replaced = replace(self._replaced, replay=ModuleReplay(self.module, chosen))
+        replay, made = ModuleReplay(self.module, chosen), copy.copy(self)
+        made._replacements = (*(one for one in self._replacements if type(one) is not ModuleReplay), replay)
         return made
 
     def draws(self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"]) -> Callable[[], Draws]:
@@ -195,27 +206,11 @@ class ModuleFunction:
 
         `forward` runs in place of the module, and calls the module.
         """
-        check_cache()
-        warn_of_asked_balance(self.module, kwargs)
         # At each call: between calls the module's owner may move or replace its tensors.
         parts = ModuleParts.of(self.module)
         given = resolve(parts, self._firsts, params)
-        if state is None:
-            warn_of_own_buffers(self.module, parts, given)
-        found = self._find_casts(parts, given)
-        given.buffers.update(_cast_buffers(parts, given, found, state or {}))
-        call = _ModuleCall(parts, given, found, draws, state, self._axis, self._replaced)
-        return call.call(forward or self.module, args, kwargs)
-
-    def _find_casts(self, parts: ModuleParts, given: GivenTensors) -> Casts:
-        own = {name: _module_param(parts, name).dtype for name in given.params}
-        dtypes = {name: x.dtype for name, x in given.params.items()}
-        compute, key = compute_dtype(), (tuple(own.items()), tuple(dtypes.values()), tuple(parts.buffers))
-        known = self._casts.get(key)
-        # Recomputation in the backward runs outside the loss: there the answer found in the forward is used.
-        if known is None or compute not in (None, known.main):
-            known = self._casts[key] = casts(parts, own, dtypes, self._keep_dtype, compute)
-        return known
+        call = ModuleCall(parts, given, draws, state, kwargs, self._replacements)
+        return call.run(forward or self.module, args)
 
 
 class StatefulFunction:
@@ -266,131 +261,6 @@ class StatefulFunction:
                 f"the model state does not fit the module: {missing} are missing, {others} are not its own."
             )
         return self._function.run(draws, params, state, args, kwargs)
-
-
-class _ModuleCall:
-    """Call of a module, with the parts that run again in the backward.
-
-    Invariant: every part, the first time and again, runs inside `_enter_modes`: with the given tensors in place, every
-    function of torch seen, and the draws numbered from the part's first start. Only the given tensors are kept. Given
-    tensors are leaves, so no gathered parameter outlives a use. Writes to buffers of the state go to copies, made for
-    each run: a part that runs again begins with the values of the first run, and does not change returned values.
-    """
-
-    def __init__(
-        self,
-        parts: ModuleParts,
-        given: GivenTensors,
-        found: Casts,
-        draws: Draws,
-        state: Mapping[str, Tensor] | None,
-        axis: Axes,
-        replaced: Replacements,
-    ) -> None:
-        self._parts, self._given, self._find_casts, self._draws = parts, given, found, draws
-        self._state, self._axis, self._replaced, self._routed = state, axis, replaced, replaced.of_call(draws)
-        self._evaluates = is_evaluating()  # for parts that run again in the mode of the call
-        self._placed: Placed | None = None  # while it runs
-        # Parts may run again on autograd's thread, on behalf of this thread: `one_thread` needs the id.
-        self._caller = threading.get_ident()
-
-    def call(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Tensor]]:
-        with self._enter_modes(self._state or {}):
-            out = forward(*args, **kwargs), self._current_buffers()
-        if self._routed is not None:
-            self._routed.check()
-        return out
-
-    def again(self) -> Again:
-        """Returns a context to rerun code as from here: with the same draws, and the buffers assigned so far."""
-        assert self._placed is not None
-        mark, overrides = self._draws.mark, self._placed.overrides()
-        # Copies, as the forward may still write to the buffers.
-        state = {name: x.clone() for name, x in self._current_buffers().items()}
-
-        @contextlib.contextmanager
-        def entered() -> Iterator[None]:
-            before, self._draws.mark = self._draws.mark, mark
-            try:
-                with self._enter_modes(state, overrides):
-                    yield
-            finally:
-                self._draws.mark = before
-
-        return entered
-
-    def path_of(self, sub: nn.Module) -> str | None:
-        """Returns the path of `sub` in the module, or None if `sub` is not a part of the module."""
-        return next((path for path, m in self._parts.modules.items() if m is sub), None)
-
-    def converted(self, sub: nn.Module, convert: Callable[[Any], Any]) -> bool:
-        """Returns whether `sub` is a part of the module; refuses a conversion that changes something."""
-        path = self.path_of(sub)
-        if path is None:
-            return False
-        dot = f"{path}." if path else ""
-        for name, x in (*named_parameters(sub), *named_buffers(sub)):
-            # A lazy leaf need not be gathered for the check.
-            old = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if type(x) is LazyLeaf else x
-            with torch.no_grad():
-                new = convert(old)
-            if new is not old:
-                raise ValueError(
-                    f"the forward of the module converts {dot}{name} from {x.dtype} on {x.device} to {new.dtype} on"
-                    f" {new.device}, and would train the converted copies. Convert the module before"
-                    " from_module, or name that parameter in the policy: exceptions={...}."
-                )
-        return True
-
-    def _current_buffers(self) -> dict[str, Tensor]:
-        """Returns the current buffers of the state."""
-        slots = {name: self._parts.buffers[name] for name in self._state or {}}
-        return {name: slot.owner._buffers[slot.name] for name, slot in slots.items()}  # pyright: ignore[reportReturnType]
-
-    @contextlib.contextmanager
-    def _enter_modes(self, state: Mapping[str, Tensor], overrides: Sequence[Overrides] = ()) -> Iterator[None]:
-        _, module = self._parts.unique[0]
-        own = {name: x.clone() for name, x in state.items()}
-        given = GivenTensors(self._given.params, self._given.buffers | own)
-        with (
-            one_thread(module, self._caller),
-            running_as_written(module),
-            in_eval_mode(self._parts) if self._evaluates else contextlib.nullcontext(),
-            Placed(self._parts, given) as placed,
-            self._use_placed(placed),
-        ):
-            slots = None if self._state is None else frozenset(self._parts.buffers[name] for name in own)
-            mode = ModuleMode(placed, self._draws, slots, self._axis)
-            placed.override(overrides)
-            # After `override`, which restores the forward's assignments: each run has separate buffers of the state.
-            for name, x in own.items():
-                self._parts.buffers[name].owner._buffers[self._parts.buffers[name].name] = x
-            with (
-                running_module(self),
-                shadowed(forwards(self._parts, self._find_casts)),
-                shadowed(self._draws.forwards()),
-                self._replaced.running(self._routed),
-                mode,
-                self._replaced.exactly(given.params),
-            ):
-                yield
-            if assigned := placed.assigned_params():
-                raise ValueError(
-                    f"the forward of the module assigns its parameters {', '.join(assigned)}, which the step keeps and"
-                    " trains; give its result another name, or convert the module before from_module."
-                )
-            # Only without an earlier error, which is then the error to report.
-            mode.check()
-
-    @contextlib.contextmanager
-    def _use_placed(self, placed: Placed) -> Iterator[None]:
-        before, self._placed = self._placed, placed
-        try:
-            yield
-        finally:
-            self._placed = before
 
 
 @overload
@@ -491,42 +361,23 @@ def from_module(
         (['weight'], torch.Size([3, 1]))
     """
     check_module(module)
-    module = original(module)
-    warn_of_own_balance(module)
-    replaced = replacements_of(module, attention, experts, batch_invariant)
+    module = uncompiled_module(module)
+    warn_of_configured_balance(module)
+    chosen: dict[str, Any] = {"attention": attention, "experts": experts, "batch_invariant": batch_invariant}
+    replacements = _list_replacements(module, keep_dtype=keep_dtype, axis=axis if has_state else None, **chosen)
+    function = ModuleFunction(module, replacements)
     params = {name: p.detach() if p.requires_grad else frozen(p.detach()) for name, p in named_parameters(module)}
     if layers is not None:
         if has_state:
             raise ValueError("from_module(layers=..., has_state=True): buffers that change are not cut in stages.")
         stacked, kinds = layered(module, layers, params)
-        return stacked, LayeredFunction(ModuleFunction(module, keep_dtype, replaced=replaced), kinds)
+        return stacked, LayeredFunction(function, kinds)
     if not has_state:
-        return params, ModuleFunction(module, keep_dtype, replaced=replaced)
+        return params, function
     kept = set(state_names(module))
     state = {name: x.detach().clone() for name, x in named_buffers(module) if name in kept}
     if not state and not any(isinstance(sub, BatchNorm) for sub in module.modules()):
         raise ValueError(
             f"from_module(has_state=True) has no effect: this {type(module).__name__} has no buffers in its state_dict."
         )
-    return params, state, StatefulFunction(ModuleFunction(module, keep_dtype, axis, replaced), state)
-
-
-def _module_param(parts: ModuleParts, name: str) -> Tensor:
-    slot = parts.params[name]
-    own = slot.owner._parameters[slot.name]
-    assert own is not None
-    return own
-
-
-def _cast_buffers(
-    parts: ModuleParts, given: GivenTensors, found: Casts, state: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Returns the buffers cast to another dtype. Buffers of a state keep the dtype."""
-    out = {}
-    for name, dtype in found.buffers.items():
-        if name in state:
-            continue
-        slot = parts.buffers[name]
-        x: Any = given.buffers.get(name, slot.owner._buffers[slot.name])
-        out[name] = x.to(dtype)
-    return out
+    return params, state, StatefulFunction(function, state)

@@ -35,7 +35,7 @@ class LayerKind(NamedTuple):
 
 
 class LayerKinds(NamedTuple):
-    """The kinds of layers of a list.
+    """Kinds of layers of a list, for example dense layers and layers with experts.
 
     Attributes:
         path: name of the list.

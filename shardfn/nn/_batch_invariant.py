@@ -163,7 +163,7 @@ class BatchInvariantWeight(Weight):
         """
         if self.source is not None:
             return F.embedding(index, self.source)
-        return kernels.packed_rows(self.panels, index, self.shape[1])
+        return kernels.take_rows(self.panels, index, self.shape[1])
 
     def __repr__(self) -> str:
         made = "panels" if self.source is None else "a weight"
@@ -267,8 +267,8 @@ def leave_in_order(y_D: Tensor, axis: Axes, sequence: int | None) -> Tensor:
     """
     n = axis_size(axis)
     if sequence is None:
-        return kernels.joined(all_gather_invariant(y_D[None], axis, dim=0, size=n).unbind())
-    return kernels.joined(all_to_all(y_D[None], axis, split_dim=y_D.ndim - 1, concat_dim=0, size=n).unbind())
+        return kernels.sum_chunks(all_gather_invariant(y_D[None], axis, dim=0, size=n).unbind())
+    return kernels.sum_chunks(all_to_all(y_D[None], axis, split_dim=y_D.ndim - 1, concat_dim=0, size=n).unbind())
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from ._padding import Padding
 
 
 class BucketCounts(NamedTuple):
-    """The calls of one bucket.
+    """Counts the calls of one bucket, for example rows of up to 512 tokens.
 
     Attributes:
         calls: number of calls.
@@ -27,7 +27,7 @@ class BucketCounts(NamedTuple):
 
 
 class BucketInfo(NamedTuple):
-    """The counts of a bucketed function.
+    """Counts of a bucketed function.
 
     Attributes:
         graphs: counts of the captured function inside, or None without a capture.

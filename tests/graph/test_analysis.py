@@ -17,8 +17,8 @@ from shardfn.graph._calibrate import calibrate
 from shardfn.graph._cost import cost_analysis, estimate
 from shardfn.graph._device import Cluster, Device, Link
 from shardfn.graph._memory import KINDS, memory_analysis
+from shardfn.graph._picture import chrome_trace
 from shardfn.graph._text import as_text
-from shardfn.graph._timeline import chrome_trace
 from shardfn.graph._transfers import transfers
 from shardfn.models import gpt
 from shardfn.nn import moe
@@ -288,7 +288,7 @@ def test_bytes_are_those_of_operands_and_results_and_views_cost_nothing() -> Non
         return x.add_(torch.ops.aten.embedding(table, i).t().reshape(-1))
 
     gm = make_fx(f, tracing_mode="fake")(torch.ones(1000, 4), torch.zeros(3, dtype=torch.int64), torch.ones(12))
-    from shardfn.graph._flops import node_bytes
+    from shardfn.graph._cost import node_bytes
 
     bytes_of = {n.name: node_bytes(n) for n in gm.graph.nodes if n.op == "call_function"}
     assert bytes_of["embedding"] == 2 * 48 and bytes_of["t"] == 0 and bytes_of["add_"] == 3 * 48

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardfn import kernels
 from shardfn.graph import compile_graph, donate
 from shardfn.graph._chains import MOST_BYTES, ChainRegion, with_chains
-from shardfn.graph._looks import needed, whole_views
+from shardfn.graph._view_chains import list_needed, whole_views
 from shardfn.kernels import _build
 
 if not kernels.is_native("row_linear"):
@@ -74,7 +74,7 @@ BREAKS: list[Step] = [lambda x, y, p: x.cos() * y, lambda x, y, p: x.t().contigu
 def regions(gm: torch.fx.GraphModule) -> list[ChainRegion]:
     steps = list(gm.graph.nodes)
     views = whole_views(steps)
-    return [s for s in with_chains(needed(steps, views), views)[0] if isinstance(s, ChainRegion)]
+    return [s for s in with_chains(list_needed(steps, views), views)[0] if isinstance(s, ChainRegion)]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -1,4 +1,4 @@
-"""Covers shardfn/graph/_machine.py: the memory of the machine, or of a container on it."""
+"""Covers shardfn/graph/_calibrate.py: the memory of the machine, or of a container on it."""
 
 import pathlib
 

@@ -16,13 +16,12 @@ from shardfn.graph import Schedule
 from shardfn.graph._bucket import bucket
 from shardfn.graph._donate import donate, in_place_twin
 from shardfn.graph._edit import call
-from shardfn.graph._free import free_at_last_use
 from shardfn.graph._hazards import Memory, dependences, legal_order
 from shardfn.graph._overlap import overlap_reductions
 from shardfn.graph._prefetch import prefetch
 from shardfn.graph._rematerialise import rematerialise
+from shardfn.graph._reorder import free_at_last_use, sink_waits
 from shardfn.graph._reuse import reuse_gathers
-from shardfn.graph._sink import sink_waits
 
 _ATEN = torch.ops.aten
 _OPS = torch.ops.shardfn

@@ -18,14 +18,13 @@ from shardfn.core import Pending, adopting
 from shardfn.graph import Schedule
 from shardfn.graph._bucket import bucket
 from shardfn.graph._donate import donate
-from shardfn.graph._edit import reordered
-from shardfn.graph._free import free_at_last_use
+from shardfn.graph._edit import reorder_graph
 from shardfn.graph._moves import is_move
 from shardfn.graph._overlap import overlap_reductions
 from shardfn.graph._prefetch import prefetch
 from shardfn.graph._rematerialise import rematerialise
+from shardfn.graph._reorder import free_at_last_use, sink_waits
 from shardfn.graph._reuse import reuse_gathers
-from shardfn.graph._sink import sink_waits
 from shardfn.graph._transfers import is_start
 from shardfn.memory import _ops
 
@@ -472,7 +471,7 @@ def _named(name: str, call: Callable[[GraphModule], GraphModule]) -> Any:
 
 
 _PASSES = [
-    _named("copy", lambda gm: reordered(gm, list(gm.graph.nodes))[0]),
+    _named("copy", lambda gm: reorder_graph(gm, list(gm.graph.nodes))[0]),
     _named("sink", sink_waits),
     _named("prefetch-0", functools.partial(prefetch, budget=0)),
     _named("prefetch-200", functools.partial(prefetch, budget=200)),

@@ -154,7 +154,7 @@ def test_a_writer_that_fails_leaves_the_old_files_and_nothing_else(
         raise OSError(28, "No space left on device")
 
     if where != "nothing":
-        monkeypatch.setattr(where if "." in where else f"shardfn.interop._archive.{where}", full)
+        monkeypatch.setattr(where if "." in where else f"shardfn.interop.leaves._archive.{where}", full)
     entries: Any = {name: (torch.float32, (5, 3)) for name in "abc"}
     with (
         pytest.raises((OSError, AssertionError), match="No space left" if where != "nothing" else "not written"),

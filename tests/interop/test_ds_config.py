@@ -12,7 +12,7 @@ import torch
 
 import shardfn as sf
 from shardfn import interop, optim
-from shardfn.interop._ds_keys import BATCH, KEYS, TAKEN
+from shardfn.interop.deepspeed._keys import BATCH, KEYS, TAKEN
 from shardfn.testing import distributed
 
 FULL: dict[str, Any] = {

@@ -221,7 +221,7 @@ def test_weights_are_in_the_dtype_of_the_module(tmp_path: pathlib.Path) -> None:
 
 
 def test_groups_are_split_as_deepspeed_splits_them(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardfn.interop._ds_expert_ranks._MOST_ELEMENTS", 200)
+    monkeypatch.setattr("shardfn.interop.deepspeed._experts._MOST_ELEMENTS", 200)
     leaves = dict(Net().named_parameters())
     matrices, rest = ([n for n, p in leaves.items() if (p.ndim > 1) == many] for many in (True, False))
     groups = [{"params": matrices, "name": "a"}, {"params": rest, "name": "b", "weight_decay": 0.0}]

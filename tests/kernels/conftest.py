@@ -9,7 +9,7 @@ from shardfn import kernels
 from shardfn.kernels import _build
 
 
-@pytest.fixture(params=["cpu", "native", "triton"])
+@pytest.fixture(params=["native", "triton"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An implementation that runs during the test; Triton's under its interpreter."""
     if request.param == "triton":

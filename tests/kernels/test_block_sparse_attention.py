@@ -172,7 +172,7 @@ def test_triton_is_the_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 def test_triton_is_the_formula_in_many_cases(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of tiles of more rows than one program holds."""
     triton_is_the_formula(monkeypatch, range(40, 46), dtype, small=True)
-    module = importlib.import_module("shardfn.kernels.block_sparse_attention._triton")
+    module = importlib.import_module("shardfn.kernels._block_sparse_attention_triton")
     monkeypatch.setattr(module, "MOST", 16)
     triton_is_the_formula(monkeypatch, range(50, 52), dtype, small=False)
 

@@ -182,7 +182,7 @@ def test_ops_are_built_beside_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_build, "library", begun.append)
     with building(torch.device("cpu"), ["row_norm", "draw"]):
         pass
-    assert sorted(begun) == ["_native.cpp", "_pool.cpp", "draw/_native.cpp", "row_norm/_native.cpp"]
+    assert sorted(begun) == ["_draw.cpp", "_pool.cpp", "_row_norm.cpp", "_shared.cpp"]
     with building(torch.device("meta"), ["row_norm"]):
         pass
     assert len(begun) == 4
@@ -234,7 +234,7 @@ def test_without_a_compiler_one_warning_names_the_package(monkeypatch: pytest.Mo
         monkeypatch.setattr(_build, cached.__name__, functools.cache(cached.__wrapped__))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for source in ("row_norm/_native.cpp", "draw/_native.cpp", "row_norm/_native.cpp"):
+        for source in ("_row_norm.cpp", "_draw.cpp", "_row_norm.cpp"):
             assert _build.library(source) is None
     [said] = [str(one.message) for one in caught]
     assert "apt install g++" in said and "no C++ compiler" in said

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardfn import core, kernels
-from shardfn.kernels import _build
+from shardfn.kernels import _build, _draw
 from shardfn.kernels._exponential import exponential
-from shardfn.kernels.draw import _native, _reference
 
 F64, INTS = torch.float64, ("top_k", "targets")
 MASK = 0xFFFFFFFF
@@ -94,7 +93,7 @@ def test_ties_and_extremes_have_the_bits_of_the_definition(temperature: float) -
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_is_drawn_like_the_row_alone(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    monkeypatch.setattr(_native, "FEW", 0)
+    monkeypatch.setattr(_draw, "FEW", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     logits, uniform, how = _case(65, 333)
     alone = [kernels.draw(logits[[i]], uniform[[i]], **{k: x[[i]] for k, x in how.items()}) for i in range(65)]
@@ -233,7 +232,7 @@ def test_own_functions_are_exact_to_a_unit() -> None:
     x = -torch.rand(5000, dtype=F64, generator=torch.Generator().manual_seed(0)) * 700
     torch.testing.assert_close(exponential(x), x.exp(), rtol=4.5e-16, atol=0)
     for value in (1.0, 1.4142135623730951, 2.0, 3.7, 49152.0, 1e10):
-        assert math.isclose(_reference.logarithm(value), math.log(value), rel_tol=4.5e-16, abs_tol=2e-16)
+        assert math.isclose(_draw.compute_logarithm(value), math.log(value), rel_tol=4.5e-16, abs_tol=2e-16)
 
 
 @pytest.mark.parametrize(

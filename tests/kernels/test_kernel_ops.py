@@ -1,6 +1,9 @@
 """Covers kernels as torch ops: one node each in a graph, torch's own checks, refusals, the choice of implementation."""
 
+import pathlib
+import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +12,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardfn import kernels
-from shardfn.kernels import _build, _dispatch
+from shardfn.kernels import _build, _op, _sources
 
 OPS = torch.ops.shardfn_kernels
 X, ERROR, SCALES = torch.randn(2, 16), torch.randn(2, 16), torch.rand(2)
@@ -175,9 +178,11 @@ def test_refusals(run: Callable[[], Any], kind: type[Exception], said: str) -> N
 
 
 @pytest.fixture
-def unbuilt() -> Iterator[None]:
-    """The state before any build; builds in the test do not outlast it."""
-    caches = (_build._load_library, _dispatch._choose_kind)
+def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[None]:
+    """The state before any build, with an empty cache; builds in the test do not outlast it."""
+    caches = (_build._load_library, _build._warn_once, _op._choose_kind, _op._find_implementation)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(_sources, "SHIPPED", tmp_path)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -186,22 +191,74 @@ def unbuilt() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unbuilt")
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    want = kernels.pack_signs(X)
-    for cache in (_build._load_library, _dispatch._choose_kind):
-        cache.cache_clear()
+def test_without_a_compiler_the_references_run_and_one_warning_names_the_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert torch.equal(kernels.pack_signs(X), want)
-    assert _dispatch._choose_kind("cpu") == "cpu"
-    with pytest.raises(ValueError, match="no C\\+\\+ compiler"), kernels.implemented_by("native"):
+    with kernels.implemented_by("reference"):
+        want = kernels.pack_signs(X), kernels.gelu(X)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = kernels.pack_signs(X), kernels.gelu(X)
+    assert all(map(torch.equal, got, want))
+    assert [("apt install g++" in str(w.message), "C++ compiler" in str(w.message)) for w in caught] == [(True, True)]
+    assert _op._choose_kind("cpu") == "reference" and not kernels.is_native("gelu")
+    with pytest.raises(ValueError, match="must have a C\\+\\+ compiler"), kernels.implemented_by("native"):
         pass
 
 
 @pytest.mark.usefixtures("unbuilt")
-def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.mark.parametrize("call", [lambda: kernels.pack_signs(X), lambda: kernels.gelu(X)], ids=["shared", "own file"])
+def test_a_compiler_that_fails_is_an_error(
+    call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/false")
-    with pytest.warns(UserWarning, match="/bin/false did not build"):
-        kernels.pack_signs(X)
-    assert _dispatch._choose_kind("cpu") == "cpu"
+    for _ in range(2):  # also when called again
+        with pytest.raises(RuntimeError, match="/bin/false must build shardfn's kernels"):
+            call()
     assert [left.suffix for left in (tmp_path / "shardfn").iterdir()] == [".lock"]  # the file that builders lock
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_a_cache_that_cannot_be_written_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    if kernels.cxx_compiler() is None:
+        pytest.skip("no C++ compiler")
+    with pytest.raises(RuntimeError, match="XDG_CACHE_HOME"):
+        kernels.pack_signs(X)
+
+
+def test_a_record_without_a_reference_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'nothing' must have a reference.*got none"):
+        kernels.KernelOp(schema="nothing(Tensor x) -> Tensor", abstract=torch.empty_like)
+    assert "nothing" not in kernels.KERNELS and not hasattr(OPS, "nothing")
+
+
+@pytest.mark.parametrize("name", sorted(kernels.KERNELS))
+def test_a_record_is_whole(name: str) -> None:
+    """Its C++ is a file of the tables, its Triton a function, its labels fit the schema, and its writer exists."""
+    kernel = kernels.KERNELS[name]
+    schema = kernel.op.default._schema
+    assert f"kernels/{kernel.source}" in _sources.FLAGS
+    assert (kernel.native is None) == (not kernel.triton)
+    if kernel.triton:
+        file, function = kernel.triton.split(".")  # read, as an import would fix whether the interpreter runs it
+        text = (_sources.PACKAGE / "kernels" / f"{file}.py").read_text()
+        assert re.search(rf"^(def {function}\(|{function} = )", text, re.MULTILINE)
+    if kernel.sharding is not None:
+        given = kernel.sharding(*[None] * 3, False, False) if callable(kernel.sharding) else kernel.sharding
+        ins, outs = (side.split(",") for side in given.labels.split("->"))
+        tensors = [a for a in schema.arguments if "Tensor" in str(a.type)]
+        assert (len(ins), len(outs)) == (len(tensors), len(schema.returns))
+        assert set(given.linear) <= set(range(len(ins)))
+        kept = {label for term in outs for label in term} - {"."}
+        assert kept <= {label for term in ins for label in term}
+    assert kernels.without_dispatch(kernel.op.default) is kernels.without_dispatch(kernel.op.default) is not None
+    assert not kernel.in_place or kernels.KERNELS[kernel.in_place].op.default._schema.is_mutable
+
+
+@pytest.mark.parametrize("name", sorted(name for name, kernel in kernels.KERNELS.items() if kernel.dtypes))
+def test_a_dtype_outside_of_the_record_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=r"x must be .*, got torch\.int32\. Convert x"):
+        kernels.KERNELS[name].check_dtype("x", torch.ones(2, dtype=torch.int32))

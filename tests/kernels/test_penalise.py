@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn import kernels
-from shardfn.kernels import _build
-from shardfn.kernels.penalise import _native
+from shardfn.kernels import _build, _penalise
 
 F64 = torch.float64
 
@@ -53,7 +52,7 @@ def test_the_formulas() -> None:
 def test_c_has_the_bits_of_the_definition(
     monkeypatch: pytest.MonkeyPatch, vocab: int, width: int, threads: int
 ) -> None:
-    monkeypatch.setattr(_native, "FEW", 0)
+    monkeypatch.setattr(_penalise, "FEW", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     logits, history, prompts, how = _case(30, vocab, width)
     got = kernels.penalise(logits, history, prompts, **how)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, kernels
-from shardfn.kernels import _build
-from shardfn.kernels.ragged_attention import _native, _reference
+from shardfn.kernels import _build, _ragged_attention
 from shardfn.testing import distributed
 
 NIGHTLY = pytest.mark.nightly
@@ -111,7 +110,7 @@ def test_lse_is_the_logarithm_of_the_sum(how: dict[str, Any], kind: str, monkeyp
     story = _story((40,), (6, 2, 7), **how)
     places, cache = torch.arange(40, dtype=torch.int32), torch.zeros(10, 2, 2, 4, 7)
     tables = torch.arange(10, dtype=torch.int32)[None]
-    with kernels.implemented_by(kind if kind != "native" or _build.library() else "cpu"):
+    with kernels.implemented_by(kind if kind != "native" or _build.library() else "reference"):
         args = cache, places, places, torch.zeros_like(places), tables
         _, lse = kernels.ragged_attention(story.q[0], story.k[0], story.v[0], *args, **story.how)
     torch.testing.assert_close(lse, _plain(story.q[0], story.k[0], story.v[0], **story.how)[1], rtol=2e-5, atol=2e-6)
@@ -164,13 +163,16 @@ def test_every_processor_has_the_bits_of_the_definition(
 
 def test_the_functions_of_scores() -> None:
     x = torch.cat([torch.linspace(-90, 0, 5001), torch.tensor([-math.inf, -87.0, -1e-30])])
-    got = _reference.exponential(x)
+    got = _ragged_attention.exponential(x)
     assert torch.equal(got[x < -87], torch.zeros(int((x < -87).sum()))) and got[5000] == 1
     near = x >= -87
     assert float((got[near].double() / x[near].double().exp() - 1).abs().max()) < 2e-7
     x = torch.cat([x / 10, -x / 10, torch.tensor([math.inf])])
-    torch.testing.assert_close(_reference.tanh(x), x.double().tanh().float(), rtol=3e-7, atol=0)
-    assert _reference.tanh(torch.tensor(math.nan)).isnan() and _reference.exponential(torch.tensor(math.nan)).isnan()
+    torch.testing.assert_close(_ragged_attention.tanh(x), x.double().tanh().float(), rtol=3e-7, atol=0)
+    assert (
+        _ragged_attention.tanh(torch.tensor(math.nan)).isnan()
+        and _ragged_attention.exponential(torch.tensor(math.nan)).isnan()
+    )
 
 
 @pytest.mark.day("plain-1", "plain-16", "plain-32")
@@ -210,7 +212,7 @@ def test_a_row_has_its_bits_among_any_number_of_rows(generation: int) -> None:
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     story, before = _story((130, 1, 77), (6, 3, 32)), torch.get_num_threads()
     want = Pages(story, 16, dtype=dtype).whole()
-    monkeypatch.setattr(_native, "FEW", -1)
+    monkeypatch.setattr(_ragged_attention, "FEW", -1)
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
@@ -222,7 +224,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dty
 @pytest.mark.parametrize("dtype", CODES, ids=str)
 def test_a_cache_in_codes_holds_rounded_keys_and_values(dtype: torch.dtype) -> None:
     story = _story((40,), (4, 2, 26))
-    k, v = ([kernels.decoded_rows(kernels.coded_rows(x[0], dtype), 26, dtype)] for x in story[1:3])
+    k, v = ([kernels.decode_rows(kernels.encode_rows(x[0], dtype), 26, dtype)] for x in story[1:3])
     (want,) = Pages(Story(story.q, k, v, story.how), 16).whole()
     pages = Pages(story, 16, dtype=dtype)
     chunks = [pages.run((0, range(lo, hi)))[0] for lo, hi in ((0, 13), (13, 14), (14, 40))]
@@ -242,8 +244,8 @@ def test_rows_of_codes(dtype: torch.dtype, implementation: Any) -> None:
     with kernels.implemented_by(implementation) if implementation else contextlib.nullcontext():
         kernels.ragged_attention(x[:, None], x[:, None], -x[:, None], cache, place, first, first, first[:1, None])
     rows = cache.view(torch.uint8)[:, :, 0].transpose(1, 2).flatten(0, 1)
-    assert torch.equal(rows, torch.stack([kernels.coded_rows(y, dtype) for y in (x, -x)], 1))
-    back = kernels.decoded_rows(rows[:, 0], 22, dtype)
+    assert torch.equal(rows, torch.stack([kernels.encode_rows(y, dtype) for y in (x, -x)], 1))
+    back = kernels.decode_rows(rows[:, 0], 22, dtype)
     assert back[5:7].isnan().all() and (back[7] == 0).all()
     scale = x.abs().amax(1, keepdim=True) / (127 if dtype == torch.int8 else 448)
     bound = scale / 2 if dtype == torch.int8 else torch.maximum(x.abs() / 16, scale / 1024)
@@ -391,7 +393,7 @@ REFUSALS: list[tuple[dict[str, Any], Any, str]] = [
         r"consecutive positions up to 2",
     ),
     ({"q": torch.ones(2, 3, 3)}, ValueError, "got 2 key heads of cache and 3 heads of q"),
-    ({"q": torch.ones(2, 4, 3).half()}, TypeError, "q is torch.float16"),
+    ({"q": torch.ones(2, 4, 3).half()}, TypeError, "q must be float32 or float64, got torch.float16"),
     ({"k": torch.ones(2, 1, 3)}, ValueError, r"k is of shape \(2, 1, 3\), must be \(2, 2, 3\)"),
     ({"cache": torch.zeros(3, 2, 2, 2, 3).half()}, TypeError, "cache must be .*, got torch.float16"),
     (
@@ -411,7 +413,7 @@ REFUSALS: list[tuple[dict[str, Any], Any, str]] = [
 @pytest.mark.parametrize("changed, error, said", REFUSALS)
 def test_refusals_write_nothing(changed: dict[str, Any], error: Any, said: str, kind: str) -> None:
     (args,) = _plan(**changed)
-    with kernels.implemented_by(kind if _build.library() else "cpu"):
+    with kernels.implemented_by(kind if _build.library() else "reference"):
         run = inspect.unwrap(kernels.ragged_attention)  # without the shape checks of tests
         if error is None:
             run(**args)
@@ -424,7 +426,7 @@ def test_refusals_write_nothing(changed: dict[str, Any], error: Any, said: str, 
 def test_blocks_before_the_window_are_not_read() -> None:
     for kind in ("native", "reference"):
         (args,) = _plan(positions=[2, 3], slots=[4, 5], tables=[[-1, 2]], window=1)
-        with kernels.implemented_by(kind if _build.library() else "cpu"):
+        with kernels.implemented_by(kind if _build.library() else "reference"):
             assert torch.equal(kernels.ragged_attention(**args)[0], torch.ones(2, 4, 3))
 
 
@@ -432,7 +434,7 @@ def test_no_tokens_and_columns_of_a_larger_tensor() -> None:
     (args,) = _plan()
     ints = {name: args[name][:0] for name in ("slots", "positions", "sequences")}
     for kind in ("native", "reference"):
-        with kernels.implemented_by(kind if _build.library() else "cpu"):
+        with kernels.implemented_by(kind if _build.library() else "reference"):
             none = args | ints | {name: args[name][:0] for name in "qkv"}
             assert kernels.ragged_attention(**none)[0].shape == (0, 4, 3)
             whole = torch.randn(2, 8 * 3, generator=torch.Generator().manual_seed(0))

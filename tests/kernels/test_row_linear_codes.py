@@ -101,7 +101,7 @@ def test_blocks_of_gguf_are_read_without_change(codes: kernels.Codes) -> None:
     x = _draw(3, 96)
     assert torch.equal(kernels.row_linear(x, packed, 70), kernels.row_linear(x, kernels.pack_rows(decoded), 70))
     index = torch.tensor([[0, 69], [64, 3]])
-    assert torch.equal(kernels.packed_rows(packed, index, 96), decoded[index])
+    assert torch.equal(kernels.take_rows(packed, index, 96), decoded[index])
 
 
 @pytest.mark.parametrize("codes", CODES)

@@ -101,7 +101,7 @@ def test_a_mapped_dim_joins_the_rows_and_mapped_weights_get_a_call_each() -> Non
         (
             lambda: kernels.row_norm(torch.ones(2).half(), torch.ones(2), centered=True),
             TypeError,
-            "x is torch.float16",
+            "x must be float32 or float64, got torch.float16",
         ),
         (
             lambda: kernels.row_norm(torch.ones(2, 3), torch.ones(2), centered=True),

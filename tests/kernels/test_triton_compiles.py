@@ -11,22 +11,22 @@ PROGRAM = """
 import re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from shardfn.kernels.block_sparse_attention import _triton as sparse
-from shardfn.kernels.draw import _triton as draw
-from shardfn.kernels.gather_rows import _triton as gather
-from shardfn.kernels.grouped_product import _triton as grouped
-from shardfn.kernels.dequantize_sum import _triton as sums
-from shardfn.kernels.moving_average import _triton as average
-from shardfn.kernels.pointwise import _triton as pointwise
-from shardfn.kernels.penalise import _triton as penalise
-from shardfn.kernels.preconditioned_step import _triton as step
-from shardfn.kernels.quantize import _triton as quantize
-from shardfn.kernels.ragged_attention import _triton as ragged
-from shardfn.kernels.row_linear import _triton as rows
-from shardfn.kernels.row_norm import _triton as norm
-from shardfn.kernels.sign_compress import _triton as compress
-from shardfn.kernels.sign_mean import _triton as mean
-from shardfn.kernels.signs import _triton as signs
+from shardfn.kernels import _block_sparse_attention_triton as sparse
+from shardfn.kernels import _draw_triton as draw
+from shardfn.kernels import _gather_rows_triton as gather
+from shardfn.kernels import _grouped_product_triton as grouped
+from shardfn.kernels import _quantize_triton as sums
+from shardfn.kernels import _preconditioned_step_triton as average
+from shardfn.kernels import _pointwise_triton as pointwise
+from shardfn.kernels import _penalise_triton as penalise
+from shardfn.kernels import _preconditioned_step_triton as step
+from shardfn.kernels import _quantize_triton as quantize
+from shardfn.kernels import _ragged_attention_triton as ragged
+from shardfn.kernels import _row_linear_triton as rows
+from shardfn.kernels import _row_norm_triton as norm
+from shardfn.kernels import _signs_triton as compress
+from shardfn.kernels import _signs_triton as mean
+from shardfn.kernels import _signs_triton as signs
 
 LANES = dict(LANES=1024, SPAN=1 << 18, TILE=256)
 CASES = [

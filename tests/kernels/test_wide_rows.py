@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardfn import kernels
 from shardfn.kernels._exponential import exponential
-from shardfn.kernels.ragged_attention._reference import tanh
+from shardfn.kernels._ragged_attention import tanh
 
 F64 = torch.float64
 ROWS, WIDTH, OUTPUTS, VOCAB = 21, 37, 70, 83
@@ -172,7 +172,7 @@ def test_a_mixture_with_float32_is_refused() -> None:
         (lambda: kernels.pack_rows(W, "int8"), "weight is torch.float64, with codes='int8', .*pass weight.float"),
         (lambda: kernels.row_norm(X, SCALE.float(), centered=False), "weight is torch.float32, must be torch.float64"),
         (lambda: kernels.gated_silu(X, X.float()), "up is torch.float32, must be torch.float64"),
-        (lambda: kernels.gelu(X.half()), "x is torch.float16, must be torch.float32 or torch.float64"),
+        (lambda: kernels.gelu(X.half()), "x must be float32 or float64, got torch.float16"),
         (
             lambda: kernels.ragged_attention(q, q, q, cache, at, at, at, at[None]),
             "cache must be one of torch.float64 for q of torch.float64, got torch.float32",

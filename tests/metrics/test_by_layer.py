@@ -1,4 +1,4 @@
-"""Covers shardfn/metrics/_by_layer.py, and the norms of stacked leaves: by layer, on one rank and several."""
+"""Covers shardfn/metrics/_values.py, and the norms of stacked leaves: by layer, on one rank and several."""
 
 from typing import Any
 

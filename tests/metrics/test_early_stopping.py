@@ -1,4 +1,4 @@
-"""Covers shardfn/metrics/_early_stopping.py: when it stops, and resuming it from a checkpoint."""
+"""Covers shardfn/metrics/_stopping.py: when it stops, and resuming it from a checkpoint."""
 
 import math
 import pathlib

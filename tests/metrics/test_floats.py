@@ -1,4 +1,4 @@
-"""Covers shardfn/metrics/_floats.py: metrics as numbers."""
+"""Covers shardfn/metrics/_values.py: metrics as numbers."""
 
 import pytest
 import torch

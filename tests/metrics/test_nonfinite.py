@@ -1,4 +1,4 @@
-"""Covers shardfn/metrics/_nonfinite.py: a run whose steps are not finite ends."""
+"""Covers shardfn/metrics/_stopping.py: a run whose steps are not finite ends."""
 
 import pytest
 import torch

@@ -250,7 +250,7 @@ def test_rows_of_rotary_tables_are_rounded_from_the_true_numbers() -> None:
 
 def test_nodes_are_the_cuts_that_keep_the_order_of_the_tree() -> None:
     parts = [_drawn(40, seed=i) for i in range(48)]
-    joined = kernels.joined
+    joined = kernels.sum_chunks
     for chunks in (1, 2, 3, 4, 6, 8, 12, 16, 24, 48):
         for n in range(2, 13):
             if chunks % n:

@@ -10,7 +10,7 @@ from shardfn import rl
 from shardfn.inference import Engine, hf_decoder, limits_of
 from shardfn.testing import distributed
 from tests.inference.hf_models import MODELS
-from tests.modules.test_module_exact import LENGTH, gradients, logprobs_of, sampled
+from tests.modules.test_batch_invariant_module import LENGTH, gradients, logprobs_of, sampled
 from tests.rl.test_routes import known
 
 KINDS = ["mixtral", "qwen3_moe", pytest.param("olmoe", marks=pytest.mark.nightly)]

@@ -13,7 +13,7 @@ from shardfn.inference import Engine, Sampling, decoder, limits_of
 from shardfn.models import gpt, moe
 from shardfn.testing import assert_parity, distributed
 from tests.inference.hf_models import MODELS
-from tests.modules.test_module_exact import logprobs_of, sampled
+from tests.modules.test_batch_invariant_module import logprobs_of, sampled
 
 PATH = "model.layers"
 EXACT = gpt.Config.llama_like(

@@ -1,0 +1,154 @@
+"""Files of others with quantised weights, read as floats or as blocks of codes.
+
+Only weights are decoded: activations stay floats, also where a config asks for rounded activations.
+"""
+
+import functools
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.checkpoint import SafetensorsEntry
+from shardfn.interop.leaves import Archive
+from shardfn.kernels import BLOCK_BYTES, Codes
+
+from ._settings import find_weights
+from ._weight import Span
+
+# Tensors for activations, which stay floats.
+_ACTIVATIONS = (".input_scale", ".input_zero_point", ".input_g_idx", ".output_scale")
+
+
+class QuantizedEntry(NamedTuple):
+    """Decoded weight: the dtype of the scales, and the shape [N, K]."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class QuantizedArchive(Mapping[str, SafetensorsEntry | QuantizedEntry]):
+    """Tensors of an archive, with decoded weights in place of the tensors of a format.
+
+    Only requested parts are read and decoded.
+
+    Args:
+        archive: files of the model.
+        settings: `quantization_config` of the model.
+
+    Raises:
+        ValueError: the format, its version, bits or block sizes are not known, or tensors are missing or do not fit one
+            another. The message lists all.
+    """
+
+    def __init__(self, archive: Archive, settings: Mapping[str, Any]) -> None:
+        self.directory, self._archive = archive.directory, archive
+        self._weights, taken = find_weights(archive, settings)
+        self._plain = [name for name in archive if name not in taken and not name.endswith(_ACTIVATIONS)]
+
+    def __getitem__(self, name: str) -> SafetensorsEntry | QuantizedEntry:
+        if name in self._weights:
+            return QuantizedEntry(self._weights[name].dtype, self._weights[name].shape)
+        if name not in self._plain:
+            raise KeyError(name)
+        return self._archive[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._plain
+        yield from self._weights
+
+    def __len__(self) -> int:
+        return len(self._plain) + len(self._weights)
+
+    def box(self, name: str, box: Sequence[Span], shape: Sequence[int] | None = None) -> Tensor:
+        """Returns a box of a tensor, see `Archive.box`. Decoded weights are in float32, without another rounding."""
+        if name not in self._weights:
+            return self._archive.box(name, box, shape)
+        weight = self._weights[name]
+        sizes = [hi - lo for lo, hi in box]
+        if not math.prod(sizes):
+            return torch.empty(sizes)
+        dims = tuple(weight.shape if shape is None else shape)
+        split = _split_dims(dims, weight.shape)
+        strides = [math.prod(dims[d + 1 : split]) for d in range(split)]
+        strides += [math.prod(dims[d + 1 :]) for d in range(split, len(dims))]
+        (row, rows), (col, cols) = (_bound(box[part], strides[part]) for part in (slice(split), slice(split, None)))
+        decoded = weight.decode((row, rows), (col, cols))
+        width = cols - col
+        return decoded.as_strided(sizes, [n * width for n in strides[:split]] + strides[split:]).clone()
+
+    @functools.cached_property
+    def codes(self) -> dict[str, Codes]:
+        """Returns the codes of the kernels that hold a weight without any change of a value, by name.
+
+        Symmetric weights of 4 bits are held by "int4", and other integers of up to 8 bits by "int8", where the scales
+        are exact in float16 and groups are multiples of 32 consecutive inputs. Other weights are not in the result.
+        """
+        found: dict[str, Codes] = {}
+        for name, weight in self._weights.items():
+            if (codes := weight.find_codes()) is not None:
+                found[name] = codes
+        return found
+
+    def blocks(self, name: str, rows: Span, groups: Span) -> Tensor:
+        """Returns blocks of codes of a weight, in the form of `kernels.code_blocks`.
+
+        Args:
+            name: name of the weight, which must be in `codes`.
+            rows: range of outputs.
+            groups: range of blocks of 32 inputs, for example (1, 3) for inputs 32 to 95.
+        """
+        codes = self.codes[name]
+        if rows[0] >= rows[1] or groups[0] >= groups[1]:
+            return torch.empty(rows[1] - rows[0], (groups[1] - groups[0]) * BLOCK_BYTES[codes], dtype=torch.uint8)
+        return self._weights[name].blocks(codes, rows, groups)
+
+
+def open_archive(directory: str | os.PathLike[str]) -> Archive | QuantizedArchive:
+    """Returns the tensors of a directory, decoded where `config.json` has a `quantization_config`.
+
+    Raises:
+        ValueError: see `QuantizedArchive`.
+        FileNotFoundError: see `Archive`.
+    """
+    archive, settings = Archive(directory), read_quantization(directory)
+    if settings is None:
+        return archive
+    if _read_config(directory).get("model_type") == "gpt2":
+        raise ValueError(
+            f"{directory}: quantised weights must be of layers with weights [outputs, inputs], but GPT-2 has weights"
+            " [inputs, outputs]. Use the model's files without quantization."
+        )
+    return QuantizedArchive(archive, settings)
+
+
+def read_quantization(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Returns the `quantization_config` in a directory's `config.json`, or None."""
+    found = _read_config(directory).get("quantization_config")
+    return found if isinstance(found, dict) else None
+
+
+def _read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    path = pathlib.Path(directory) / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    return config if isinstance(config, dict) else {}
+
+
+def _split_dims(dims: Sequence[int], shape: tuple[int, int]) -> int:
+    """Returns the number of first dims of a view that make up the outputs of a weight."""
+    found = [d for d in range(len(dims) + 1) if math.prod(dims[:d]) == shape[0] and math.prod(dims[d:]) == shape[1]]
+    if not found:
+        raise ValueError(f"a quantised weight of shape {shape} must be split between outputs and inputs, got {dims}.")
+    return found[0]
+
+
+def _bound(box: Sequence[Span], strides: Sequence[int]) -> Span:
+    """Returns the range of flat indices from the first to the last element of a box."""
+    first = sum(lo * n for (lo, _), n in zip(box, strides, strict=True))
+    last = sum((hi - 1) * n for (_, hi), n in zip(box, strides, strict=True))
+    return first, last + 1

@@ -1,0 +1,242 @@
+// Attention of ragged tokens over a paged cache, which first receives their keys and values. Threads take groups: tokens
+// of one sequence that follow each other in the plan, with the query heads of one key head.
+#include "_chain.h"
+#include "_threads.h"
+#include "_cache_rows.h"
+#include "_attention_tile.h"
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+namespace {
+
+// Rows of queries that share a tile of keys.
+constexpr int64_t ROWS = 64;
+
+struct Call {
+    const float *q, *k, *v;
+    void* cache;
+    const int32_t *slots, *positions, *sequences, *tables;
+    const float *slopes, *sinks;
+    const uint8_t* tree;
+    float *y, *lse;
+    int64_t T, H, G, K, q_stride, k_stride, v_stride, blocks, block, S, width, window, kind;
+    Scoring how;
+};
+
+// For each token the first position it sees, the first of guesses, and where the list of their slots begins.
+struct Plan {
+    std::vector<int64_t> begin, guesses, at;
+    std::vector<int32_t> slots;
+};
+
+struct Group {
+    int64_t first, count, begin, end, shared;  // tokens, the positions they see, those before guesses
+};
+
+bool read_tree(const Call& o, Plan& plan, int64_t i) {
+    const uint8_t* row = o.tree + i * o.T;
+    const int64_t before = plan.slots.size();
+    for (int64_t j = 0; j < o.T; ++j)
+        if (row[j]) plan.slots.push_back(j);
+    const int64_t count = plan.slots.size() - before;
+    plan.guesses[i] -= count;
+    if (count && plan.slots.back() != i) return false;
+    for (int64_t n = 0; n < count; ++n) {
+        int32_t& place = plan.slots[before + n];
+        if (o.sequences[place] != o.sequences[i] || o.positions[place] != plan.guesses[i] + n) return false;
+        place = o.slots[place];
+    }
+    return true;
+}
+
+// Whether all numbers are in range; fills the plan.
+bool read_plan(const Call& o, Plan& plan) {
+    plan.begin.resize(o.T), plan.guesses.resize(o.T), plan.at.resize(o.T);
+    std::vector<int64_t> low(o.S, 0), high(o.S, 0);  // by sequence, the entries of its table that were checked
+    for (int64_t i = 0; i < o.T; ++i) {
+        const int64_t s = o.sequences[i], p = o.positions[i];
+        if (o.slots[i] < 0 || o.slots[i] >= o.blocks * o.block || s < 0 || s >= o.S || p < 0 || p >= o.width * o.block)
+            return false;
+        plan.begin[i] = o.window ? std::max<int64_t>(0, p - o.window + 1) : 0;
+        plan.guesses[i] = p + 1;
+        plan.at[i] = plan.slots.size();
+    }
+    for (int64_t i = 0; i < o.T; ++i) {
+        plan.at[i] = plan.slots.size();
+        if (o.tree && !read_tree(o, plan, i)) return false;
+        const int64_t s = o.sequences[i], first = plan.begin[i] / o.block, end = (plan.guesses[i] + o.block - 1) / o.block;
+        if (first < low[s] || first > high[s]) low[s] = high[s] = first;
+        for (; high[s] < end; ++high[s]) {
+            const int32_t b = o.tables[s * o.width + high[s]];
+            if (b < 0 || b >= o.blocks) return false;
+        }
+    }
+    return true;
+}
+
+std::vector<Group> groups_of(const Call& o, const Plan& plan) {
+    const int64_t most = std::max<int64_t>(1, ROWS / (o.H / o.G));
+    std::vector<Group> out;
+    for (int64_t i = 0; i < o.T; ++i) {
+        const int64_t end = o.positions[i] + 1;
+        const int64_t shared = plan.guesses[i] < end ? plan.guesses[i] : std::numeric_limits<int64_t>::max();
+        if (out.empty() || out.back().count == most || o.sequences[i] != o.sequences[i - 1]) {
+            out.push_back({i, 1, plan.begin[i], end, shared});
+            continue;
+        }
+        Group& group = out.back();
+        ++group.count;
+        group.begin = std::min(group.begin, plan.begin[i]);
+        group.end = std::max(group.end, end);
+        group.shared = std::min(group.shared, shared);
+    }
+    // The longest first, so that threads end together.
+    std::stable_sort(out.begin(), out.end(), [](const Group& a, const Group& b) {
+        return a.count * (a.end - a.begin) > b.count * (b.end - b.begin);
+    });
+    return out;
+}
+
+// The number of the row of a place of a block, for a key (part 0) or a value (1): rows of a head in a block follow one
+// another, so that a head's keys are read in one go.
+INLINE int64_t row_number(const Call& o, int64_t block, int64_t part, int64_t g, int64_t place) {
+    return ((block * 2 + part) * o.G + g) * o.block + place;
+}
+
+void write_head(const Call& o, int64_t g) {
+    for (int64_t i = 0; i < o.T; ++i)
+        for (int part = 0; part < 2; ++part) {
+            const float* from = part ? o.v + i * o.v_stride + g * o.K : o.k + i * o.k_stride + g * o.K;
+            const int64_t to = row_number(o, o.slots[i] / o.block, part, g, o.slots[i] % o.block);
+            write_row(o.cache, to, o.kind, from, o.K);
+        }
+}
+
+// Points to keys at positions from `low` to below `high` of a tile, which are in the table, in runs of a block.
+INLINE void follow_table(const Call& o, const int32_t* table, int64_t g, int64_t tile, int low, int high, const float** to) {
+    int64_t index = (tile + low) / o.block, place = (tile + low) % o.block;
+    for (int n = low; n < high; ++index, place = 0) {
+        const float* row = (const float*)o.cache + row_number(o, table[index], 0, g, place) * o.K;
+        const int stop = (int)std::min<int64_t>(high, n + o.block - place);
+        for (; n < stop; ++n, row += o.K) to[n] = row;
+    }
+}
+
+// Where the next tile's keys are, as far as they are known to be in the table: the rest is that of this tile. After the
+// last tile comes the first one of the next head.
+INLINE void foresee(const Call& o, Scratch& s, const int32_t* table, int64_t g, int64_t first, int64_t tile, int64_t end,
+                    int64_t rows) {
+    int64_t next = tile + TILE, head = g;
+    if (next >= end) next = first, ++head;
+    s.apart = o.G * o.block * o.K;
+    s.foresees = o.kind == FLOAT32 && o.K % LANES == 0 && rows <= FEW && head < o.G && next < end;
+    if (!s.foresees) return;
+    const int high = (int)std::min<int64_t>(TILE, end - next);
+    follow_table(o, table, head, next, 0, high, s.later);
+    for (int n = high; n < TILE; ++n) s.later[n] = s.later[0];
+}
+
+// Points to the keys and values at positions from `low` to below `high` of a tile: up to `guesses` those of the table,
+// then those of token i's guesses. The others point at the first one, and are not read for a result.
+template <class L>
+INLINE void find_keys(const Call& o, const Plan& plan, Scratch& s, int64_t g, int64_t i, int64_t guesses, int64_t tile, int low,
+               int high) {
+    const bool staged = o.kind != FLOAT32 || o.K % LANES;
+    const int32_t* table = o.tables + o.sequences[i] * o.width;
+    if (!staged && tile + high <= guesses) {
+        follow_table(o, table, g, tile, low, high, s.key);
+        for (int n = low; n < high; ++n) s.value[n] = s.key[n] + s.apart;
+    } else {
+        int64_t index = (tile + low) / o.block, place = (tile + low) % o.block;
+        for (int n = low; n < high; ++n, ++place) {
+            if (place == o.block) ++index, place = 0;
+            const int64_t guess = tile + n - guesses, slot = guess < 0 ? 0 : plan.slots[plan.at[i] + guess];
+            const int64_t key = guess < 0 ? row_number(o, table[index], 0, g, place)
+                                          : row_number(o, slot / o.block, 0, g, slot % o.block);
+            const int64_t value = key + o.G * o.block;
+            s.key[n] = staged ? s.keys + n * s.padded : (const float*)o.cache + key * o.K;
+            s.value[n] = staged ? s.values + n * s.padded : (const float*)o.cache + value * o.K;
+            if (!staged) continue;
+            read_row<L>(o.cache, key, o.kind, o.K, s.padded, s.keys + n * s.padded);
+            read_row<L>(o.cache, value, o.kind, o.K, s.padded, s.values + n * s.padded);
+        }
+    }
+    for (int n = 0; n < low; ++n) s.key[n] = s.key[low], s.value[n] = s.value[low];
+    for (int n = high; n < TILE; ++n) s.key[n] = s.key[low], s.value[n] = s.value[low];
+}
+
+template <class L>
+INLINE void attend(const Call& o, const Plan& plan, const Group& group, int64_t g, Scratch& s) {
+    const int64_t R = o.H / o.G, rows = group.count * R;
+    std::vector<Seen> seen(rows);
+    s.fit(rows, o.K);
+    std::memset(s.q, 0, (char*)s.weights - (char*)s.q);  // queries, sums and lanes
+    for (int64_t row = 0; row < rows; ++row) {
+        const int64_t head = g * R + row % R;
+        std::memcpy(s.q + row * s.padded, o.q + (group.first + row / R) * o.q_stride + head * o.K, o.K * sizeof(float));
+        s.most[row] = o.sinks ? o.sinks[head] : NONE;
+        s.lanes[row * LANES] = s.most[row] > NONE ? 1 : 0;
+        s.slope[row] = o.slopes ? o.slopes[head] : 0;
+    }
+    for (int64_t tile = group.begin / TILE * TILE; tile < group.end; tile += TILE) {
+        for (int64_t row = 0; row < rows; ++row) {
+            const int64_t i = group.first + row / R, own = o.positions[i] - tile;
+            const int64_t low = std::max<int64_t>(0, plan.begin[i] - tile), high = std::min<int64_t>(TILE, own + 1);
+            seen[row] = {(int)std::min<int64_t>(low, TILE), (int)std::max<int64_t>(high, 0), (int)own};
+        }
+        // Tokens share the keys of a tile, up to the first guess.
+        const bool shared = tile + TILE <= group.shared;
+        const int64_t together = shared ? rows : R;
+        for (int64_t row = 0; row < rows; row += together) {
+            int low = TILE, high = 0;
+            for (int64_t r = row; r < row + together; ++r)
+                if (seen[r].low < seen[r].high) low = std::min(low, seen[r].low), high = std::max(high, seen[r].high);
+            if (low >= high) continue;
+            const int64_t i = group.first + row / R;
+            const int64_t guesses = shared ? group.shared : plan.guesses[i], end = std::min<int64_t>(guesses, o.positions[i] + 1);
+            foresee(o, s, o.tables + o.sequences[i] * o.width, g, group.begin / TILE * TILE, tile, end, together);
+            find_keys<L>(o, plan, s, g, i, guesses, tile, low, high);
+            add_tile<L>(s, o.how, row, row + together, seen.data(), o.K, o.slopes);
+        }
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+        const int64_t at = (group.first + row / R) * o.H + g * R + row % R;
+        finish<L>(s, row, o.K, o.y + at * o.K, o.lse + at);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Returns 0 if all was written; 1, and changes nothing, if a number of the plan is out of range.
+int64_t ragged_attention(const float* q, const float* k, const float* v, void* cache, const int32_t* slots,
+                         const int32_t* positions, const int32_t* sequences, const int32_t* tables, const float* slopes,
+                         const float* sinks, const uint8_t* tree, float* y, float* lse, int64_t T, int64_t H, int64_t G, int64_t K,
+                         int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t blocks, int64_t block, int64_t S,
+                         int64_t width, int64_t window, int64_t kind, float scale, float cap, int64_t threads,
+                         int64_t few) {
+    const Call o = {q, k, v, cache, slots, positions, sequences, tables, slopes, sinks, tree, y, lse, T, H, G, K,
+                    q_stride, k_stride, v_stride, blocks, block, S, width, window, kind, {scale, cap}};
+    Plan plan;
+    if (!read_plan(o, plan)) return 1;
+    const std::vector<Group> groups = groups_of(o, plan);
+    const int64_t items = groups.size() * G;
+    int64_t work = 0;
+    for (const Group& group : groups) work += group.count * (group.end - group.begin) * H * K;
+    std::atomic<int64_t> write(0), written(0), next(0);
+    if (work <= few) threads = 1;
+    together(threads < items ? threads : items, [&](int64_t) {
+        static thread_local Scratch scratch;
+        for (int64_t g; (g = write++) < G; ++written) write_head(o, g);
+        while (written < G) std::this_thread::yield();  // a token may read the key of any other
+        for (int64_t item; (item = next++) < items;) attend<Here>(o, plan, groups[item / G], item % G, scratch);
+    });
+    return 0;
+}
+
+}  // extern "C"
+
+CHAINED(ragged_attention)

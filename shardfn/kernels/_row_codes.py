@@ -1,0 +1,292 @@
+"""Weights in codes: groups of 32 inputs of an output share a scale, and in int4 also the smallest value.
+
+    int8    w = scale q,            q from -127 to 127    GGUF's Q8_0: 34 bytes a group
+    int4    w = scale q + least,    q from 0 to 15        GGUF's Q4_1: 20 bytes a group
+
+Scales and least values are float16. So scale * q is exact in float32, and a weight is rounded at most once.
+
+A panel of 64 outputs keeps a record for each group, with the bytes of 64 blocks of GGUF: the scales of all outputs, in
+int4 also the least values, then rows of 64 codes. A row has a single input, in int4 an even input in the low nibbles
+and the next input in the high nibbles.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from ._op import KernelOp
+
+PANEL, GROUP = 64, 32
+Codes = Literal["int8", "int4"]
+# The bytes of a block.
+BLOCK_BYTES: dict[Codes, int] = {"int8": 34, "int4": 20}
+_LARGEST = torch.finfo(torch.float16).max
+
+
+def code_blocks(weight: Float[Tensor, "n k"], codes: Codes) -> UInt8[Tensor, "n bytes"]:
+    """Rounds a weight to codes, as the blocks of GGUF's Q8_0 or Q4_1.
+
+    For each element |w - decoded| is at most half of the scale, max|w| / 127 or (max w - min w) / 15, plus the rounding
+    of float16: 2^-11 max|w|, and 2^-18 in int8 or 2^-21 in int4, important where a scale is below 2^-14. A group with
+    an infinite or NaN value or scale is decoded as NaN.
+
+    Args:
+        weight: weight of floats, where k is a multiple of 32.
+        codes: "int8" or "int4".
+
+    Returns:
+        The blocks of each row in order: 34 or 20 bytes for 32 elements. For example an int8 row of 128 elements has 136
+        bytes.
+
+    Raises:
+        ValueError: for other codes, or another k.
+
+    Example:
+        >>> code_blocks(torch.ones(2, 64), "int4").shape
+        torch.Size([2, 40])
+    """
+    check_codes(codes)
+    n, k = weight.shape
+    if k % GROUP:
+        raise ValueError(f"rows of weight must be a multiple of {GROUP}, a block of codes, got {k}. Pad with zeros.")
+    if weight.is_meta or not weight.numel():
+        return weight.new_empty(n, k // GROUP * BLOCK_BYTES[codes], dtype=torch.uint8)
+    x = weight.float().reshape(n, k // GROUP, GROUP)
+    if codes == "int8":
+        scale = (x.abs().amax(-1, keepdim=True) / 127).half()
+        q = _round_values(x, scale, -127, 127).to(torch.int8).view(torch.uint8)
+        return torch.cat([_spoil_scale(scale).view(torch.uint8), q], -1).view(n, -1)
+    least = x.amin(-1, keepdim=True).half()
+    scale = ((x.amax(-1, keepdim=True) - least.float()) / 15).clamp_min(0).half()
+    q = _round_values(x - least.float(), scale, 0, 15).to(torch.uint8)
+    nibbles = q[..., : GROUP // 2] | q[..., GROUP // 2 :] << 4
+    return torch.cat([_spoil_scale(scale).view(torch.uint8), least.view(torch.uint8), nibbles], -1).view(n, -1)
+
+
+def _round_values(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
+    step = torch.where(scale > 0, scale.float(), torch.inf)
+    return (x / step).round().clamp(low, high).nan_to_num(0)
+
+
+def _spoil_scale(scale: Tensor) -> Tensor:
+    return torch.where(scale.abs() <= _LARGEST, scale, torch.nan)
+
+
+def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "panels groups record"]:
+    """Returns blocks of codes in the order in which `row_linear` reads blocks. Values do not change.
+
+    Args:
+        blocks: blocks of GGUF's Q8_0 or Q4_1, the rows of a weight [n, k], as from `code_blocks`.
+        k: elements of a row, a multiple of 32.
+
+    Returns:
+        Panels of 64 outputs, padded with zeros, with as many bytes as the blocks.
+
+    Raises:
+        TypeError: blocks are not uint8.
+        ValueError: rows are not made of blocks of a single kind.
+
+    Example:
+        >>> pack_blocks(code_blocks(torch.ones(3, 64), "int8"), 64).shape
+        torch.Size([1, 2, 2176])
+    """
+    if blocks.dtype != torch.uint8:
+        raise TypeError(f"blocks are {blocks.dtype}, must be torch.uint8: the bytes of GGUF's blocks")
+    (n, size), groups = blocks.shape, k // GROUP
+    kinds: list[Codes] = [c for c in BLOCK_BYTES if k % GROUP == 0 and size == groups * BLOCK_BYTES[c]]
+    if not kinds:
+        raise ValueError(
+            f"blocks have rows of {size} bytes, and rows of {k} elements have {groups * 34} (Q8_0) or {groups * 20}"
+            f" (Q4_1), with k a multiple of {GROUP}. Pass another k, or blocks of one of these kinds."
+        )
+    if blocks.is_meta:
+        return blocks.new_empty(-(-n // PANEL), groups, PANEL * BLOCK_BYTES[kinds[0]])
+    rows = torch.nn.functional.pad(blocks, (0, 0, 0, -n % PANEL)).view(
+        -(-n // PANEL), PANEL, groups, BLOCK_BYTES[kinds[0]]
+    )
+    by_group = rows.permute(0, 2, 3, 1)  # [panel, group, byte of a block, output]
+    head = 2 if kinds[0] == "int8" else 4
+    # Numbers of two bytes: the bytes side by side, output by output.
+    numbers = by_group[:, :, :head].unflatten(2, (-1, 2)).transpose(3, 4).flatten(2)
+    q = by_group[:, :, head:]
+    if kinds[0] == "int4":
+        by_input = torch.cat([q & 15, q >> 4], 2)
+        q = by_input[:, :, 0::2] | by_input[:, :, 1::2] << 4
+    return torch.cat([numbers, q.flatten(2)], 2)
+
+
+def kind_of(packed: Tensor) -> Codes | None:
+    """Returns the codes of a packed weight, or None for floats.
+
+    Raises:
+        ValueError: the weight has bytes, but not from `pack_blocks`.
+    """
+    if packed.dtype != torch.uint8:
+        return None
+    kinds: list[Codes] = [c for c in BLOCK_BYTES if packed.shape[-1] == PANEL * BLOCK_BYTES[c]]
+    if not kinds or packed.ndim != 3:
+        raise ValueError(f"packed must be from pack_rows or pack_blocks, got bytes of shape {tuple(packed.shape)}")
+    return kinds[0]
+
+
+def packed_shape(packed: Tensor, num: int, k: int) -> tuple[int, int, int]:
+    """Returns the shape of a packed weight [num, k], in floats or in the codes of `packed`.
+
+    Example:
+        >>> packed_shape(torch.empty(1, 5, 64), 70, 5)
+        (2, 5, 64)
+    """
+    if kind_of(packed) is None:
+        return -(-num // PANEL), k, PANEL
+    return -(-num // PANEL), -(-k // GROUP), packed.shape[-1]
+
+
+def check_codes(codes: str) -> None:
+    """Refuses unknown codes.
+
+    Raises:
+        ValueError: unknown codes. The message names the known codes.
+    """
+    if codes not in BLOCK_BYTES:
+        raise ValueError(f"codes must be 'int8' or 'int4', got {codes!r}")
+
+
+class _Parts(NamedTuple):
+    """Views of a packed weight: scales and least values [p, g, 64], codes of rows [p, g, rows, 64]."""
+
+    scale: Tensor
+    least: Tensor | None
+    rows: Tensor
+
+
+def _split_parts(packed: Tensor) -> _Parts:
+    if kind_of(packed) == "int8":
+        numbers, rows = packed[..., : 2 * PANEL], packed[..., 2 * PANEL :]
+        return _Parts(numbers.view(torch.float16), None, rows.view(torch.int8).unflatten(-1, (GROUP, PANEL)))
+    numbers, rows = packed[..., : 4 * PANEL].view(torch.float16), packed[..., 4 * PANEL :]
+    return _Parts(numbers[..., :PANEL], numbers[..., PANEL:], rows.unflatten(-1, (GROUP // 2, PANEL)))
+
+
+def unpack_rows(packed: Tensor, num: int, k: int) -> Float[Tensor, "num k"]:
+    """Returns the weight of a packed weight, in float32, or float64 for a float64 weight.
+
+    For codes, the values are the factors of `row_linear`.
+
+    Args:
+        packed: packed from `pack_rows` or `pack_blocks`.
+        num: outputs.
+        k: inputs.
+
+    Example:
+        >>> weight = torch.randn(3, 40)
+        >>> decoded = unpack_rows(pack_blocks(code_blocks(torch.nn.functional.pad(weight, (0, 24)), "int8"), 64), 3, 40)
+        >>> bool(((decoded - weight).abs() <= weight.abs().max() / 200).all())
+        True
+    """
+    if kind_of(packed) is None:
+        return packed.transpose(1, 2).flatten(0, 1)[:num, :k].to(torch.promote_types(packed.dtype, torch.float32))
+    scale, least, rows = _split_parts(packed)
+    value = _decode_rows(rows, scale[..., None, :], None if least is None else least[..., None, :], 2)
+    return value.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[:num, :k]
+
+
+def take_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[Tensor, "*batch k"]:
+    """Returns some rows of a packed weight, as of a table of embeddings. Indices are from 0 to num - 1.
+
+    Args:
+        packed: packed from `pack_rows` or `pack_blocks`.
+        index: index of the rows.
+        k: inputs.
+
+    Returns:
+        Rows in the dtype of a weight of floats, or float32 for codes.
+
+    Example:
+        >>> packed = pack_blocks(code_blocks(torch.arange(64.0).view(2, 32), "int8"), 32)
+        >>> take_rows(packed, torch.tensor([1, 1]), 32).shape
+        torch.Size([2, 32])
+    """
+    panel, lane = index // PANEL, index % PANEL
+    if kind_of(packed) is None:
+        return packed[panel, :, lane]
+    scale, least, rows = _split_parts(packed)
+    own = [None if x is None else x[panel, :, lane][..., None] for x in (scale, least)]
+    assert own[0] is not None
+    return _decode_rows(rows[panel, :, :, lane], own[0], own[1], -1).flatten(-2)[..., :k]
+
+
+def _decode_rows(rows: Tensor, scale: Tensor, least: Tensor | None, dim: int) -> Tensor:
+    """Returns the values of codes, with inputs along `dim`."""
+    if least is None:
+        return scale.float() * rows.float()
+    dim %= rows.ndim
+    q = torch.stack([rows & 15, rows >> 4], dim + 1).flatten(dim, dim + 1)
+    return scale.float() * q.float() + least.float()
+
+
+def decode_blocks(
+    blocks: UInt8[Tensor, "*rows bytes"], k: int, dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "*rows k"]:
+    """Returns the values of blocks of codes: the factors of `row_linear`, rounded at most once.
+
+        int8    scale q               int4    scale q + least
+
+    Args:
+        blocks: blocks of GGUF's Q8_0 or Q4_1, as from `code_blocks`, with any dims before the last.
+        k: number of elements of a row. Further elements, up to a multiple of 32, are left out.
+        dtype: dtype of the result. The values are in float32, and are rounded to the dtype.
+
+    Raises:
+        TypeError: blocks are not uint8.
+        ValueError: rows are not made of blocks of a single kind.
+
+    Example:
+        >>> decode_blocks(code_blocks(torch.ones(1, 64), "int4"), 40).unique()
+        tensor([1.])
+    """
+    if blocks.dtype != torch.uint8:
+        raise TypeError(f"blocks are {blocks.dtype}, must be torch.uint8: the bytes of GGUF's blocks")
+    groups = -(-k // GROUP)
+    if not groups or blocks.shape[-1] not in [groups * n for n in BLOCK_BYTES.values()]:
+        sizes = " or ".join(f"{groups * n} ({codes})" for codes, n in BLOCK_BYTES.items())
+        raise ValueError(f"blocks have rows of {blocks.shape[-1]} bytes, and rows of {k} elements have {sizes}")
+    return DECODE_BLOCKS(blocks, k, dtype)
+
+
+def block_bytes(k: int, codes: Codes) -> int:
+    """Returns the bytes of the blocks of a row of k elements.
+
+    Example:
+        >>> block_bytes(40, "int4")
+        40
+    """
+    return -(-k // GROUP) * BLOCK_BYTES[codes]
+
+
+def _decode_blocks(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    lead, groups = blocks.shape[:-1], -(-k // GROUP)
+    by_group = blocks.reshape(-1, groups, blocks.shape[-1] // groups)
+    if by_group.storage_offset() % 2:  # float16 lies at even bytes
+        by_group = by_group.clone()
+    scale = by_group[..., :2].view(torch.float16).float()
+    if by_group.shape[-1] == BLOCK_BYTES["int8"]:
+        out = by_group[..., 2:].view(torch.int8).float().mul_(scale)
+    else:
+        q = by_group[..., 4:]
+        out = torch.empty(*by_group.shape[:-1], GROUP, device=blocks.device)
+        out[..., : GROUP // 2], out[..., GROUP // 2 :] = q & 15, q >> 4
+        # The products are exact, so the result is the same fused or not.
+        out.mul_(scale).add_(by_group[..., 2:4].view(torch.float16).float())
+    out = out.view(*lead, groups * GROUP)
+    return (out if k == groups * GROUP else out[..., :k]).to(dtype).contiguous()
+
+
+DECODE_BLOCKS = KernelOp(
+    schema="decode_blocks(Tensor blocks, int k, ScalarType dtype) -> Tensor",
+    abstract=lambda blocks, k, dtype: blocks.new_empty(*blocks.shape[:-1], k, dtype=dtype),
+    reference=_decode_blocks,
+    contiguous=False,
+    no_derivative="codes are not differentiated. Train an adapter next to the codes.",
+)

@@ -1,4 +1,0 @@
-"""Attention of ragged tokens over a paged KV cache. The cache first receives the tokens' keys and values."""
-
-from ._api import ragged_attention as ragged_attention
-from ._codes import cache_row as cache_row, coded_rows as coded_rows, decoded_rows as decoded_rows

@@ -1,0 +1,242 @@
+"""Module with layers on several ranks. Each rank runs the module's forward around the rank's layers.
+
+Each layer is replaced by a placeholder that handles the call. On a rank with layers [a, b):
+
+    layers before a    are not run; their results are absent
+    layer a            receives the previous rank's result in place of its first argument
+    a ... b - 1        run
+    layer b            is where it ends: its first argument is sent to the next rank
+    no layer b         the forward runs to its end
+
+Code before the list runs on each rank, and makes the layers' other arguments, such as masks and rotary angles.
+Parameters of such code are absent, so none is gathered. If another value than the first layer's first argument depends
+on a parameter, the code runs again with the parameters: then several stages use these leaves.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from jaxtyping import Int64
+from torch import Tensor, nn
+
+from shardfn.core import Ambient, named_modules, named_parameters, raise_all
+
+from ._draws import Draws
+from ._layer_kinds import LayerKinds
+from ._partial_forward import Ended, LayerSpan, NeedsValue, PartialForward, RunAgain, is_placeholder
+
+_SPAN = Ambient[LayerSpan]("layers of a module on this rank", by_thread=True)
+
+
+class RunsModule(Protocol):
+    """Interface of a module's function without named layers: `ModuleFunction`."""
+
+    module: nn.Module
+    trainable: dict[str, bool]
+    specs: Any
+
+    def draws(self, key: Tensor, index_B: Tensor) -> Callable[[], Draws]:
+        """Makes the random numbers of one call."""
+        ...
+
+    def run(
+        self,
+        draws: Draws,
+        params: Mapping[str, Tensor],
+        state: Mapping[str, Tensor] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        forward: Callable[..., Any] | None = None,
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Returns the forward's result, and the new values of the buffers in `state`."""
+        ...
+
+
+class LayeredFunction:
+    """Forward of a module as a function of the parameters, with layers stacked by kind.
+
+    Made by `from_module(module, layers=...)`. An ordinary function. `pipeline_module` puts the layers on several ranks.
+
+    Attributes:
+        module: the module.
+        path: path of the list of layers, and in params the key of the stacked leaves.
+        kinds: groups of equal layers.
+        num_layers: the number of layers.
+        needs_params: whether layers need values from the code before, other than the first argument, that depend on
+            parameters. Found when a stage runs.
+        returns: further results of a layer, and the structure of all results. None until a stage has learnt the
+            structure.
+        trainable: values as of a `ModuleFunction`, a tree like the parameters.
+        specs: specs as of a `ModuleFunction`, a tree like the parameters. Stacked leaves are cut along "pp", the
+            default axis of `pipeline_module`. A mesh need not have the axis.
+    """
+
+    def __init__(self, function: RunsModule, kinds: LayerKinds) -> None:
+        self._function, self.module, self.path, self.kinds = function, function.module, kinds.path, kinds
+        self.num_layers = kinds.num_layers
+        flags = function.trainable.items()
+        self.trainable: dict[str, Any] = {k: v for k, v in flags if not k.startswith(f"{self.path}.")}
+        self.trainable[self.path] = kinds.trainable
+        self.specs: dict[str, Any] = {k: v for k, v in function.specs.items() if not k.startswith(f"{self.path}.")}
+        self.specs[self.path] = kinds.specs(function.specs, "pp")
+        self.needs_params = False
+        self.returns: tuple[list[Any], Any] | None = None
+
+    def __call__(self, params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Returns the module's forward.
+
+        Args:
+            params: parameters by name, and under the path of the list the layers' leaves by name, each [L, *shape].
+                With several kinds of layers there is such a dict for each kind, under the number of the first layer.
+            *args: the module's arguments.
+            **kwargs: arguments by name.
+
+        Raises:
+            ValueError: as of `ModuleFunction`, or the forward does not call the layers once each, one after another,
+                each on the result of the previous layer.
+        """
+        return self._run(Draws(self.module), params, args, kwargs)
+
+    def within(self, forward: Callable[..., Any], params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Runs `forward(*args, **kwargs)`, which calls the module, or a part with all layers, once.
+
+        Args:
+            forward: function to run in place of the module, see `ModuleFunction.within`. On ranks without the last
+                layer the function runs up to a layer.
+            params: parameters as of the module's forward.
+            *args: arguments of `forward`.
+            **kwargs: arguments by name.
+        """
+        return self._run(Draws(self.module), params, args, kwargs, forward)
+
+    def keyed(
+        self, key: Int64[Tensor, "2"], index_B: Int64[Tensor, " b"], forward: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """Returns the same function with dropout.
+
+        See `ModuleFunction.keyed`. Masks do not depend on the rank of a layer.
+        """
+        draws = self._function.draws(key, index_B)
+
+        def f(params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+            return self._run(draws(), params, args, kwargs, forward)
+
+        return f
+
+    def on_span(self, span: LayerSpan, loss: Callable[..., Any], *args: Any) -> Any:
+        """Runs a loss of this function on a rank that has some of the layers.
+
+        Args:
+            span: layers of the rank.
+            loss: loss that calls this function once. The stack in the parameters has the rows of the span.
+            *args: arguments of the loss.
+
+        Returns:
+            The input of the layer after the span, or, if the span ends the forward, the loss's result.
+
+        Raises:
+            ValueError: the loss does not call this function once, or cannot be cut in stages.
+        """
+        while True:
+            span.calls = 0
+            try:
+                with _SPAN.bound(span):
+                    out = loss(*args)
+            except Ended as ended:
+                out = ended.h
+            except RunAgain:
+                continue
+            except NeedsValue as needs:
+                self._require_params(str(needs))
+                continue
+            if not span.calls:
+                raise ValueError(f"the loss does not call the module, whose layers {self.path!r} are on several ranks.")
+            if not is_placeholder(out):
+                return out
+            self._require_params("the loss depends on it" if span.ends else "a layer's first argument depends on it")
+
+    def _require_params(self, why: str) -> None:
+        """Lets code before the layers run with parameters from now on.
+
+        Raises:
+            ValueError: the code does already, so a layer of another rank computes the needed value.
+        """
+        if self.needs_params:
+            raise ValueError(
+                f"{self.path!r} of this {type(self.module).__name__} cannot be cut in stages: something besides the"
+                f" next layer uses the result of a layer ({why}). Stages hand on one tensor, from each layer to the"
+                " next."
+            )
+        self.needs_params = True
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Returns the list of layers."""
+        found = self.module.get_submodule(self.path)
+        assert isinstance(found, nn.ModuleList)
+        return found
+
+    def _run(
+        self,
+        draws: Draws,
+        params: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        forward: Callable[..., Any] | None = None,
+    ) -> Any:
+        stack, span = params[self.path], _SPAN.innermost()
+        if span is not None and span.stack is not None:
+            pairs = zip(self.kinds.stacks(stack), self.kinds.stacks(span.shown or {}), strict=True)
+            if any(x is not shown[name] for own, shown in pairs for name, x in own.items()):
+                raise ValueError(
+                    f"the loss calls the module with another params[{self.path!r}] than it is given: the layers are on"
+                    " several ranks. Pass them on unchanged."
+                )
+            stack = span.stack
+        whole = span is None
+        span = LayerSpan(0, self.num_layers, None, True) if span is None else span
+        span.calls += 1
+        if span.calls > 1:
+            raise ValueError(
+                f"the loss calls the module twice, whose layers {self.path!r} are on several ranks: call it once, on"
+                " all rows."
+            )
+        flat = {name: x for name, x in params.items() if name != self.path}
+        try:
+            flat |= self.kinds.flat(stack, span.start, span.num)
+        except ValueError as error:
+            hint = "; a loss of blocks of layers is for pipeline_module" if whole else ""
+            raise ValueError(f"{error}{hint}.") from None
+        run = PartialForward(self, span, draws, forward)
+        return self._function.run(draws, flat, None, args, kwargs, run.call)[0]
+
+
+def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple[dict[str, Any], LayerKinds]:
+    """Returns a module's parameters, stacked for the list of layers, and the kinds of layers.
+
+    Raises:
+        ValueError: there is no such list, or layers share parameters. Every leaf is listed.
+    """
+    try:
+        layers = module.get_submodule(path)
+    except AttributeError:
+        layers = None
+    if not isinstance(layers, nn.ModuleList) or not path or not len(layers):
+        found = [p for p, sub in named_modules(module) if isinstance(sub, nn.ModuleList) and len(sub)]
+        raise ValueError(f"layers={path!r} is no list of layers of this {type(module).__name__}; it has {found}.")
+    problems = [
+        f"{path}.{i}.{name} is {other}, too; untie them"
+        for i, layer in enumerate(layers)
+        for name, x in named_parameters(layer)
+        if (other := _other_place(module, f"{path}.{i}", x)) is not None
+    ]
+    raise_all(ValueError, f"the layers of {path!r} cannot be stacked, as they share parameters:", problems)
+    others = {name: x for name, x in params.items() if not name.startswith(f"{path}.")}
+    kinds = LayerKinds.of(path, list(layers))
+    return {**others, path: kinds.stacked(params)}, kinds
+
+
+def _other_place(module: nn.Module, layer: str, x: Tensor) -> str | None:
+    """Returns the other place of a layer's parameter in the module."""
+    names = (name for name, y in named_parameters(module, remove_duplicate=False) if y is x)
+    return next((name for name in names if not name.startswith(f"{layer}.")), None)

@@ -1,0 +1,133 @@
+"""Replayed choices of experts, in models of transformers: a layer's router takes given experts in place of the best.
+
+A router chooses by `topk` of the scores [S, E] of the tokens. While a layer with experts runs, `topk` returns the given
+experts and the scores of these experts. The model's code makes weights of the scores: a replay has the weights and
+gradients of the router's present parameters.
+
+S tokens of this rank, m layers with experts, k choices in each, E experts.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardfn.core import named_modules
+from shardfn.nn import moe
+
+from ._call import Forwards, ModuleRun, Replacement
+from ._experts import experts_in
+
+_TOPK = (torch.topk, torch.Tensor.topk)
+
+
+class ModuleReplay(Replacement):
+    """Choices of all tokens of a call.
+
+    Args:
+        module: module with models of transformers inside.
+        chosen: experts of each token in each layer, in the order of the layers. -1 leaves a token to the router.
+
+    Raises:
+        TypeError: `chosen` has no integers.
+        ValueError: no layer of the module has experts of transformers' table, or `chosen` has another number of layers.
+    """
+
+    order = 80
+
+    def __init__(self, module: nn.Module, chosen: Int[Tensor, "*tokens m k"]) -> None:
+        name, found = type(module).__name__, experts_in(module)
+        if not found:
+            raise ValueError(
+                f"replaying: this {name} has no experts that transformers looks up in its ExpertsInterface; call the"
+                " function itself, without choices."
+            )
+        if chosen.is_floating_point() or chosen.dtype == torch.bool:
+            raise TypeError(f"replaying: chosen is {chosen.dtype}; pass numbers of experts, as of rollout.expert_ids.")
+        if chosen.ndim < 3 or chosen.shape[-2] != len(found):
+            raise ValueError(
+                f"replaying: chosen has shape {tuple(chosen.shape)}, and {len(found)} layers of this {name} have"
+                f" experts; pass [B, T, {len(found)}, k]: the routes of an engine of this model."
+            )
+        parts = dict(named_modules(module))
+        chosen_mSk = chosen.flatten(0, -3).movedim(1, 0)
+        self._layers = [
+            (parts[path.rpartition(".")[0]], _Chosen(path, experts.num_experts, own_Sk.long()))
+            for own_Sk, (path, experts) in zip(chosen_mSk, found.items(), strict=True)
+        ]
+
+    def forwards(self, run: ModuleRun) -> Forwards:
+        """Returns forwards of the layers with experts, which take the given experts."""
+        del run
+        return [(layer, _replay_choices(layer.forward, own)) for layer, own in self._layers]
+
+
+def _replay_choices(forward: Callable[..., Any], own: "_Chosen") -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def replay_forward(*args: Any, **kwargs: Any) -> Any:
+        with _Router(own) as router:
+            out = forward(*args, **kwargs)
+        router.check()
+        return out
+
+    return replay_forward
+
+
+class _Chosen:
+    """Choices [S, k] of one layer's tokens, among E experts."""
+
+    def __init__(self, path: str, num_experts: int, experts_Sk: Tensor) -> None:
+        self.path, self.num_experts, self.experts_Sk = path, num_experts, experts_Sk
+        num, k = experts_Sk.shape
+        moe.check_chosen(experts_Sk, num, k, num_experts, f"replaying: {path}")
+
+
+class _Router(TorchFunctionMode):
+    """Run of a layer, which sees the router's choice."""
+
+    def __init__(self, own: _Chosen) -> None:
+        super().__init__()
+        self._own, self._num = own, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function, or takes the given experts."""
+        del types
+        kwargs = kwargs or {}
+        if func not in _TOPK or not self._is_choice(*args, **kwargs):
+            return func(*args, **kwargs)
+        self._num += 1
+        scores_SE, best = args[0] if args else kwargs["input"], func(*args, **kwargs)
+        given_Sk = self._own.experts_Sk
+        experts_Sk = torch.where((given_Sk < 0).any(-1, keepdim=True), best.indices, given_Sk)
+        return torch.return_types.topk((scores_SE.gather(-1, experts_Sk), experts_Sk))  # pyright: ignore
+
+    def _is_choice(self, input: Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> bool:
+        del args, kwargs
+        own = self._own
+        if input.ndim != 2 or input.shape[1] != own.num_experts or dim not in (1, -1):
+            return False
+        if (len(input), k) != tuple(own.experts_Sk.shape):
+            num, wanted = own.experts_Sk.shape
+            raise ValueError(
+                f"replaying: {own.path} has {len(input)} tokens with {k} choices each, and chosen has {num} tokens with"
+                f" {wanted}. Pass the routes of these tokens, cut over ranks and microbatches as they are."
+            )
+        return True
+
+    def check(self) -> None:
+        """Refuses a layer whose router has not chosen exactly once.
+
+        Raises:
+            ValueError: the router has chosen never, or more than once.
+        """
+        if self._num != 1:
+            own = self._own
+            raise ValueError(
+                f"replaying: beside {own.path} {self._num} calls of topk choose among {own.num_experts} experts, and 1"
+                " is expected, so that its router cannot be replayed. Take the forward without replaying, whose"
+                " metrics show the tokens with other probabilities."
+            )
