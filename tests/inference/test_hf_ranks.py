@@ -13,7 +13,7 @@ from shardfn.core import Mesh
 from shardfn.inference import Decoder, Engine, Runner, Sampling, _hf_decoder, hf_decoder
 from shardfn.inference._cache import make_single_bodies
 from shardfn.inference._hf_edges import edges_of
-from shardfn.modules import RowEdge, _module_rows, decoding
+from shardfn.modules import RowEdge, _batch_invariant, decoding
 from shardfn.testing import distributed
 from shardfn.transforms import sharded
 from tests.inference.hf_models import MODELS, VOCAB
@@ -115,7 +115,7 @@ def test_ranks_join_results_four_times_a_layer_of_llama() -> None:
     for kind, num in joins.items():
         cut, params = hf_decoder(MODELS[kind](), tp="tp")
         with (
-            mock.patch.object(_module_rows, "all_gather_invariant", side_effect=all_gather_invariant) as of_layers,
+            mock.patch.object(_batch_invariant, "all_gather_invariant", side_effect=all_gather_invariant) as of_layers,
             mock.patch.object(_hf_decoder, "all_gather_invariant", side_effect=all_gather_invariant) as of_heads,
         ):
             logits_of(cut, params, mesh, [1, 2, 3])
