@@ -6,7 +6,7 @@ feature behind a norm, and each row of `up_proj` and `v_proj`, is multiplied by 
 exp(1/4), by which the columns behind it are divided. The head is untied from the embeddings. These weights lie on no
 grid, and a group has about the spread that it had.
 
-    rounded      kernels.code_blocks
+    rounded      kernels.quantize_blocks
     fitted       kernels.fit_blocks(w)
     weighed      kernels.fit_blocks(w, moments [k])
     compensated  kernels.fit_blocks(w, moments [k, k])
@@ -26,13 +26,13 @@ from _report import table
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.core import codes_of
-from shardfn.kernels import BLOCK_BYTES, GROUP, Codes, code_blocks, decode_blocks, fit_blocks
+from shardfn.core import find_quantization
+from shardfn.kernels import BLOCK_BYTES, GROUP, Quantization, dequantize_blocks, fit_blocks, quantize_blocks
 from shardfn.models import gpt
 
 HEAD = {"lm_head|embed": "int8"}
 ENDS = {r"layers\.0\.|layers\.LAST\.": "int8"}
-Policy = Mapping[str, Codes]
+Policy = Mapping[str, Quantization]
 
 
 class Case(NamedTuple):
@@ -108,7 +108,7 @@ def _rows_of_cases(model: Any, rows: Tensor, calibration: Tensor) -> str:
         bits, numel = 0.0, 0
         policy = {pattern.replace("LAST", str(last)): codes for pattern, codes in case.policy.items()}
         for name, layer in _layers(model):
-            codes = codes_of(policy, f"{name}.weight")
+            codes = find_quantization(policy, f"{name}.weight")
             assert codes is not None
             layer.weight.copy_(_coded(case.coder, weights[name], codes, moments.get(name)))
             bits += weights[name].numel() * 8 * BLOCK_BYTES[codes] / GROUP
@@ -174,12 +174,12 @@ def _moments(model: Any, rows: Tensor) -> dict[str, Tensor]:
     return sums
 
 
-def _coded(coder: str, w: Tensor, codes: Codes, moments: Tensor | None) -> Tensor:
+def _coded(coder: str, w: Tensor, codes: Quantization, moments: Tensor | None) -> Tensor:
     if coder == "rounded" or (coder != "fitted" and moments is None):
-        return decode_blocks(code_blocks(w, codes), w.shape[1])
+        return dequantize_blocks(quantize_blocks(w, codes), w.shape[1])
     given = moments.diagonal() if coder == "weighed" and moments is not None else moments
     given = None if coder == "fitted" else given
-    return decode_blocks(fit_blocks(w, codes, given), w.shape[1])
+    return dequantize_blocks(fit_blocks(w, codes, given), w.shape[1])
 
 
 def _perplexity(model: Any, rows: Tensor) -> float:

@@ -32,7 +32,7 @@ from shardfn.models import gpt
 
 LAYER = ((512, 512),) * 4 + ((1408, 512),) * 2 + ((512, 1408),)
 SHAPES = LAYER * 8 + ((8192, 512),)
-CODES: tuple[kernels.Codes | None, ...] = (None, "int8", "int4")
+CODES: tuple[kernels.Quantization | None, ...] = (None, "int8", "int4")
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def _engines(steps: int, rows: Sequence[int]) -> list[str]:
     params, most = gpt.init(config, sf.key(0)), max(rows)
     engines = {}
     for codes in CODES:
-        made = decoder(config, codes=codes)
+        made = decoder(config, quantization=codes)
         buckets = tuple(sorted({*rows, 64}))
         engines[codes] = Engine(made, params, limits=limits_of(made, running=most, buckets=buckets))
         engines[codes].warm_up()

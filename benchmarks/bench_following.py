@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from _report import publish, table
 
-from shardfn.collectives import Following
+from shardfn.collectives import AxisTypeMode
 from shardfn.core import make_mesh
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--out", default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    mode = Following(make_mesh({"dp": 2}, device="cpu", abstract=True), ("dp",))
+    mode = AxisTypeMode(make_mesh({"dp": 2}, device="cpu", abstract=True), ("dp",))
     operations = _operations(mode)
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in operations}
     for _ in range(args.rounds):
@@ -55,7 +55,7 @@ def _seconds(f: Callable[[], Any], num: int) -> float:
     return (time.perf_counter() - start) / num
 
 
-def _operations(mode: Following) -> dict[str, Callable[[], Any]]:
+def _operations(mode: AxisTypeMode) -> dict[str, Callable[[], Any]]:
     x, y, w, b = torch.ones(4, 4), torch.ones(4, 4), torch.ones(4, 4), torch.ones(4)
     g = torch.ones(4, 4, requires_grad=True)
     for t in (x, y, w, b, g):

@@ -115,9 +115,9 @@ def _run(size: dict[str, Any]) -> list[Iteration]:
 
     def loss(params: Any, batch: Any) -> Any:
         x, advantages = batch
-        logits = gpt.apply(config, params, x.ids, at=rl.answer_positions(x.ids, *x.where))
+        logits = gpt.apply(config, params, x.ids, at=rl.completion_positions(x.ids, *x.where))
         logprobs = rl.logprobs_at(logits, x.ids, *x.where)
-        return rl.grpo(logprobs, x.logprobs, advantages, x.lengths, clip=(0.2, 0.28))
+        return rl.grpo(logprobs, x.logprobs, advantages, x.lengths, epsilon_high=0.28)
 
     inner = sf.jit(loss) if size["jit"] else loss
     step = sf.sharded_step(inner, sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(1e-4)))

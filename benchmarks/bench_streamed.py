@@ -7,7 +7,7 @@
     arithmetic  the same step of an engine whose weights are resident
 
 They alternate with the streamed steps, and ratios are formed within a round: above 1 the step takes less time than its
-roof. `--codes` keeps weights in codes, so that fewer bytes are read for the same arithmetic.
+roof. `--quantization` quantizes weights, so that fewer bytes are read for the same arithmetic.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def main() -> None:
 
 def _body(args: argparse.Namespace, times: dict[str, list[float]], nbytes: int, direct: bool) -> list[str]:
     read = [(name, *_rate(times[name], nbytes)) for name in ("reading", "files")]
-    threads, kind = torch.get_num_threads(), args.codes or "float32"
+    threads, kind = torch.get_num_threads(), args.quantization or "float32"
     return [
         f"{args.rounds} rounds; {nbytes / 1e6:.0f} MB of weights in {kind} a step; {threads} threads of arithmetic; "
         f"direct I/O: {direct}",
@@ -83,7 +83,7 @@ def _body(args: argparse.Namespace, times: dict[str, list[float]], nbytes: int, 
 
 def _engine(args: argparse.Namespace, **how: Any) -> Engine:
     config = gpt.Config(**LLAMA, **SIZES)
-    made = decoder(config, codes=args.codes)
+    made = decoder(config, quantization=args.quantization)
     shapes = sf.eval_shape(lambda: gpt.init(config, sf.key(0)))
     params = tree_map(lambda x: torch.randn(x.shape) * 0.02, shapes)
     most = max(args.rows)
@@ -145,7 +145,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--readers", type=int, default=4, help="threads that read plain files")
-    parser.add_argument("--codes", choices=("int8", "int4"))
+    parser.add_argument("--quantization", choices=("int8", "int4"))
     parser.add_argument("--out", default="")
     return parser.parse_args()
 

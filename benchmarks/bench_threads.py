@@ -16,11 +16,11 @@ from collections.abc import Callable
 
 import torch
 from _report import publish, table
-from shardfn.kernels.row_linear import _native
 from torch import Tensor
 
 from shardfn import kernels
 from shardfn.kernels import _build
+from shardfn.kernels.row_linear import _native
 
 LAYER = [(512, 512)] * 4 + [(512, 1408)] * 2 + [(1408, 512)]
 STEP = LAYER * 8 + [(512, 8192)]

@@ -76,7 +76,7 @@ def sums(config, params, answers):
     """The log probability of each answer."""
     width = answers["ids"].shape[1]
     where = answers["prompts"], answers["lengths"], width
-    return rl.answer_logprobs(gpt.apply(config, params, answers["ids"]), answers["ids"], *where).sum(1)
+    return rl.completion_logprobs(gpt.apply(config, params, answers["ids"]), answers["ids"], *where).sum(1)
 
 
 def rows(pairs, length):

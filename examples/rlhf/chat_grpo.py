@@ -138,16 +138,16 @@ def loss(config, trained, beta, params, batch):
     policy, reference = trained.both(params)
     rollout = batch["rollout"]
     logits = gpt.apply(config, policy, rollout.ids)
-    logprobs = rl.answer_logprobs(logits, rollout.ids, *rollout.where)
+    logprobs = rl.completion_logprobs(logits, rollout.ids, *rollout.where)
     with torch.no_grad():
-        before = rl.answer_logprobs(gpt.apply(config, reference, rollout.ids), rollout.ids, *rollout.where)
-        entropies = rl.answer_entropies(logits, *rollout.where)
+        before = rl.completion_logprobs(gpt.apply(config, reference, rollout.ids), rollout.ids, *rollout.where)
+        entropies = rl.completion_entropies(logits, *rollout.where)
     drawn = rollout.logprobs, rollout.lengths
-    metrics = rl.policy_metrics(logprobs, *drawn, reference_BT=before) | rl.rollout_metrics(
+    metrics = rl.policy_metrics(logprobs, *drawn, ref_logprobs_BT=before) | rl.rollout_metrics(
         rollout, batch["advantages"]
     )
     metrics["entropy"] = rl.token_mean(entropies, rollout.lengths)
-    how = {"beta": beta, "reference_BT": before}
+    how = {"beta": beta, "ref_logprobs_BT": before}
     return rl.grpo(logprobs, rollout.logprobs, batch["advantages"], rollout.lengths, **how), metrics
 
 

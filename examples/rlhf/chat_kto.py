@@ -60,7 +60,8 @@ def loss_of(config, trained, beta, weights, params, batch):
     kinds = {"wanted": wanted.to(gain.dtype), "other": (~wanted).to(gain.dtype)}
     metrics = {name: sf.WeightedMean((kind * gain).sum(), kind.sum()) for name, kind in kinds.items()}
     metrics |= {"z": rl.row_mean(gains), "cut": rl.row_mean(batch["own"]["cut"])}
-    return rl.kto(own, before, wanted, z, beta=beta, weights=weights), metrics
+    how = {"desirable_weight": weights[0], "undesirable_weight": weights[1]}
+    return rl.kto(own, before, wanted, z, beta=beta, **how), metrics
 
 
 def rows(answers, length):

@@ -128,17 +128,22 @@ def empty(rows, behind):
 
 
 def old_logprobs(params, rollout):
-    return rl.answer_logprobs(gpt.apply(CONFIG, params["actor"], rollout.ids), rollout.ids, *rollout.where)
+    return rl.completion_logprobs(gpt.apply(CONFIG, params["actor"], rollout.ids), rollout.ids, *rollout.where)
 
 
 def loss(beta, params, batch):
     rollout, old = batch["rollout"], batch["old"]
     logits = gpt.apply(CONFIG, params["actor"], rollout.ids)
-    logprobs = rl.answer_logprobs(logits, rollout.ids, *rollout.where)
+    logprobs = rl.completion_logprobs(logits, rollout.ids, *rollout.where)
     with torch.no_grad():
-        reference = rl.answer_logprobs(gpt.apply(CONFIG, params["reference"], rollout.ids), rollout.ids, *rollout.where)
-        entropies = rl.answer_entropies(logits, *rollout.where)
-    how = {"reference_BT": reference, "behaviour_BT": rollout.logprobs}  # equal to `old` for the newest weights
+        reference = rl.completion_logprobs(
+            gpt.apply(CONFIG, params["reference"], rollout.ids), rollout.ids, *rollout.where
+        )
+        entropies = rl.completion_entropies(logits, *rollout.where)
+    how = {
+        "ref_logprobs_BT": reference,
+        "sampling_logprobs_BT": rollout.logprobs,
+    }  # equal to `old` for the newest weights
     metrics = rl.policy_metrics(logprobs, old, rollout.lengths, **how) | rl.rollout_metrics(
         rollout, batch["advantages"]
     )

@@ -118,15 +118,19 @@ def step_of(args, mesh, models, configs=CONFIGS):
 def before(params, rollout):
     """For each token the critic's value, the reference's log probability, and the divergence from the reference."""
     logits, reference = (gpt.apply(CONFIG, params[name], rollout.ids) for name in ("actor", "reference"))
-    divergences = rl.answer_divergences(logits, reference, *rollout.where)
-    return values_of(params["critic"], rollout), rl.answer_logprobs(reference, rollout.ids, *rollout.where), divergences
+    divergences = rl.completion_divergences(logits, reference, *rollout.where)
+    return (
+        values_of(params["critic"], rollout),
+        rl.completion_logprobs(reference, rollout.ids, *rollout.where),
+        divergences,
+    )
 
 
 def learnt_from(rollout, values=None, reference=None, divergences=None, beta=0.0):
     """A rollout with the values of its losses; without values, the form to restore one into."""
     found = values, reference, divergences
     values, reference, divergences = (torch.zeros_like(rollout.logprobs) if x is None else x for x in found)
-    rewards = rl.kl_rewards(rollout.logprobs, reference, rollout.rewards, rollout.lengths, beta=beta)
+    rewards = rl.kl_rewards(rollout.logprobs, reference, rollout.rewards, rollout.lengths, kl_coef=beta)
     advantages, returns = rl.gae(rewards, values, rollout.lengths)
     of_tokens = {"reference": reference, "values": values, "divergences": divergences}
     return {"rollout": rollout, "advantages": advantages, "returns": returns, **of_tokens}
@@ -135,12 +139,12 @@ def learnt_from(rollout, values=None, reference=None, divergences=None, beta=0.0
 def of_actor(params, batch):
     rollout = batch["rollout"]
     logits = gpt.apply(CONFIG, params["actor"], rollout.ids)
-    logprobs = rl.answer_logprobs(logits, rollout.ids, *rollout.where)
+    logprobs = rl.completion_logprobs(logits, rollout.ids, *rollout.where)
     drawn = rollout.logprobs, rollout.lengths
-    metrics = rl.policy_metrics(logprobs, *drawn, reference_BT=batch["reference"]) | rl.rollout_metrics(rollout)
+    metrics = rl.policy_metrics(logprobs, *drawn, ref_logprobs_BT=batch["reference"]) | rl.rollout_metrics(rollout)
     metrics["divergence"] = rl.token_mean(batch["divergences"], rollout.lengths)
     with torch.no_grad():
-        metrics["entropy"] = rl.token_mean(rl.answer_entropies(logits, *rollout.where), rollout.lengths)
+        metrics["entropy"] = rl.token_mean(rl.completion_entropies(logits, *rollout.where), rollout.lengths)
     return rl.ppo_policy(logprobs, rollout.logprobs, batch["advantages"], rollout.lengths), metrics
 
 
@@ -151,7 +155,7 @@ def of_critic(params, batch):
 
 def values_of(params, rollout):
     values = gpt.apply(VALUES, params, rollout.ids)[..., 0]
-    return rl.answer_values(values, *rollout.where)
+    return rl.completion_values(values, *rollout.where)
 
 
 def arguments(text):

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardfn._torch import TorchDispatchMode
 from shardfn.capture import capturing, in_plumbing, plumbing
-from shardfn.collectives import Keeper, keeper_around, keeping
+from shardfn.collectives import RematResults, current_remat_results, keep_remat_results
 from shardfn.core import hearing_names, tree_leaves
 
 from ._offloaded_value import OffloadedTensor, PoolOf, can_leave, flat_of
@@ -270,11 +270,11 @@ class RecordedForward(TorchDispatchMode):
     def __init__(self, results: SavedResults) -> None:
         super().__init__()
         self._results = results
-        self._hearing, self._keeping = hearing_names(results.name), keeping(self)
-        self._around: Keeper | None = None
+        self._hearing, self._keeping = hearing_names(results.name), keep_remat_results(self)
+        self._around: RematResults | None = None
 
     def __enter__(self) -> Any:
-        self._around = keeper_around()
+        self._around = current_remat_results()
         self._hearing.__enter__()
         self._keeping.__enter__()
         return super().__enter__()
@@ -311,14 +311,14 @@ class Rerun(TorchDispatchMode):
     def __init__(self, results: SavedResults) -> None:
         super().__init__()
         self._results, self._number = results, 0
-        self._keeping = keeping(self)
-        self._around: Keeper | None = None
+        self._keeping = keep_remat_results(self)
+        self._around: RematResults | None = None
 
     def __enter__(self) -> Any:
         # A backward may run more than once over one graph: each recomputation counts from the start.
         self._number = 0
         self._results.fetch_ahead(0)
-        self._around = keeper_around()
+        self._around = current_remat_results()
         self._keeping.__enter__()
         return super().__enter__()
 
@@ -345,7 +345,7 @@ class Rerun(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if found is None else found
 
 
-def _run_transfer(around: Keeper | None, name: str, run: Callable[[], Tensor]) -> Tensor:
+def _run_transfer(around: RematResults | None, name: str, run: Callable[[], Tensor]) -> Tensor:
     """Returns the result of a transfer. The operations of a transfer are not numbered."""
     if around is not None:
         return around.transfer(name, run)

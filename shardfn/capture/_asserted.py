@@ -22,15 +22,15 @@ from torch.fx.node import has_side_effect
 from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import FakeTensor, function_modes
-from shardfn.collectives import Following
-from shardfn.core import Again, bound_again
+from shardfn.collectives import AxisTypeMode
+from shardfn.core import Again, rebind_ambient
 
 _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
 _LIBRARY.define("check(Tensor flag, bool expected, str text) -> ()")
 # Recognised by its code object, as only the caller's frame is known.
 _CHECKS: Any = getattr(torch, "_check_tensor_all_with").__code__  # noqa: B009  # not in torch's stubs
 _TENSOR: Any = Tensor
-_FOLLOWED = inspect.unwrap(Following.operation).__code__
+_FOLLOWED = inspect.unwrap(AxisTypeMode.operation).__code__
 _CHECKERS = ("<@beartype", str(pathlib.Path(jaxtyping.__file__).parent))
 
 
@@ -70,7 +70,7 @@ class Asserting(TorchFunctionMode):
 
 
 # Torch runs a backward past the modes: a function that runs again there would have no checks.
-@bound_again
+@rebind_ambient
 def _asserting_again() -> list[Again]:
     return [Asserting] if any(isinstance(m, Asserting) for m in function_modes()) else []
 

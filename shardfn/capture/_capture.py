@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
 from shardfn._torch import DYNAMO, DataDependentOutputException, DynamicOutputShapeException, use_lazy_graph_module
-from shardfn.collectives import counting_nothing, current_application, current_line, recording_lines, with_sizes
+from shardfn.collectives import counting_nothing, current_application, current_call_site, record_call_sites, with_sizes
 from shardfn.core import Ambient, one_tracing, progress, runs_op_by_op
 from shardfn.memory import in_host_region
 
@@ -121,7 +121,7 @@ class Recorder:
                 node.meta["memory"] = "host"
             if runs_op_by_op():
                 node.meta["op_by_op"] = True
-            line = current_line()
+            line = current_call_site()
             # In eager steps the generator is put back before a recomputation. To put back a generator is no op, and no
             # graph holds the change.
             if _RECOMPUTING and draws(node):
@@ -143,7 +143,7 @@ class Recorder:
         # Only on this tracer: a capture inside has another tracer, and another recorder.
         tracer.create_node = create_node
         try:
-            with _RECORDER.bound(self), recording_lines(self.line):
+            with _RECORDER.bound(self), record_call_sites(self.line):
                 yield
         finally:
             tracer.create_node = create

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot
 from torch.fx.node import map_arg
 
 from shardfn._torch import DisableTorchDispatch, FakeTensor, ProxyTensor, disable_current_modes, preserve_version
-from shardfn.collectives import at_line, current_line
+from shardfn.collectives import current_call_site, set_call_site
 from shardfn.graph import storage_of, tensors_in
 
 from ._capture import Recorder, recorder
@@ -68,7 +68,7 @@ class Copy:
     def fetch(self, step: Written, x: Sequence[Any]) -> None:
         """Fetches this layer's leaf in place of the template's leaf."""
         position, leaf = step.args
-        with at_line(step.meta.get("where")):
+        with set_call_site(step.meta.get("where")):
             whole = step.meta["book"].fetch(x[position].number if position >= 0 else leaf)
         self.let(step.node, whole)
 
@@ -147,7 +147,7 @@ def traced_once(key: Hashable, f: Callable[..., Sequence[Tensor]], tensors: Sequ
     copy = Copy(notes, {})
     for node, mine in zip(inputs, tensors, strict=True):
         copy.let(node, mine)
-    where = current_line()
+    where = current_call_site()
     for step in steps:
         copy.write(step, where)
     return [copy.tensor(n) for n in ends]

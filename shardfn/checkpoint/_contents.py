@@ -1,4 +1,13 @@
-"""The contents of a checkpoint: a tree's leaves by path, with this rank's blocks, and the files of each rank."""
+"""The contents of a checkpoint: a tree's leaves by path, with this rank's blocks, and the files of each rank.
+
+Divides the writing among ranks: each element is written once, and ranks write about equally much.
+
+The division is a function of only shapes, specs and the mesh, so all ranks compute the division without communication.
+
+Leaves in codes, in a checkpoint: the bytes of their codes, so that a restored leaf has the same codes.
+
+A leaf [..., K] is stored as uint8 [..., bytes of a row's blocks], cut along the same dims.
+"""
 
 import collections
 import hashlib
@@ -10,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Box, GlobalTensor, blocks_of
+from shardfn.collectives import Box, GlobalTensor, blocks_of, pieces
 from shardfn.core import (
     Mesh,
     P,
@@ -23,13 +32,90 @@ from shardfn.core import (
     read_rows,
     tree_leaves,
 )
+from shardfn.kernels import block_bytes
 from shardfn.memory import Bytes, as_bytes
 from shardfn.optim import check_in_round
+from shardfn.state import codes_of, with_codes
 
-from ._codes import as_codes
 from ._manifest import DTYPES, File, Manifest, StoredChunk, StoredLeaf
-from ._owners import Owned
 from ._safetensors import safetensors_header
+
+# From this size on, replicated blocks are split among the holding ranks. Smaller blocks are not split.
+_CUT_BYTES = 1 << 20
+
+
+class Owned(NamedTuple):
+    """A box of a leaf, and the rank of the mesh that writes it."""
+
+    leaf: int
+    box: Box
+    owner: int
+
+
+def owned(leaves: Sequence[tuple[tuple[int, ...], int, P]], mesh: Mesh) -> list[Owned]:
+    """Returns all boxes, in the order of the leaves.
+
+    Args:
+        leaves: shape, bytes of an element, and spec of each leaf.
+        mesh: mesh of all leaves.
+
+    Example:
+        >>> import torch
+        >>> mesh = Mesh({"dp": 2}, torch.device("cpu"))
+        >>> [(x.box, x.owner) for x in owned([((4,), 4, P("dp")), ((1,), 4, P())], mesh)]
+        [(((0, 2),), 0), (((2, 4),), 1), (((0, 1),), 0)]
+    """
+    found = [_find_holders(shape, spec, mesh) for shape, _, spec in leaves]
+    total = sum(math.prod(shape) * itemsize for shape, itemsize, _ in leaves)
+    cut = max(_CUT_BYTES, total // (4 * mesh.size))
+    load = [0] * mesh.size
+    out: list[Owned] = []
+    shared: list[tuple[int, int, Box, list[int]]] = []
+    for i, ((_, itemsize, _), holders) in enumerate(zip(leaves, found, strict=True)):
+        for box, ranks in holders.items():
+            size = _box_numel(box) * itemsize
+            if len(ranks) == 1:
+                out.append(Owned(i, box, ranks[0]))
+                load[ranks[0]] += size
+                continue
+            most = -(-_box_numel(box) // len(ranks)) if size > cut else _box_numel(box)
+            shared += [(_box_numel(b) * itemsize, i, b, ranks) for b in pieces(box, most)]
+    # The largest first, each to the rank with the least load: at most 4/3 of the optimum (Graham 1969).
+    for size, i, box, ranks in sorted(shared, key=lambda x: -x[0]):
+        owner = min(ranks, key=lambda r: (load[r], r))
+        load[owner] += size
+        out.append(Owned(i, box, owner))
+    return sorted(out)
+
+
+def _find_holders(shape: tuple[int, ...], spec: P, mesh: Mesh) -> dict[Box, list[int]]:
+    """Returns the blocks that have elements, each with the ranks that hold it."""
+    out: dict[Box, list[int]] = {}
+    for rank, box in enumerate(blocks_of(shape, spec, mesh)):
+        if _box_numel(box):
+            out.setdefault(box, []).append(rank)
+    return out
+
+
+def _box_numel(box: Box) -> int:
+    return math.prod(hi - lo for lo, hi in box)
+
+
+def as_codes(x: Any) -> Any:
+    """Returns a view of a leaf in codes as a leaf of bytes, and other values unchanged."""
+    quantization = x.quantization if isinstance(x, GlobalTensor) and not x.donated else None
+    if not isinstance(quantization, str):
+        return x
+    shape = torch.Size((*x.shape[:-1], block_bytes(x.shape[-1], quantization)))
+    return GlobalTensor(codes_of(x.held), shape, x.spec, x.mesh, x.memory_kind, x.frozen)
+
+
+def from_codes(found: Any, like: Any) -> Any:
+    """Returns a leaf like another leaf, from the bytes of the codes. Inverts `as_codes`."""
+    if not isinstance(like, GlobalTensor) or like.donated or not isinstance(like.quantization, str):
+        return found
+    return like.with_block(with_codes(like.held, found.held, like.memory_kind))
+
 
 # Bytes that are read, hashed and written at a time.
 _PIECE = 8 << 20

@@ -7,24 +7,181 @@
 Each of the last two phases ends with an exchange of outcomes, so that either all ranks fail or none.
 """
 
+import concurrent.futures
+import contextlib
+import hashlib
 import json
+import operator
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardfn.core import Mesh, PyTree, RankError, StoredValue, progress
+from shardfn.core import Mesh, PyTree, RankError, StoredValue, adopting, progress
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
-from shardfn.memory import DamagedError, DiskFullError, InUseError
+from shardfn.memory import Bytes, DamagedError, DiskFullError, InUseError
+from shardfn.state import TrainState, check_alive
 
-from ._contents import Content, FilePlan, Part, contents, describe, files_of, local_slices, manifest_of, windows
-from ._owners import Owned, owned
-from ._place import NewLocation, Store, read_manifest
-from ._values import as_json, from_json
-from ._write import LastFiles, WrittenFile, write_files
+from ._contents import (
+    Content,
+    FilePlan,
+    Owned,
+    Part,
+    contents,
+    describe,
+    files_of,
+    local_slices,
+    manifest_of,
+    mesh_of,
+    owned,
+    windows,
+)
+from ._located import check_directory, store_of
+from ._manifest import Manifest, as_json, from_json
+from ._place import Location, NewLocation, Store, read_manifest
+
+# The token of a draft in the name of a file. Only files in object stores have a token.
+_TOKEN = re.compile(r"-[0-9a-f]{8}(?=\.safetensors$)", re.ASCII)
+# Files that are written at a time. Hashing is slower than writing, so several cores help.
+_THREADS = 2
+# The bytes of a part, in order.
+Read = Callable[[Part], Iterator[Bytes]]
+
+
+class LastFiles(NamedTuple):
+    """Files of the previous checkpoint."""
+
+    place: Location
+    manifest: Manifest
+
+    def named(self, name: str) -> str | None:
+        """Returns the name of the same file in the previous checkpoint, with its token, or None."""
+        base = _TOKEN.sub("", name)
+        return next((x for x in self.manifest.files if _TOKEN.sub("", x) == base), None)
+
+
+class WrittenFile(NamedTuple):
+    """A rank's written files.
+
+    Attributes:
+        digests: digests of the parts of each file.
+        bytes: the number of bytes written.
+        linked: bytes of linked files.
+    """
+
+    digests: list[list[str]]
+    bytes: int
+    linked: int
+
+
+def write_files(
+    place: NewLocation,
+    plans: Sequence[FilePlan],
+    read: Read,
+    before: LastFiles | None,
+    *,
+    durable: bool,
+    done: Callable[[int], object],
+) -> WrittenFile:
+    """Writes the files of an unpublished checkpoint.
+
+    Args:
+        place: files of the unpublished checkpoint.
+        plans: the files.
+        read: function that returns the bytes of a part. Called once or twice for each part.
+        before: previous checkpoint, for linking unchanged files.
+        durable: whether to wait until the device has the files.
+        done: function that is called with the number of bytes of each written or linked file.
+
+    Raises:
+        OSError: a write failed. The files are then incomplete.
+    """
+    with _open_threads("digest") as beside, _open_threads("write") as writers, _open_threads("settle") as settling:
+
+        def write_file(plan: FilePlan) -> _FileOutcome:
+            old, known = (None, []) if before is None else _find_unchanged(plan, read, before)
+            taken = old is not None and before is not None and place.take(before.place, old, plan.name)
+            if not taken:
+                known = _write_plan(place, plan, read, known, beside)
+            done(plan.bytes)
+            # The device finishes this file while the next one is written.
+            return _FileOutcome(known, taken, settling.submit(place.settle, plan.name) if durable else None)
+
+        running = [writers.submit(adopting(write_file), plan) for plan in plans]
+        try:
+            files = [x.result() for x in running]
+        except BaseException:
+            writers.shutdown(cancel_futures=True)
+            raise
+        for x in files:
+            if x.settled is not None:
+                x.settled.result()
+    linked = sum(plan.bytes for plan, x in zip(plans, files, strict=True) if x.taken)
+    return WrittenFile([x.digests for x in files], sum(x.bytes for x in plans) - linked, linked)
+
+
+class _FileOutcome(NamedTuple):
+    """File that has been written or linked. When `settled` is done, the device has the file."""
+
+    digests: list[str]
+    taken: bool
+    settled: concurrent.futures.Future[None] | None
+
+
+def _open_threads(task: str) -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(_THREADS, f"shardfn-{task}")
+
+
+def _find_unchanged(plan: FilePlan, read: Read, before: LastFiles) -> tuple[str | None, list[str]]:
+    """Returns the unchanged file's name in the previous checkpoint, or None, and the digests computed so far."""
+    name = before.named(plan.name)
+    if name is None:
+        return None, []
+    file = before.manifest.files[name]
+    if (file.bytes, file.header, file.sha256) != (
+        plan.bytes,
+        len(plan.header),
+        hashlib.sha256(plan.header).hexdigest(),
+    ) or before.place.size(name) != plan.bytes:
+        return None, []
+    had = {c.start: c.sha256 for x in before.manifest.leaves.values() for c in x.chunks if c.file == name}
+    known = []
+    for part in plan.parts:
+        digest = hashlib.sha256()
+        for piece in read(part):
+            digest.update(piece.data)
+        known.append(digest.hexdigest())
+        if had.get(part.start) != known[-1]:
+            return None, known
+    return name, known
+
+
+def _write_plan(
+    place: NewLocation,
+    plan: FilePlan,
+    read: Read,
+    known: Sequence[str],
+    beside: concurrent.futures.ThreadPoolExecutor,
+) -> list[str]:
+    """Writes one file. Unknown digests are computed in parallel, from the written bytes."""
+    digests = list(known)
+    with place.create(plan.name) as file:
+        file.write(memoryview(plan.header))
+        for i, part in enumerate(plan.parts):
+            digest = hashlib.sha256() if i >= len(known) else None
+            for piece in read(part):
+                hashed = None if digest is None else beside.submit(digest.update, piece.data)
+                file.write(piece.data)
+                if hashed is not None:
+                    hashed.result()
+            if digest is not None:
+                digests.append(digest.hexdigest())
+    return digests
+
 
 # All ranks' picklable values, in rank order.
 Meet = Callable[[object], Sequence[Any]]
@@ -264,3 +421,86 @@ def _find_failure(outcomes: Sequence[_Outcome], own: Exception | None) -> Except
             name, text = told.error
             return _KINDS[name](f"rank {rank}: {text}") if name in _KINDS else RankError(f"rank {rank}: {name}: {text}")
     return None
+
+
+FILE_BYTES = 256 << 20
+
+
+def save(
+    directory: str | os.PathLike[str],
+    tree: PyTree,
+    step: int | None = None,
+    *,
+    user: Any = None,
+    at: str = "",
+    durable: bool = True,
+    replace: bool = False,
+    file_bytes: int = FILE_BYTES,
+) -> Saved:
+    """Saves a state, or any tree of tensors, as `directory/step_000100`. Collective over the mesh of the leaves.
+
+    Each element is written once, and ranks write about equally much. The directory gets the final name when the
+    checkpoint is complete. If processes end before, for any reason, earlier checkpoints are untouched. Leaves are
+    stored as logical tensors, so that `restore` works under any other mesh.
+
+    Args:
+        directory: directory of the run's checkpoints, on a file system that all ranks see, made if missing, or a URL
+            that `fsspec` supports, such as s3://bucket/run.
+        tree: a `TrainState`, or a tree of `GlobalTensor`s and of tensors that are the same on all ranks; in any memory.
+            The tree is only read.
+        step: number of the checkpoint. Default: the state's step.
+        user: any JSON values, the same on all ranks, such as the position in the data. Floats may be infinite or NaN.
+        at: a prefix of all paths, such as "params", if the tree is a part of the tree to restore.
+        durable: whether to wait until the disk has the checkpoint, so that a loss of power does no harm.
+        replace: whether an existing checkpoint of the step is replaced.
+        file_bytes: the size beyond which a rank begins another file. Files that are unchanged since the newest
+            checkpoint of the directory are linked, not written.
+
+    Returns:
+        The path, and the bytes of this rank.
+
+    Raises:
+        TypeError: a leaf is not a tensor, or `user` is not a JSON value.
+        ValueError: leaves are on different meshes, or ranks do not share the directory.
+        DonatedError: a step has consumed the state.
+        FileExistsError: the step has a checkpoint already.
+        DiskFullError: the disk is full. Earlier checkpoints are untouched.
+        PermissionError: the directory cannot be written to.
+        InUseError: another process writes checkpoints there.
+        RankError: ranks save different values, or another rank failed.
+
+    Example:
+        >>> import tempfile, torch
+        >>> directory = tempfile.mkdtemp()
+        >>> save(directory, {"w": torch.ones(3)}, step=7).path.name
+        'step_000007'
+        >>> from shardfn.checkpoint import restore
+        >>> restore(directory, {"w": torch.zeros(3)}).tree
+        {'w': tensor([1., 1., 1.])}
+    """
+    check_directory(directory)
+    check_alive(tree)
+    mesh, options = mesh_of(tree), SaveOptions(durable, replace, file_bytes)
+    comms = comms_of(mesh)
+    with contextlib.ExitStack() as stack:
+        with told_before(comms.control):
+            number, store = step_of(tree, step), store_of(directory)
+            if mesh.rank == 0:
+                stack.enter_context(store.owning())
+        job = prepare(store, tree, at, number, user, mesh, options)
+        with losing_no_peer(comms):
+            done = finish(job, None, comms.control.gather)
+    if isinstance(done, Exception):
+        raise done
+    return done
+
+
+def step_of(tree: PyTree, step: int | None) -> int:
+    """Returns the number of a checkpoint: the one given, or the state's.
+
+    Raises:
+        ValueError: both are missing.
+    """
+    if step is None and not isinstance(tree, TrainState):
+        raise ValueError("this tree is no TrainState, so it has no number of its own. Pass step=.")
+    return int(tree.step) if step is None else operator.index(step)

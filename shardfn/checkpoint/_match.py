@@ -148,7 +148,7 @@ def matched(
     return out, problems
 
 
-def keeping(rename: Rename | None, keep: Sequence[str]) -> Rename | None:
+def keep_remat_results(rename: Rename | None, keep: Sequence[str]) -> Rename | None:
     """Returns `rename`, with None for the paths under `keep`."""
     if not keep:
         return rename

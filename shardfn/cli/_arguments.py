@@ -57,7 +57,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--json", action="store_true", help="JSON instead of tables")
     out.add_argument("--out", help="write the report to this file too")
     out.add_argument("--png", help="write a picture to this file (needs matplotlib)")
-    out.add_argument("--preset-tables", action="store_true", help="print the tables of published configurations")
 
 
 def check_recipe_alone(args: argparse.Namespace) -> None:

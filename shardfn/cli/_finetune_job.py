@@ -31,7 +31,7 @@ _HELP = {
     "seed": "of the order of examples and of the adapters",
     "lora": "rank of adapters; 0 trains all weights",
     "lora_alpha": "their scale is alpha / rank; 0 takes the rank",
-    "codes": "int8 or int4 keeps the weights that have an adapter in these codes (QLoRA)",
+    "quantization": "int8 or int4 quantizes the weights that have an adapter (QLoRA)",
     "merge": "also write the model with the adapters added",
     "learn": "answers: only completions, and messages of the assistant; everything: all tokens",
     "dtype": "float32, bfloat16 or float16 for the written model (default: the dtypes of MODEL's files)",
@@ -50,7 +50,7 @@ class FinetuneJob:
     """Settings of a run. See `shardfn finetune --help`."""
 
     model: str
-    train: str
+    train: tuple[str, ...]
     validation: str = ""
     out: str = "runs/finetune"
     steps: int = 100
@@ -63,7 +63,7 @@ class FinetuneJob:
     seed: int = 0
     lora: int = 0
     lora_alpha: float = 0.0
-    codes: str = ""
+    quantization: str = ""
     merge: bool = False
     learn: str = "answers"
     dtype: str = ""
@@ -74,6 +74,11 @@ class FinetuneJob:
     precision: str = "bf16"
     remat: bool = False
     cluster: str = ""
+
+    @property
+    def sources(self) -> dict[str, float | None]:
+        """Returns the weight of each file of TRAIN, or None without a weight."""
+        return dict(map(_parse_source, self.train))
 
     @property
     def shape(self) -> dict[str, int]:
@@ -95,7 +100,13 @@ def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="directory of a causal model of transformers, with its tokenizer"
     )
-    parser.add_argument("train", metavar="TRAIN", help='JSON lines: {"text"}, {"prompt", "completion"} or {"messages"}')
+    parser.add_argument(
+        "train",
+        metavar="TRAIN",
+        nargs="+",
+        help='JSON lines: {"text"}, {"prompt", "completion"} or {"messages"}. Several files are mixed, by their sizes'
+        " or by weights as in a.jsonl:2 b.jsonl:1",
+    )
     parser.add_argument("--config", help="a TOML file with any of these options; the command line goes first")
     for field in dataclasses.fields(FinetuneJob)[2:]:
         name, text = f"--{field.name.replace('_', '-')}", f"{_HELP[field.name]} (default {field.default!r})"
@@ -115,7 +126,8 @@ def parse_job(args: argparse.Namespace) -> FinetuneJob:
         FileNotFoundError: the file of options is missing.
     """
     names = [field.name for field in dataclasses.fields(FinetuneJob)]
-    given = {name: value for name, value in vars(args).items() if name in names}
+    given: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
+    given["train"] = tuple(args.train)
     job = FinetuneJob(**(_read_settings(args.config) | given))
     raise_all(ValueError, "this run cannot start:", [*_find_problems(job)])
     return job
@@ -158,11 +170,11 @@ def _find_problems(job: FinetuneJob) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} must be 0 or more, and finite, got {getattr(job, name)}"
     if job.lora < 0:
         yield f"--lora {job.lora}: the rank is 1 or more, or 0 for no adapters"
-    for name in ("lora_alpha", "codes", "merge"):
+    for name in ("lora_alpha", "quantization", "merge"):
         if not job.lora and getattr(job, name):
             yield f"--{name.replace('_', '-')} has no effect without --lora RANK"
-    if job.codes and job.codes not in GROUP_BYTES:
-        yield f"--codes {job.codes}: it is int8 or int4.{did_you_mean(job.codes, GROUP_BYTES)}"
+    if job.quantization and job.quantization not in GROUP_BYTES:
+        yield f"--quantization {job.quantization}: it is int8 or int4.{did_you_mean(job.quantization, GROUP_BYTES)}"
     if job.dtype and job.dtype not in _DTYPES:
         yield f"--dtype {job.dtype}: it is {', '.join(_DTYPES)}.{did_you_mean(job.dtype, _DTYPES)}"
     if job.zero not in (0, 1, 2, 3):
@@ -193,9 +205,27 @@ def _wrong_rows(job: FinetuneJob) -> Iterator[str]:
     if job.learn not in LEARN:
         yield f"--learn {job.learn}: it is {' or '.join(LEARN)}.{did_you_mean(job.learn, LEARN)}"
         return
-    for name, path in (("TRAIN", job.train), ("--validation", job.validation)):
+    for name, path in (*(("TRAIN", path) for path in job.sources), ("--validation", job.validation)):
         if name == "TRAIN" or path:
             yield from row_problems(name, path, job.learn) if os.path.isfile(path) else (f"{name} {path} is no file",)
+    weights = job.sources.values()
+    if len(weights) < len(job.train):
+        yield f"each file of TRAIN must be given once, got {' '.join(job.train)}"
+    if None in weights and any(weight is not None for weight in weights):
+        yield f"all files of TRAIN must have a weight, or none, got {' '.join(job.train)}; write for example a.jsonl:2"
+    for path, weight in job.sources.items():
+        if weight is not None and not 0 < weight < math.inf:
+            yield f"TRAIN {path}:{weight:g}: the weight must be above 0, and finite"
+
+
+def _parse_source(text: str) -> tuple[str, float | None]:
+    path, colon, weight = text.rpartition(":")
+    if not colon or os.path.isfile(text):
+        return text, None
+    try:
+        return path, float(weight)
+    except ValueError:
+        return text, None
 
 
 def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
@@ -231,11 +261,12 @@ def _find_differences(job: FinetuneJob) -> Iterator[str]:
     if not record.is_file() or not steps(pathlib.Path(job.out, "checkpoints")):
         return
     before = json.loads(record.read_text(encoding="utf-8"))
+    if "codes" in before:  # its name in runs of earlier versions
+        before["quantization"] = before.pop("codes")
     if (
         "learn" not in before
         and job.learn == "answers"
-        and os.path.isfile(job.train)
-        and scan_rows(job.train, "answers").chats
+        and any(scan_rows(path, "answers").chats for path in job.sources if os.path.isfile(path))
     ):
         yield (
             f"--out {job.out} has a run of an earlier version, which learnt all tokens of messages: pass --learn"
@@ -251,8 +282,10 @@ def _find_differences(job: FinetuneJob) -> Iterator[str]:
 
 
 def settings(job: FinetuneJob) -> dict[str, Any]:
-    """Returns the settings that a resumed run must not change."""
-    return {name: value for name, value in dataclasses.asdict(job).items() if name not in _FREE}
+    """Returns the settings that a resumed run must not change, as they are in `run.json`."""
+    train = job.train[0] if len(job.train) == 1 else list(job.train)
+    found = dataclasses.asdict(job) | {"train": train}
+    return {name: value for name, value in found.items() if name not in _FREE}
 
 
 def _parse_sizes(text: str) -> list[tuple[str, Any]]:

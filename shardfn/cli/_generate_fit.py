@@ -3,7 +3,7 @@
 import pathlib
 
 from shardfn.core import PyTree
-from shardfn.inference import Decoder, fit_codes
+from shardfn.inference import Decoder, fit_quantization
 
 from ._generate_job import GenerateJob
 from ._generate_text import Text
@@ -31,4 +31,4 @@ def fitted(job: GenerateJob, params: PyTree, text: Text, plain: Decoder) -> tupl
     if not tokens:
         raise ValueError(f"--fit {place} has no tokens; give a text like those of prompts.")
     rows = [tokens[at : at + length] for at in range(0, len(tokens), length)]
-    return fit_codes(plain, params, job.weights, rows), f"fitted to {len(tokens):,} tokens of {place.name}"
+    return fit_quantization(plain, params, job.weights, rows), f"fitted to {len(tokens):,} tokens of {place.name}"

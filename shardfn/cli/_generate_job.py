@@ -12,7 +12,7 @@ import torch
 
 from shardfn.core import MemoryKind, did_you_mean, is_disk
 from shardfn.inference import Drafter, Grammar, Limits, Ngram, Request, Sampling, Suffix, check_request
-from shardfn.kernels import Codes
+from shardfn.kernels import Quantization
 
 from ._generation_config import add_config_argument, read_sampling
 
@@ -69,7 +69,7 @@ class GenerateJob:
     cache_gib: float = 1.0
     ranks: int = 1
     dtype: str = "float32"
-    weights: Codes | None = None
+    weights: Quantization | None = None
     fit: str | None = None
     memory: MemoryKind = "device"
     disk: str | None = None

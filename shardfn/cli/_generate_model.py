@@ -275,7 +275,7 @@ def _load_unmodified(
     try:
         model, values = module(axis)
         of_model = functools.partial(hf_decoder, model, params=values)
-        made, params = of_model(batch_invariant=batch_invariant, tp=axis, codes=job.weights)
+        made, params = of_model(batch_invariant=batch_invariant, tp=axis, quantization=job.weights)
     except ValueError as error:
         raise error from problem
     if made.cache.heads % mesh.size:
@@ -335,7 +335,7 @@ def _make_decoder(config: gpt.Config, mesh: Mesh, job: GenerateJob) -> Decoder:
         raise ValueError(
             f"--weights {job.weights}: {_choose_batch_invariant(job)[1]}. Take other ranks, or leave out --weights"
         )
-    return decoder(config, tp=_mesh_axis(mesh), codes=job.weights)
+    return decoder(config, tp=_mesh_axis(mesh), quantization=job.weights)
 
 
 def _fit_decoder(config: gpt.Config, job: GenerateJob) -> Callable[[], Decoder] | None:

@@ -1,18 +1,18 @@
 """The program `shardfn`: reads arguments, calls the public functions, prints."""
 
 import argparse
+import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from shardfn.core import RankError, raise_all
+from shardfn.kernels import build_all, cxx_compiler, generation
 from shardfn.memory import DamagedError
 
-from ._advice import advice
 from ._arguments import add_plan_arguments, check_recipe_alone, parse_setup
 from ._bench import add_bench_arguments, bench
-from ._build import build_command
 from ._chart import write_chart
 from ._checkpoint import add_checkpoint_arguments, checkpoint_command
 from ._env import env_text
@@ -28,7 +28,91 @@ from ._report import advice_text, dump, found_json, found_text, longest_json, lo
 from ._search import search
 from ._serve import serve_command
 from ._serve_job import add_serve_arguments, parse_serve
-from ._tables import preset_tables
+from ._states import Setup
+from ._units import of_limit
+
+_FACTORS = (2, 4, 8, 16, 32, 64)
+# Below this part of the best plan a plan is not worth a larger batch. Above, the smallest batch is taken.
+_NEAR = 0.9
+
+
+def advice(made: JobPlan) -> tuple[str, ...]:
+    """Returns changes by which a run fits, or is faster by at least a tenth, empty without any."""
+    return _suggest_fit(made) if not made.fits else _suggest_speed(made)
+
+
+def _suggest_fit(made: JobPlan) -> tuple[str, ...]:
+    s = made.setup
+    tried = [(" and ".join(words), p) for words, setup in _smaller_setups(s) for p in [plan(setup)] if p.fits]
+    if tried:
+        words, p = tried[0]
+        return (f"{_make_sentence(words)}: then it takes {of_limit(p.peak, p.limit)}.",)
+    return (
+        "No stage, number of microbatches or --remat makes it fit on this mesh: take more ranks (--mesh), a larger"
+        " --device, or let shardfn plan --search find how many microbatches and ranks along tp it takes.",
+    )
+
+
+def _smaller_setups(s: Setup) -> Iterator[tuple[list[str], Setup]]:
+    """Yields settings that take less memory, the cheapest change first."""
+    for stage in range(s.zero.stage, 4):
+        for k in dict.fromkeys((s.accumulate, s.batch)):
+            for remat in (s.remat,) if s.remat else (False, True):
+                words = [f"take --zero {stage}"] if stage != s.zero.stage else []
+                words += [f"--accumulate {k}"] if k != s.accumulate else []
+                words += ["--remat"] if remat != s.remat else []
+                if words:
+                    zero = dataclasses.replace(s.zero, stage=stage)
+                    yield words, dataclasses.replace(s, zero=zero, accumulate=k, remat=remat)
+
+
+def _suggest_speed(made: JobPlan) -> tuple[str, ...]:
+    s, cost = made.setup, made.cost
+    if cost.dominates == "computation" and cost.mfu > 0.5 * s.efficiency:
+        return ()
+    found = []
+    for factor in _FACTORS:
+        # Larger microbatches first: transfers of stage 3 are made again for each microbatch.
+        for k in (s.accumulate, s.accumulate * factor):
+            p = plan(dataclasses.replace(s, batch=s.batch * factor, accumulate=k))
+            if p.fits:
+                found.append(p)
+    best = max((p.cost.mfu for p in found), default=0.0)
+    if best < 1.1 * cost.mfu:
+        return ()
+    p = next(p for p in found if p.cost.mfu >= _NEAR * best)
+    words = f"--batch {p.setup.batch}" + (f" --accumulate {p.setup.accumulate}" if p.setup.accumulate > 1 else "")
+    why = {
+        "waiting for data-parallel transfers": "the transfers of a step take as long for a few tokens as for many",
+        "the pipeline": "more microbatches fill the pipeline",
+        "the optimizer's memory traffic": "the update takes as long for a few tokens as for many",
+    }.get(cost.dominates, "the work that a step does once takes as long for a few tokens as for many")
+    return (
+        f"Raise --batch: {why}. With {words} MFU is {p.cost.mfu:.1%} instead of {cost.mfu:.1%}, at"
+        f" {of_limit(p.peak, p.limit)}; a global batch is {p.setup.tokens:,} tokens then, not {s.tokens:,}.",
+    )
+
+
+def _make_sentence(words: str) -> str:
+    return "Take" + words.removeprefix("take") if words.startswith("take") else f"Take {words}"
+
+
+def build_command() -> int:
+    """Builds all C++ for this processor, and prints a line for each file.
+
+    Returns:
+        The exit status: 1 if a file could not be built.
+    """
+    processor = f"x86-64-v{form}" if (form := generation()) else "this processor"
+    print(f"C++ kernels for {processor}, by {cxx_compiler() or 'no compiler'}:", flush=True)
+    failed = 0
+    for name, state, path in build_all():
+        failed += path is None
+        print(f"  {name:<24}{state}" + ("" if path is None else f"  {path}"), flush=True)
+    if failed:
+        print(f"{failed} files could not be built. Kernels run in plain torch, slowly, or raise if the compiler fails.")
+    return int(failed > 0)
+
 
 _BEST = 10
 
@@ -117,9 +201,6 @@ def _check_command(args: argparse.Namespace) -> Callable[[], int] | None:
 
 
 def _plan_command(args: argparse.Namespace) -> int:
-    if args.preset_tables:
-        _write_output(preset_tables(), args.out)
-        return 0
     if args.longest:
         return _longest_command(args)
     text, plans = _plan_recipe(args) if args.recipe else _search_plans(args) if args.search else _plan_job(args)

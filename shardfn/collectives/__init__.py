@@ -8,19 +8,29 @@ from ._env import (
     noting_meshes as noting_meshes,
     seen_from as seen_from,
 )
-from ._psum import pmax as pmax, pmean as pmean, psum as psum, pvary as pvary
-from ._all_gather import all_gather as all_gather, all_gather_invariant as all_gather_invariant
-from ._all_gather import quantized_all_gather as quantized_all_gather
-from ._psum_scatter import psum_scatter as psum_scatter, take_own_block as take_own_block
-from ._all_to_all import all_to_all as all_to_all
+from ._primitives import pmax as pmax, pmean as pmean, psum as psum, pvary as pvary
+from ._primitives import all_gather as all_gather, all_gather_invariant as all_gather_invariant
+from ._primitives import quantized_all_gather as quantized_all_gather
+from ._primitives import psum_scatter as psum_scatter, take_own_block as take_own_block
+from ._primitives import all_to_all as all_to_all
 from ._ragged_ops import HEAD as HEAD
-from ._keeping import Keeper as Keeper, keeper_around as keeper_around, keeping as keeping
+from ._remat_results import (
+    RematResults as RematResults,
+    current_remat_results as current_remat_results,
+    keep_remat_results as keep_remat_results,
+)
 from ._ragged import ragged_all_to_all as ragged_all_to_all, ragged_exchange as ragged_exchange
 from ._exchange_rows import check_room as check_room, exchange_rows as exchange_rows
 from ._exchange_rows import values_are_known as values_are_known
-from ._arrived_rows import arrived_rows as arrived_rows, rows_as as rows_as
-from ._ppermute import ppermute as ppermute, ppermute_start as ppermute_start
-from ._route import AllGather as AllGather, AllToAll as AllToAll, Cast as Cast, Decode as Decode, Encode as Encode
+from ._exchange_rows import arrived_rows as arrived_rows, rows_as as rows_as
+from ._primitives import ppermute as ppermute, ppermute_start as ppermute_start
+from ._route import (
+    AllGather as AllGather,
+    AllToAll as AllToAll,
+    Cast as Cast,
+    Dequantize as Dequantize,
+    Quantize as Quantize,
+)
 from ._route import Hop as Hop, Move as Move, Psum as Psum, PsumScatter as PsumScatter, Slice as Slice
 from ._route import Route as Route, route as route
 from .transport import (
@@ -31,7 +41,7 @@ from .transport import (
     dealt as dealt,
 )
 from ._carry import carry as carry, carry_all as carry_all
-from ._overlaps import Box as Box, blocks_of as blocks_of, Overlap as Overlap, overlaps as overlaps, pieces as pieces
+from ._cross import Box as Box, blocks_of as blocks_of, Overlap as Overlap, overlaps as overlaps, pieces as pieces
 from ._cross import LeafCrossing as LeafCrossing, cross as cross
 from ._compressor import Compressor as Compressor, error_feedback as error_feedback
 from ._compressor import identity as identity, int4 as int4, int8 as int8, sign as sign, top_k as top_k
@@ -39,7 +49,7 @@ from ._residual import Residual as Residual, compressed_init as compressed_init
 from ._residual import check_compressor as check_compressor, cut_of as cut_of
 from ._residual import global_residuals as global_residuals, recut_residuals as recut_residuals
 from ._buckets import padded as padded
-from ._compressed import coded_pmean as coded_pmean, decoded as decoded
+from ._compressed import compressed_pmean_codes as compressed_pmean_codes, decompress_codes as decompress_codes
 from ._compressed import compressed_pmean as compressed_pmean, compressed_psum as compressed_psum
 from ._compressed_scatter import compressed_psum_scatter as compressed_psum_scatter
 from ._compressed_scatter import compressed_scatter_init as compressed_scatter_init
@@ -55,18 +65,34 @@ from ._traced import TracedChannels as TracedChannels, TracedControl as TracedCo
 from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyControl as AnyControl
 from ._traced import AnyRounds as AnyRounds
 from ._hops import TwoHops as TwoHops
-from ._code import Code as Code
-from ._coded import CodedGather as CodedGather, CodedReduce as CodedReduce, Relayed as Relayed
+from ._quantized import Quantizer as Quantizer
+from ._quantized import (
+    QuantizedGather as QuantizedGather,
+    QuantizedReduce as QuantizedReduce,
+    Relayed as Relayed,
+)
 from ._wires import GatherWire as GatherWire, SumWire as SumWire, gather_wires as gather_wires
 from ._wire_ops import StoppedError as StoppedError, bind_channels as bind_channels
 from ._wire_ops import Sizes as Sizes, as_runs as as_runs, in_runs as in_runs, with_sizes as with_sizes
 from ._axis_index import AxisTypeError as AxisTypeError
-from ._followed import following as following, following_now as following_now, noted_axes as noted_axes
-from ._followed import not_following as not_following, one_operation as one_operation, same_axes as same_axes
-from ._followed import summed_inside as summed_inside
-from ._following import Following as Following
-from ._where import Applied as Applied, current_application as current_application
-from ._where import at_line as at_line, current_line as current_line, recording_lines as recording_lines
+from ._axis_type_mode import (
+    track_axis_types as track_axis_types,
+    current_axis_types as current_axis_types,
+    noted_axes as noted_axes,
+)
+from ._axis_type_mode import (
+    no_axis_types as no_axis_types,
+    run_one_operation as run_one_operation,
+    same_axes as same_axes,
+)
+from ._axis_type_mode import summed_inside as summed_inside
+from ._axis_types import AxisTypeMode as AxisTypeMode
+from ._call_sites import Applied as Applied, current_application as current_application
+from ._call_sites import (
+    set_call_site as set_call_site,
+    current_call_site as current_call_site,
+    record_call_sites as record_call_sites,
+)
 from .transport import Notice as Notice, notice_of as notice_of
 from .transport import Rounds as Rounds
 from .transport import (

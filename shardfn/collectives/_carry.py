@@ -4,6 +4,11 @@
 eager programs, in graphs that `jit` captures and inside transforms of `torch.func`, and is the reference for other
 executors. `carry_all` is for programs that need only the values: the same wire, with the next leaf's transfer under way
 while the last leaf's is waited for.
+
+`start_coalesced`: one hop of several small blocks, in one message.
+
+The bytes are the same as with a message for each block. The parts of each block have the block's place in the list. So
+the values equal the results of `start`, bit for bit.
 """
 
 import dataclasses
@@ -15,12 +20,83 @@ from torch import Tensor
 
 from shardfn.core import MemoryKind, Pending, Placement, StoredValue
 
+from . import _native as native
+from ._axis_group import axis_group_along
 from ._buckets import staggered
 from ._env import current_mesh
-from ._line import line_along
-from ._primitive import Call, bind
+from ._primitive import Call, bind, start
 from ._route import AllGather, AllToAll, Cast, Hop, Move, Psum, PsumScatter, Route, Slice
-from ._together import start_together
+
+
+def start_coalesced(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
+    """Starts the call of each block, in one message where the call has a message. Results have separate memory.
+
+    Args:
+        blocks: blocks of one dtype and device.
+        calls: calls of one primitive along one line. Dims and sizes may differ.
+    """
+    name = calls[0].name
+    if len(blocks) > 1 and name == "all_gather_invariant":
+        return _gather_leaves(blocks, calls)
+    if len(blocks) > 1 and name == "all_to_all":
+        return _exchange_leaves(blocks, calls)
+    waits = [start(x, call) for x, call in zip(blocks, calls, strict=True)]
+    return lambda: [wait() for wait in waits]
+
+
+def _gather_leaves(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
+    """Gathers leaves with rows first and blocks padded to the longest, so that all ranks send equally much."""
+    line = calls[0].line
+    rows = [x.movedim(call.dim, 0) for x, call in zip(blocks, calls, strict=True)]
+    lengths = [line.lengths(call.size) for call in calls]
+    widths = [x.shape[1:].numel() * max(n) for x, n in zip(rows, lengths, strict=True)]
+    message = blocks[0].new_zeros(sum(widths))
+    for x, part in zip(rows, message.split(widths), strict=True):
+        part[: x.numel()].view(x.shape).copy_(x)
+    wait = native.all_gather_start(message, line)
+
+    def take_arrived() -> list[Tensor]:
+        parts = wait().split(widths, 1)
+        return [_join_leaf(p, n, x, c.dim) for p, n, x, c in zip(parts, lengths, rows, calls, strict=True)]
+
+    return take_arrived
+
+
+def _join_leaf(part: Tensor, lengths: Sequence[int], own: Tensor, dim: int) -> Tensor:
+    """Returns the whole of one leaf, from the rows of all ranks [ranks, width]."""
+    rest = own.shape[1:]
+    pieces = [row[: n * rest.numel()].view(n, *rest) for row, n in zip(part, lengths, strict=True)]
+    return torch.cat([piece.movedim(0, dim) for piece in pieces], dim).contiguous()
+
+
+def _exchange_leaves(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
+    """Sends each rank its parts of all blocks, one after another."""
+    line = calls[0].line
+    sent = [x.split(line.lengths(call.size), call.dim) for x, call in zip(blocks, calls, strict=True)]
+    arriving = [_arriving_shapes(x, call) for x, call in zip(blocks, calls, strict=True)]
+    send = [sum(parts[i].numel() for parts in sent) for i in range(line.size)]
+    recv = [sum(shapes[i].numel() for shapes in arriving) for i in range(line.size)]
+    message = torch.cat([parts[i].reshape(-1) for i in range(line.size) for parts in sent])
+    wait = native.exchange_start(message, send, recv, line, name="all_to_all")
+
+    def take_arrived() -> list[Tensor]:
+        flat = iter(wait().split([shapes[i].numel() for i in range(line.size) for shapes in arriving]))
+        found = [[next(flat).view(shapes[i]) for shapes in arriving] for i in range(line.size)]
+        return [torch.cat([row[k] for row in found], call.concat_dim) for k, call in enumerate(calls)]
+
+    return take_arrived
+
+
+def _arriving_shapes(x: Tensor, call: Call) -> list[torch.Size]:
+    """Returns the shapes of the parts that come from each index."""
+    own = call.line.lengths(call.size)[call.line.index]
+    shapes = []
+    for rows in call.line.lengths(call.concat_size):
+        shape = [*x.shape]
+        shape[call.dim], shape[call.concat_dim] = own, rows
+        shapes.append(torch.Size(shape))
+    return shapes
+
 
 # Leaves of fewer bytes share messages, of at most as many bytes of whole leaves, as between meshes.
 SMALL, MESSAGE = 64 << 10, 4 << 20
@@ -29,7 +105,7 @@ Mover = Callable[[Tensor, MemoryKind], Tensor]
 # Starts to move a block from one memory to another.
 Sender = Callable[[StoredValue, MemoryKind, MemoryKind], Pending[StoredValue]]
 # From the number of a route and its last block to the block that is kept.
-Keeper = Callable[[int, StoredValue], StoredValue]
+RematResults = Callable[[int, StoredValue], StoredValue]
 
 
 def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
@@ -66,7 +142,7 @@ def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
 
 
 def carry_all(
-    blocks: Sequence[StoredValue], routes: Sequence[Route], send: Sender, keep: Keeper = lambda i, block: block
+    blocks: Sequence[StoredValue], routes: Sequence[Route], send: Sender, keep: RematResults = lambda i, block: block
 ) -> list[StoredValue]:
     """Returns this rank's block at the end of each route, without gradients. Collective over the bound mesh.
 
@@ -111,7 +187,7 @@ def _group_routes(dtypes: Sequence[torch.dtype], routes: Sequence[Route]) -> lis
 
 
 def _carry_group(
-    out: list[StoredValue], at: Sequence[int], routes: Sequence[Route], send: Sender, keep: Keeper
+    out: list[StoredValue], at: Sequence[int], routes: Sequence[Route], send: Sender, keep: RematResults
 ) -> Iterator[None]:
     """Brings `out[i]` along routes of the same hops, and yields whenever something is under way."""
     for step in zip(*map(_merge_hops, routes), strict=True):
@@ -129,7 +205,7 @@ def _carry_group(
                 ends = [x.to(hop.dtype) for x in here]
             else:
                 calls = [_call_of_hop(x, one, shape) for x, (one, _, shape) in zip(here, step, strict=True)]
-                wait = start_together(here, calls)
+                wait = start_coalesced(here, calls)
                 del blocks, here
                 yield
                 ends = [*wait()]
@@ -174,6 +250,6 @@ def _call_of_hop(x: Tensor, hop: Hop, shape: torch.Size) -> Call:
             name, sizes = "all_to_all", (split_dim, x.shape[split_dim], concat_dim, shape[concat_dim])
         case _:
             raise ValueError(f"{hop} is not for `carry`: it has no derivative, or needs a `move`.")
-    line = line_along(axes)
+    line = axis_group_along(axes)
     assert line is not None  # a route has no hop along one rank
     return Call(name, line, *sizes)

@@ -24,9 +24,9 @@ from torch import Tensor
 from shardfn.core import Axes, PyTree, raise_all, tree_flatten, tree_paths, tree_unflatten
 
 from . import _native as native
+from ._axis_group import AxisGroup, axis_group_along
 from ._buckets import BUCKET, buckets, check_leaves, matched, misfit, padded, staggered
 from ._compressor import Codes, Compressor, combine
-from ._line import Line, line_along
 from ._message import exchange_rows, gather_rows
 from ._residual import Cut, Residual, check_compressor, check_memory, cut_of, split_axes
 
@@ -137,7 +137,7 @@ def compressed_psum(
     return call.run(bucket, decode=True)
 
 
-def coded_pmean(
+def compressed_pmean_codes(
     tree: PyTree,
     axis: Axes,
     compressor: Compressor,
@@ -149,7 +149,7 @@ def coded_pmean(
 ) -> tuple[PyTree, PyTree]:
     """Returns the codes of the mean, which every rank holds whole: `compressed_pmean` before the last step.
 
-    So a rank may keep the mean at one bit per element: `decoded(codes, tree, axis, compressor)` is the mean.
+    So a rank may keep the mean at one bit per element: `decompress_codes(codes, tree, axis, compressor)` is the mean.
 
     Args:
         tree: tree as in `compressed_pmean`.
@@ -172,23 +172,23 @@ def coded_pmean(
     Example:
         >>> from shardfn.collectives import compressed_init, error_feedback, sign
         >>> x, compressor = torch.tensor([2.0, -2.0]), error_feedback(sign())
-        >>> codes, _ = coded_pmean(x, "dp", compressor, compressed_init(x, "dp", compressor))
+        >>> codes, _ = compressed_pmean_codes(x, "dp", compressor, compressed_init(x, "dp", compressor))
         >>> codes
         (tensor([[191]], dtype=torch.uint8), tensor([1.]))
-        >>> decoded(codes, x, "dp", compressor)
+        >>> decompress_codes(codes, x, "dp", compressor)
         tensor([ 1., -1.])
     """
-    call = _CompressedCall("coded_pmean", tree, axis, compressor, state, outer, mean=True, donate=donate)
+    call = _CompressedCall("compressed_pmean_codes", tree, axis, compressor, state, outer, mean=True, donate=donate)
     return call.run(bucket, decode=False)
 
 
-def decoded(
+def decompress_codes(
     codes: PyTree, like: PyTree, axis: Axes, compressor: Compressor, *, outer: Axes = None, donate: bool = False
 ) -> PyTree:
-    """Returns the tensors of the codes that `coded_pmean` returned. No communication.
+    """Returns the tensors of the codes that `compressed_pmean_codes` returned. No communication.
 
     Args:
-        codes: the result of `coded_pmean`.
+        codes: the result of `compressed_pmean_codes`.
         like: tensors of the shapes and dtypes of the result.
         axis: axis of the collective.
         compressor: compressor of the collective.
@@ -204,11 +204,11 @@ def decoded(
 
     Example:
         >>> from shardfn.collectives import identity
-        >>> decoded((torch.tensor([[2.0, 3.0]]),), torch.empty(2), "dp", identity())
+        >>> decompress_codes((torch.tensor([[2.0, 3.0]]),), torch.empty(2), "dp", identity())
         tensor([2., 3.])
     """
-    check_compressor("decoded", compressor)
-    between, inside = _compressed_and_exact_lines("decoded", axis, outer)
+    check_compressor("decompress_codes", compressor)
+    between, inside = _compressed_and_exact_lines("decompress_codes", axis, outer)
     leaves, treedef = tree_flatten(like)
     pairs = zip(leaves, treedef.flatten_up_to(codes), strict=True)
     cuts = [cut_of(x.numel(), _line_size(between), compressor.quantum, _line_size(inside)) for x in leaves]
@@ -248,14 +248,14 @@ def _decode_leaf(codes: Codes, like: Tensor, cut: Cut, compressor: Compressor, o
     return flat.view(like.shape).to(like.dtype)
 
 
-def _compressed_and_exact_lines(op: str, axis: Axes, outer: Axes) -> tuple[Line | None, Line | None]:
+def _compressed_and_exact_lines(op: str, axis: Axes, outer: Axes) -> tuple[AxisGroup | None, AxisGroup | None]:
     """Returns the line of ranks with compressed traffic, and the line of ranks with exact traffic."""
-    line_along(axis)  # raises if it is wrong
+    axis_group_along(axis)  # raises if it is wrong
     between, inside = split_axes(op, axis, outer)
-    return line_along(between), line_along(inside)
+    return axis_group_along(between), axis_group_along(inside)
 
 
-def _line_size(line: Line | None) -> int:
+def _line_size(line: AxisGroup | None) -> int:
     return 1 if line is None else line.size
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardfn.core import Again, Ambient, Axes, Mesh, bound_again, checkpoints_as_now
+from shardfn.core import Again, Ambient, Axes, Mesh, rebind_ambient, rebind_in_checkpoints
 
 from ._axis_index import AxisNumber
 from ._function_modes import WAITING, NotingMode, began, function_modes, note_crossed
@@ -27,7 +27,7 @@ def bind_mesh(mesh: Mesh) -> Iterator[Mesh]:
     """Binds `mesh`, to which the axis names of collectives refer."""
     for seen in _SEEN.all:
         seen.append(mesh)
-    with _MESH.bound(mesh), checkpoints_as_now():
+    with _MESH.bound(mesh), rebind_in_checkpoints():
         yield mesh
 
 
@@ -36,7 +36,7 @@ def this_mesh(mesh: Mesh) -> AbstractContextManager[Mesh]:
     return _MESH.bound(mesh)
 
 
-@bound_again
+@rebind_ambient
 def _restore_mesh() -> list[Again]:
     return [functools.partial(_MESH.bound, mesh) for mesh in _MESH.all[-1:]]
 

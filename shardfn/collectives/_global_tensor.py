@@ -17,7 +17,7 @@ from shardfn.collectives.transport import naming_the_wait
 from shardfn.core import (
     MOST_DRAWN,
     Absent,
-    Code,
+    AnyQuantization,
     DonatedError,
     MemoryKind,
     Mesh,
@@ -141,15 +141,15 @@ class GlobalTensor:
         return held.device if isinstance(held, Tensor) else torch.device("cpu")
 
     @property
-    def code(self) -> Code | None:
+    def quantization(self) -> AnyQuantization | None:
         """Returns the code to which the stored block is rounded, or None if the block is not rounded."""
         stored = as_stored(self.held)
-        return None if stored is None else stored.code
+        return None if stored is None else stored.quantization
 
     @property
     def placement(self) -> Placement:
         """Returns the layout, memory and dtype of the stored leaf."""
-        return Placement(self.spec, (), self.memory_kind, self.dtype, self.code)
+        return Placement(self.spec, (), self.memory_kind, self.dtype, self.quantization)
 
     def with_block(self, block: StoredValue) -> "GlobalTensor":
         """Returns the same leaf with another block, in the same memory and code."""
@@ -163,8 +163,10 @@ class GlobalTensor:
     @property
     def sharding(self) -> Sharding:
         """Returns layout, memory kind and codes."""
-        code = self.code
-        return Sharding(self.spec, self.memory_kind, codes=code if isinstance(code, str) else None)
+        quantization = self.quantization
+        return Sharding(
+            self.spec, self.memory_kind, quantization=quantization if isinstance(quantization, str) else None
+        )
 
     def numel(self) -> int:
         """Returns the number of elements of the whole tensor."""

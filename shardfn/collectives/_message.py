@@ -8,7 +8,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from . import _native as native
-from ._line import Line
+from ._axis_group import AxisGroup
 
 Parts = tuple[Tensor, ...]
 
@@ -26,7 +26,7 @@ class _MessagePlace(NamedTuple):
         return self.shape.numel() * self.dtype.itemsize
 
 
-def exchange_rows(parts: Sequence[Parts], line: Line | None, *, name: str) -> Callable[[], list[Parts]]:
+def exchange_rows(parts: Sequence[Parts], line: AxisGroup | None, *, name: str) -> Callable[[], list[Parts]]:
     """Sends row i of every tensor to index i, in one message each. The result waits for a row from each index.
 
     Args:
@@ -42,7 +42,7 @@ def exchange_rows(parts: Sequence[Parts], line: Line | None, *, name: str) -> Ca
     return lambda: _unpack_rows(wait().view(line.size, -1), places, parts)
 
 
-def gather_rows(parts: Sequence[Parts], line: Line | None) -> Callable[[], list[Parts]]:
+def gather_rows(parts: Sequence[Parts], line: AxisGroup | None) -> Callable[[], list[Parts]]:
     """Gathers the rows of every tensor, in one message. The result waits for the rows, in the order of indices.
 
     Args:

@@ -1,7 +1,7 @@
 """The wire of a loss's collectives: buffers whose first dim counts ranks or rows, on the channel along a line.
 
 There are no gradients and no odd sizes here. Every function reports to the traffic counter under the primitive's name.
-Where a program is recorded, or a mode looks at its operations, transfers are ops (`_loss_ops.py`).
+Where a program is recorded, or a mode looks at its operations, transfers are ops (`_ragged_ops.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ from torch import Tensor
 from shardfn._torch import FakeTensor, num_dispatch_modes, peek_interpreter_stack
 from shardfn.collectives.transport import Channel, loss_channel, ordered_sum
 
+from ._axis_group import AxisGroup
 from ._env import this_mesh
-from ._line import Line
 
 _ops = torch.ops.shardfn
 
@@ -26,7 +26,7 @@ def _forget_value(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _channel_for(x: Tensor, line: Line) -> Channel | None:
+def _channel_for(x: Tensor, line: AxisGroup) -> Channel | None:
     """Returns the channel that takes `x` at once, or None where transfers are to be ops."""
     if torch.compiler.is_compiling() or num_dispatch_modes() or peek_interpreter_stack() is not None:
         return None
@@ -39,7 +39,7 @@ def _channel_for(x: Tensor, line: Line) -> Channel | None:
     return loss_channel(line.mesh, line.axes)
 
 
-def start_op(name: str, line: Line, *args: Any) -> Callable[[], Tensor]:
+def start_op(name: str, line: AxisGroup, *args: Any) -> Callable[[], Tensor]:
     """Starts a transfer by an op with the axes as last argument. The result waits for the transfer."""
     axes = ",".join(line.axes)
     if torch.compiler.is_compiling():
@@ -50,7 +50,7 @@ def start_op(name: str, line: Line, *args: Any) -> Callable[[], Tensor]:
     return lambda: _ops.wait(handle)
 
 
-def all_reduce(x: Tensor, line: Line, op: str, *, name: str) -> Tensor:
+def all_reduce(x: Tensor, line: AxisGroup, op: str, *, name: str) -> Tensor:
     """Returns `op` ("sum" or "max") over the line, the same on every rank."""
     if x.numel() == 0:
         return x.clone()
@@ -63,7 +63,7 @@ def all_reduce(x: Tensor, line: Line, op: str, *, name: str) -> Tensor:
     return out
 
 
-def all_gather_start(x: Tensor, line: Line) -> Callable[[], Tensor]:
+def all_gather_start(x: Tensor, line: AxisGroup) -> Callable[[], Tensor]:
     """Starts to gather the blocks of the line, stacked by index: `[...] -> [n, ...]`. The result waits.
 
     Do not write to `x` until then.
@@ -84,7 +84,7 @@ def all_gather_start(x: Tensor, line: Line) -> Callable[[], Tensor]:
     return wait_blocks
 
 
-def reduce_scatter(x: Tensor, line: Line, *, name: str) -> Tensor:
+def reduce_scatter(x: Tensor, line: AxisGroup, *, name: str) -> Tensor:
     """Returns the sum over the line of the row of each rank's `x` that belongs to this index: `[n, ...] -> [...]`."""
     n, shape = line.size, x.shape[1:]
     if x.numel() == 0:
@@ -99,7 +99,7 @@ def reduce_scatter(x: Tensor, line: Line, *, name: str) -> Tensor:
 
 
 def exchange_start(
-    x: Tensor, send: Sequence[int], recv: Sequence[int], line: Line, *, name: str
+    x: Tensor, send: Sequence[int], recv: Sequence[int], line: AxisGroup, *, name: str
 ) -> Callable[[], Tensor]:
     """Sends `send[i]` elements of the flat `x` to each index i. The result waits for `recv[i]` elements from each.
 

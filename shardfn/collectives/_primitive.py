@@ -32,11 +32,11 @@ from shardfn._torch import forward_level, peek_interpreter_stack
 from shardfn.core import adopted, this_program
 
 from . import _native as native
+from ._axis_group import AxisGroup
+from ._call_sites import Applied, applying, current_call_site, recording, set_call_site
 from ._function_modes import began
-from ._keeping import transferred
-from ._line import Line
 from ._message import gather_rows
-from ._where import Applied, applying, at_line, current_line, recording
+from ._remat_results import transferred
 
 _NUMBERS = itertools.count(1)
 # The primitives that send nothing.
@@ -64,7 +64,7 @@ class Call:
     """
 
     name: str
-    line: Line
+    line: AxisGroup
     dim: int = 0
     size: int = 0
     concat_dim: int = 0
@@ -156,7 +156,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, ctx.call, *operands = inputs
-        ctx.line, ctx.program = current_line(), this_program()
+        ctx.line, ctx.program = current_call_site(), this_program()
         if operands:
             ctx.save_for_backward(*operands)
             ctx.save_for_forward(*operands)
@@ -164,7 +164,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         operands = ctx.saved_tensors
-        with adopted(ctx.program), at_line(ctx.line):
+        with adopted(ctx.program), set_call_site(ctx.line):
             call = dataclasses.replace(transposed(ctx.call), number=next(_NUMBERS), transposes=ctx.call.number)
             out = bind(grad_outputs[0], call, *PRIMITIVES[ctx.call.name].turned(operands))
         return out, None, *(None for _ in operands)

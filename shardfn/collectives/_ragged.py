@@ -14,13 +14,13 @@ from shardfn._torch import FakeTensor, functorch
 from shardfn.collectives.transport import Channel, loss_channel
 from shardfn.core import Axes, raise_all
 
-from ._followed import one_operation
-from ._keeping import joined, transferred
-from ._line import Line, line_along
+from ._axis_group import AxisGroup, axis_group_along
+from ._axis_type_mode import run_one_operation
+from ._call_sites import recording
 from ._native import start_op
 from ._primitive import PRIMITIVES, Call, Operands, Primitive, bind, no_transpose, swap_dims
 from ._ragged_ops import Header, compared_places
-from ._where import recording
+from ._remat_results import joined, transferred
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -76,7 +76,7 @@ def ragged_all_to_all(
         >>> ragged_all_to_all(torch.tensor([5, 6]), torch.zeros(4, dtype=torch.int64), one, one, one + 1, one, "ep")
         tensor([0, 0, 6, 0])
     """
-    line = line_along(axis) or Line.alone()
+    line = axis_group_along(axis) or AxisGroup.alone()
     places = {
         "input_offsets": input_offsets,
         "send_sizes": send_sizes,
@@ -86,7 +86,7 @@ def ragged_all_to_all(
     problems = [*_wrong_rows(x, out), *_wrong_places(line, places)]
     if problems:
         _refuse_problems(line, problems)
-    return one_operation(_exchange_ragged, x, out, *places.values(), line, along=axis)
+    return run_one_operation(_exchange_ragged, x, out, *places.values(), line, along=axis)
 
 
 def ragged_exchange(
@@ -119,7 +119,7 @@ def ragged_exchange(
         >>> rows, sizes
         (tensor([5, 6]), tensor([2]))
     """
-    line = line_along(axis) or Line.alone()
+    line = axis_group_along(axis) or AxisGroup.alone()
     if (
         recording()
         or get_proxy_mode() is not None
@@ -133,7 +133,7 @@ def ragged_exchange(
     problems = [*_wrong_rows(x, x), *_wrong_places(line, {"send_sizes": send_sizes})]
     if problems:
         _refuse_problems(line, problems)
-    return one_operation(_arrived_sizes, x, send_sizes, line, along=axis)
+    return run_one_operation(_arrived_sizes, x, send_sizes, line, along=axis)
 
 
 @joined
@@ -144,7 +144,7 @@ def _exchange_ragged(
     send_sizes: Tensor,
     output_offsets: Tensor,
     recv_sizes: Tensor,
-    line: Line,
+    line: AxisGroup,
 ) -> Tensor:
     rows, capacity = x.shape[0], out.shape[0]
     compare = Call("ragged_places", line, size=capacity, concat_size=rows, looks=_describe_rows(x))
@@ -156,7 +156,7 @@ def _exchange_ragged(
 
 
 @joined
-def _arrived_sizes(x: Tensor, send_sizes: Tensor, line: Line) -> tuple[Tensor, Tensor]:
+def _arrived_sizes(x: Tensor, send_sizes: Tensor, line: AxisGroup) -> tuple[Tensor, Tensor]:
     sizes = send_sizes.detach().long()
     starts = sizes.cumsum(0) - sizes
     given = torch.stack([starts, sizes, torch.full_like(sizes, -1), torch.full_like(sizes, -1)]).unsqueeze(1)
@@ -170,7 +170,7 @@ def _arrived_sizes(x: Tensor, send_sizes: Tensor, line: Line) -> tuple[Tensor, T
     return bind(x, exchange, starts, sizes, come.cumsum(0) - come, come), come
 
 
-def _channel_for(line: Line) -> Channel | None:
+def _channel_for(line: AxisGroup) -> Channel | None:
     return loss_channel(line.mesh, line.axes) if line.axes else None
 
 
@@ -202,7 +202,7 @@ def _wrong_rows(x: Tensor, out: Tensor) -> list[str]:
     return problems
 
 
-def _wrong_places(line: Line, places: dict[str, Tensor]) -> list[str]:
+def _wrong_places(line: AxisGroup, places: dict[str, Tensor]) -> list[str]:
     n, problems = line.size, list[str]()
     for name, place in places.items():
         if tuple(place.shape) != (n,):
@@ -212,7 +212,7 @@ def _wrong_places(line: Line, places: dict[str, Tensor]) -> list[str]:
     return problems
 
 
-def _refuse_problems(line: Line, problems: list[str]) -> None:
+def _refuse_problems(line: AxisGroup, problems: list[str]) -> None:
     """Raises on all ranks that exchange. A capture agrees separately."""
     if line.size > 1 and not recording() and get_proxy_mode() is None:
         axes, words = ",".join(line.axes), "; ".join(problems)
@@ -224,11 +224,11 @@ def _refuse_problems(line: Line, problems: list[str]) -> None:
 # The rows of the table. A group counts ranks in the mesh's order, a caller in the order of the named axes.
 
 
-def _order_by_rank(places: Tensor, line: Line) -> Tensor:
+def _order_by_rank(places: Tensor, line: AxisGroup) -> Tensor:
     return places if line.in_order else places[..., line.indices]
 
 
-def _order_by_index(places: Tensor, line: Line) -> Tensor:
+def _order_by_index(places: Tensor, line: AxisGroup) -> Tensor:
     return places if line.in_order else places[..., list(line.ranks)]
 
 

@@ -83,7 +83,7 @@ def split_axes(op: str, axis: Axes, outer: Axes) -> tuple[Axes, Axes]:
 
 
 def compressed_init(tree: PyTree, axis: Axes, compressor: Compressor, *, outer: Axes = None) -> PyTree:
-    """Returns the errors before the first call of `compressed_pmean`, `coded_pmean` or `compressed_psum`: zeros.
+    """Returns zeros, the errors before the first call of `compressed_pmean` or a similar collective.
 
     Args:
         tree: tensors of the shapes that will be averaged, on the same devices. Local, without communication.

@@ -10,8 +10,8 @@ A route is a sequence of hops. Each hop is a row of the closed table of collecti
     PsumScatter  A[I]{U_x}  -> A[I_x]                   M (n - 1) / n
     AllGather    A[I_x]     -> A[I]                     M (n - 1) / n
     AllToAll     A[I_x, J]  -> A[I, J_x]                m (n - 1) / n
-    Encode       elements   -> codes and scales         nothing
-    Decode       codes      -> elements                 nothing
+    Quantize     elements   -> codes and scales         nothing
+    Dequantize   codes      -> elements                 nothing
 
 (M: bytes that n ranks hold together, m: bytes of one rank's block.) A route gives, before the transfer runs, the bytes
 on each axis and the bytes that a rank holds on the way. Executors carry out the hops.
@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardfn.core import Code, MemoryKind, Mesh, P, Placement, is_device
+from shardfn.core import AnyQuantization, MemoryKind, Mesh, P, Placement, is_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True)
-class Encode:
+class Quantize:
     """Hop on which elements become codes: of a message, (bits, elements that share a scale), or of a frozen leaf."""
 
-    code: Code
+    quantization: AnyQuantization
 
 
 @dataclasses.dataclass(frozen=True)
-class Decode:
+class Dequantize:
     """Hop on which codes become elements."""
 
 
@@ -97,7 +97,7 @@ class AllToAll:
     concat_dim: int
 
 
-Hop = Cast | Move | Encode | Decode | Slice | Psum | PsumScatter | AllGather | AllToAll
+Hop = Cast | Move | Quantize | Dequantize | Slice | Psum | PsumScatter | AllGather | AllToAll
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +121,11 @@ class Route:
         return any(isinstance(hop, PsumScatter) for hop in self.hops)
 
     @functools.cached_property
-    def code(self) -> tuple[int, int] | None:
+    def quantization(self) -> tuple[int, int] | None:
         """Returns (bits, elements that share a scale) of the code on the wire, or None for uncoded elements."""
-        coded = [hop.code for hop in self.hops if isinstance(hop, Encode)]
+        coded = [hop.quantization for hop in self.hops if isinstance(hop, Quantize)]
         # A code at the end is made on arrival.
-        made = next(iter(coded[: len(coded) - (self.dst.code is not None)]), None)
+        made = next(iter(coded[: len(coded) - (self.dst.quantization is not None)]), None)
         return None if isinstance(made, str) else made
 
     @property
@@ -220,9 +220,11 @@ def _check_pair(src: Placement, dst: Placement, name: str) -> None:
         why = f"along {made} it would become a sum that is still to be taken, which no hop makes of a value"
     elif src.stacked != dst.stacked:
         why = "one stacks layers along dim 0 and the other does not; use one value for both"
-    elif src.code is not None and src.code == dst.code and not _only_gathers(src.spec, dst.spec):
+    elif (
+        src.quantization is not None and src.quantization == dst.quantization and not _only_gathers(src.spec, dst.spec)
+    ):
         why = "codes can be gathered, not cut or exchanged; go through a placement without code"
-    elif src.code is not None and not set(src.unreduced) <= {*dst.unreduced, *dst.spec.axes}:
+    elif src.quantization is not None and not set(src.unreduced) <= {*dst.unreduced, *dst.spec.axes}:
         why = (
             "codes can be summed block by block alone; leave each rank a block, or go through a placement without code"
         )
@@ -272,16 +274,16 @@ class _Trail:
         if computes and not is_device(self.now.memory_kind):
             self.step(Move("device"), memory_kind="device")
         sums = [a for a in self.now.unreduced if a not in dst.unreduced]
-        if self.now.code is not None and self.now.code != dst.code and not sums:
-            self.step(Decode(), code=None)
+        if self.now.quantization is not None and self.now.quantization != dst.quantization and not sums:
+            self.step(Dequantize(), quantization=None)
         # A sum is taken in the wider dtype. Other leaves travel in the narrower dtype.
         if self.now.dtype != dst.dtype and (dst.dtype.itemsize > self.now.dtype.itemsize) == bool(sums):
             self.step(Cast(dst.dtype), dtype=dst.dtype)
         self._change_cuts(dst)
         if self.now.dtype != dst.dtype:
             self.step(Cast(dst.dtype), dtype=dst.dtype)
-        if dst.code is not None and self.now.code is None:
-            self.step(Encode(dst.code), code=dst.code)
+        if dst.quantization is not None and self.now.quantization is None:
+            self.step(Quantize(dst.quantization), quantization=dst.quantization)
         if self.now.memory_kind != dst.memory_kind:
             self.step(Move(dst.memory_kind), memory_kind=dst.memory_kind)
 
@@ -318,7 +320,7 @@ class _Trail:
 
     def _sum_up(self, axes: tuple[str, ...], dim: int, here: Mapping[str, object]) -> None:
         left = tuple(a for a in self.now.unreduced if a not in axes)
-        self.step(PsumScatter(axes, dim), unreduced=left, code=None, **here)
+        self.step(PsumScatter(axes, dim), unreduced=left, quantization=None, **here)
 
     def _add_cuts(self, dst: Placement) -> None:
         """Cuts along axes that cut nothing yet, major axes first: a slice, or the block of a sum."""

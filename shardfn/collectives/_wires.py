@@ -19,15 +19,14 @@ from torch import Tensor
 
 from shardfn.core import Pending
 
-from ._code import Code
-from ._coded import CodedGather, CodedReduce
 from ._hops import TwoHops
+from ._quantized import QuantizedGather, QuantizedReduce, Quantizer
 from ._route import AllGather, Psum, PsumScatter, Route
 from ._traced import AnyChannel, AnyChannels
 from .transport import Packing, dealt, is_sole_owner
 
-GatherChannel = AnyChannel | TwoHops | CodedGather
-ReduceChannel = AnyChannel | CodedReduce
+GatherChannel = AnyChannel | TwoHops | QuantizedGather
+ReduceChannel = AnyChannel | QuantizedReduce
 
 
 class GatherWire:
@@ -59,12 +58,12 @@ class GatherWire:
 
     def bring(self, pieces: Sequence[Tensor]) -> Pending[Tensor]:
         """Begins the first of two hops: pieces of the ranks with this rank's index along the near axes."""
-        assert isinstance(self._channel, TwoHops | CodedGather)
+        assert isinstance(self._channel, TwoHops | QuantizedGather)
         return self._channel.bring(self._pack_pieces(pieces), self.packing.sizes)
 
     def start_into(self, pieces: Sequence[Tensor], into: Tensor | None) -> Pending[Tensor]:
         """Runs `start` between steps, where this thread only waits, into memory of the caller, or new."""
-        assert not isinstance(self._channel, TwoHops | CodedGather)
+        assert not isinstance(self._channel, TwoHops | QuantizedGather)
         return self._channel.all_gather(self._pack_pieces(pieces), self.packing.sizes, into, idle=True)
 
     def _pack_pieces(self, pieces: Sequence[Tensor]) -> Tensor:
@@ -100,7 +99,7 @@ class SumWire:
     @property
     def is_alone(self) -> bool:
         """Returns whether gradients reach the optimizer unchanged, only from this rank."""
-        return self.size == 1 and not isinstance(self._channel, CodedReduce)
+        return self.size == 1 and not isinstance(self._channel, QuantizedReduce)
 
     @property
     def sums_in_one(self) -> bool:
@@ -134,7 +133,7 @@ class SumWire:
         Returns:
             Pending with the parts from all ranks for this rank, in rank order.
         """
-        assert not isinstance(self._channel, CodedReduce)
+        assert not isinstance(self._channel, QuantizedReduce)
         message = self.packing.lay(tensors)
         self._keep(message, joins)
         return self._channel.all_to_all(message, self._block_sizes(message))
@@ -180,7 +179,7 @@ def _gather_channel(channels: AnyChannels, way: Route) -> GatherChannel:
     (last, cut), gathered = pairs[-1], {a for hop, _ in pairs for a in hop.axes}
     axes = tuple(a for a in cut.spec.dim_axes(last.dim) if a in gathered)
     plain = channels.gather(axes) if len(pairs) == 1 else TwoHops(channels, axes, last.axes)
-    return plain if way.code is None else CodedGather(plain, Code(*way.code), way.dst.dtype)
+    return plain if way.quantization is None else QuantizedGather(plain, Quantizer(*way.quantization), way.dst.dtype)
 
 
 def _reduce_channel(channels: AnyChannels, way: Route) -> ReduceChannel:
@@ -191,14 +190,14 @@ def _reduce_channel(channels: AnyChannels, way: Route) -> ReduceChannel:
     cut = next(after for hop, after in zip(way.hops, way.stops[1:], strict=True) if hop is scatters[-1])
     summed = {a for hop in scatters for a in hop.axes}
     axes = tuple(a for a in cut.spec.dim_axes(scatters[0].dim) if a in summed)
-    if way.code is None:
+    if way.quantization is None:
         return channels.reduce(axes)
-    return CodedReduce(channels, axes, scatters[0].axes if len(scatters) > 1 else (), Code(*way.code))
+    return QuantizedReduce(channels, axes, scatters[0].axes if len(scatters) > 1 else (), Quantizer(*way.quantization))
 
 
 def _travels_as(way: Route) -> torch.dtype:
     """Returns the dtype of a leaf at the start of the first gather, or without a gather on arrival."""
-    if isinstance(way.src.code, str):  # the bytes of the codes
+    if isinstance(way.src.quantization, str):  # the bytes of the codes
         return torch.uint8
     pairs = zip(way.hops, way.stops, strict=False)
     return next((before.dtype for hop, before in pairs if isinstance(hop, AllGather)), way.dst.dtype)

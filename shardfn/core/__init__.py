@@ -4,7 +4,7 @@
 from shardfn._torch import check_torch as check_torch
 from ._describe import describe as describe, is_own as is_own
 from ._errors import DonatedError as DonatedError, RankError as RankError
-from ._finite import count_nonfinite as count_nonfinite, raise_nonfinite as raise_nonfinite
+from ._errors import count_nonfinite as count_nonfinite, raise_nonfinite as raise_nonfinite
 from ._errors import (
     a_kind as a_kind,
     did_you_mean as did_you_mean,
@@ -18,24 +18,28 @@ from ._mesh import HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
 from ._mesh import MOST_DRAWN as MOST_DRAWN, all_coords as all_coords
 from ._groups import is_known as is_known
 from ._make_mesh import as_mesh as as_mesh, make_mesh as make_mesh
-from ._codes_of import CodePolicy as CodePolicy, check_policy as check_policy, codes_of as codes_of
+from ._placement import (
+    QuantizationPolicy as QuantizationPolicy,
+    check_policy as check_policy,
+    find_quantization as find_quantization,
+)
 from ._placement import GROUP_BYTES as GROUP_BYTES, GROUP as GROUP
-from ._placement import Code as Code, Placement as Placement, dtype_name as dtype_name
+from ._placement import AnyQuantization as AnyQuantization, Placement as Placement, dtype_name as dtype_name
 from ._saved_hooks import saved_tensors_hooks as saved_tensors_hooks
 from ._policy import Dtypes as Dtypes, Policy as Policy
-from ._memory_kind import MemoryKind as MemoryKind, is_device as is_device, is_disk as is_disk, is_host as is_host
-from ._spec import Codes as Codes, P as P, Sharding as Sharding
+from ._spec import MemoryKind as MemoryKind, is_device as is_device, is_disk as is_disk, is_host as is_host
+from ._spec import Quantization as Quantization, P as P, Sharding as Sharding
 from ._spec import block_slices as block_slices, chunk_bounds as chunk_bounds
 from ._tree import PyTree as PyTree, broadcast_prefix as broadcast_prefix
 from ._tree import tree_entries as tree_entries, tree_flatten as tree_flatten, tree_leaves as tree_leaves
 from ._tree import named_leaves as named_leaves, register_pytree_node as register_pytree_node
 from ._tree import tree_map as tree_map, tree_path_parts as tree_path_parts, tree_paths as tree_paths
 from ._tree import tree_structure as tree_structure, tree_unflatten as tree_unflatten
-from ._travel import BITS as BITS, Travel as Travel
-from ._pace import IN_FLIGHT_BYTES as IN_FLIGHT_BYTES, PREFETCH_BYTES as PREFETCH_BYTES, Pace as Pace
-from ._disk import Disk as Disk
+from ._zero import BITS as BITS, Travel as Travel
+from ._zero import IN_FLIGHT_BYTES as IN_FLIGHT_BYTES, PREFETCH_BYTES as PREFETCH_BYTES, Pace as Pace
+from ._zero import Disk as Disk
 from ._zero import Zero as Zero, zero_spec as zero_spec
-from ._as_zero import as_zero as as_zero
+from ._zero import as_zero as as_zero
 from ._key import bits as bits, check_key as check_key, fold_in as fold_in, key as key, split as split
 from ._key import threefry2x32 as threefry2x32
 from ._draw import Draw as Draw, bernoulli as bernoulli, deferred as deferred, draw_block as draw_block
@@ -48,14 +52,14 @@ from ._module_names import named_buffers as named_buffers, named_modules as name
 from ._module_names import named_parameters as named_parameters, state_names as state_names
 from ._module_names import is_compiled as is_compiled, uncompiled as uncompiled
 from ._metadata import METADATA as METADATA, MetadataTensor as MetadataTensor
-from ._op_by_op import op_by_op as op_by_op, runs_op_by_op as runs_op_by_op
+from ._program_flags import op_by_op as op_by_op, runs_op_by_op as runs_op_by_op
 from ._progress import progress as progress
-from ._per_mesh import PerMesh as PerMesh
+from ._mesh import PerMesh as PerMesh
 from ._pending import Pending as Pending
 from ._tracing import one_tracing as one_tracing
 from ._stored_value import Absent as Absent, Stored as Stored, StoredValue as StoredValue
 from ._stored_value import as_stored as as_stored, load as load, read_rows as read_rows
-from ._shown import as_html as as_html, columns as columns, size as size
+from ._display import as_html as as_html, columns as columns, size as size
 from ._ambient import (
     Ambient as Ambient,
     OfProgram as OfProgram,
@@ -65,8 +69,12 @@ from ._ambient import (
     ambient_names as ambient_names,
     this_program as this_program,
 )
-from ._evaluating import evaluating as evaluating, is_evaluating as is_evaluating
-from ._again import Again as Again, Note as Note, Replaced as Replaced, as_now as as_now
-from ._again import bound_again as bound_again, checkpoints_as_now as checkpoints_as_now, noted_again as noted_again
+from ._program_flags import evaluating as evaluating, is_evaluating as is_evaluating
+from ._ambient_rebind import Again as Again, Note as Note, Replaced as Replaced, capture_ambient as capture_ambient
+from ._ambient_rebind import (
+    rebind_ambient as rebind_ambient,
+    rebind_in_checkpoints as rebind_in_checkpoints,
+    rebind_note as rebind_note,
+)
 from ._checkpoint_name import checkpoint_name as checkpoint_name, hearing_names as hearing_names
-from ._same_again import same_again as same_again
+from ._ambient_rebind import check_recompute as check_recompute

@@ -12,7 +12,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn._torch import default_timeout, on_one_thread
 
+from ._display import as_html
 from ._errors import did_you_mean
 from ._groups import MadeGroups, NamedGroups, end_lost, end_with, name_of
-from ._shown import as_html
 
 # The most ranks that a drawing of a mesh shows.
 MOST_DRAWN = 1024
@@ -393,3 +393,33 @@ def _close_all() -> None:
 def all_coords(shape: Mapping[str, int]) -> list[dict[str, int]]:
     """Returns the coordinates of every rank of a mesh of this shape, in rank order."""
     return [dict(zip(shape, c, strict=True)) for c in itertools.product(*(range(n) for n in shape.values()))]
+
+
+T = TypeVar("T")
+
+
+class PerMesh(Generic[T]):
+    """Objects of a kind, one a mesh. A closed mesh drops the mesh's object.
+
+    Example:
+        >>> from shardfn.core import make_mesh
+        >>> counts: PerMesh[list[int]] = PerMesh()
+        >>> mesh = make_mesh({"dp": 1}, device="cpu")
+        >>> counts.get(mesh), counts.of(mesh, list).append(3), counts.get(mesh)
+        (None, None, [3])
+    """
+
+    def get(self, mesh: Mesh) -> T | None:
+        """Returns the mesh's object, or None."""
+        return mesh.resources.get(self)
+
+    def of(self, mesh: Mesh, make: Callable[[], T]) -> T:
+        """Returns the mesh's object, made by `make` at the first call."""
+        if self not in mesh.resources:
+            mesh.resources[self] = make()
+        return mesh.resources[self]
+
+    def put(self, mesh: Mesh, value: T) -> T:
+        """Replaces the mesh's object, and returns the new object."""
+        mesh.resources[self] = value
+        return value

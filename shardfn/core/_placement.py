@@ -13,21 +13,22 @@ from one placement to another (`shardfn.collectives.route`).
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
-from ._memory_kind import MemoryKind
+from ._errors import did_you_mean
 from ._mesh import Mesh, all_coords
-from ._spec import Codes, P, block_slices
+from ._spec import MemoryKind, P, Quantization, block_slices
 
 # A code of leaves on the wire, (bits, elements that share a scale), or a code of frozen leaves.
-Code = tuple[int, int] | Codes
+AnyQuantization = tuple[int, int] | Quantization
 # A group of the codes of frozen leaves: elements, neighbours along the last dim, and bytes.
 GROUP = 32
-GROUP_BYTES: Mapping[Codes, int] = MappingProxyType({"int8": 34, "int4": 20})
+GROUP_BYTES: Mapping[Quantization, int] = MappingProxyType({"int8": 34, "int4": 20})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Placement:
         unreduced: the axes along which each rank holds a summand: the leaf is the sum.
         memory_kind: "device", "host" or "disk".
         dtype: dtype of the elements, with a code of the decoded elements.
-        code: (bits, elements that share a scale) of a leaf rounded to codes on the wire, "int8" or "int4" of a frozen
-            leaf kept in codes (`Sharding.codes`), or None if not rounded.
+        quantization: (bits, elements that share a scale) of a leaf rounded to codes on the wire, "int8" or "int4" of a
+            quantized frozen leaf (`Sharding.quantization`), or None if not rounded.
         stacked: whether the leading dim stacks layers that are used, and cut, one by one. Where `spec` cuts the leading
             dim, each rank has some of the layers.
         brought: axes of `spec` along which every block is here, one after another: the result of the first hop of a
@@ -60,19 +61,19 @@ class Placement:
     unreduced: tuple[str, ...] = ()
     memory_kind: MemoryKind = "device"
     dtype: torch.dtype = torch.float32
-    code: Code | None = None
+    quantization: AnyQuantization | None = None
     stacked: bool = False
     brought: tuple[str, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Returns whether the leaf is in the device's memory, without a code, and can be written over."""
-        return self.memory_kind == "device" and self.code is None
+        return self.memory_kind == "device" and self.quantization is None
 
     @property
     def is_stored(self) -> bool:
         """Returns whether the leaf is `Stored`: not a tensor, and replaced by an update, never written over."""
-        return self.memory_kind == "disk" or self.code is not None
+        return self.memory_kind == "disk" or self.quantization is not None
 
     def with_(self, **changes: object) -> "Placement":
         """Returns this placement with other values of some fields."""
@@ -104,11 +105,11 @@ class Placement:
         """Returns the bytes of the block: of elements, or of codes and scales (4 bytes each on the wire)."""
         block = self.block_shape(shape, sizes, coords)
         count = block.numel()
-        if self.code is None:
+        if self.quantization is None:
             return count * self.dtype.itemsize
-        if isinstance(self.code, str):
-            return block[:-1].numel() * -(-block[-1] // GROUP) * GROUP_BYTES[self.code]
-        bits, per_scale = self.code
+        if isinstance(self.quantization, str):
+            return block[:-1].numel() * -(-block[-1] // GROUP) * GROUP_BYTES[self.quantization]
+        bits, per_scale = self.quantization
         return 4 * -(-count // per_scale) + -(-count * bits // 8)
 
     def problems(self, shape: tuple[int, ...], mesh: Mesh) -> Iterator[str]:
@@ -123,15 +124,15 @@ class Placement:
             yield f"along {both} it would be cut and unreduced at once; a value is one of the two"
         if self.memory_kind not in get_args(MemoryKind):
             yield f"memory_kind={self.memory_kind!r}; the memories are {get_args(MemoryKind)}"
-        if self.code is not None and not _is_code(self.code):
+        if self.quantization is not None and not _is_quantization(self.quantization):
             yield (
-                f"code={self.code!r}; a code is (8 or 4 bits, an even number of elements that share a scale), or one of"
-                f" {(*GROUP_BYTES,)}"
+                f"quantization must be (8 or 4 bits, an even number of elements that share a scale), or one of"
+                f" {(*GROUP_BYTES,)}, got {self.quantization!r}"
             )
-        if isinstance(self.code, str) and not shape:
-            yield f"code={self.code!r} of a leaf of no dims; groups of {GROUP} lie along the last dim: leave it out"
-        if self.code is not None and not self.dtype.is_floating_point:
-            yield f"{self.dtype} has no code; only floating-point elements are rounded"
+        if isinstance(self.quantization, str) and not shape:
+            yield f"quantization={self.quantization!r} needs a last dim for groups of {GROUP}, got a leaf of no dims"
+        if self.quantization is not None and not self.dtype.is_floating_point:
+            yield f"{self.dtype} cannot be quantized; only floating-point elements are rounded"
         cut = [self.spec.dim_axes(d) for d in range(len(self.spec))]
         if self.brought and not any(set(self.brought) < set(axes) for axes in cut):
             yield f"brought={self.brought} are not some, and not all, of the axes that cut one dim"
@@ -143,7 +144,7 @@ class Placement:
         parts += [f"unreduced={self.unreduced}"] if self.unreduced else []
         parts += [self.memory_kind] if self.memory_kind != "device" else []
         parts += [dtype_name(self.dtype)]
-        parts += [f"code={self.code!r}"] if self.code is not None else []
+        parts += [f"quantization={self.quantization!r}"] if self.quantization is not None else []
         parts += ["stacked"] if self.stacked else []
         parts += [f"brought={self.brought}"] if self.brought else []
         return f"Placement({', '.join(parts)})"
@@ -167,7 +168,54 @@ def _has_axis(mesh: Mesh, axis: str) -> bool:
     return True
 
 
-def _is_code(code: Code) -> bool:
-    if isinstance(code, str):
-        return code in GROUP_BYTES
-    return len(code) == 2 and code[0] in (4, 8) and code[1] >= 2 and code[1] % 2 == 0
+def _is_quantization(quantization: AnyQuantization) -> bool:
+    if isinstance(quantization, str):
+        return quantization in GROUP_BYTES
+    return len(quantization) == 2 and quantization[0] in (4, 8) and quantization[1] >= 2 and quantization[1] % 2 == 0
+
+
+# The quantization of all weights of linear layers, or by regular expression. None keeps floats.
+QuantizationPolicy = Quantization | Mapping[str, Quantization | None] | None
+
+
+def find_quantization(policy: QuantizationPolicy, name: str) -> Quantization | None:
+    """Returns the quantization of a weight.
+
+    The first regular expression that is found in the name counts. None if no expression is found.
+
+    Args:
+        policy: quantization of all weights, or by regular expressions.
+        name: name of the weight, such as "model.layers.0.mlp.down_proj.weight" or "blocks.0.w_down".
+
+    Example:
+        >>> policy = {"embed|head": "int8", "": "int4"}
+        >>> find_quantization(policy, "lm_head.weight"), find_quantization(policy, "blocks.0.wq")
+        ('int8', 'int4')
+    """
+    if policy is None or isinstance(policy, str):
+        return policy
+    return next((quantization for pattern, quantization in policy.items() if re.search(pattern, name)), None)
+
+
+def check_policy(policy: str | Mapping[str, Any] | None, names: list[str], who: str) -> None:
+    """Refuses a policy with unknown names, or with a pattern that fits no weight.
+
+    Raises:
+        ValueError: names each problem.
+    """
+    if policy is None:
+        return
+    rules = {"": policy} if isinstance(policy, str) else policy
+    problems = [
+        f"quantization={quantization!r}{f' of {pattern!r}' if pattern else ''}: 'int8' or 'int4'."
+        f"{did_you_mean(str(quantization), GROUP_BYTES)}"
+        for pattern, quantization in rules.items()
+        if quantization is not None and quantization not in GROUP_BYTES
+    ]
+    problems += [
+        f"the pattern {pattern!r} of quantization= matches no name of a linear weight, such as {', '.join(names[:3])}"
+        for pattern in rules
+        if not any(re.search(pattern, name) for name in names)
+    ]
+    if problems:
+        raise ValueError("\n  - ".join([f"{who}: quantization= does not fit:", *problems]))

@@ -9,11 +9,37 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from ._memory_kind import MemoryKind
+from ._keywords import explains_fields
+
+MemoryKind = Literal["device", "host", "disk"]
+
+# Code outside of this room compares no memory kinds: it calls these, or the operations of `StoredValue`. They also take
+# text that may be no memory kind, as arguments of users are before they are checked.
+
+
+def is_device(kind: str) -> bool:
+    """Returns whether a value of this memory kind lies in the device's memory.
+
+    Example:
+        >>> is_device("device"), is_device("host")
+        (True, False)
+    """
+    return kind == "device"
+
+
+def is_host(kind: str) -> bool:
+    """Returns whether a value of this memory kind lies in the host's memory."""
+    return kind == "host"
+
+
+def is_disk(kind: str) -> bool:
+    """Returns whether a value of this memory kind lies on disk, where it is no tensor and is never overwritten."""
+    return kind == "disk"
+
 
 Entry = None | str | tuple[str, ...]
-# Codes of frozen weights, in groups of 32 elements of the last dim: 34 and 20 bytes a group.
-Codes = Literal["int8", "int4"]
+# Quantization of frozen weights, in groups of 32 elements of the last dim: 34 and 20 bytes a group.
+Quantization = Literal["int8", "int4"]
 
 
 class P:
@@ -81,6 +107,7 @@ class P:
         return P, self.entries
 
 
+@explains_fields(codes="quantization={value!r}")
 @dataclasses.dataclass(frozen=True)
 class Sharding:
     """Layout and memory of one leaf: JAX's `NamedSharding` without the mesh.
@@ -91,22 +118,22 @@ class Sharding:
         stacked: whether the leading dim stacks equal layers, [L, *shape of a layer], that are used one at a time. ZeRO
             then cuts each layer, and gathers each layer for use. See `shardfn.scan`. An axis that cuts the leading dim
             itself gives each rank some of the layers, as in the stages of a pipeline.
-        codes: "int8" or "int4" for a leaf that is not trained and kept in codes, see `kernels.code_blocks`. Each use
-            decodes the leaf. None keeps the elements.
+        quantization: "int8" or "int4" for a leaf that is not trained and stored quantized, see
+            `kernels.quantize_blocks`. Each use dequantizes the leaf. None keeps the elements.
 
     Example:
         >>> Sharding(P("dp")).memory_kind
         'device'
         >>> Sharding(P(None, "tp"), stacked=True).stacked, Sharding(P("pp", "tp"), stacked=True).spec
         (True, P('pp', 'tp'))
-        >>> Sharding(codes="int4").codes
+        >>> Sharding(quantization="int4").quantization
         'int4'
     """
 
     spec: P = P()  # noqa: RUF009  # P is immutable
     memory_kind: MemoryKind = "device"
     stacked: bool = False
-    codes: Codes | None = None
+    quantization: Quantization | None = None
 
 
 def chunk_bounds(size: int, n: int, index: int) -> tuple[int, int]:

@@ -10,9 +10,9 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from ._memory_kind import MemoryKind
 from ._pending import Pending
-from ._placement import Code
+from ._placement import AnyQuantization
+from ._spec import MemoryKind
 
 
 @runtime_checkable
@@ -55,7 +55,7 @@ class Stored(StoredValue, Protocol):
 
     Attributes:
         kind: memory kind of the place.
-        code: code that the elements are rounded to, see `Placement.code`. None: they are not rounded.
+        quantization: code that the elements are rounded to, see `Placement.quantization`. None: they are not rounded.
 
     Example:
         >>> isinstance(torch.zeros(2), Stored)
@@ -64,16 +64,16 @@ class Stored(StoredValue, Protocol):
 
     @property
     def kind(self) -> MemoryKind:
-        """The memory kind of the place."""
+        """Returns the memory kind of the place."""
         ...
 
     @property
-    def code(self) -> Code | None:
-        """The code to which its elements are rounded; None = not rounded."""
+    def quantization(self) -> AnyQuantization | None:
+        """Returns the quantization of the elements, or None if they are not rounded."""
         ...
 
     def flat(self) -> "Stored":
-        """The same value as one dim."""
+        """Returns the same value as one dim."""
         ...
 
     def load(self) -> Tensor:
@@ -124,7 +124,7 @@ class Absent:
     """
 
     nbytes = 0
-    code: Code | None = None
+    quantization: AnyQuantization | None = None
 
     def __init__(self, ndim: int, dtype: torch.dtype, kind: MemoryKind, why: str) -> None:
         self.shape, self.dtype, self._why = torch.Size([0] * ndim), dtype, why

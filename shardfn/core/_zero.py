@@ -6,17 +6,223 @@ https://arxiv.org/abs/1910.02054
 """
 
 import dataclasses
+import functools
 import math
-from typing import Any, get_args
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args
 
-from ._disk import Disk
 from ._errors import did_you_mean
-from ._memory_kind import MemoryKind
 from ._mesh import Mesh
-from ._pace import Pace
-from ._spec import P
-from ._travel import Travel
-from ._zero_flat import check_names, explains_parts, flattened, nested
+from ._spec import MemoryKind, P
+
+
+@dataclasses.dataclass(frozen=True)
+class Disk:
+    """Directory for states with the memory "disk", and their protection there.
+
+    Attributes:
+        directory: parent directory. Each rank makes a separate directory inside. Ranks may have different parents.
+        checksum: whether bytes that are read are compared with a checksum of the written bytes.
+        durable: whether commits also survive a loss of power: each step then waits until the disk has all bytes.
+
+    Raises:
+        ValueError: the directory does not exist.
+
+    Example:
+        >>> Disk("/path/to/a/fast/disk", checksum=True).durable
+        False
+    """
+
+    directory: str
+    checksum: bool = False
+    durable: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.directory:
+            raise ValueError(f"Disk({self.directory!r}): name a directory, or leave disk= out.")
+
+
+# The most bytes of parameters that a step gathers before use, and of whole gradients under way.
+PREFETCH_BYTES, IN_FLIGHT_BYTES = 32 << 20, 24 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """Pace of transfers: when leaves are gathered and gradients reduced, and how much optimizer state moves at once.
+
+    The fields trade memory against waiting. Only `accumulate` changes results, through the order of sums.
+
+    Attributes:
+        prefetch_bytes: at stage 3, the most bytes of parameters that may be gathered before their use.
+        accumulate: with gradient accumulation (`sf.accumulate`), "each" reduces the gradients of every microbatch, so
+            that gradients stay sharded. "once" reduces the local sum at the end: fewer bytes are sent, and whole
+            gradients are held.
+        chunk_bytes: the size of the chunks in which an offloaded optimizer state passes through the memory of the
+            update.
+
+    Raises:
+        ValueError: a field is out of range.
+
+    Example:
+        >>> Pace(accumulate="once").prefetch_bytes >> 20
+        32
+    """
+
+    prefetch_bytes: int = PREFETCH_BYTES
+    accumulate: str = "each"
+    chunk_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if self.prefetch_bytes < 0:
+            raise ValueError(f"Pace(prefetch_bytes={self.prefetch_bytes}): must not be negative.")
+        if self.accumulate not in ("each", "once"):
+            hint = did_you_mean(str(self.accumulate), ("each", "once"))
+            raise ValueError(f"Pace(accumulate={self.accumulate!r}): use 'each' or 'once'.{hint}")
+        if self.chunk_bytes < 1:
+            raise ValueError(f"Pace(chunk_bytes={self.chunk_bytes}): must be positive.")
+
+
+BITS = {"int8": 8, "int4": 4}
+# The default number of elements that share a scale.
+BLOCK = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Travel:
+    """Bits, axes and messages in which leaves and gradients are sent.
+
+    `gather` and `reduce` round messages. `secondary_axis` and `bucket_bytes` never change a bit of the result.
+
+    Attributes:
+        gather: at stage 3, the format in which sharded leaves are gathered: "int8" or "int4" with a scale for each
+            block (ZeRO++'s qwZ). None means the loss's dtype.
+        reduce: the format in which gradients of leaves with more than `Zero.persist_elements` elements are sent: "int8"
+            or "int4" (ZeRO++'s qgZ). With `secondary_axis` gradients are summed along this axis first. None means the
+            `reduce` dtype of the precision policy.
+        block_elements: with `gather` or `reduce`, the number of elements that share a scale.
+        secondary_axis: at stage 3, the axes in `Zero.axis` that are within a node, such as "gpu" of ("node", "gpu"). A
+            leaf is sent along the other axes once per step. The result is stored until the end of the step, cut along
+            the secondary axes, and later gathers of the step run only along these axes (ZeRO++'s hpZ).
+        bucket_bytes: the size up to which smaller leaves are sent together in a message. Larger leaves are sent
+            separately.
+
+    Raises:
+        ValueError: a field is out of range, or has no effect.
+
+    Example:
+        >>> Travel(gather="int8").block_elements
+        256
+
+    References:
+        Wang et al., ZeRO++, 2023, https://arxiv.org/abs/2306.10209
+    """
+
+    gather: str | None = None
+    reduce: str | None = None
+    block_elements: int = BLOCK
+    secondary_axis: str | tuple[str, ...] | None = None
+    bucket_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if self.reduce in ("each", "once"):
+            raise ValueError(
+                f"Travel(reduce={self.reduce!r}): reduce chooses in how many bits gradients travel; the time for those"
+                f" of microbatches is Pace(accumulate={self.reduce!r})."
+            )
+        for name in ("gather", "reduce"):
+            how = getattr(self, name)
+            if how is not None and how not in BITS:
+                hint = did_you_mean(str(how), BITS)
+                raise ValueError(f"Travel({name}={how!r}): use None or one of {tuple(BITS)}.{hint}")
+        if self.block_elements != BLOCK and self.gather is None and self.reduce is None:
+            raise ValueError(
+                f"Travel(block_elements={self.block_elements!r}): block_elements would have no effect: no option"
+                " quantises."
+            )
+        if self.block_elements < 2 or self.block_elements % 2:
+            raise ValueError(f"Travel(block_elements={self.block_elements}): must be even and at least 2.")
+        if self.bucket_bytes < 0:
+            raise ValueError(f"Travel(bucket_bytes={self.bucket_bytes}): must not be negative.")
+
+
+T = TypeVar("T")
+
+PARTS: dict[str, type[Any]] = {"travel": Travel, "pace": Pace, "disk": Disk}
+# No name is in two parts.
+PART_OF = {field.name: part for part, kind in PARTS.items() for field in dataclasses.fields(kind)}
+
+
+def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keywords of `Zero` for these fields. Fields of a part change the given part, if any.
+
+    Raises:
+        ValueError: fields of a disk are set, but no directory.
+    """
+    out = {name: value for name, value in fields.items() if name not in PART_OF}
+    for part, kind in PARTS.items():
+        given = {name: value for name, value in fields.items() if PART_OF.get(name) == part}
+        before = out.get(part)
+        if kind is Disk and given and given.get("directory", before and before.directory) is None:
+            asked = [f"{name}={value!r}" for name, value in given.items() if value]
+            if asked:
+                raise ValueError(f"Zero({', '.join(asked)}) has no effect without a directory: disk=Disk(directory).")
+            out[part] = None
+        elif given:
+            out[part] = kind(**given) if before is None else dataclasses.replace(before, **given)
+    return out
+
+
+def flattened(zero: Any) -> dict[str, Any]:
+    """Returns the fields of a rule and of its parts by name."""
+    out: dict[str, Any] = {}
+    for name in (field.name for field in dataclasses.fields(zero)):
+        value = getattr(zero, name)
+        if name not in PARTS:
+            out[name] = value
+        elif value is not None:
+            out |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return out
+
+
+def check_names(fields: Mapping[str, Any], own: set[str]) -> None:
+    """Refuses names that are not fields of a rule or of its parts.
+
+    Raises:
+        TypeError: names the nearest field.
+    """
+    known = (own - PARTS.keys()) | PART_OF.keys()
+    for name in fields:
+        if name in PARTS:
+            inner = ", ".join(f"{n}=" for n, part in PART_OF.items() if part == name)
+            raise TypeError(f"Zero.flat takes the fields of {name} by name: {inner}.")
+        if name not in known:
+            hint = did_you_mean(name, known) or f" It has {', '.join(sorted(known))}."
+            raise TypeError(f"Zero has no field {name!r}.{hint}")
+
+
+def explains_parts(cls: type[T]) -> type[T]:
+    """Refuses a field of a part, and an unknown field, with the right spelling."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self: T, *args: Any, **fields: Any) -> None:
+        own = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        check_names({name: value for name, value in fields.items() if name not in own}, own)
+        for name in fields.keys() & PART_OF.keys():
+            raise TypeError(f"Zero has no field {name!r}: write Zero({_spell_fields({name: fields[name]})}).")
+        init(self, *args, **fields)
+
+    cls.__init__ = __init__
+    return cls
+
+
+def _spell_fields(fields: Mapping[str, Any]) -> str:
+    """Returns these fields as the text of arguments of `Zero`."""
+    out = [f"{name}={value!r}" for name, value in fields.items() if name not in PART_OF]
+    for part, kind in PARTS.items():
+        given = [f"{name}={value!r}" for name, value in fields.items() if PART_OF.get(name) == part]
+        out += [f"{part}={kind.__name__}({', '.join(given)})"] if given else []
+    return ", ".join(out)
 
 
 @explains_parts
@@ -229,3 +435,25 @@ def zero_spec(
         return compute
     dim = 0 if waste[0] <= 1.125 else waste.index(min(waste))
     return compute.with_axes(dim, axes)
+
+
+def as_zero(zero: Any) -> Zero:
+    """Returns the rule: a bare stage is `Zero(stage)`, and None is stage 0.
+
+    Raises:
+        TypeError: `zero` is neither.
+        ValueError: the stage does not exist.
+
+    Example:
+        >>> as_zero(3) == Zero(stage=3), as_zero(None).stage
+        (True, 0)
+    """
+    if isinstance(zero, Zero):
+        return zero
+    if zero is None or (isinstance(zero, int) and not isinstance(zero, bool)):
+        return Zero(zero or 0)
+    fields = ", ".join(f"{k}={v!r}" for k, v in zero.items()) if isinstance(zero, dict) else "stage=3"
+    raise TypeError(
+        f"zero={zero!r} is a {type(zero).__name__}. Pass a stage, as in zero=3, or a rule, as in"
+        f" zero=sf.Zero({fields})."
+    )

@@ -147,14 +147,20 @@ class Batches:
         if n < 0 or not 0 <= first <= stop <= self.batch_size:
             raise ValueError(f"rows must be in 0:{self.batch_size} of a batch n >= 0, got {first}:{stop} of batch {n}.")
         index = n * self.batch_size + np.arange(first, stop, dtype=np.int64)
-        tokens = self.source.read(self.windows(index) * self.length, self.length + 1)
-        return {"tokens": torch.from_numpy(tokens), "index": torch.from_numpy(index)}
+        return {"tokens": self.read_windows(self.windows(index)), "index": torch.from_numpy(index)}
+
+    def read_windows(self, windows: Int64[np.ndarray, " n"]) -> Int64[Tensor, "n ids"]:
+        """Returns the T + 1 ids of each window."""
+        return torch.from_numpy(self.source.read(windows * self.length, self.length + 1))
 
     def windows(self, index: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """Returns the window of each row number n B + i. Window w starts at id w T."""
-        place = shuffled(index, self.num_windows, self.seed)
+        return self.windows_at(shuffled(index, self.num_windows, self.seed))
+
+    def windows_at(self, places: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """Returns the windows at places from 0 to W - 1 of the part."""
         # Shuffled without the seed, so that parts are disjoint even with different seeds.
-        return permute(place + self._rank_part[0], self._total_size)
+        return permute(places + self._rank_part[0], self._total_size)
 
     def iterate(self, first: int, stop: int, *, rank: int = 0, world: int = 1) -> Iterator[dict[str, Tensor]]:
         """Yields batches `first` to `stop` (exclusive) in order."""

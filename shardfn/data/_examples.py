@@ -20,6 +20,8 @@ from ._collate import first_rows
 from ._digest import digest_examples
 from ._permute import shuffled
 
+ENDLESS = 1 << 62
+
 
 @runtime_checkable
 class Examples(Protocol):
@@ -35,6 +37,68 @@ class Examples(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class BatchRamp:
+    """Batch sizes that grow during the first rows of a run: Megatron's `--rampup-batch-size`.
+
+    A batch that begins at row g has `start + increment * floor(g K / rows)` rows, where K is the number of increments
+    up to the whole batch size. From row `rows` on batches have the whole size.
+
+    Attributes:
+        start: rows of the first batch.
+        increment: rows by which batches grow. Divides the whole batch size less `start`.
+        rows: number of rows during which batches grow.
+
+    Raises:
+        ValueError: a number is not positive.
+
+    Example:
+        >>> [BatchRamp(start=2, increment=2, rows=12).rows_of(n, 8) for n in range(6)]
+        [(0, 2), (2, 2), (4, 4), (8, 6), (14, 8), (22, 8)]
+
+    References:
+        Smith et al., Using DeepSpeed and Megatron to Train Megatron-Turing NLG 530B, 2022,
+            https://arxiv.org/abs/2201.11990
+    """
+
+    start: int
+    increment: int
+    rows: int
+
+    def __post_init__(self) -> None:
+        wrong = [f"{name} must be at least 1, got {x}." for name, x in dataclasses.asdict(self).items() if x < 1]
+        raise_all(ValueError, "BatchRamp:", wrong)
+
+    def rows_of(self, n: int, batch_size: int) -> tuple[int, int]:
+        """Returns the first row of batch n, and the number of rows.
+
+        Args:
+            n: number of the batch.
+            batch_size: whole batch size.
+
+        Raises:
+            ValueError: `start` is above the whole batch size, or `increment` does not divide the difference.
+        """
+        firsts = _ramp_firsts(self.start, self.increment, self.rows, batch_size)
+        if n < len(firsts) - 1:
+            return firsts[n], firsts[n + 1] - firsts[n]
+        return firsts[-1] + (n - len(firsts) + 1) * batch_size, batch_size
+
+
+@functools.lru_cache(maxsize=8)
+def _ramp_firsts(start: int, increment: int, rows: int, batch_size: int) -> list[int]:
+    """Returns the first rows of the batches that grow, and the first row of the first whole batch."""
+    if start > batch_size or (batch_size - start) % increment:
+        raise ValueError(
+            f"BatchRamp: batch_size - start must be a multiple of increment, and not negative, got batch_size="
+            f"{batch_size}, start={start} and increment={increment}."
+        )
+    steps, firsts = (batch_size - start) // increment, [0]
+    while firsts[-1] < rows and steps:
+        firsts.append(firsts[-1] + start + increment * (firsts[-1] * steps // rows))
+    return firsts
+
+
+@dataclasses.dataclass(frozen=True)
 class ExampleBatches:
     """Global batches of a map-style dataset, and every rank's rows.
 
@@ -44,9 +108,11 @@ class ExampleBatches:
         collate: function from a list of examples to a batch, such as `pad(...)`, `pack(...)` or torch's
             `default_collate`.
         seed: determines the order of each epoch. None: in the dataset's order.
+        ramp: batch sizes of the first batches, or None. Batch n is then `ramp.rows_of(n, batch_size)`.
 
     Raises:
-        ValueError: the dataset is empty, or `batch_size` is not positive.
+        ValueError: the dataset is empty, or `batch_size` is not positive. The ramp does not end at `batch_size`. A seed
+            is given for a `Mixture`, which has an order.
 
     Example:
         >>> from shardfn.data import pad
@@ -61,12 +127,19 @@ class ExampleBatches:
     batch_size: int
     collate: Callable[[list[Any]], PyTree]
     seed: int | None = 0
+    ramp: BatchRamp | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"ExampleBatches(batch_size={self.batch_size}): must be at least 1.")
         if not len(self.examples):
             raise ValueError("ExampleBatches: the dataset is empty.")
+        if len(self.examples) >= ENDLESS and self.seed is not None:
+            raise ValueError(
+                f"ExampleBatches: seed must be None for an endless dataset, which has an order, got {self.seed}. Use"
+                " Mixture.batches(batch_size, collate), and the seed of the mixture."
+            )
+        self._find_rows(0)
 
     @property
     def batches_per_epoch(self) -> float:
@@ -87,8 +160,12 @@ class ExampleBatches:
         digest, and `JSONLines`, whose digest also covers the length of each line. So does each data set with a method
         `digest()` that returns a str. Other data sets are recognised by their number of examples only.
         """
+        ramp = {} if self.ramp is None else {"ramp": list(dataclasses.astuple(self.ramp))}
+        known = getattr(self.examples, "fingerprint", None)
+        if isinstance(known, Mapping):
+            return {**known, **ramp}
         digest = digest_examples(self.examples)
-        return {"examples": len(self.examples)} | ({} if digest is None else {"digest": digest})
+        return {"examples": len(self.examples)} | ({} if digest is None else {"digest": digest}) | ramp
 
     def __call__(self, n: int, *, rank: int = 0, world: int = 1) -> PyTree:
         """Returns batch n, or the rows of batch n on rank `rank` of `world`, collated separately.
@@ -105,7 +182,7 @@ class ExampleBatches:
             raise ValueError(
                 f"batch {n} of rank {rank} of {world}: batches count from 0, and so do ranks, below {world}."
             )
-        return self._read_rows(n * self.batch_size, self.batch_size, rank, world)
+        return self._read_rows(*self._find_rows(n), rank, world)
 
     def index(self, rows: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """Returns the example of each row number n B + i."""
@@ -120,6 +197,11 @@ class ExampleBatches:
         size = len(self.examples)
         for first in range(0, size, self.batch_size):
             yield self._read_rows(first, min(self.batch_size, size - first), rank, world)
+
+    def _find_rows(self, n: int) -> tuple[int, int]:
+        if self.ramp is None:
+            return n * self.batch_size, self.batch_size
+        return self.ramp.rows_of(n, self.batch_size)
 
     def _read_rows(self, first: int, count: int, rank: int, world: int) -> PyTree:
         lo, hi = chunk_bounds(count, world, rank)

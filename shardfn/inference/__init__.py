@@ -24,7 +24,7 @@ from ._cache import CacheLayout as CacheLayout, PagedAttention as PagedAttention
 from ._layout import Layout as Layout, Outputs as Outputs
 from ._decoder import Decoder as Decoder, decoder as decoder
 from ._hf_decoder import hf_decoder as hf_decoder
-from ._fit_codes import fit_codes as fit_codes
+from ._fit_codes import fit_quantization as fit_quantization
 from ._runner import MemoryPlan as MemoryPlan, Runner as Runner, limits_of as limits_of
 from ._draft_model import DraftModel as DraftModel
 from ._detokenize import Detokenizer as Detokenizer, DecodeStream as DecodeStream, detokenizer as detokenizer

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.core import CodePolicy, P, PyTree, tree_leaves
+from shardfn.core import P, PyTree, QuantizationPolicy, tree_leaves
 from shardfn.models import gpt
 
 from ._cache import CacheLayout
@@ -70,7 +70,7 @@ class Decoder:
         return self.outputs(weights, *rest).logits
 
 
-def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = None) -> Decoder:
+def decoder(config: gpt.Config, *, tp: str | None = None, quantization: QuantizationPolicy = None) -> Decoder:
     """Returns the decoder of a `models.gpt`.
 
     Args:
@@ -78,10 +78,10 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         tp: mesh axis that cuts heads, features and vocabulary. The axis divides the number of key heads. A
             batch-invariant config without experts then also has the layout "sp", which cuts the tokens of a step along
             the axis.
-        codes: "int8" or "int4" for the weights of linear layers, or codes by regular expressions found in names such as
-            "blocks.0.wq" and "embed", for example `{"embed|head": "int8", "": "int4"}`. Logits equal the logits of the
-            rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or a GGUF
-            file, are not rounded again.
+        quantization: "int8" or "int4" for the weights of linear layers, or codes by regular expressions found in names
+            such as "blocks.0.wq" and "embed", for example `{"embed|head": "int8", "": "int4"}`. Logits equal the logits
+            of the rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or
+            a GGUF file, are not rounded again.
 
     Raises:
         ValueError: tokens of the model look ahead, or its masks need whole sequences, or codes of layers that are not
@@ -92,9 +92,9 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         CacheLayout(layers=2, heads=4, head_dim=8, axis=None)
     """
     gpt.check_decodable(config)
-    if codes is not None and not config.batch_invariant:
+    if quantization is not None and not config.batch_invariant:
         raise ValueError(
-            f"decoder: codes={codes!r} of layers that are not batch-invariant. Take Config(batch_invariant=True)."
+            f"decoder: quantization={quantization!r} needs batch-invariant layers. Take Config(batch_invariant=True)."
         )
     flat = dataclasses.replace(config, stacked=False)
     linear = {name: Linear(*sizes) for name, sizes in gpt.linear_sizes(flat).items()} if config.batch_invariant else {}
@@ -120,18 +120,18 @@ def decoder(config: gpt.Config, *, tp: str | None = None, codes: CodePolicy = No
         cache=CacheLayout(config.num_layers, config.kv_heads, config.head_dim, tp),
         specs=gpt.specs(config, tp=tp),
         outputs=compute_outputs,
-        pack=lambda params: gpt.pack(config, params, axis=tp, codes=codes),
+        pack=lambda params: gpt.pack(config, params, axis=tp, quantization=quantization),
         packed=gpt.packed_specs(config, tp=tp),
         batch_invariant=config.batch_invariant,
         embeds=True,
         linear=linear,
         expert_shape=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
-        more_layouts=_list_more(config, tp, codes),
+        more_layouts=_list_more(config, tp, quantization),
     )
 
 
-def _list_more(config: gpt.Config, tp: str | None, codes: CodePolicy) -> dict[str, Layout]:
+def _list_more(config: gpt.Config, tp: str | None, quantization: QuantizationPolicy) -> dict[str, Layout]:
     """Returns the layouts beside "tp"."""
     if tp is None or not config.batch_invariant or config.experts is not None:
         return {}
-    return {"sp": make_sequence_layout(config, tp, codes)}
+    return {"sp": make_sequence_layout(config, tp, quantization)}

@@ -18,18 +18,18 @@ from torch import Tensor
 from shardfn.collectives import GlobalTensor
 from shardfn.core import (
     Axes,
-    CodePolicy,
     Draw,
     PyTree,
+    QuantizationPolicy,
     check_policy,
-    codes_of,
+    find_quantization,
     first_of,
     raise_all,
     tree_entries,
     tree_flatten,
     tree_unflatten,
 )
-from shardfn.kernels import GROUP, Codes, code_blocks, decode_blocks, fit_blocks
+from shardfn.kernels import GROUP, Quantization, dequantize_blocks, fit_blocks, quantize_blocks
 
 from ._cache import make_single_bodies
 from ._decoder import Decoder
@@ -40,26 +40,27 @@ TOGETHER = 512 << 20
 
 
 @torch.no_grad()
-def fit_codes(
+def fit_quantization(
     decoder: Decoder,
     params: PyTree,
-    codes: CodePolicy,
+    quantization: QuantizationPolicy,
     rows: Sequence[Sequence[int]] | Int[Tensor, "b t"],
     *,
     compensate: bool = True,
 ) -> PyTree:
     """Returns parameters whose linear layers have values of codes with a small error of their outputs.
 
-    Rounding to the same codes keeps these values: by `decoder(config, codes=)` and `hf_decoder(model, codes=)`, and
-    where groups are along a leaf's last dim also by `Sharding(codes=)` and `LoRA.of(codes=)`. Parameters have to be
-    float32 until then. Other leaves, tables of embeddings and the head are returned as given.
+    Rounding to the same codes keeps these values: by `decoder(config, quantization=)` and `hf_decoder(model,
+    quantization=)`, and where groups are along a leaf's last dim also by `Sharding(quantization=)` and
+    `LoRA.of(quantization=)`. Parameters have to be float32 until then. Other leaves, tables of embeddings and the head
+    are returned as given.
 
     Every rank computes all parameters, and has the same result.
 
     Args:
         decoder: model, exact, without codes and without `tp`.
         params: parameters. `GlobalTensor`s are gathered, which is collective.
-        codes: policy, as for the decoder that will serve the parameters.
+        quantization: policy, as for the decoder that will serve the parameters.
         rows: token ids of some text, such as 16 rows of 512, like the text that the model will see.
         compensate: whether a weight also makes up for the errors of earlier weights (GPTQ). Otherwise each input's size
             weighs the error of its weights.
@@ -74,15 +75,15 @@ def fit_codes(
         >>> sizes = {"num_layers": 1, "d_model": 32, "num_heads": 1, "max_len": 16}
         >>> config = gpt.Config(vocab_size=64, **sizes, batch_invariant=True)
         >>> rows = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
-        >>> fitted = fit_codes(decoder(config), gpt.init(config, sf.key(0)), "int4", rows)
-        >>> light = Engine(decoder(config, codes="int4"), fitted)  # these very codes
+        >>> fitted = fit_quantization(decoder(config), gpt.init(config, sf.key(0)), "int4", rows)
+        >>> light = Engine(decoder(config, quantization="int4"), fitted)  # these very codes
     """
     given = [list(map(int, row)) for row in rows]
     flat, treedef = tree_flatten(params)
     paths = [".".join(map(str, entries)) for entries in tree_entries(params)]
-    _check_fit(decoder, codes, given, paths)
+    _check_fit(decoder, quantization, given, paths)
     leaves = [_gather_whole(x) for x in flat]
-    sites = list(_find_sites(paths, leaves, decoder.linear, codes))
+    sites = list(_find_sites(paths, leaves, decoder.linear, quantization))
     served = decoder.pack(tree_unflatten(treedef, leaves))
     fitted = {i: leaves[i].float().clone() for i in {site.leaf for site in sites}}
     for part in _split_sites(sites):
@@ -131,12 +132,12 @@ class _Site(NamedTuple):
     name: str
     leaf: int
     layer: int | None
-    codes: Codes
+    quantization: Quantization
     sizes: Linear
 
 
 def _find_sites(
-    paths: Sequence[str], leaves: Sequence[Tensor], linear: Mapping[str, Linear], policy: CodePolicy
+    paths: Sequence[str], leaves: Sequence[Tensor], linear: Mapping[str, Linear], policy: QuantizationPolicy
 ) -> Iterator[_Site]:
     """Yields the weights that have codes by the policy and none yet, in the order of layers.
 
@@ -151,13 +152,13 @@ def _find_sites(
         )
     raise_all(
         ValueError,
-        "fit_codes: these layers have no leaf of their own in params, such as those of blocks of several layers:",
+        "fit_quantization: these layers have no separate leaf in params, such as layers of stacked blocks:",
         first_of([name for name in linear if name not in places], 20),
     )
     for name, sizes in linear.items():
-        codes, (i, layer) = codes_of(policy, name), places[name]
-        if codes is not None and leaves[i].is_floating_point():
-            yield _Site(name, i, layer, codes, sizes)
+        quantization, (i, layer) = find_quantization(policy, name), places[name]
+        if quantization is not None and leaves[i].is_floating_point():
+            yield _Site(name, i, layer, quantization, sizes)
 
 
 def _split_layers(x: Tensor) -> int:
@@ -195,10 +196,10 @@ def _fit_weight(site: _Site, weight: Tensor, moments: Tensor | None) -> None:
         moments = moments[(slice(whole),) * moments.ndim]
     values = list[Tensor]()
     if whole:
-        values.append(decode_blocks(fit_blocks(given_NK[:, :whole], site.codes, moments), whole))
+        values.append(dequantize_blocks(fit_blocks(given_NK[:, :whole], site.quantization, moments), whole))
     if rest := k - whole:
         padded = torch.nn.functional.pad(given_NK[:, whole:], (0, GROUP - rest))
-        values.append(decode_blocks(code_blocks(padded, site.codes), rest))
+        values.append(dequantize_blocks(quantize_blocks(padded, site.quantization), rest))
     values_NK = torch.cat(values, 1)
     weight.copy_(values_NK.T if transposed else values_NK.view(weight.shape))
 
@@ -209,25 +210,31 @@ def _gather_whole(x: Any) -> Tensor:
     return x.full() if isinstance(x, Draw) else x
 
 
-def _check_fit(decoder: Decoder, codes: CodePolicy, rows: Sequence[Sequence[int]], paths: Sequence[str]) -> None:
+def _check_fit(
+    decoder: Decoder, quantization: QuantizationPolicy, rows: Sequence[Sequence[int]], paths: Sequence[str]
+) -> None:
     if not decoder.linear:
         raise ValueError(
-            "fit_codes: this decoder does not show its linear layers. Take Config(batch_invariant=True), or"
+            "fit_quantization: this decoder does not show its linear layers. Take Config(batch_invariant=True), or"
             " hf_decoder(model, batch_invariant=True)."
         )
     if decoder.cache.axis is not None:
         raise ValueError(
-            f"fit_codes: this decoder is cut over {decoder.cache.axis!r}. Pass one without tp=, and serve the result"
-            " with any."
+            f"fit_quantization: this decoder is cut over {decoder.cache.axis!r}. Pass one without tp=, and serve the"
+            " result with any."
         )
-    if codes is None:
-        raise ValueError("fit_codes: codes=None rounds nothing. Pass 'int8', 'int4' or codes by regular expressions.")
-    check_policy(codes, [*decoder.linear, *paths], "fit_codes")
+    if quantization is None:
+        raise ValueError(
+            "fit_quantization: quantization=None rounds nothing. Pass 'int8', 'int4' or codes by regular expressions."
+        )
+    check_policy(quantization, [*decoder.linear, *paths], "fit_quantization")
     if not rows:
-        raise ValueError("fit_codes: there are no rows of tokens. Pass some text, such as 16 rows of 512 tokens.")
+        raise ValueError(
+            "fit_quantization: there are no rows of tokens. Pass some text, such as 16 rows of 512 tokens."
+        )
     for i, row in enumerate(rows):
         if not 1 <= len(row) <= decoder.context or not all(0 <= token < decoder.vocab for token in row):
             raise ValueError(
-                f"fit_codes: row {i} must have 1 to {decoder.context} tokens from 0 to {decoder.vocab - 1}, got"
+                f"fit_quantization: row {i} must have 1 to {decoder.context} tokens from 0 to {decoder.vocab - 1}, got"
                 f" {len(row)} tokens from {min(row, default=0)} to {max(row, default=0)}."
             )

@@ -21,13 +21,13 @@ from shardfn import kernels, nn
 from shardfn.collectives import all_gather_invariant, current_mesh, take_own_block
 from shardfn.core import (
     Axes,
-    CodePolicy,
     P,
+    QuantizationPolicy,
     block_slices,
     check_policy,
-    codes_of,
     did_you_mean,
     explains_keywords,
+    find_quantization,
     first_of,
     raise_all,
 )
@@ -69,7 +69,7 @@ def hf_decoder(
     batch_invariant: bool | None = None,
     tp: str | None = None,
     tokenizer: Any = None,
-    codes: CodePolicy = None,
+    quantization: QuantizationPolicy = None,
     params: Mapping[str, Tensor] | None = None,
 ) -> tuple[Decoder, dict[str, Tensor]]:
     """Returns the decoder of an unmodified causal model of transformers, and its parameters.
@@ -90,8 +90,8 @@ def hf_decoder(
             None is batch-invariant where possible.
         tp: mesh axis that cuts the heads, and the outputs of linear layers. The decoder must be batch-invariant.
         tokenizer: tokenizer of the prompts, to check that the model has its tokens.
-        codes: "int8" or "int4" for the weights of linear layers, which needs a batch-invariant model, or codes by
-            regular expressions found in names of parameters, of which the first that fits counts, for example
+        quantization: "int8" or "int4" for the weights of linear layers, which needs a batch-invariant model, or codes
+            by regular expressions found in names of parameters, of which the first that fits counts, for example
             `{"embed|head": "int8", "": "int4"}`. Logits equal the logits of the rounded weights, bit for bit. A table
             of embeddings that is also the head is rounded, too.
         params: weights, by name, in place of the model's, which may be on "meta". Deferred weights, as of
@@ -129,13 +129,13 @@ def hf_decoder(
             f"tokenizer has {len(tokenizer)} tokens, and {name} has {shape.vocab}. Pass the tokenizer of this model, or"
             " resize it first: model.resize_token_embeddings(len(tokenizer))."
         )
-    if codes is not None:
+    if quantization is not None:
         if batch_invariant is False:
             raise ValueError(
-                f"{name} with codes={codes!r}: batch-invariant layers read codes. Remove batch_invariant=False."
+                f"{name} with quantization={quantization!r} needs batch-invariant layers. Remove batch_invariant=False."
             )
         batch_invariant = True
-        check_policy(codes, list(shape.uses.linear), "hf_decoder")
+        check_policy(quantization, list(shape.uses.linear), "hf_decoder")
     reasons = (
         list(_explain_unpacked(function, shape.uses))
         if batch_invariant is not False
@@ -143,7 +143,7 @@ def hf_decoder(
     )
     if not reasons:
         edges = {} if tp is None else edges_of(probed, shape.uses.linear, shape.kv[0][1])
-        how = shape, shape.uses.linear, tp, codes, edges
+        how = shape, shape.uses.linear, tp, quantization, edges
         tried = _make_decoder(probed, *how) if params is None else _make_decoder(probed, *how, packing=packed_once())
         reasons = list(_find_inexact(tried, probed.params, shape.uses))
         if not reasons:
@@ -205,7 +205,7 @@ def _make_decoder(
     shape: _Shape,
     linear: Mapping[str, bool],
     tp: Axes = None,
-    codes: CodePolicy = None,
+    quantization: QuantizationPolicy = None,
     edges: Mapping[str, RowEdge] = MappingProxyType({}),
     packing: Callable[..., Tensor] = kernels.pack_rows,
 ) -> Decoder:
@@ -222,14 +222,16 @@ def _make_decoder(
 
     def pack_panels(name: str, x: Tensor) -> Tensor:
         weight = x.T if linear[name] else x
-        return packing(take_own_block(weight, tp, dim=0) if name in kept else weight, codes_of(codes, name))
+        return packing(
+            take_own_block(weight, tp, dim=0) if name in kept else weight, find_quantization(quantization, name)
+        )
 
     def pack_params(params: Mapping[str, Tensor]) -> Served:
         _check_params(params, like, specs)
         packed = {name: pack_panels(name, params[name]) for name in linear}
         placed = {name: x if name in kept else packed.get(name, x) for name, x in params.items()}
         for name in linear:  # a weight that is read elsewhere, too, has the same values there
-            if name in kept and (own := codes_of(codes, name)) is not None:
+            if name in kept and (own := find_quantization(quantization, name)) is not None:
                 placed[name] = _round_weight(params[name], linear[name], own)
         return {"params": placed, "packed": {name: x for name, x in packed.items() if name in kept}}
 
@@ -283,10 +285,10 @@ def _make_decoder(
     return made if tp is None else replace(made, specs=specs, packed=served)
 
 
-def _round_weight(x: Tensor, flip: bool, codes: kernels.Codes) -> Tensor:
+def _round_weight(x: Tensor, flip: bool, quantization: kernels.Quantization) -> Tensor:
     """Returns a weight with the values of its codes."""
     weight = x.T if flip else x
-    weight = kernels.unpack_rows(kernels.pack_rows(weight, codes), *weight.shape).to(x.dtype)
+    weight = kernels.unpack_rows(kernels.pack_rows(weight, quantization), *weight.shape).to(x.dtype)
     return weight.T.contiguous() if flip else weight
 
 

@@ -51,10 +51,10 @@ def packed_once() -> Callable[..., Tensor]:
     """
     kept: dict[Any, Tensor] = {}
 
-    def pack_weight(weight: Tensor, codes: kernels.Codes | None = None) -> Tensor:
-        key = weight.data_ptr(), weight.shape, weight.stride(), codes
+    def pack_weight(weight: Tensor, quantization: kernels.Quantization | None = None) -> Tensor:
+        key = weight.data_ptr(), weight.shape, weight.stride(), quantization
         if key not in kept:
-            kept[key] = kernels.pack_rows(weight, codes)
+            kept[key] = kernels.pack_rows(weight, quantization)
         return kept[key].view_as(kept[key])
 
     return pack_weight

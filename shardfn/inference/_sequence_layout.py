@@ -21,20 +21,20 @@ from torch import Tensor
 
 from shardfn import nn
 from shardfn.collectives import all_gather_invariant, all_to_all, take_own_block
-from shardfn.core import CodePolicy, PyTree
+from shardfn.core import PyTree, QuantizationPolicy
 from shardfn.models import gpt
 
 from ._layout import Layout, Outputs
 from ._low_rank import LowRank
 
 
-def make_sequence_layout(config: gpt.Config, axis: str, codes: CodePolicy = None) -> Layout:
+def make_sequence_layout(config: gpt.Config, axis: str, quantization: QuantizationPolicy = None) -> Layout:
     """Returns the layout "sp".
 
     Args:
         config: shape of the model, batch-invariant and without experts.
         axis: mesh axis that cuts the tokens, and the heads of the cache.
-        codes: see `decoder`.
+        quantization: see `decoder`.
     """
     flat = dataclasses.replace(config, stacked=False)
 
@@ -56,7 +56,7 @@ def make_sequence_layout(config: gpt.Config, axis: str, codes: CodePolicy = None
     return Layout(
         outputs=compute_outputs,
         specs=gpt.specs(config),
-        pack=lambda params: gpt.pack(config, params, codes=codes),
+        pack=lambda params: gpt.pack(config, params, quantization=quantization),
         packed=gpt.packed_specs(config),
         tokens=axis,
     )

@@ -27,9 +27,9 @@ from ._draw import draw as draw, draw_uniforms as draw_uniforms, top_logprobs as
 from ._penalise import penalise as penalise
 from ._row_linear import sum_chunks as sum_chunks, pack_rows as pack_rows
 from ._row_linear import row_linear as row_linear, row_linears as row_linears
-from ._row_codes import BLOCK_BYTES as BLOCK_BYTES, GROUP as GROUP, Codes as Codes
-from ._row_codes import block_bytes as block_bytes, decode_blocks as decode_blocks
-from ._row_codes import code_blocks as code_blocks, pack_blocks as pack_blocks
+from ._row_codes import BLOCK_BYTES as BLOCK_BYTES, GROUP as GROUP, Quantization as Quantization
+from ._row_codes import block_bytes as block_bytes, dequantize_blocks as dequantize_blocks
+from ._row_codes import quantize_blocks as quantize_blocks, pack_blocks as pack_blocks
 from ._row_codes import take_rows as take_rows, packed_shape as packed_shape, unpack_rows as unpack_rows
 from ._fit_blocks import fit_blocks as fit_blocks
 from ._pointwise import gated_silu as gated_silu, gated_silu_gradient as gated_silu_gradient

@@ -19,13 +19,13 @@ from torch import Tensor
 from ._op import KernelOp
 
 PANEL, GROUP = 64, 32
-Codes = Literal["int8", "int4"]
+Quantization = Literal["int8", "int4"]
 # The bytes of a block.
-BLOCK_BYTES: dict[Codes, int] = {"int8": 34, "int4": 20}
+BLOCK_BYTES: dict[Quantization, int] = {"int8": 34, "int4": 20}
 _LARGEST = torch.finfo(torch.float16).max
 
 
-def code_blocks(weight: Float[Tensor, "n k"], codes: Codes) -> UInt8[Tensor, "n bytes"]:
+def quantize_blocks(weight: Float[Tensor, "n k"], quantization: Quantization) -> UInt8[Tensor, "n bytes"]:
     """Rounds a weight to codes, as the blocks of GGUF's Q8_0 or Q4_1.
 
     For each element |w - decoded| is at most half of the scale, max|w| / 127 or (max w - min w) / 15, plus the rounding
@@ -34,7 +34,7 @@ def code_blocks(weight: Float[Tensor, "n k"], codes: Codes) -> UInt8[Tensor, "n 
 
     Args:
         weight: weight of floats, where k is a multiple of 32.
-        codes: "int8" or "int4".
+        quantization: "int8" or "int4".
 
     Returns:
         The blocks of each row in order: 34 or 20 bytes for 32 elements. For example an int8 row of 128 elements has 136
@@ -44,17 +44,17 @@ def code_blocks(weight: Float[Tensor, "n k"], codes: Codes) -> UInt8[Tensor, "n 
         ValueError: for other codes, or another k.
 
     Example:
-        >>> code_blocks(torch.ones(2, 64), "int4").shape
+        >>> quantize_blocks(torch.ones(2, 64), "int4").shape
         torch.Size([2, 40])
     """
-    check_codes(codes)
+    check_codes(quantization)
     n, k = weight.shape
     if k % GROUP:
         raise ValueError(f"rows of weight must be a multiple of {GROUP}, a block of codes, got {k}. Pad with zeros.")
     if weight.is_meta or not weight.numel():
-        return weight.new_empty(n, k // GROUP * BLOCK_BYTES[codes], dtype=torch.uint8)
+        return weight.new_empty(n, k // GROUP * BLOCK_BYTES[quantization], dtype=torch.uint8)
     x = weight.float().reshape(n, k // GROUP, GROUP)
-    if codes == "int8":
+    if quantization == "int8":
         scale = (x.abs().amax(-1, keepdim=True) / 127).half()
         q = _round_values(x, scale, -127, 127).to(torch.int8).view(torch.uint8)
         return torch.cat([_spoil_scale(scale).view(torch.uint8), q], -1).view(n, -1)
@@ -78,7 +78,7 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
     """Returns blocks of codes in the order in which `row_linear` reads blocks. Values do not change.
 
     Args:
-        blocks: blocks of GGUF's Q8_0 or Q4_1, the rows of a weight [n, k], as from `code_blocks`.
+        blocks: blocks of GGUF's Q8_0 or Q4_1, the rows of a weight [n, k], as from `quantize_blocks`.
         k: elements of a row, a multiple of 32.
 
     Returns:
@@ -89,13 +89,13 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
         ValueError: rows are not made of blocks of a single kind.
 
     Example:
-        >>> pack_blocks(code_blocks(torch.ones(3, 64), "int8"), 64).shape
+        >>> pack_blocks(quantize_blocks(torch.ones(3, 64), "int8"), 64).shape
         torch.Size([1, 2, 2176])
     """
     if blocks.dtype != torch.uint8:
         raise TypeError(f"blocks are {blocks.dtype}, must be torch.uint8: the bytes of GGUF's blocks")
     (n, size), groups = blocks.shape, k // GROUP
-    kinds: list[Codes] = [c for c in BLOCK_BYTES if k % GROUP == 0 and size == groups * BLOCK_BYTES[c]]
+    kinds: list[Quantization] = [c for c in BLOCK_BYTES if k % GROUP == 0 and size == groups * BLOCK_BYTES[c]]
     if not kinds:
         raise ValueError(
             f"blocks have rows of {size} bytes, and rows of {k} elements have {groups * 34} (Q8_0) or {groups * 20}"
@@ -117,7 +117,7 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
     return torch.cat([numbers, q.flatten(2)], 2)
 
 
-def kind_of(packed: Tensor) -> Codes | None:
+def kind_of(packed: Tensor) -> Quantization | None:
     """Returns the codes of a packed weight, or None for floats.
 
     Raises:
@@ -125,7 +125,7 @@ def kind_of(packed: Tensor) -> Codes | None:
     """
     if packed.dtype != torch.uint8:
         return None
-    kinds: list[Codes] = [c for c in BLOCK_BYTES if packed.shape[-1] == PANEL * BLOCK_BYTES[c]]
+    kinds: list[Quantization] = [c for c in BLOCK_BYTES if packed.shape[-1] == PANEL * BLOCK_BYTES[c]]
     if not kinds or packed.ndim != 3:
         raise ValueError(f"packed must be from pack_rows or pack_blocks, got bytes of shape {tuple(packed.shape)}")
     return kinds[0]
@@ -143,14 +143,14 @@ def packed_shape(packed: Tensor, num: int, k: int) -> tuple[int, int, int]:
     return -(-num // PANEL), -(-k // GROUP), packed.shape[-1]
 
 
-def check_codes(codes: str) -> None:
+def check_codes(quantization: str) -> None:
     """Refuses unknown codes.
 
     Raises:
         ValueError: unknown codes. The message names the known codes.
     """
-    if codes not in BLOCK_BYTES:
-        raise ValueError(f"codes must be 'int8' or 'int4', got {codes!r}")
+    if quantization not in BLOCK_BYTES:
+        raise ValueError(f"codes must be 'int8' or 'int4', got {quantization!r}")
 
 
 class _Parts(NamedTuple):
@@ -181,7 +181,8 @@ def unpack_rows(packed: Tensor, num: int, k: int) -> Float[Tensor, "num k"]:
 
     Example:
         >>> weight = torch.randn(3, 40)
-        >>> decoded = unpack_rows(pack_blocks(code_blocks(torch.nn.functional.pad(weight, (0, 24)), "int8"), 64), 3, 40)
+        >>> blocks = quantize_blocks(torch.nn.functional.pad(weight, (0, 24)), "int8")
+        >>> decoded = unpack_rows(pack_blocks(blocks, 64), 3, 40)
         >>> bool(((decoded - weight).abs() <= weight.abs().max() / 200).all())
         True
     """
@@ -204,7 +205,7 @@ def take_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[Ten
         Rows in the dtype of a weight of floats, or float32 for codes.
 
     Example:
-        >>> packed = pack_blocks(code_blocks(torch.arange(64.0).view(2, 32), "int8"), 32)
+        >>> packed = pack_blocks(quantize_blocks(torch.arange(64.0).view(2, 32), "int8"), 32)
         >>> take_rows(packed, torch.tensor([1, 1]), 32).shape
         torch.Size([2, 32])
     """
@@ -226,7 +227,7 @@ def _decode_rows(rows: Tensor, scale: Tensor, least: Tensor | None, dim: int) ->
     return scale.float() * q.float() + least.float()
 
 
-def decode_blocks(
+def dequantize_blocks(
     blocks: UInt8[Tensor, "*rows bytes"], k: int, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "*rows k"]:
     """Returns the values of blocks of codes: the factors of `row_linear`, rounded at most once.
@@ -234,7 +235,7 @@ def decode_blocks(
         int8    scale q               int4    scale q + least
 
     Args:
-        blocks: blocks of GGUF's Q8_0 or Q4_1, as from `code_blocks`, with any dims before the last.
+        blocks: blocks of GGUF's Q8_0 or Q4_1, as from `quantize_blocks`, with any dims before the last.
         k: number of elements of a row. Further elements, up to a multiple of 32, are left out.
         dtype: dtype of the result. The values are in float32, and are rounded to the dtype.
 
@@ -243,26 +244,26 @@ def decode_blocks(
         ValueError: rows are not made of blocks of a single kind.
 
     Example:
-        >>> decode_blocks(code_blocks(torch.ones(1, 64), "int4"), 40).unique()
+        >>> dequantize_blocks(quantize_blocks(torch.ones(1, 64), "int4"), 40).unique()
         tensor([1.])
     """
     if blocks.dtype != torch.uint8:
         raise TypeError(f"blocks are {blocks.dtype}, must be torch.uint8: the bytes of GGUF's blocks")
     groups = -(-k // GROUP)
     if not groups or blocks.shape[-1] not in [groups * n for n in BLOCK_BYTES.values()]:
-        sizes = " or ".join(f"{groups * n} ({codes})" for codes, n in BLOCK_BYTES.items())
+        sizes = " or ".join(f"{groups * n} ({quantization})" for quantization, n in BLOCK_BYTES.items())
         raise ValueError(f"blocks have rows of {blocks.shape[-1]} bytes, and rows of {k} elements have {sizes}")
     return DECODE_BLOCKS(blocks, k, dtype)
 
 
-def block_bytes(k: int, codes: Codes) -> int:
+def block_bytes(k: int, quantization: Quantization) -> int:
     """Returns the bytes of the blocks of a row of k elements.
 
     Example:
         >>> block_bytes(40, "int4")
         40
     """
-    return -(-k // GROUP) * BLOCK_BYTES[codes]
+    return -(-k // GROUP) * BLOCK_BYTES[quantization]
 
 
 def _decode_blocks(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
@@ -284,7 +285,7 @@ def _decode_blocks(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
 
 
 DECODE_BLOCKS = KernelOp(
-    schema="decode_blocks(Tensor blocks, int k, ScalarType dtype) -> Tensor",
+    schema="dequantize_blocks(Tensor blocks, int k, ScalarType dtype) -> Tensor",
     abstract=lambda blocks, k, dtype: blocks.new_empty(*blocks.shape[:-1], k, dtype=dtype),
     reference=_decode_blocks,
     contiguous=False,

@@ -16,7 +16,7 @@ from ._chain import KernelCall, are_dense
 from ._exponential import multiply_add
 from ._num_threads import threads_for
 from ._op import EXACT, KernelOp
-from ._row_codes import GROUP, PANEL, Codes, code_blocks, kind_of, pack_blocks, packed_shape, unpack_rows
+from ._row_codes import GROUP, PANEL, Quantization, kind_of, pack_blocks, packed_shape, quantize_blocks, unpack_rows
 
 # Largest number of levels of the tree that adds up chunks.
 LEVELS = 16
@@ -27,13 +27,15 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
 _SOURCE = "_row_linear.cpp"
 
 
-def pack_rows(weight: Float[Tensor, "n k"], codes: Codes | None = None) -> Shaped[Tensor, "panels inputs columns"]:
+def pack_rows(
+    weight: Float[Tensor, "n k"], quantization: Quantization | None = None
+) -> Shaped[Tensor, "panels inputs columns"]:
     """Returns a weight of `torch.nn.functional.linear` in the order in which `row_linear` reads weights.
 
     Args:
         weight: float32, bfloat16 or float64.
-        codes: codes "int8" or "int4", to which `code_blocks` rounds. None keeps the weight's dtype. A float64 weight is
-            not rounded.
+        quantization: codes "int8" or "int4", to which `quantize_blocks` rounds. None keeps the weight's dtype. A
+            float64 weight is not rounded.
 
     Returns:
         Panels of 64 outputs, padded with zeros, in the weight's dtype, or the panels of `pack_blocks`. For example 100
@@ -51,12 +53,14 @@ def pack_rows(weight: Float[Tensor, "n k"], codes: Codes | None = None) -> Shape
     """
     if weight.dtype not in _WEIGHTS:
         raise TypeError(f"weight must be {', '.join(map(str, _WEIGHTS))}, got {weight.dtype}. Convert the weight")
-    if codes is not None and weight.dtype == torch.float64:
-        raise TypeError(f"weight is {weight.dtype}, with codes={codes!r}, which hold float32: pass weight.float()")
+    if quantization is not None and weight.dtype == torch.float64:
+        raise TypeError(
+            f"weight is {weight.dtype}, with quantization={quantization!r}, which hold float32: pass weight.float()"
+        )
     n, k = weight.shape
-    if codes is not None:
+    if quantization is not None:
         padded = torch.nn.functional.pad(weight, (0, -k % GROUP))
-        return pack_blocks(code_blocks(padded, codes), padded.shape[1])
+        return pack_blocks(quantize_blocks(padded, quantization), padded.shape[1])
     rows = torch.nn.functional.pad(weight, (0, 0, 0, -n % PANEL))
     return rows.view(-(-n // PANEL), PANEL, k).transpose(1, 2).contiguous()
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Cast, Cuts, Psum, Route
-from shardfn.core import BITS, Codes, Dtypes, MemoryKind, Mesh, P, Zero, all_coords, block_slices, zero_spec
+from shardfn.core import BITS, Dtypes, MemoryKind, Mesh, P, Quantization, Zero, all_coords, block_slices, zero_spec
 from shardfn.graph import Leaf
-from shardfn.kernels import block_bytes, decode_blocks
+from shardfn.kernels import block_bytes, dequantize_blocks
 
 from ._ways import Manner, Memories, Places, Sizes, Ways, ways
 
@@ -149,16 +149,18 @@ class LeafLayout:
     @functools.cached_property
     def sent(self) -> Cuts:
         """How the tensor is cut that is gathered when it is used: the block, or its codes as bytes."""
-        code, used = self.places.code, self.used
-        if code is None:
+        quantization, used = self.places.quantization, self.used
+        if quantization is None:
             return used
-        return dataclasses.replace(used, whole=torch.Size((*used.whole[:-1], block_bytes(used.whole[-1], code))))
+        return dataclasses.replace(
+            used, whole=torch.Size((*used.whole[:-1], block_bytes(used.whole[-1], quantization)))
+        )
 
     def opened(self, x: Tensor) -> Tensor:
         """Returns the block in the loss's dtype, from the tensor that was gathered."""
-        if self.places.code is None:
+        if self.places.quantization is None:
             return x
-        return decode_blocks(x, self.block[-1], self.dtypes.param).to(self.dtypes.compute)
+        return dequantize_blocks(x, self.block[-1], self.dtypes.param).to(self.dtypes.compute)
 
     def rows(self, x: Tensor, rank: int) -> Tensor:
         """ZeRO rank `rank`'s part of a block, as a view."""
@@ -173,7 +175,7 @@ class LeafLayout:
             self.block,
             self.dtypes,
             self.home,
-            self.places.code,
+            self.places.quantization,
             *cut,
             self.manner,
             self.reduce_axes,
@@ -212,25 +214,25 @@ def leaf_layout(
     batch_axes: tuple[str, ...],
     trainable: bool,
     home: MemoryKind | None = None,
-    codes: Codes | None = None,
+    quantization: Quantization | None = None,
 ) -> LeafLayout:
     """Applies the ZeRO rule to one leaf.
 
-    A single dtype is used for all purposes. `home` overrides the rule's memory for the parameter, `codes` are those in
-    which it is kept. ZeRO does not cut the last dim of a leaf in codes, along which elements share scales.
+    A single dtype is used for all purposes. `home` overrides the rule's memory for the parameter, `quantization` are
+    those in which it is kept. ZeRO does not cut the last dim of a leaf in codes, along which elements share scales.
     """
-    cut = len(shape) if codes is None else len(shape) - 1
+    cut = len(shape) if quantization is None else len(shape) - 1
     shard = zero_spec(tuple(shape), compute, zero.axis, mesh, dims=cut) if zero.stage >= 1 else compute
     # By the global shape, and not by blocks, whose sizes differ between ranks.
     large = shape.numel() > zero.persist_elements
     param = shard if zero.stage == 3 and large else compute
     dtypes = dtype if isinstance(dtype, Dtypes) else Dtypes.plain(dtype)
     memories = Memories(home or (zero.params if large else "device"), zero.grads, zero.optimizer)
-    places = Places(compute, param, shard, batch_axes, dtypes, memories, code=codes)
+    places = Places(compute, param, shard, batch_axes, dtypes, memories, quantization=quantization)
     zero_axes = tuple(a for a in shard.axes if a not in compute.axes)
     far = tuple(a for a in zero_axes if a not in zero.near) if zero.near and param != compute else ()
 
-    def code(how: str | None, on: bool) -> tuple[int, int] | None:
+    def travel_quantization(how: str | None, on: bool) -> tuple[int, int] | None:
         return (
             (BITS[how], zero.travel.block_elements)
             if how is not None and on and dtypes.compute.is_floating_point
@@ -239,8 +241,8 @@ def leaf_layout(
 
     manner = Manner(
         far if far != zero_axes else (),
-        code(zero.travel.gather, param != compute and codes is None),
-        code(zero.travel.reduce, large),
+        travel_quantization(zero.travel.gather, param != compute and quantization is None),
+        travel_quantization(zero.travel.reduce, large),
     )
     return _lay_out_leaf(path, shape, trainable, places, manner, mesh)
 

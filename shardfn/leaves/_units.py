@@ -85,7 +85,7 @@ def gather_units(leaves: Sequence[LeafLayout], bucket: int) -> list[Unit]:
     """
 
     def alone(leaf: LeafLayout) -> bool:
-        return leaf.used.dim is None or leaf.ways.use.code is not None or leaf.places.code is not None
+        return leaf.used.dim is None or leaf.ways.use.quantization is not None or leaf.places.quantization is not None
 
     pieces = operator.attrgetter("sent")
     lazy = [i for i, leaf in enumerate(leaves) if leaf.lazy]
@@ -111,7 +111,7 @@ def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[U
     """
 
     def alone(leaf: LeafLayout) -> bool:
-        return mesh.axis_size(leaf.reduce_axes + leaf.extra_axes) == 1 or leaf.ways.reduce.code is not None
+        return mesh.axis_size(leaf.reduce_axes + leaf.extra_axes) == 1 or leaf.ways.reduce.quantization is not None
 
     trainable = [i for i, leaf in enumerate(leaves) if leaf.trainable]
     nbytes = [leaf.numel * leaf.dtypes.reduce.itemsize for leaf in leaves]
@@ -127,7 +127,7 @@ def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[U
 def _reduce_key(leaf: LeafLayout) -> tuple[torch.dtype, object]:
     way = leaf.ways.reduce
     where = leaf.own_axes, leaf.reduce_axes, leaf.extra_axes, leaf.ways.summed.memory_kind
-    return leaf.dtypes.reduce, (leaf.dtypes.accum, way.scatters, way.code, *where)
+    return leaf.dtypes.reduce, (leaf.dtypes.accum, way.scatters, way.quantization, *where)
 
 
 def _choose_message(leaf: LeafLayout) -> Cuts:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from shardfn.collectives import Route, route
-from shardfn.core import Codes, Dtypes, MemoryKind, Mesh, P, Placement, is_device
+from shardfn.core import Dtypes, MemoryKind, Mesh, P, Placement, Quantization, is_device
 
 # Axis -> size, hashable, so that cached values do not keep a mesh alive.
 Sizes = tuple[tuple[str, int], ...]
@@ -39,14 +39,15 @@ class Manner(NamedTuple):
 
     Attributes:
         far: the axes of the first hop where it is gathered in two. A gradient in code is summed along them last.
-        gather_code: (bits, elements that share a scale) in which it is gathered. None: in the dtype that the loss sees.
-        reduce_code: the same for its gradient, if that arrives in rows.
+        gather_quantization: (bits, elements that share a scale) in which it is gathered. None: in the dtype that the
+            loss sees.
+        reduce_quantization: the same for its gradient, if that arrives in rows.
         unreduced: axes of the batch along which the gradient stays a summand, which the optimizer reduces.
     """
 
     far: tuple[str, ...] = ()
-    gather_code: tuple[int, int] | None = None
-    reduce_code: tuple[int, int] | None = None
+    gather_quantization: tuple[int, int] | None = None
+    reduce_quantization: tuple[int, int] | None = None
     unreduced: tuple[str, ...] = ()
 
 
@@ -61,7 +62,7 @@ class Places(NamedTuple):
         dtypes: dtypes of parameter, gradient and state.
         memories: memories of parameter, gradient and state.
         stacked: whether dim 0 stacks layers.
-        code: the codes in which the kept parameter is, which is frozen then. None: it is not rounded.
+        quantization: the codes in which the kept parameter is, which is frozen then. None: it is not rounded.
     """
 
     compute: P
@@ -71,7 +72,7 @@ class Places(NamedTuple):
     dtypes: Dtypes
     memories: Memories
     stacked: bool = False
-    code: Codes | None = None
+    quantization: Quantization | None = None
 
 
 class Ways(NamedTuple):
@@ -102,7 +103,7 @@ def ways(ndim: int, places: Places, manner: Manner, sizes: Sizes) -> Ways:
     """
     # Without coordinates: a route is the same on all ranks.
     mesh, dtypes = Mesh(dict(sizes), torch.device("cpu"), abstract=True), places.dtypes
-    kept = Placement(places.param, (), places.memories.param, dtypes.param, places.code, places.stacked)
+    kept = Placement(places.param, (), places.memories.param, dtypes.param, places.quantization, places.stacked)
     used = Placement(places.compute, dtype=dtypes.compute, stacked=places.stacked)
     state = Placement(places.shard, (), places.memories.state, dtypes.master, stacked=places.stacked)
     grad = used.cotangent(places.batch_axes)
@@ -133,12 +134,12 @@ def _way_in(kept: Placement, used: Placement, manner: Manner) -> list[Placement]
 
     A leaf that is kept in codes is gathered in these.
     """
-    if kept.code is not None:
+    if kept.quantization is not None:
         at = kept.with_(memory_kind="device")
         return [at, *([at.with_(brought=manner.far)] if manner.far else []), at.with_(spec=used.spec)]
-    here = kept.with_(memory_kind="device", dtype=used.dtype, code=manner.gather_code)
+    here = kept.with_(memory_kind="device", dtype=used.dtype, quantization=manner.gather_quantization)
     via = [here] + ([here.with_(brought=manner.far)] if manner.far else [])
-    return via if manner.gather_code is None else [*via, used.with_(code=manner.gather_code)]
+    return via if manner.gather_quantization is None else [*via, used.with_(quantization=manner.gather_quantization)]
 
 
 def _way_out(sent: Placement, summed: Placement, state: Placement, manner: Manner) -> list[Placement]:
@@ -151,13 +152,16 @@ def _way_out(sent: Placement, summed: Placement, state: Placement, manner: Manne
         return [sent, sent.with_(unreduced=summed.unreduced)]
     others = tuple(a for a in sent.unreduced if a not in rows)
     own, via = sent.with_(spec=state.spec, unreduced=others), [sent]
-    if manner.reduce_code is not None:
-        coded, own = sent.with_(dtype=torch.float32, code=manner.reduce_code), own.with_(dtype=torch.float32)
+    if manner.reduce_quantization is not None:
+        coded, own = (
+            sent.with_(dtype=torch.float32, quantization=manner.reduce_quantization),
+            own.with_(dtype=torch.float32),
+        )
         via.append(coded)
         if manner.far:
             unsummed = tuple(a for a in sent.unreduced if a in manner.far or a in others)
             half = own.with_(unreduced=unsummed, brought=manner.far)
-            via += [half, half.with_(code=manner.reduce_code)]
+            via += [half, half.with_(quantization=manner.reduce_quantization)]
     via.append(own)
     own = own.with_(dtype=sent.dtype)
     return via if others == summed.unreduced else [*via, own, own.with_(unreduced=summed.unreduced)]

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from shardfn.collectives import psum, pvary
 from shardfn.core import (
-    Codes,
     Draw,
     P,
     Placement,
     PyTree,
+    Quantization,
     Sharding,
     broadcast_prefix,
     explains_keywords,
@@ -46,6 +46,9 @@ from ._weight import LowRankWeight
 
 # Keywords of peft, and the names here.
 _MEANT = {
+    "codes": "quantization={value!r}",
+    "load_in_4bit": 'quantization="int4"',
+    "load_in_8bit": 'quantization="int8"',
     "r": "rank={value!r}",
     "lora_rank": "rank={value!r}",
     "lora_alpha": "alpha={value!r}",
@@ -72,7 +75,7 @@ class LoRA:
         base_specs: the specs of the model's parameters.
         dora: whether the norms of the sum's rows are trained (DoRA).
         dropout: the probability with which an input of an adapter is dropped.
-        codes: quantization of the weights with an adapter, such as "int8". None: not quantized.
+        quantization: quantization of the weights with an adapter, such as "int8". None: not quantized.
 
     Example:
         >>> import shardfn as sf
@@ -103,7 +106,7 @@ class LoRA:
     base_specs: PyTree
     dora: bool = False
     dropout: float = 0.0
-    codes: Codes | None = None
+    quantization: Quantization | None = None
 
     @staticmethod
     @explains_keywords(**_MEANT)
@@ -121,7 +124,7 @@ class LoRA:
         modules_to_save: Sequence[str] = (),
         dora: bool = False,
         dropout: float = 0.0,
-        codes: Codes | None = None,
+        quantization: Quantization | None = None,
     ) -> "LoRA":
         """Returns adapters for the leaves with a matching path.
 
@@ -142,7 +145,7 @@ class LoRA:
             dora: whether each row of the sum `w + scale * (b @ a)` is scaled to a norm that is trained (DoRA). Products
                 then compute the sum, as large as the weight.
             dropout: probability in [0, 1). Not possible with stacked layers or with `dora`.
-            codes: "int8" or "int4" quantizes the weights with an adapter, to 34 or 20 bytes for 32 elements.
+            quantization: "int8" or "int4" quantizes the weights with an adapter, to 34 or 20 bytes for 32 elements.
                 `step.init` quantizes, and a step decodes each weight at each use.
 
         Raises:
@@ -177,9 +180,9 @@ class LoRA:
             problems.append(f"dropout={dropout} is not there with {other}; leave one out")
         if not 0 <= dropout < 1:
             problems.append(f"dropout={dropout} is not in [0, 1)")
-        if codes is not None:
+        if quantization is not None:
             coded = [
-                dataclasses.replace(cut if isinstance(cut, Sharding) else Sharding(cut), codes=codes)
+                dataclasses.replace(cut if isinstance(cut, Sharding) else Sharding(cut), quantization=quantization)
                 if p in thin
                 else cut
                 for p, cut in zip(paths, cuts, strict=True)
@@ -188,7 +191,7 @@ class LoRA:
         if problems:
             some = f" Paths are such as {', '.join(paths[:3])}." if paths else ""
             raise ValueError("\n  - ".join([f"these adapters cannot be made.{some}", *problems]))
-        return LoRA(rank, default, rslora, fan_in_fan_out, sites, specs, dora, dropout, codes)
+        return LoRA(rank, default, rslora, fan_in_fan_out, sites, specs, dora, dropout, quantization)
 
     def __repr__(self) -> str:
         kinds = dict[tuple[str, tuple[int, ...], int, float, bool], int]()
@@ -196,7 +199,7 @@ class LoRA:
             kind = re.sub(r"(?<![^.])\d+(?![^.])", "*", path), site.shape, site.rank, site.alpha, site.full
             kinds[kind] = kinds.get(kind, 0) + 1
         num = sum(math.prod(shape) for shapes in self.shapes.values() for shape in shapes.values())
-        plain = {"rslora": False, "fan_in_fan_out": False, "dora": False, "dropout": 0.0, "codes": None}
+        plain = {"rslora": False, "fan_in_fan_out": False, "dora": False, "dropout": 0.0, "quantization": None}
         more = [f"{name}={getattr(self, name)!r}" for name, usual in plain.items() if getattr(self, name) != usual]
         lines = [f"{', '.join([f'rank={self.rank}', f'alpha={self.alpha:g}', *more])}: {num:,} trained parameters"]
         for (path, shape, rank, alpha, full), count in kinds.items():
@@ -265,7 +268,7 @@ class LoRA:
             out[path] = {"a": a, "b": zeros(shapes["b"], dtype=dtype, device=key.device)}
             if self.dora:
                 w = _initial_value(at[self.sites[path].entries]).to(dtype)
-                w = load(encode(w, Placement(dtype=w.dtype, code=self.codes)))
+                w = load(encode(w, Placement(dtype=w.dtype, quantization=self.quantization)))
                 out[path]["m"] = torch.linalg.vector_norm(w, dim=-2 if self.fan_in_fan_out else -1)
         return out
 

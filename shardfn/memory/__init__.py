@@ -18,7 +18,7 @@ from ._ledger import Ledger as Ledger, in_host_region as in_host_region, ledger 
 from ._ledger import is_recorded as is_recorded, record_owner as record_owner, recorded_section as recorded_section
 from ._timeline import MemoryTimeline as MemoryTimeline, Section as Section, as_svg as as_svg
 from ._pool import POOLS as POOLS, AnyPool as AnyPool, Opened as Opened, Pool as Pool, PoolInfo as PoolInfo
-from ._coded import Coded as Coded
+from ._quantized import QuantizedBlocks as QuantizedBlocks
 from ._disk import DiskTensor as DiskTensor, DiskWriter as DiskWriter
 from ._traced import TracedPool as TracedPool, TracedStored as TracedStored, capturing as capturing
 from ._ops import bind_pool as bind_pool, stored_of as stored_of, token_of as token_of

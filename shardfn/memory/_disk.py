@@ -44,7 +44,7 @@ class DiskTensor:
                 [4., 5.]])
     """
 
-    code: tuple[int, int] | None = None
+    quantization: tuple[int, int] | None = None
 
     def __init__(
         self, shape: torch.Size, dtype: torch.dtype, grain: int, sums: Checksums | None, slot: Slot | None, pool: Any

@@ -77,7 +77,7 @@ class TracedStored:
         dtype: dtype of the elements.
     """
 
-    code: tuple[int, int] | None = None
+    quantization: tuple[int, int] | None = None
 
     def __init__(self, token: Int64[Tensor, "1"], shape: torch.Size, dtype: torch.dtype) -> None:
         self.token, self.shape, self.dtype = token, torch.Size(shape), dtype

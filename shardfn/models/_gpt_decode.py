@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shardfn import nn
 from shardfn.collectives import all_gather_invariant, axis_size
-from shardfn.core import Axes, CodePolicy, P, PyTree, check_policy, codes_of, named_leaves, raise_all
-from shardfn.kernels import GROUP, Codes, pack_blocks, pack_rows, rotate
+from shardfn.core import Axes, P, PyTree, QuantizationPolicy, check_policy, find_quantization, named_leaves, raise_all
+from shardfn.kernels import GROUP, Quantization, pack_blocks, pack_rows, rotate
 
 from ._gpt_block import Along, block, norm, position_tables
 from ._gpt_config import Config
@@ -141,22 +141,22 @@ class _Rotating(nn.Local):
         return rotate(x_1THK[0], self.cos_TK, self.sin_TK)[None]
 
 
-def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy = None) -> Params:
+def pack(config: Config, params: Params, *, axis: Axes = None, quantization: QuantizationPolicy = None) -> Params:
     """Returns parameters as `decode` takes them.
 
     Separate layers, with the weights of batch-invariant layers as `row_linear` reads them.
 
     A function of each rank's blocks. `specs(config, tp=axis)` of unstacked blocks are the specs of the result, too. A
-    weight of a linear layer may also be the blocks of codes of its rows, uint8, as from `kernels.code_blocks` or a GGUF
-    file. Such blocks are not rounded again. A table of embeddings is in codes where it is tied to the head.
+    weight of a linear layer may also be the blocks of codes of its rows, uint8, as from `kernels.quantize_blocks` or a
+    GGUF file. Such blocks are not rounded again. A table of embeddings is in codes where it is tied to the head.
 
     Args:
         config: shape.
         params: parameters as from `init`, or this rank's blocks of them.
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
-        codes: codes to which the weights of linear layers are rounded. Logits equal the logits of the rounded weights,
-            bit for bit. "int8", "int4", or codes by regular expressions found in names such as "blocks.0.wq" and
-            "embed", of which the first that fits counts, for example `{"embed|head": "int8", "": "int4"}`.
+        quantization: codes to which the weights of linear layers are rounded. Logits equal the logits of the rounded
+            weights, bit for bit. "int8", "int4", or codes by regular expressions found in names such as "blocks.0.wq"
+            and "embed", of which the first that fits counts, for example `{"embed|head": "int8", "": "int4"}`.
 
     Raises:
         TypeError: leaves of a batch-invariant model are float16, or only some are float64. The message lists all. Or
@@ -173,7 +173,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
     """
     check_leaves(config, params, axis)
     if config.batch_invariant:
-        _check_batch_invariant(params, codes)
+        _check_batch_invariant(params, quantization)
     blocks = params["blocks"]
     if config.stacked:
         num = config.num_layers // config.layers_a_block
@@ -181,15 +181,17 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
     params = params | {"blocks": blocks, **_tables_of_all(config, params)}
     head = _get_head(config)
     linear = [f"blocks.{i}.{name}" for i, p in enumerate(blocks) for name in p if name in _LINEAR]
-    check_policy(codes, [*linear, head], "pack")
-    _check_codes(config, {f"blocks.{i}.{name}": x for i, p in enumerate(blocks) for name, x in p.items()}, axis, codes)
-    _check_codes(config, {name: x for name, x in params.items() if name != "blocks"}, axis, codes)
+    check_policy(quantization, [*linear, head], "pack")
+    _check_quantization(
+        config, {f"blocks.{i}.{name}": x for i, p in enumerate(blocks) for name, x in p.items()}, axis, quantization
+    )
+    _check_quantization(config, {name: x for name, x in params.items() if name != "blocks"}, axis, quantization)
     if not config.batch_invariant:
         return params
     shapes: Any = block_shapes(config, axis)
     blocks = [
         {
-            name: _pack_weight(name, x, own[name].shape, codes_of(codes, f"blocks.{i}.{name}"))
+            name: _pack_weight(name, x, own[name].shape, find_quantization(quantization, f"blocks.{i}.{name}"))
             if name in _LINEAR
             else x
             for name, x in p.items()
@@ -198,16 +200,17 @@ def pack(config: Config, params: Params, *, axis: Axes = None, codes: CodePolicy
     ]
     return params | {
         "blocks": blocks,
-        head: _pack_weight(head, params[head], shapes[head].shape, codes_of(codes, head)),
+        head: _pack_weight(head, params[head], shapes[head].shape, find_quantization(quantization, head)),
     }
 
 
-def _check_batch_invariant(params: Params, codes: CodePolicy) -> None:
+def _check_batch_invariant(params: Params, quantization: QuantizationPolicy) -> None:
     named = named_leaves(params)
     if named and all(x.dtype == torch.float64 for _, x in named):
-        if codes is not None:
+        if quantization is not None:
             raise TypeError(
-                f"pack: codes={codes!r} of leaves in float64. Convert them: tree_map(lambda x: x.float(), params)"
+                f"pack: quantization={quantization!r} of leaves in float64. Convert them:"
+                " tree_map(lambda x: x.float(), params)"
             )
         return
     known = torch.float32, torch.bfloat16, torch.uint8
@@ -219,24 +222,24 @@ def _check_batch_invariant(params: Params, codes: CodePolicy) -> None:
     )
 
 
-def _check_codes(config: Config, leaves: Params, axis: Axes, policy: CodePolicy) -> None:
-    """Refuses codes where layers do not read them, and where ranks would have other groups than one rank."""
+def _check_quantization(config: Config, leaves: Params, axis: Axes, policy: QuantizationPolicy) -> None:
+    """Refuses quantization where layers do not read them, and where ranks would have other groups than one rank."""
     for name, x in leaves.items():
-        kind, codes = name.rpartition(".")[2], codes_of(policy, name)
+        kind, quantization = name.rpartition(".")[2], find_quantization(policy, name)
         if x.dtype == torch.uint8 and not (config.batch_invariant and kind in (*_LINEAR, _get_head(config))):
             raise ValueError(
-                f"pack: {name} is in codes, which only linear layers of Config(batch_invariant=True) read. Decode it."
+                f"pack: {name} is quantized, which only linear layers of Config(batch_invariant=True) read. Decode it."
             )
-        if kind in _BY_INPUTS and codes is not None and axis_size(axis) > 1 and x.dtype != torch.uint8:
+        if kind in _BY_INPUTS and quantization is not None and axis_size(axis) > 1 and x.dtype != torch.uint8:
             inputs = x.shape[1:].numel()
             if inputs % GROUP:
                 raise ValueError(
-                    f"pack: codes={codes!r} of {name}: each of {axis_size(axis)} ranks has {inputs} of its inputs, and"
-                    f" {GROUP} share a scale. Take fewer ranks, or no codes."
+                    f"pack: quantization={quantization!r} of {name}: each of {axis_size(axis)} ranks has {inputs} of"
+                    f" its inputs, but {GROUP} share a scale. Use fewer ranks, or no quantization."
                 )
     if policy is not None and not config.batch_invariant:
         raise ValueError(
-            f"pack: codes={policy!r} of layers that are not batch-invariant. Take Config(batch_invariant=True)."
+            f"pack: quantization={policy!r} of layers that are not batch-invariant. Take Config(batch_invariant=True)."
         )
 
 
@@ -260,13 +263,13 @@ _LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down", "router")
 _BY_INPUTS = ("wo", "w_down")
 
 
-def _pack_weight(name: str, weight: Tensor, shape: tuple[int, ...], codes: Codes | None) -> Tensor:
+def _pack_weight(name: str, weight: Tensor, shape: tuple[int, ...], quantization: Quantization | None) -> Tensor:
     """Returns the panels of a weight, whose dims of heads count as one."""
     rows = 1 if name == "wo" else weight.ndim - 1
     matrix = weight.flatten(0, rows - 1).flatten(1)
     if matrix.dtype == torch.uint8:
         return pack_blocks(matrix, math.prod(shape[rows:]))
-    return pack_rows(matrix, None if name == "router" else codes)
+    return pack_rows(matrix, None if name == "router" else quantization)
 
 
 def _get_head(config: Config) -> str:

@@ -126,7 +126,7 @@ def check_blocks(config: Config, params: Params, axis: Axes) -> None:
 def check_leaves(config: Config, params: Params, axis: Axes) -> None:
     """Compares parameters, as this rank's blocks under `specs(config, tp=axis)`, with the config's leaves.
 
-    Leaves of bytes are blocks of codes along the last dim, as from `kernels.code_blocks`.
+    Leaves of bytes are blocks of codes along the last dim, as from `kernels.quantize_blocks`.
 
     Raises:
         ValueError: lists every leaf that is missing, unknown, or of another shape, by path.

@@ -79,8 +79,8 @@ def apply(
             before.
         bias: biases of the experts in each of the m layers with experts, used only in the choice: `model_state["bias"]`
             of `models.moe`, which a config with `bias_rate` needs.
-        at: positions of each row whose logits are returned, such as `rl.answer_positions`. The head multiplies no other
-            positions. None is all positions.
+        at: positions of each row whose logits are returned, such as `rl.completion_positions`. The head multiplies only
+            them. None is all positions.
 
     Returns:
         [B, T, V], or [B, S, V] with `at`: all logits, or this rank's part of V, which `all_gather_invariant(logits,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardfn._torch import unbound
-from shardfn.core import Again, Ambient, Replaced, bound_again, checkpoints_as_now
+from shardfn.core import Again, Ambient, Replaced, rebind_ambient, rebind_in_checkpoints
 
 from ._call import ModuleCall, ModuleRun, Replacement
 
@@ -30,11 +30,11 @@ class Recomputation(Replacement):
     def running(self, run: ModuleRun) -> Iterator[None]:
         """Binds the call while open."""
         # Names of torch are replaced for all threads; each thread looks in `_CALLS` for the thread's calls.
-        with _CALLS.bound(run.call), checkpoints_as_now(), _REFUSALS:
+        with _CALLS.bound(run.call), rebind_in_checkpoints(), _REFUSALS:
             yield
 
 
-@bound_again
+@rebind_ambient
 def _enter_same_calls() -> list[Again]:
     return [run.again() for run in _CALLS.all]
 

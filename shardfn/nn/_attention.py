@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.collectives import one_operation
+from shardfn.collectives import run_one_operation
 from shardfn.core import raise_all
 
 from ._attention_backends import DENSE, AttentionBackend, Dense, own_rows, whole_length
@@ -106,7 +106,7 @@ def _run_body(
     def attend_whole(q: Tensor, k: Tensor, v: Tensor, slopes_H: Tensor | None, sinks_H: Tensor | None) -> Tensor:
         return impl.attend(q, k, v, how._replace(slopes_H=slopes_H, sinks_H=sinks_H), length)
 
-    return one_operation(attend_whole, q_BTHK, k_BSGK, v_BSGV, how.slopes_H, how.sinks_H, along=impl.axes)
+    return run_one_operation(attend_whole, q_BTHK, k_BSGK, v_BSGV, how.slopes_H, how.sinks_H, along=impl.axes)
 
 
 def _check_samples(mask: Mask, num: int) -> None:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn._torch import function_modes
 from shardfn.collectives import transforming
-from shardfn.core import Again, Ambient, bound_again, checkpoints_as_now
+from shardfn.core import Again, Ambient, rebind_ambient, rebind_in_checkpoints
 
 from ._products import Product, product_of
 
@@ -95,7 +95,7 @@ class DeferredGradients:
         """Returns a context in which products are split."""
         stack = contextlib.ExitStack()
         stack.enter_context(_DEFERRING.bound(self))
-        stack.enter_context(checkpoints_as_now())
+        stack.enter_context(rebind_in_checkpoints())
         stack.enter_context(_Splitting(self))
         return stack
 
@@ -177,7 +177,7 @@ class DeferredGradients:
         return _Split.apply(product, at, note, self.anchor, *given)
 
 
-@bound_again
+@rebind_ambient
 def _repeat_splitting() -> list[Again]:
     return [deferring.recorded for deferring in _DEFERRING.all[-1:]]
 

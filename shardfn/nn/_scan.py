@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AxisTypeError, following_now
+from shardfn.collectives import AxisTypeError, current_axis_types
 from shardfn.core import (
     Ambient,
     PyTree,
@@ -203,7 +203,7 @@ def _check_axes(got: PyTree, given: PyTree) -> None:
     Raises:
         AxisTypeError: lists all leaves, with the axes and the remedy.
     """
-    mode = following_now(begin=False)
+    mode = current_axis_types(begin=False)
     if mode is None:
         return
     pairs = zip(tree_leaves(got), tree_leaves(given), strict=True)

@@ -18,12 +18,12 @@ from shardfn.collectives import (
     all_gather,
     axis_size,
     check_compressor,
-    coded_pmean,
     compressed_init,
     compressed_pmean,
+    compressed_pmean_codes,
     current_mesh,
     cut_of,
-    decoded,
+    decompress_codes,
     error_feedback,
     global_residuals,
     identity,
@@ -140,13 +140,13 @@ class Averaging:
         if not coded:
             means, residuals = compressed_pmean(flat, self.axis, self.compressor, residuals, **options)
             return means, residuals, [()] * len(flat)
-        codes, residuals = coded_pmean(flat, self.axis, self.compressor, residuals, **options)
-        return decoded(codes, flat, self.axis, self.compressor, **options), residuals, codes
+        codes, residuals = compressed_pmean_codes(flat, self.axis, self.compressor, residuals, **options)
+        return decompress_codes(codes, flat, self.axis, self.compressor, **options), residuals, codes
 
     def decode(self, codes: Codes, share: Share, like: Tensor) -> Tensor:
         """Returns the decoded mean, in the shape of `like`."""
         flat, by = torch.empty(share.n, device=like.device), self.of(share)
-        mean = decoded(codes, flat, by.axis, self.compressor, outer=by.outer, donate=True)
+        mean = decompress_codes(codes, flat, by.axis, self.compressor, outer=by.outer, donate=True)
         return mean[: like.numel()].view(like.shape)
 
     def rows(self, x: Tensor, spec: P, share: Share) -> Tensor:

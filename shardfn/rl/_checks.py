@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardfn.engine import WeightedMean
 
-from ._answers import answer_mask, counted_mean, masked, row_mean
+from ._completions import completion_mask, counted_mean, masked, row_mean
 from ._rollout import Rollout
 from ._shapes import check_lengths, check_numbers, check_shapes
 
@@ -34,7 +34,7 @@ def check_first_ratios(logprobs_BT: Float[Tensor, "b t"], rollout: Rollout, *, t
         >>> check_first_ratios(rollout.logprobs, rollout)
     """
     check_numbers("check_first_ratios", "0 or more", tolerance=tolerance)
-    mask_BT = answer_mask(rollout.lengths, rollout.width)
+    mask_BT = completion_mask(rollout.lengths, rollout.width)
     # A NaN is not within any tolerance.
     wrong_BT = mask_BT & ~((logprobs_BT - rollout.logprobs).abs() <= tolerance)
     if bool(wrong_BT.any()):
@@ -79,7 +79,7 @@ def mismatch_metrics(
     """
     check_shapes("mismatch_metrics", logprobs_BT=logprobs_BT, drawn_BT=drawn_BT, lengths_B=lengths_B)
     check_lengths("mismatch_metrics", logprobs_BT.shape[1], lengths_B=lengths_B)
-    far_BT = masked((logprobs_BT.detach() - drawn_BT).abs(), answer_mask(lengths_B, logprobs_BT.shape[1]))
+    far_BT = masked((logprobs_BT.detach() - drawn_BT).abs(), completion_mask(lengths_B, logprobs_BT.shape[1]))
     other_BT = (far_BT != 0).to(far_BT.dtype)
     means = {name: counted_mean(x_BT, lengths_B) for name, x_BT in (("mismatch", far_BT), ("mismatched", other_BT))}
     return means | {"mismatch_most": row_mean(far_BT.amax(1))}

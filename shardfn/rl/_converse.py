@@ -19,10 +19,10 @@ from shardfn.core import check_key
 from shardfn.engine import WeightedMean
 from shardfn.inference import Completion, Engine, Sampling
 
-from ._answers import row_mean
-from ._forked import Called, Outcome, count_kinds, outcomes_of
+from ._completions import row_mean
 from ._rollout import FAILURES, Rollout
 from ._sample import check_end, check_prompts, check_sampling, put_routes, rollout_for, seeds_of
+from ._sandbox import Called, Outcome, count_kinds, outcomes_of
 from ._shapes import check_shapes
 
 
@@ -91,8 +91,8 @@ def converse(
     the tool is a function of its arguments.
 
     Each turn is a request with the whole conversation as its prompt, whose full blocks the engine still has in its KV
-    cache. With a batch-invariant model, `answer_logprobs(logits, rollout.ids, *rollout.where)` of one forward of the
-    whole conversation has the bits of the rollout's log probabilities.
+    cache. With a batch-invariant model, `completion_logprobs(logits, rollout.ids, *rollout.where)` of one forward of
+    the whole conversation has the bits of the rollout's log probabilities.
 
     Args:
         engine: see `sample`. Several ranks divide the calls of the tool, and have the same results.

@@ -66,7 +66,7 @@ def follow_divergence(beta: float, divergence: float, target: float, *, rate: fl
 
     Args:
         beta: beta of this iteration, above 0.
-        divergence: divergence of this iteration, the same on all ranks, such as the mean of `answer_divergences`.
+        divergence: divergence of this iteration, the same on all ranks, such as the mean of `completion_divergences`.
         target: target of the divergence, above 0.
         rate: rate of change. The paper's rate suits thousands of iterations. Runs of a hundred take more.
         most: bound of the relative error.

@@ -1,18 +1,24 @@
 """Losses of a policy by pairs of answers, or by answers that are wanted or not.
 
-h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected), of sums over an answer's tokens. B pairs.
+Log probabilities are sums over the tokens of an answer. B pairs.
 """
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shardfn.core import explains_keywords
+from shardfn.core import Axes, explains_keywords
 from shardfn.engine import WeightedMean
 
-from ._answers import row_mean
+from ._completions import row_mean
 from ._meant import PREFERENCES
+from ._pair_losses import LOSSES, Divergence, PairLoss, Pairs, check_losses, score_ratios, smooth_sigmoid
 from ._shapes import check_negative, check_numbers, check_shapes
 
 
@@ -20,190 +26,209 @@ from ._shapes import check_negative, check_numbers, check_shapes
 def dpo(
     chosen_B: Float[Tensor, " b"],
     rejected_B: Float[Tensor, " b"],
-    chosen_reference_B: Float[Tensor, " b"],
-    rejected_reference_B: Float[Tensor, " b"],
+    ref_chosen_B: Float[Tensor, " b"],
+    ref_rejected_B: Float[Tensor, " b"],
     *,
+    loss_type: PairLoss | Mapping[PairLoss, float] = "sigmoid",
     beta: float = 0.1,
-    smoothing: float = 0.0,
+    label_smoothing: float = 0.0,
+    f_divergence_type: Divergence = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    discopop_tau: float = 0.05,
+    chosen_lengths_B: Int[Tensor, " b"] | None = None,
+    rejected_lengths_B: Int[Tensor, " b"] | None = None,
+    axis: Axes = None,
 ) -> WeightedMean:
-    """Computes the loss of direct preference optimisation: -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h).
+    """Computes a loss of direct preference optimisation, a mean over pairs.
 
-    With `smoothing` the loss is conservative DPO. TRL's `label_smoothing` belongs to another loss, `robust_dpo`.
+    c and r are log pi - log ref of the better and of the rejected answer, h = c - r, and s is `label_smoothing`.
+
+    | loss_type | loss of a pair |
+    |---|---|
+    | "sigmoid" | -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h): DPO, and conservative DPO with s > 0 |
+    | "sigmoid_norm" | -log sigmoid(beta h), where c and r are means over tokens |
+    | "hinge" | max(0, 1 - beta h), of SLiC |
+    | "ipo" | (h - 1 / (2 beta))^2, where c and r are means over tokens |
+    | "robust" | (-(1 - s) log sigmoid(beta h) + s log sigmoid(-beta h)) / (1 - 2 s) |
+    | "exo_pair" | KL(p, q) of p = (sigmoid(beta h), sigmoid(-beta h)) and q = (1 - s, s), s > 0 |
+    | "nca_pair" | -log sigmoid(beta c) - log sigmoid(-beta c) / 2 - log sigmoid(-beta r) / 2 |
+    | "bco_pair" | -log sigmoid(beta c) - log sigmoid(-beta r) |
+    | "sppo_hard" | (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2 |
+    | "aot" | "sigmoid" of sorted log pi differences less sorted log ref differences |
+    | "aot_unpaired" | "sigmoid" of sorted c less sorted r |
+    | "apo_zero" | 1 - sigmoid(beta c) + sigmoid(beta r) |
+    | "apo_down" | sigmoid(beta c) + 1 - sigmoid(beta h) |
+    | "discopop" | (1 - m) -log sigmoid(beta h) + m exp(-beta h), where m = sigmoid(beta h / discopop_tau) |
+
+    Losses equal the losses of TRL's `DPOConfig(loss_type=)`, except that "sigmoid" uses `label_smoothing`.
 
     Args:
         chosen_B: log probabilities of the better answers: sums over their tokens.
         rejected_B: log probabilities of the rejected answers.
-        chosen_reference_B: log probabilities of the better answers by the reference.
-        rejected_reference_B: log probabilities of the rejected answers by the reference.
+        ref_chosen_B: log probabilities of the better answers by the reference.
+        ref_rejected_B: log probabilities of the rejected answers by the reference.
+        loss_type: name of a loss, or a weight for each name. For example {"sigmoid": 0.8, "bco_pair": 0.2} is their
+            weighted sum.
         beta: strength with which the policy is held to the reference.
-        smoothing: s, the part of pairs that is expected to be the wrong way round.
+        label_smoothing: s, the part of pairs that is expected to be the wrong way round.
+        f_divergence_type: divergence that holds the policy to the reference. The losses of h, "ipo" and "sigmoid_norm"
+            then have f'(pi / ref) in place of c and r: 1 - ref / pi for "forward_kl", log(2 pi / (pi + ref)) for
+            "js_divergence", and ((pi / ref)^(a - 1) - 1) / (a - 1) for "alpha_divergence".
+        f_alpha_divergence_coef: a.
+        discopop_tau: temperature of "discopop".
+        chosen_lengths_B: number of tokens of each better answer, for "ipo" and "sigmoid_norm".
+        rejected_lengths_B: number of tokens of each rejected answer, for "ipo" and "sigmoid_norm".
+        axis: mesh axes that cut the rows, for "aot" and "aot_unpaired", which sort the rows of all ranks. All ranks
+            have equal numbers of rows. A microbatch is sorted separately.
 
     Raises:
-        ValueError: a tensor has not one number for each answer (sum log probabilities of tokens first), or beta is not
-            above 0, or the smoothing not from 0 to 1.
+        ValueError: a tensor has not one number for each answer (sum log probabilities of tokens first). A loss is
+            unknown, or an argument is out of range, missing or without effect for the losses.
 
     Example:
-        >>> x = torch.tensor
-        >>> dpo(x([-5.0]), x([-7.0]), x([-5.5]), x([-6.8])).mean()
-        tensor(0.6588)
+        >>> x = [torch.tensor([value]) for value in (-5.0, -7.0, -5.5, -6.8)]
+        >>> dpo(*x).mean(), dpo(*x, loss_type="hinge").mean()
+        (tensor(0.6588), tensor(0.9300))
+        >>> dpo(*x, loss_type={"sigmoid": 0.5, "hinge": 0.5}).mean()
+        tensor(0.7944)
 
     References:
         Rafailov et al., Direct Preference Optimization, 2023, https://arxiv.org/abs/2305.18290
-        Mitchell, A note on DPO with noisy preferences, 2023 (`smoothing`), https://ericmitchell.ai/cdpo.pdf
-    """
-    check_numbers("dpo", "from 0 to 1", smoothing=smoothing)
-    h_B = beta * _compute_margins("dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
-    return row_mean(-(1 - smoothing) * F.logsigmoid(h_B) - smoothing * F.logsigmoid(-h_B))
-
-
-@explains_keywords(**PREFERENCES)
-def robust_dpo(
-    chosen_B: Float[Tensor, " b"],
-    rejected_B: Float[Tensor, " b"],
-    chosen_reference_B: Float[Tensor, " b"],
-    rejected_reference_B: Float[Tensor, " b"],
-    *,
-    smoothing: float,
-    beta: float = 0.1,
-) -> WeightedMean:
-    """Computes robust DPO: (-(1 - s) log sigmoid(beta h) + s log sigmoid(-beta h)) / (1 - 2 s).
-
-    The mean over labels with a wrong part s is the mean of `dpo` over right labels. The loss equals TRL's
-    `loss_type="robust"` with `label_smoothing=s`.
-
-    Args:
-        chosen_B: log probabilities as of `dpo`.
-        rejected_B: log probabilities as of `dpo`.
-        chosen_reference_B: log probabilities as of `dpo`.
-        rejected_reference_B: log probabilities as of `dpo`.
-        smoothing: s, the part of pairs that is the wrong way round.
-        beta: strength with which the policy is held to the reference.
-
-    Raises:
-        ValueError: a tensor has not one number for each answer (sum log probabilities of tokens first), or beta is not
-            above 0, or the smoothing is negative, or not below a half.
-
-    Example:
-        >>> x = torch.tensor
-        >>> robust_dpo(x([-5.0]), x([-7.0]), x([-5.5]), x([-6.8]), smoothing=0.1).mean()
-        tensor(0.6500)
-
-    References:
-        Chowdhury et al., Provably Robust DPO, 2024, https://arxiv.org/abs/2403.00409
-    """
-    if not 0 <= smoothing < 0.5:
-        raise ValueError(f"robust_dpo: smoothing is {smoothing}; it must be at least 0 and below 0.5.")
-    h_B = beta * _compute_margins("robust_dpo", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
-    return row_mean((-(1 - smoothing) * F.logsigmoid(h_B) + smoothing * F.logsigmoid(-h_B)) / (1 - 2 * smoothing))
-
-
-@explains_keywords(**PREFERENCES)
-def ipo(
-    chosen_B: Float[Tensor, " b"],
-    rejected_B: Float[Tensor, " b"],
-    chosen_reference_B: Float[Tensor, " b"],
-    rejected_reference_B: Float[Tensor, " b"],
-    chosen_lengths_B: Int[Tensor, " b"],
-    rejected_lengths_B: Int[Tensor, " b"],
-    *,
-    beta: float = 0.1,
-) -> WeightedMean:
-    """Computes identity preference optimisation: (h - 1 / (2 beta))^2, where h is of means over an answer's tokens.
-
-    The optimum is finite for pairs without noise. Means over tokens are as in the paper's experiments and in TRL. For
-    example, lengths of ones give the loss of sums.
-
-    Args:
-        chosen_B: log probabilities as of `dpo`: sums over an answer's tokens.
-        rejected_B: log probabilities as of `dpo`.
-        chosen_reference_B: log probabilities as of `dpo`.
-        rejected_reference_B: log probabilities as of `dpo`.
-        chosen_lengths_B: number of tokens of each better answer.
-        rejected_lengths_B: number of tokens of each rejected answer.
-        beta: strength with which the policy is held to the reference.
-
-    Raises:
-        ValueError: a tensor has not one number for each answer (sum log probabilities of tokens first), or beta is not
-            above 0.
-
-    Example:
-        >>> x, n = torch.tensor, torch.tensor([2])
-        >>> ipo(x([-5.0]), x([-7.0]), x([-5.5]), x([-6.8]), n, n).mean()
-        tensor(21.6225)
-
-    References:
-        Azar et al., A General Theoretical Paradigm to Understand Learning from Human Preferences, 2023,
-        https://arxiv.org/abs/2310.12036
-    """
-    check_numbers("ipo", beta=beta)
-    references = {"chosen_reference_B": chosen_reference_B, "rejected_reference_B": rejected_reference_B}
-    lengths = {"chosen_lengths_B": chosen_lengths_B, "rejected_lengths_B": rejected_lengths_B}
-    check_shapes("ipo", chosen_B=chosen_B, rejected_B=rejected_B, **references, **lengths)
-    chosen_B = (chosen_B - chosen_reference_B) / chosen_lengths_B.clamp(min=1)
-    h_B = chosen_B - (rejected_B - rejected_reference_B) / rejected_lengths_B.clamp(min=1)
-    return row_mean((h_B - 1 / (2 * beta)) ** 2)
-
-
-@explains_keywords(**PREFERENCES)
-def hinge(
-    chosen_B: Float[Tensor, " b"],
-    rejected_B: Float[Tensor, " b"],
-    chosen_reference_B: Float[Tensor, " b"],
-    rejected_reference_B: Float[Tensor, " b"],
-    *,
-    beta: float = 0.1,
-) -> WeightedMean:
-    """Computes the hinge loss of a pair: max(0, 1 - beta h).
-
-    Args:
-        chosen_B: log probabilities as of `dpo`.
-        rejected_B: log probabilities as of `dpo`.
-        chosen_reference_B: log probabilities as of `dpo`.
-        rejected_reference_B: log probabilities as of `dpo`.
-        beta: inverse of the margin, which is 1 / beta.
-
-    Raises:
-        ValueError: a tensor has not one number for each answer (sum log probabilities of tokens first), or beta is not
-            above 0.
-
-    Example:
-        >>> x = torch.tensor
-        >>> hinge(x([-5.0]), x([-7.0]), x([-5.5]), x([-6.8])).mean()
-        tensor(0.9300)
-
-    References:
+        Mitchell, A note on DPO with noisy preferences, 2023 (`label_smoothing`), https://ericmitchell.ai/cdpo.pdf
         Zhao et al., SLiC-HF, 2023, https://arxiv.org/abs/2305.10425
+        Azar et al., A General Theoretical Paradigm to Understand Learning from Human Preferences, 2023,
+            https://arxiv.org/abs/2310.12036
+        Chowdhury et al., Provably Robust DPO, 2024, https://arxiv.org/abs/2403.00409
+        Ji et al., Towards Efficient Exact Optimization of Language Model Alignment, 2024,
+            https://arxiv.org/abs/2402.00856
+        Chen et al., Noise Contrastive Alignment of Language Models, 2024, https://arxiv.org/abs/2402.05369
+        Jung et al., Binary Classifier Optimization, 2024, https://arxiv.org/abs/2404.04656
+        Wu et al., Self-Play Preference Optimization, 2024, https://arxiv.org/abs/2405.00675
+        Melnyk et al., Distributional Preference Alignment of LLMs via Optimal Transport, 2024,
+            https://arxiv.org/abs/2406.05882
+        D'Oosterlinck et al., Anchored Preference Optimization, 2024, https://arxiv.org/abs/2408.06266
+        Lu et al., Discovering Preference Optimization Algorithms, 2024, https://arxiv.org/abs/2406.08414
+        Wang et al., Beyond Reverse KL, 2023 (`f_divergence_type`), https://arxiv.org/abs/2309.16240
     """
-    h_B = _compute_margins("hinge", beta, chosen_B, rejected_B, chosen_reference_B, rejected_reference_B)
-    return row_mean((1 - beta * h_B).relu())
+    weights: dict[str, float] = {loss_type: 1.0} if isinstance(loss_type, str) else {**loss_type}
+    lengths = {"chosen_lengths_B": chosen_lengths_B, "rejected_lengths_B": rejected_lengths_B}
+    both = chosen_lengths_B is not None and rejected_lengths_B is not None
+    check_losses(weights, label_smoothing, f_divergence_type, f_alpha_divergence_coef, discopop_tau, both)
+    check_numbers("dpo", beta=beta)
+    references = {"ref_chosen_B": ref_chosen_B, "ref_rejected_B": ref_rejected_B}
+    check_shapes("dpo", chosen_B=chosen_B, rejected_B=rejected_B, **references, **lengths)
+    ratios = chosen_B - ref_chosen_B, rejected_B - ref_rejected_B
+    c_B, r_B = (score_ratios(x_B, f_divergence_type, f_alpha_divergence_coef) for x_B in ratios)
+    differences = chosen_B - rejected_B, ref_chosen_B - ref_rejected_B
+    n_B = None
+    if chosen_lengths_B is not None and rejected_lengths_B is not None:
+        n_B = chosen_lengths_B, rejected_lengths_B
+    pairs = Pairs(*ratios, c_B, r_B, differences, n_B, beta, label_smoothing, discopop_tau, axis)
+    rows = [weight * LOSSES[name](pairs) for name, weight in weights.items()]
+    return row_mean(functools.reduce(torch.add, rows))
+
+
+@explains_keywords(**PREFERENCES)
+def cpo(
+    chosen_B: Float[Tensor, " b"],
+    rejected_B: Float[Tensor, " b"],
+    *,
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    simpo_gamma: float = 0.5,
+    alpha: float = 0.0,
+) -> WeightedMean:
+    """Computes a loss of contrastive preference optimisation, of pairs without a reference, a mean over pairs.
+
+    h is log pi(chosen) - log pi(rejected), and s is `label_smoothing`.
+
+    | loss_type | loss of a pair |
+    |---|---|
+    | "sigmoid" | -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h) |
+    | "simpo" | "sigmoid" of h - simpo_gamma / beta: SimPO, of means over tokens |
+    | "hinge" | max(0, 1 - beta h) |
+    | "ipo" | (h - 1 / (2 beta))^2 |
+
+    The whole loss of CPO is this loss and the cross entropy of the chosen answers: two losses of a step, or a sum.
+    Losses equal the losses of TRL's `CPOConfig(loss_type=)`.
+
+    Args:
+        chosen_B: log probabilities of the better answers: sums over their tokens, or means for "simpo".
+        rejected_B: log probabilities of the rejected answers: sums or means.
+        loss_type: name of the loss.
+        beta: scale of h.
+        label_smoothing: s, the part of pairs that is expected to be the wrong way round.
+        simpo_gamma: margin of "simpo".
+        alpha: exponent of AlphaPO, which has (1 - pi^-alpha) / alpha in place of log pi. 0 is log pi.
+
+    Raises:
+        ValueError: a tensor has not one number for each answer. The loss is unknown, or an argument is out of range or
+            without effect for the loss.
+
+    Example:
+        >>> x = torch.tensor([-1.0]), torch.tensor([-2.0])
+        >>> cpo(*x).mean(), cpo(*x, loss_type="simpo", beta=2.0).mean()
+        (tensor(0.6444), tensor(0.2014))
+
+    References:
+        Xu et al., Contrastive Preference Optimization, 2024, https://arxiv.org/abs/2401.08417
+        Meng et al., SimPO, 2024, https://arxiv.org/abs/2405.14734
+        Gupta et al., AlphaPO, 2025, https://arxiv.org/abs/2501.03884
+    """
+    check_numbers("cpo", beta=beta)
+    check_numbers("cpo", "from 0 to 1", label_smoothing=label_smoothing)
+    check_numbers("cpo", "0 or more", simpo_gamma=simpo_gamma)
+    if not math.isfinite(alpha):
+        raise ValueError(f"cpo: alpha must be finite, got {alpha}.")
+    known = ("sigmoid", "simpo", "hinge", "ipo")
+    if loss_type not in known:
+        raise ValueError(f"cpo: loss_type must be one of {', '.join(map(repr, known))}, got {loss_type!r}.")
+    if label_smoothing and loss_type in ("hinge", "ipo"):
+        raise ValueError(f"cpo: label_smoothing has no effect on {loss_type!r}, got {label_smoothing}. Remove it.")
+    check_shapes("cpo", chosen_B=chosen_B, rejected_B=rejected_B)
+    rewards = [x_B if alpha == 0 else -torch.expm1(-alpha * x_B) / alpha for x_B in (chosen_B, rejected_B)]
+    h_B = beta * (rewards[0] - rewards[1])
+    match loss_type:
+        case "hinge":
+            return row_mean((1 - h_B).relu())
+        case "ipo":
+            return row_mean((h_B / beta - 1 / (2 * beta)) ** 2)
+        case "simpo":
+            h_B = h_B - simpo_gamma
+    return row_mean(smooth_sigmoid(h_B, label_smoothing))
 
 
 @explains_keywords(**PREFERENCES)
 def kto(
     logprobs_B: Float[Tensor, " b"],
-    reference_B: Float[Tensor, " b"],
-    wanted_B: Bool[Tensor, " b"],
-    divergence: Float[Tensor, ""],
+    ref_logprobs_B: Float[Tensor, " b"],
+    desirable_B: Bool[Tensor, " b"],
+    kl: Float[Tensor, ""] | None = None,
     *,
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto",
     beta: float = 0.1,
-    weights: tuple[float, float] = (1.0, 1.0),
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
 ) -> WeightedMean:
     """Computes Kahneman-Tversky optimisation, of single answers: w sigmoid(s beta (log pi - log ref - z)).
 
-    s is -1 for an answer that is wanted, and 1 for an unwanted answer.
+    s is -1 for a desirable answer, and 1 for an undesirable answer.
 
     Args:
         logprobs_B: log probabilities of the answers: sums over their tokens.
-        reference_B: log probabilities of the answers by the reference.
-        wanted_B: whether each answer is wanted.
-        divergence: mean of log pi - log ref over answers that belong to other prompts, of all ranks (`pmean`). z is
-            this number, or 0 if it is negative, as a constant.
+        ref_logprobs_B: log probabilities of the answers by the reference.
+        desirable_B: whether each answer is desirable.
+        kl: mean of log pi - log ref over answers that belong to other prompts, of all ranks (`pmean`). z is
+            this number, or 0 if it is negative, as a constant. None for "apo_zero_unpaired".
+        loss_type: "kto", or "apo_zero_unpaired" for z = 0.
         beta: strength with which the policy is held to the reference.
-        weights: w of wanted answers, and w of unwanted answers.
+        desirable_weight: w of desirable answers.
+        undesirable_weight: w of undesirable answers.
 
     Raises:
         ValueError: a tensor has not one number for each answer (sum log probabilities of tokens first), or beta is not
-            above 0, or a weight negative.
+            above 0, or a weight negative. `kl` is missing, or without effect.
 
     Example:
         >>> x = torch.tensor
@@ -213,13 +238,23 @@ def kto(
     References:
         Ethayarajh et al., KTO: Model Alignment as Prospect Theoretic Optimization, 2024,
             https://arxiv.org/abs/2402.01306
+        D'Oosterlinck et al., Anchored Preference Optimization, 2024 ("apo_zero_unpaired"),
+            https://arxiv.org/abs/2408.06266
     """
     check_numbers("kto", beta=beta)
-    check_numbers("kto", "0 or more", **{"weights[0]": weights[0], "weights[1]": weights[1]})
-    check_shapes("kto", logprobs_B=logprobs_B, reference_B=reference_B, wanted_B=wanted_B)
-    ahead_B = beta * (logprobs_B - reference_B - divergence.detach().clamp(min=0))
-    rows_B = torch.sigmoid(torch.where(wanted_B, -ahead_B, ahead_B))
-    return row_mean(torch.where(wanted_B, weights[0] * rows_B, weights[1] * rows_B))
+    check_numbers("kto", "0 or more", desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    check_shapes("kto", logprobs_B=logprobs_B, ref_logprobs_B=ref_logprobs_B, desirable_B=desirable_B)
+    if loss_type not in ("kto", "apo_zero_unpaired"):
+        raise ValueError(f"kto: loss_type must be 'kto' or 'apo_zero_unpaired', got {loss_type!r}.")
+    if (kl is None) != (loss_type == "apo_zero_unpaired"):
+        raise ValueError(
+            f"kto: kl must be passed for loss_type='kto', and not for 'apo_zero_unpaired', got kl={kl} for"
+            f" {loss_type!r}."
+        )
+    z = 0.0 if kl is None else kl.detach().clamp(min=0)
+    ahead_B = beta * (logprobs_B - ref_logprobs_B - z)
+    rows_B = torch.sigmoid(torch.where(desirable_B, -ahead_B, ahead_B))
+    return row_mean(torch.where(desirable_B, desirable_weight * rows_B, undesirable_weight * rows_B))
 
 
 @explains_keywords(**PREFERENCES)
@@ -250,12 +285,3 @@ def orpo(chosen_B: Float[Tensor, " b"], rejected_B: Float[Tensor, " b"], *, beta
     check_negative("orpo", chosen_B=chosen_B.detach(), rejected_B=rejected_B.detach())
     odds_B = [x_B - torch.log(-torch.expm1(x_B)) for x_B in (chosen_B, rejected_B)]
     return row_mean(-beta * F.logsigmoid(odds_B[0] - odds_B[1]))
-
-
-def _compute_margins(
-    who: str, beta: float, chosen: Tensor, rejected: Tensor, chosen_reference: Tensor, rejected_reference: Tensor
-) -> Tensor:
-    check_numbers(who, beta=beta)
-    references = {"chosen_reference_B": chosen_reference, "rejected_reference_B": rejected_reference}
-    check_shapes(who, chosen_B=chosen, rejected_B=rejected, **references)
-    return (chosen - chosen_reference) - (rejected - rejected_reference)

@@ -13,7 +13,7 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import Axes, Mesh, P, PyTree, tree_map
 from shardfn.engine import WeightedMean
 
-from ._answers import answer_mask, row_mean
+from ._completions import completion_mask, row_mean
 from ._shapes import check_numbers
 
 # Failures of a call of a function in Python: an exception, no result in time, an invalid result, the end of its
@@ -62,7 +62,7 @@ class Rollout(NamedTuple):
 
     @property
     def where(self) -> tuple[Tensor, Tensor, int, Tensor]:
-        """Returns the places of the answers, for `answer_logprobs(logits, rollout.ids, *rollout.where)` and its kin."""
+        """Returns the places of the answers, as in `completion_logprobs(logits, rollout.ids, *rollout.where)`."""
         return self.prompts, self.lengths, self.width, self.places
 
     def tokens(self, row: int) -> tuple[list[int], list[int]]:
@@ -144,7 +144,7 @@ def check_versions(rollout: Rollout, newest: int, *, behind: int = 0) -> None:
         >>> check_versions(empty_rollout(2, 8, 4), 3)
     """
     check_numbers("check_versions", "0 or more", behind=behind)
-    mask = answer_mask(rollout.lengths, rollout.width)
+    mask = completion_mask(rollout.lengths, rollout.width)
     wrong = mask & ((rollout.versions > newest) | (rollout.versions < newest - behind))
     if bool(wrong.any()):
         row = int(wrong.any(1).nonzero()[0])

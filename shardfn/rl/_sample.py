@@ -1,16 +1,61 @@
 """Rollouts by the engine of inference."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from shardfn.core import check_key, fold_in
-from shardfn.inference import Completion, Engine, Sampling
+from shardfn.core import PyTree, check_key, fold_in
+from shardfn.inference import Completion, Decoder, Engine, Outputs, Sampling, widen_floats
 
 from ._rollout import Rollout, empty_rollout
+
+
+def with_temperature(decoder: Decoder, temperature: float) -> Decoder:
+    """Returns the model whose logits are the logits of another model, divided by a temperature.
+
+    An engine of the result draws by `Sampling(temperature=1.0)` at this temperature. Its log probabilities belong to
+    the sampled distribution, softmax(logits / temperature), and not to the full distribution, softmax(logits). With an
+    batch-invariant model both have the bits of a training forward:
+
+    | distribution | in training |
+    |---|---|
+    | sampled | `completion_logprobs(logits / temperature, ...)`, with first ratios of 1 |
+    | full | `completion_logprobs(logits, ...)` |
+
+    Args:
+        decoder: decoder of the model.
+        temperature: positive number. Below 1 fewer different tokens are drawn.
+
+    Raises:
+        ValueError: the temperature is not above 0 and finite.
+
+    Example:
+        >>> from shardfn import inference
+        >>> from shardfn.models import gpt
+        >>> config = gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4)
+        >>> with_temperature(inference.decoder(config), 0.7).vocab
+        64
+    """
+    if not 0 < temperature < math.inf:
+        raise ValueError(
+            f"with_temperature: temperature must be above 0 and finite, got {temperature}. engine.generate with"
+            " Sampling(temperature=0.0) draws the most probable tokens."
+        )
+
+    def divide_logits(outputs: Callable[..., Outputs]) -> Callable[..., Outputs]:
+        def compute_outputs(weights: PyTree, *rest: Any) -> Outputs:
+            found = outputs(weights, *rest)
+            return found._replace(logits=widen_floats(found.logits) / temperature)
+
+        return compute_outputs
+
+    more = {name: x._replace(outputs=divide_logits(x.outputs)) for name, x in decoder.more_layouts.items()}
+    return dataclasses.replace(decoder, outputs=divide_logits(decoder.outputs), more_layouts=more)
 
 
 def sample(
@@ -30,7 +75,7 @@ def sample(
     training state.
 
     The log probabilities are the engine's. With a batch-invariant model, such as `gpt.Config(batch_invariant=True)`,
-    `answer_logprobs` of the training forward has the same bits, otherwise both differ by rounding.
+    `completion_logprobs` of the training forward has the same bits, otherwise both differ by rounding.
 
     Args:
         engine: engine of one rank, or of several that all pass the same prompts.
@@ -108,7 +153,7 @@ def check_sampling(who: str, sampling: Sampling) -> None:
                 f"{who}: {name} is {value}; answers would be drawn from another distribution than that of their log"
                 f" probabilities, so their ratios would not begin at 1. Take {name}={usual}; "
                 + (
-                    f"an engine of rl.tempered(decoder, {value}) draws at that temperature."
+                    f"an engine of rl.with_temperature(decoder, {value}) draws at that temperature."
                     if name == "temperature" and value
                     else "engine.generate draws answers for an evaluation."
                 )

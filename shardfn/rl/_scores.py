@@ -9,9 +9,9 @@ import torch
 
 from shardfn.core import Axes, Mesh, explains_keywords
 
-from ._forked import Called, count_kinds, outcomes_of
 from ._meant import ADVANTAGES
 from ._rollout import FAILURES, Rollout
+from ._sandbox import Called, count_kinds, outcomes_of
 
 
 class Scores(NamedTuple):

@@ -82,7 +82,7 @@ def check_numbers(
         inside = {"above 0": 0 < value, "0 or more": 0 <= value, "from 0 to 1": 0 <= value <= 1}[wanted]
         if not (inside and value < math.inf):
             finite = "" if wanted == "from 0 to 1" else " and finite"
-            raise ValueError(f"{who}: {name} is {value}; it must be {wanted}{finite}.")
+            raise ValueError(f"{who}: {name} must be {wanted}{finite}, got {value}.")
 
 
 def check_negative(who: str, **named: Tensor) -> None:

@@ -177,7 +177,7 @@ class Promised:
     """
 
     kind: MemoryKind = "host"
-    code: tuple[int, int] | None = None
+    quantization: tuple[int, int] | None = None
 
     def __init__(self, leaf: int, shape: torch.Size, dtype: torch.dtype, stacked: bool) -> None:
         self.shape, self.dtype = shape, dtype

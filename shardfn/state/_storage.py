@@ -4,7 +4,7 @@ kept       value                      load, prefetch                           s
 device     a tensor                   the tensor itself                        the tensor itself
 host       a tensor of the host       a copy to the device                     a copy to the host
 disk       `Stored`, in a pool        a read, and a copy to the device         rows written to a new value
-codes      `Coded`, there or on host  decoded on the device, when it is used   not: such a leaf is frozen
+codes      `QuantizedBlocks`, there or on host  decoded on the device, when it is used   not: such a leaf is frozen
 
 A tensor may be written over where it lies. A value on disk never is: its successor is a new value, so that the old
 value exists until the new value is whole. `Successor` writes either of the two. In a graph a value is one tensor, and
@@ -23,9 +23,9 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import MemoryKind, Pending, Placement, StoredValue, is_device, is_disk, is_host, load, read_rows
 from shardfn.memory import (
     AnyPool,
-    Coded,
     DiskTensor,
     Fetch,
+    QuantizedBlocks,
     TracedStored,
     host_empty,
     on_host,
@@ -41,8 +41,8 @@ from ._views import StoredSlice, StoredStack
 def store(x: Tensor, at: Placement, pool: AnyPool | None) -> StoredValue:
     """Returns a block of the device in the form of a placement; `x` itself where that is the device."""
     value = encode(x, at)
-    if isinstance(value, Coded):
-        return with_codes(value, store(value.blocks, at.with_(code=None), pool), at.memory_kind)
+    if isinstance(value, QuantizedBlocks):
+        return with_codes(value, store(value.blocks, at.with_(quantization=None), pool), at.memory_kind)
     if is_device(at.memory_kind):
         return x
     if is_host(at.memory_kind):
@@ -58,20 +58,20 @@ def encode(x: Tensor, at: Placement) -> StoredValue:
         x: block in the memory of the placement, or without data.
         at: the placement.
     """
-    if not isinstance(at.code, str):
+    if not isinstance(at.quantization, str):
         return x
-    coded = Coded.of(x, at.code)
+    coded = QuantizedBlocks.of(x, at.quantization)
     return coded.with_blocks(coded.blocks, at.memory_kind)
 
 
 def codes_of(value: StoredValue) -> StoredValue:
     """Returns the codes of a value in codes, which has no other contents; of other values, the value itself."""
-    return value.blocks if isinstance(value, Coded) else value
+    return value.blocks if isinstance(value, QuantizedBlocks) else value
 
 
 def with_codes(value: StoredValue, codes: StoredValue, kind: MemoryKind) -> StoredValue:
     """Returns a value in codes like another one, with these codes in a memory: the inverse of `codes_of`."""
-    assert isinstance(value, Coded) and isinstance(codes, Tensor)
+    assert isinstance(value, QuantizedBlocks) and isinstance(codes, Tensor)
     return value.with_blocks(codes, kind)
 
 
@@ -152,7 +152,7 @@ def prefetch(value: StoredValue, kind: MemoryKind, device: torch.device) -> Tens
 
     The codes of a value in codes are fetched, and not decoded.
     """
-    value = value.blocks if isinstance(value, Coded) else value
+    value = value.blocks if isinstance(value, QuantizedBlocks) else value
     if isinstance(value, Tensor):
         return value if is_device(kind) else Fetch(value, device)
     return Fetch(read_rows(value), device)
@@ -337,5 +337,5 @@ def returned(x: Tensor, like: Likeness) -> StoredValue:
 
 def _encode_like(x: Tensor, like: Likeness) -> StoredValue:
     """Returns the block of a tensor: itself, or the one whose codes it has."""
-    code, kind = like.at.code, like.at.memory_kind
-    return Coded(x, like.shape, like.at.dtype, code, kind) if isinstance(code, str) else x
+    quantization, kind = like.at.quantization, like.at.memory_kind
+    return QuantizedBlocks(x, like.shape, like.at.dtype, quantization, kind) if isinstance(quantization, str) else x

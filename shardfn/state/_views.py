@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from shardfn.core import MemoryKind, Pending, Stored, StoredValue, as_stored
-from shardfn.memory import Coded, on_host
+from shardfn.memory import QuantizedBlocks, on_host
 
 
 def layers_of(value: StoredValue) -> Sequence[StoredValue]:
     """Returns the layers of a stack [L, *shape of a layer]; of a tensor, views."""
     if isinstance(value, Tensor):
         return value.unbind(0)
-    if isinstance(value, Coded):
+    if isinstance(value, QuantizedBlocks):
         return value.layers()
     shape = torch.Size(value.shape[1:])
     return slices_of(value, [shape] * value.shape[0])
@@ -60,7 +60,7 @@ class StoredSlice:
         shape: the shape of the part.
     """
 
-    code: tuple[int, int] | None = None
+    quantization: tuple[int, int] | None = None
 
     def __init__(self, base: Stored, start: int, shape: torch.Size) -> None:
         self._base, self._start, self.shape = base, start, shape
@@ -104,7 +104,7 @@ class StoredStack:
         parts: one or more.
     """
 
-    code: tuple[int, int] | None = None
+    quantization: tuple[int, int] | None = None
 
     def __init__(self, parts: Sequence[Stored]) -> None:
         self._parts = parts

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from shardfn.activations import RecordedForward, Rerun, SavedResults, SavePolicy, check_policy_names, pool_of
 from shardfn.capture import recomputing
 from shardfn.collectives import transforming
-from shardfn.core import checkpoints_as_now, tree_flatten, tree_unflatten
+from shardfn.core import rebind_in_checkpoints, tree_flatten, tree_unflatten
 from shardfn.engine import check_order, in_section
 from shardfn.leaves import LazyLeaf
 
@@ -100,7 +100,7 @@ def remat(
             with around:
                 return f(*args, **kwargs)
 
-        with check_policy_names("remat", policy, called), checkpoints_as_now():
+        with check_policy_names("remat", policy, called), rebind_in_checkpoints():
             return checkpoint(run_flat, *tensors, **options)
 
     return recompute_call

@@ -6,7 +6,14 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.collectives import Following, GlobalTensor, all_gather_invariant, bind_mesh, following, take_own_block
+from shardfn.collectives import (
+    AxisTypeMode,
+    GlobalTensor,
+    all_gather_invariant,
+    bind_mesh,
+    take_own_block,
+    track_axis_types,
+)
 from shardfn.core import Mesh, P, PyTree, Zero, as_mesh, broadcast_prefix, tree_flatten, tree_paths, tree_unflatten
 from shardfn.engine import Interface, block_of, check_specs, is_spec, size_along
 
@@ -45,7 +52,7 @@ def shard_map(
     """
     on = as_mesh(mesh)
     check_specs({"in_specs": in_specs, "out_specs": out_specs}, P(), Zero(), on)
-    mode, interface = Following(on, on.axis_names), Interface(on, out_specs=out_specs)
+    mode, interface = AxisTypeMode(on, on.axis_names), Interface(on, out_specs=out_specs)
 
     def mapped_call(*args: Any) -> Any:
         given = args[0] if is_spec(in_specs) and len(args) == 1 else args
@@ -55,7 +62,7 @@ def shard_map(
             names = tree_paths(given, "args")
             entered = [_enter_body(x, s, n, mode) for x, s, n in zip(leaves, specs, names, strict=True)]
             blocks = tree_unflatten(treedef, entered)
-            with following(mode):
+            with track_axis_types(mode):
                 out = interface.typed(f(blocks) if given is not args else f(*blocks), mode)
             leaves, treedef = tree_flatten(out)
             specs = broadcast_prefix(out_specs, out, is_spec, names=("out_specs", "result"))
@@ -67,7 +74,7 @@ def shard_map(
     return mapped_call
 
 
-def _enter_body(x: Any, spec: P, name: str, mode: Following) -> Any:
+def _enter_body(x: Any, spec: P, name: str, mode: AxisTypeMode) -> Any:
     if isinstance(x, GlobalTensor):
         return mode.declare(block_of(x, spec, name, "in_specs").view_as(x.local), spec.axes)
     if not isinstance(x, Tensor):

@@ -1,4 +1,4 @@
-"""Covers shardfn/checkpoint/_best.py and _values.py: the best checkpoints stay, also after kills; infinite values."""
+"""Covers `best` of shardfn/checkpoint/_manager.py: the best checkpoints stay, also after kills; infinite values."""
 
 import math
 import os

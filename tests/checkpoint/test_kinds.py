@@ -1,4 +1,4 @@
-"""Covers shardfn/checkpoint/_kinds.py: states of an optimizer that go on where it has other rules around them."""
+"""Covers shardfn/checkpoint/_restore.py: states of an optimizer that go on where it has other rules around them."""
 
 import logging
 import pathlib

@@ -1,4 +1,4 @@
-"""Covers shardfn/cli/_advice.py; and models by config.json, defaults in the help, `python -m shardfn`."""
+"""Covers shardfn/cli/_main.py; and models by config.json, defaults in the help, `python -m shardfn`."""
 
 import json
 import pathlib

@@ -135,7 +135,7 @@ def test_adapters_of_a_file_of_options(given: pathlib.Path, tmp_path: pathlib.Pa
 
 @pytest.mark.nightly
 def test_adapters_beside_weights_in_codes(given: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    more = ["--lora", "2", "--codes", "int4", "--merge", "--steps", "2", "--lr", "1e-9", "--precision", "fp32"]
+    more = ["--lora", "2", "--quantization", "int4", "--merge", "--steps", "2", "--lr", "1e-9", "--precision", "fp32"]
     assert main(words(given, tmp_path, *more)) == 0
     start = transformers.AutoModelForCausalLM.from_pretrained(given / "model")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -154,7 +154,7 @@ def test_a_run_beside_codes_goes_on_where_it_was_ended(given: pathlib.Path, tmp_
 
     from shardfn.checkpoint import steps
 
-    asked = words(given, tmp_path, "--lora", "2", "--codes", "int4", "--validation", "")
+    asked = words(given, tmp_path, "--lora", "2", "--quantization", "int4", "--validation", "")
     assert main(asked) == 0
     want = load_file(tmp_path / "adapter/adapter_model.safetensors")
     assert all(bool(x.any()) for x in want.values())
@@ -178,7 +178,19 @@ def test_tensor_parallel_beside_codes(width: int, given: pathlib.Path, tmp_path:
     config.update({"hidden_size": width, "intermediate_size": 2 * width, "head_dim": width // 4})
     transformers.set_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(model)
-    more = ["--lora", "2", "--codes", "int4", "--merge", "--precision", "fp32", "--steps", "4", "--validation", ""]
+    more = [
+        "--lora",
+        "2",
+        "--quantization",
+        "int4",
+        "--merge",
+        "--precision",
+        "fp32",
+        "--steps",
+        "4",
+        "--validation",
+        "",
+    ]
 
     def asked(out: str, *others: str) -> list[str]:
         told = words(given, tmp_path / out, *more, *others)
@@ -356,8 +368,8 @@ def test_every_bad_argument_is_named_before_anything_is_loaded(
         ("--dtype", "bf16"): "--dtype bf16: it is float32, bfloat16, float16. Did you mean 'bfloat16'?",
         ("--accumulate", "5"): "--accumulate 5: 5 microbatches on dp=1 need as many rows",
         ("--merge",): "--merge has no effect without --lora RANK",
-        ("--codes", "int4"): "--codes has no effect without --lora RANK",
-        ("--lora", "2", "--codes", "int3"): "--codes int3: it is int8 or int4",
+        ("--quantization", "int4"): "--quantization has no effect without --lora RANK",
+        ("--lora", "2", "--quantization", "int3"): "--quantization int3: it is int8 or int4",
         ("--lora", "-1"): "--lora -1: the rank is 1 or more",
         ("--zero", "4"): "--zero 4: a stage is 0, 1, 2 or 3",
         ("--precision", "bf61"): "--precision bf61: it is bf16 or fp32. Did you mean 'bf16'?",
@@ -412,13 +424,13 @@ import json, pathlib, sys
 import torch
 from safetensors.torch import load_file, save_file
 from shardfn.cli import main
-from shardfn.kernels import code_blocks, decode_blocks
+from shardfn.kernels import quantize_blocks, dequantize_blocks
 
 model, out = map(pathlib.Path, sys.argv[1:])
 weights, decoded = load_file(model / "model.safetensors"), out / "decoded"
 for name, w in weights.items():
     if "_proj." in name:
-        weights[name] = decode_blocks(code_blocks(w, "int4"), w.shape[1])
+        weights[name] = dequantize_blocks(quantize_blocks(w, "int4"), w.shape[1])
 decoded.mkdir(parents=True)
 for path in model.glob("*.json"):
     (decoded / path.name).write_bytes(path.read_bytes())
@@ -426,7 +438,7 @@ save_file(weights, decoded / "model.safetensors", metadata={"format": "pt"})
 lines = [{"prompt": f"What is {n} plus {n}?", "completion": f" It is {2 * n}."} for n in range(8)]
 (out / "lines.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 how = "--lora 4 --steps 3 --batch 2 --length 16 --lr 1e-3 --precision fp32".split()
-for name, path, more in (("coded", model, ["--codes", "int4"]), ("plain", decoded, [])):
+for name, path, more in (("coded", model, ["--quantization", "int4"]), ("plain", decoded, [])):
     assert main(["finetune", str(path), str(out / "lines.jsonl"), "--out", str(out / name), *how, *more]) == 0
 """
 
@@ -588,3 +600,53 @@ def test_an_interrupted_run_of_an_earlier_version_is_not_continued_with_other_la
     assert main(asked) == 2
     assert "which learnt all tokens of messages: pass --learn everything to go on" in capsys.readouterr().err
     assert main([*asked, "--learn", "everything"]) == 0
+
+
+@pytest.mark.nightly
+def test_a_run_of_an_earlier_version_has_its_quantization_as_codes(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = words(given, tmp_path, "--steps", "1", "--validation", "", "--lora", "2", "--quantization")
+    assert main([*asked, "int4"]) == 0
+    record = json.loads((tmp_path / "run.json").read_text())
+    record["codes"] = record.pop("quantization")
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    assert main([*asked, "int8"]) == 2
+    assert "has a run with quantization='int4', and now it is 'int8'" in capsys.readouterr().err
+    assert main([*asked, "int4"]) == 0
+
+
+@pytest.mark.nightly
+def test_several_files_are_mixed_by_weights_and_a_run_goes_on_with_the_same(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(out: str, *more: str, weights: tuple[str, str] = (":3", ":1")) -> int:
+        told = words(given, tmp_path / out, "--validation", "", *more)
+        files = [
+            str(given / name) + weight for name, weight in zip(("train.jsonl", "pairs.jsonl"), weights, strict=True)
+        ]
+        return main([*told[:2], *files, *told[3:]])
+
+    assert run("whole", "--steps", "4") == 0 and run("parts", "--steps", "4", weights=("", "")) == 0
+    losses = [[row["loss"] for row in rows_of(tmp_path / out) if "loss" in row] for out in ("whole", "parts")]
+    assert losses[0] and losses[0] != losses[1]
+    record = json.loads((tmp_path / "whole/run.json").read_text())["train"]
+    assert [text.rpartition("/")[2] for text in record] == ["train.jsonl:3", "pairs.jsonl:1"]
+    capsys.readouterr()
+    assert run("whole", "--steps", "4", weights=(":2", ":1")) == 2
+    assert "has a run with train=" in capsys.readouterr().err
+
+
+def test_wrong_mixtures_are_refused(
+    given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, train = words(given, tmp_path), str(given / "train.jsonl")
+    for files, text in (
+        ([f"{train}:2", str(given / "val.jsonl")], "all files of TRAIN must have a weight, or none"),
+        ([f"{train}:-1", f"{given}/val.jsonl:1"], "the weight must be above 0, and finite"),
+        ([f"{train}:1", f"{train}:2"], "each file of TRAIN must be given once"),
+        ([f"{train}:x", f"{given}/val.jsonl:1"], "train.jsonl:x is no file"),
+    ):
+        assert main([*told[:2], *files, *told[3:]]) == 2
+        assert text in capsys.readouterr().err

@@ -171,7 +171,7 @@ def test_an_adapter_of_peft(given: pathlib.Path, tmp_path: pathlib.Path, capsys:
 @pytest.mark.parametrize("codes", ["int8", "int4"])
 def test_weights_in_codes(given: pathlib.Path, codes: Any, capsys: pytest.CaptureFixture[str]) -> None:
     config, deferred = interop.gpt_from_hf(given, batch_invariant=True)
-    made = inference.decoder(config, codes=codes)
+    made = inference.decoder(config, quantization=codes)
     engine = inference.Engine(made, core.tree_map(lambda x: x.full(), deferred))
     [want] = engine.generate([[1, 3, 4]], inference.Sampling(max_tokens=6, temperature=0.0))
     [row] = generated(capsys, given, "one two", "--temperature", 0, "--max-tokens", 6, "--weights", codes)
@@ -190,9 +190,9 @@ def test_codes_fitted_to_a_text(run: pathlib.Path, tmp_path: pathlib.Path, capsy
     [row] = generated(capsys, *how, "--fit", text)
     config = dataclasses.replace(CONFIG, batch_invariant=True)
     rows = [list(text.read_bytes()[:16]), list(text.read_bytes()[16:])]
-    params = inference.fit_codes(inference.decoder(config), gpt.init(CONFIG, core.key(0)), "int4", rows)
+    params = inference.fit_quantization(inference.decoder(config), gpt.init(CONFIG, core.key(0)), "int4", rows)
     greedily = inference.Sampling(max_tokens=4, temperature=0.0)
-    [want] = inference.Engine(inference.decoder(config, codes="int4"), params).generate([list(b"abc")], greedily)
+    [want] = inference.Engine(inference.decoder(config, quantization="int4"), params).generate([list(b"abc")], greedily)
     assert (row["tokens"], row["logprobs"]) == (want.tokens, want.logprobs)
     assert generated(capsys, *how)[0]["logprobs"] != row["logprobs"]
     assert f"--fit {empty} has no tokens; give a text like those of prompts." in refused(capsys, *how, "--fit", empty)
@@ -250,7 +250,7 @@ def test_a_gguf_file_lends_the_blocks_that_decode_to_its_weights(monkeypatch: py
     block = params["blocks"][0]
     for name, theirs in names.items():
         kind: Any = "int8" if name == "wv" else "int4"
-        blocks = kernels.code_blocks(block[name], kind)
+        blocks = kernels.quantize_blocks(block[name], kind)
         n, k = block[name].shape
         block[name] = kernels.unpack_rows(kernels.pack_blocks(blocks, k), n, k)
         if name in ("wq", "wk"):  # as llama.cpp has the rows of a head: its two halves alternate
@@ -273,7 +273,7 @@ def test_a_gguf_file_lends_the_blocks_that_decode_to_its_weights(monkeypatch: py
     [want] = inference.Engine(inference.decoder(config), params | {"blocks": [want_w], "head": head}).generate(
         [[1, 2, 3]], greedy
     )
-    [got] = inference.Engine(inference.decoder(config, codes="int4"), made).generate([[1, 2, 3]], greedy)
+    [got] = inference.Engine(inference.decoder(config, quantization="int4"), made).generate([[1, 2, 3]], greedy)
     assert (got.tokens, got.logprobs, got.prompt_logprobs) == (want.tokens, want.logprobs, want.prompt_logprobs)
 
 

@@ -14,7 +14,7 @@ from shardfn.cli import _generate_model
 from shardfn.cli._generate_job import GenerateJob
 from shardfn.cli._generate_model import engine_of, load
 from shardfn.core import Draw
-from shardfn.inference import Engine, Sampling, fit_codes, hf_decoder, limits_of
+from shardfn.inference import Engine, Sampling, fit_quantization, hf_decoder, limits_of
 from shardfn.testing import distributed
 from tests.cli.test_generate import WORDS, tokenizer_of
 from tests.inference.test_hf_parts import counted
@@ -68,7 +68,7 @@ def test_codes_are_fitted_from_one_load(world: int, tmp_path: pathlib.Path, monk
     assert sum(reads) == (4 * served.size if world > 1 else 0)  # alone, transformers reads them
     plain, params = hf_decoder(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval())
     tokens = [1, *range(3, 11), *range(3, 11), *range(3, 11)]
-    fitted = fit_codes(plain, params, "int4", [tokens[:16], tokens[16:]])
+    fitted = fit_quantization(plain, params, "int4", [tokens[:16], tokens[16:]])
     alone = Engine(served.decoder, fitted, mesh=mesh)
     how = Sampling(max_tokens=5, temperature=0.0)
     [got], [want] = (x.generate([[1, 3, 4]], how) for x in (engine, alone))

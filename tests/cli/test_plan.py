@@ -119,7 +119,7 @@ def test_tables_in_the_documentation_are_the_programs():
     root = Path(__file__).parents[2] / "docs"
     maker = runpy.run_path(str(root / "make_plan_tables.py"))
     text = (root / "plan.md").read_text(encoding="utf-8")
-    tables = as_a_program("--preset-tables")
+    tables = maker["make_tables"]()
     assert maker["page"](text, tables) == text, "run `python docs/make_plan_tables.py`"
     assert "| **120.00** | 120" in tables
 

@@ -197,7 +197,7 @@ def test_leaves_buckets_donation_dtypes_and_codes_change_no_bits(world: int) -> 
         leaves = [x[:1000].view(10, 100), x[:0], x[1000], x[:2000].view(40, 50).T, x[5:14].bfloat16(), x.half()[:8]]
         one_by_one = [c.compressed_pmean(t, "dp", compressor, c.compressed_init(t, "dp", compressor)) for t in leaves]
         state = c.compressed_init(tree, "dp", compressor)
-        coded, _ = c.coded_pmean(tree, "dp", compressor, state)
+        coded, _ = c.compressed_pmean_codes(tree, "dp", compressor, state)
         assert coded["b"][:2] == [(), None] and sum(t.nbytes for t in coded["a"]) <= 1100 // 8 + 4 * world
         for bucket, donate in ((1, False), (1100, False), (1 << 22, True)):
             copy, fresh = tree_map(torch.clone, (tree, state))
@@ -211,9 +211,9 @@ def test_leaves_buckets_donation_dtypes_and_codes_change_no_bits(world: int) -> 
                 assert have.dtype == like.dtype
                 torch.testing.assert_close(have, want, **EXACT)
                 torch.testing.assert_close(tuple(have_state), tuple(want_state), **EXACT)
-            torch.testing.assert_close(c.decoded(coded, tree, "dp", compressor), out, **EXACT)
+            torch.testing.assert_close(c.decompress_codes(coded, tree, "dp", compressor), out, **EXACT)
         room = tree_map(torch.zeros_like, tree)
-        means = c.decoded(coded, room, "dp", compressor, donate=True)
+        means = c.decompress_codes(coded, room, "dp", compressor, donate=True)
         torch.testing.assert_close(means, out, **EXACT)
         assert means["a"].data_ptr() == room["a"].data_ptr()
         exact = c.compressed_init(x, "dp", compressor)
@@ -403,13 +403,13 @@ def test_two_axes_are_exact_inside_and_compressed_between() -> None:
                         )
             both, _ = c.compressed_pmean(x, ("gpu", "node"), c.identity(), c.compressed_init(x, axes, c.identity()))
             torch.testing.assert_close(both, (given(n, 0) + given(n, 2) + given(n, 1) + given(n, 3)) / 4, **EXACT)
-            codes, _ = c.coded_pmean(
+            codes, _ = c.compressed_pmean_codes(
                 x, axes, compressor, c.compressed_init(x, axes, compressor, outer="node"), outer="node"
             )
             direct, _ = c.compressed_pmean(
                 x, axes, compressor, c.compressed_init(x, axes, compressor, outer="node"), outer="node"
             )
-            torch.testing.assert_close(c.decoded(codes, x, axes, compressor, outer="node"), direct, **EXACT)
+            torch.testing.assert_close(c.decompress_codes(codes, x, axes, compressor, outer="node"), direct, **EXACT)
 
 
 # psum_scatter
@@ -522,7 +522,7 @@ def test_quantized_all_gather(world: int) -> None:
 
 def test_decoded_values_are_no_view_of_their_codes() -> None:
     codes = (torch.ones(1, 4),)
-    c.decoded(codes, torch.empty(4), "dp", c.identity()).zero_()
+    c.decompress_codes(codes, torch.empty(4), "dp", c.identity()).zero_()
     assert bool(codes[0].all())
 
 

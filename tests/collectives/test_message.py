@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.collectives._line import line_along
+from shardfn.collectives._axis_group import axis_group_along
 from shardfn.collectives._message import _pack_rows, _unpack_rows, exchange_rows, gather_rows
 from shardfn.testing import distributed
 
@@ -47,7 +47,7 @@ def test_rows_go_to_the_ranks_they_are_for() -> None:
     mesh = sf.make_mesh({"dp": 3}, device="cpu")
     every = [_parts(3, seed) for seed in range(3)]
     with sf.collectives.bind_mesh(mesh), sf.count_traffic() as traffic:
-        line = line_along("dp")
+        line = axis_group_along("dp")
         sent = exchange_rows(every[mesh.rank], line, name="there")
         got = gather_rows([tuple(x[:1] for x in group) for group in every[mesh.rank]], line)
         mine = [

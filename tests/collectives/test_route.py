@@ -12,11 +12,11 @@ from shardfn.collectives import (
     AllGather,
     AllToAll,
     Cast,
-    Decode,
-    Encode,
+    Dequantize,
     Move,
     Psum,
     PsumScatter,
+    Quantize,
     Route,
     Slice,
     carry,
@@ -60,7 +60,7 @@ def walked(blocks: Blocks, way: Route, sizes: dict[str, int]) -> Blocks:
 def _made(
     hop: Any, key: tuple[int, ...], blocks: Blocks, before: Placement, after: Placement, shape: Any, sizes: Any
 ) -> Tensor:
-    if isinstance(hop, Move | Encode | Decode):
+    if isinstance(hop, Move | Quantize | Dequantize):
         return blocks[key]
     if isinstance(hop, Cast):
         return blocks[key].to(hop.dtype)
@@ -203,23 +203,30 @@ def test_the_routes_of_training(src: Placement, dst: Placement, hops: tuple[Any,
 
 
 def test_waypoints_are_codes_and_two_hops() -> None:
-    code, far = (8, 256), ("node",)
+    quantization, far = (8, 256), ("node",)
     kept, used = Placement(P(("node", "dp"))), Placement(P())
-    coded = kept.with_(code=code)
-    way = route((512, 8), kept, used, NODES, via=(coded, coded.with_(brought=far), used.with_(code=code)))
-    assert way.hops == (Encode(code), AllGather(("node",), 0), AllGather(("dp",), 0), Decode())
+    coded = kept.with_(quantization=quantization)
+    way = route(
+        (512, 8), kept, used, NODES, via=(coded, coded.with_(brought=far), used.with_(quantization=quantization))
+    )
+    assert way.hops == (Quantize(quantization), AllGather(("node",), 0), AllGather(("dp",), 0), Dequantize())
     sent = way.sent(NODES.shape, NODES.coords)
     assert sent == {("node",): 512 + 2 * 4, ("dp",): 3 * (1024 + 4 * 4)}
     assert way.live(NODES.shape, NODES.coords) == 4096 + 16 * 4 + 4 * 4096
 
 
 def test_codes_are_summed_block_by_block_in_two_hops() -> None:
-    code, both = (8, 256), ("node", "dp")
+    quantization, both = (8, 256), ("node", "dp")
     grad, kept = Placement(P(), both), Placement(P(both))
     half = Placement(P(both), ("node",), brought=("node",))
-    via = (grad.with_(code=code), half, half.with_(code=code))
+    via = (grad.with_(quantization=quantization), half, half.with_(quantization=quantization))
     way = route((512, 8), grad, kept, NODES, via=via)
-    assert way.hops == (Encode(code), PsumScatter(("dp",), 0), Encode(code), PsumScatter(("node",), 0))
+    assert way.hops == (
+        Quantize(quantization),
+        PsumScatter(("dp",), 0),
+        Quantize(quantization),
+        PsumScatter(("node",), 0),
+    )
     assert route((512, 8), grad, kept, NODES, via=(half,)).hops == (PsumScatter(("dp",), 0), PsumScatter(("node",), 0))
 
 
@@ -278,12 +285,15 @@ def test_axes_of_one_rank_and_missing_ones_are_no_hops() -> None:
         ),
         (USED, Placement(P("dp"), ("dp",)), r"cut and unreduced at once"),
         pytest.param(
-            USED, Placement(code=(8, 0)), r"code=\(8, 0\); a code is \(8 or 4 bits", marks=pytest.mark.nightly
+            USED, Placement(quantization=(8, 0)), r"quantization must be \(8 or 4 bits", marks=pytest.mark.nightly
         ),
         pytest.param(
-            USED, Placement(dtype=torch.int64, code=(8, 2)), r"torch.int64 has no code", marks=pytest.mark.nightly
+            USED,
+            Placement(dtype=torch.int64, quantization=(8, 2)),
+            r"torch.int64 cannot be quantized",
+            marks=pytest.mark.nightly,
         ),
-        (GRAD.with_(code=(8, 2)), USED, r"codes can be summed block by block alone"),
+        (GRAD.with_(quantization=(8, 2)), USED, r"codes can be summed block by block alone"),
         pytest.param(
             KEPT,
             KEPT.with_(brought=("dp",)),
@@ -296,7 +306,7 @@ def test_axes_of_one_rank_and_missing_ones_are_no_hops() -> None:
             r"one stacks layers along dim 0 and the other does not",
             marks=pytest.mark.nightly,
         ),
-        (USED.with_(code=(8, 2)), KEPT.with_(code=(8, 2)), r"codes can be gathered, not cut"),
+        (USED.with_(quantization=(8, 2)), KEPT.with_(quantization=(8, 2)), r"codes can be gathered, not cut"),
     ],
 )
 def test_placements_without_a_route_are_named(src: Placement, dst: Placement, words: str) -> None:

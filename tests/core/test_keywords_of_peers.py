@@ -18,14 +18,15 @@ KNOWN: dict[Callable[..., Any], dict[str, str]] = {
     | {"best_of": "n=7", "logprobs": "top_logprobs=7", "ignore_eos": "stop_tokens=()", "guided_json": "grammar="},
     LoRA.of: {"r": "rank=7", "lora_alpha": "alpha=7", "target_modules": "targets=7", "use_dora": "dora=7"},
     sf.metrics.EarlyStopping: {"early_stopping_patience": "patience=7", "monitor": "update(value)"},
-    rl.grpo: {"epsilon_low": "clip=", "loss_type": "normalise=", "delta": "most=7"}
-    | {"use_bias_correction_kl": "corrected=7"},
-    rl.ppo_policy: {"cliprange": "clip=7"},
-    rl.ppo_value: {"cliprange_value": "clip=7"},
-    rl.dpo: {"label_smoothing": "robust_dpo(..., smoothing=7)", "loss_type": "rl.hinge"},
-    rl.kto: {"desirable_weight": "weights=(7, 1.0)"},
-    rl.gae: {"gamma": "discount=7", "lam": "decay=7"},
-    rl.group_advantages: {"num_generations": "size=7", "scale_rewards": "deviation=7"},
+    rl.grpo: {"epsilon_low": "epsilon=7", "loss_agg_mode": "loss_type=", "clip_ratio_c": "delta=7"}
+    | {"most": "delta=7", "corrected": "use_bias_correction_kl=7", "behaviour_BT": "sampling_logprobs_BT="}
+    | {"normalise": "loss_type=", "ratio": "importance_sampling_level=7", "clip": "epsilon=7"},
+    rl.ppo_policy: {"cliprange": "epsilon=7", "truncate": "importance_sampling_clip_max=7"},
+    rl.ppo_value: {"cliprange_value": "cliprange=7"},
+    rl.dpo: {"smoothing": "label_smoothing=7", "loss_weights": "loss_type={'sigmoid': 0.8"},
+    rl.kto: {"weights": "desirable_weight=", "divergence": "kl="},
+    rl.gae: {"discount": "gamma=7", "decay": "lam=7"},
+    rl.group_advantages: {"size": "num_generations=7", "deviation": "scale_rewards="},
     rl.score: {"timeout": "seconds=7"},
     limits_of: {"max_num_seqs": "running=7", "max_model_len": "context=7", "gpu_memory_utilization": "cache_bytes="},
     Engine: {"max_num_seqs": "limits=limits_of(decoder, running=7)", "gpu_memory_utilization": "cache_bytes="}

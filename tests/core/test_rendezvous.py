@@ -5,7 +5,7 @@ import concurrent.futures
 import pytest
 import torch.distributed as dist
 
-from shardfn.core._rendezvous import round_name
+from shardfn.core._make_mesh import round_name
 
 
 def _round(store: dist.Store, world: int, late: int = -1) -> set[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardfn.core import Absent, StoredValue, as_stored, is_device, is_disk, is_host, load, read_rows
-from shardfn.memory import Coded, Pool
+from shardfn.memory import Pool, QuantizedBlocks
 
 X = torch.arange(12.0).view(4, 3)
 
@@ -22,7 +22,7 @@ def test_a_tensor_is_a_stored_value_and_is_loaded_as_itself() -> None:
 
 def test_values_elsewhere_are_read(tmp_path: pathlib.Path) -> None:
     with Pool(tmp_path / "pool") as pool:
-        for value in (pool.write(X).result(), Coded.of(X, "int8")):
+        for value in (pool.write(X).result(), QuantizedBlocks.of(X, "int8")):
             assert isinstance(value, StoredValue) and as_stored(value) is value
             assert (value.shape, value.dtype) == (X.shape, X.dtype)
             torch.testing.assert_close(load(value), X, rtol=0.01, atol=0.05)

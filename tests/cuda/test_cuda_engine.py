@@ -52,7 +52,7 @@ def test_log_probabilities_are_those_of_one_forward(kind: str) -> None:
 @pytest.mark.parametrize("codes", ["int8", "int4"])
 def test_weights_in_codes(codes: Any) -> None:
     config = _config()
-    _check_company(_engine(decoder(config, codes=codes), gpt.init(config, core.key(0))))
+    _check_company(_engine(decoder(config, quantization=codes), gpt.init(config, core.key(0))))
 
 
 def test_drafts_change_no_token() -> None:

@@ -152,8 +152,8 @@ def test_one_device_generates_the_same_tokens(codes: Any, tmp_path: pathlib.Path
     model = MODELS["gemma2"]()
     folder = saved(model, tmp_path)
     module = empty(folder)
-    made, params = hf_decoder(module, codes=codes, params=module_from_hf(module, folder))
-    whole, values = hf_decoder(model, codes=codes)
+    made, params = hf_decoder(module, quantization=codes, params=module_from_hf(module, folder))
+    whole, values = hf_decoder(model, quantization=codes)
     how = Sampling(max_tokens=6, temperature=0.0)
     got, want = (Engine(*pair, limits=LIMITS).generate(PROMPTS, how) for pair in ((made, params), (whole, values)))
     assert made.batch_invariant and got == want

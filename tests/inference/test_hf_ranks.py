@@ -187,7 +187,7 @@ def test_16_bit_weights_on_ranks() -> None:
 @distributed(world=[2, 3])
 def test_ranks_have_the_bits_of_one_device_in_codes(world: int, kind: str, codes: Any) -> None:
     model, mesh = model_of(kind, world), core.make_mesh({"tp": world})
-    (one, params), (cut, _) = hf_decoder(model, codes=codes), hf_decoder(model, tp="tp", codes=codes)
+    (one, params), (cut, _) = hf_decoder(model, quantization=codes), hf_decoder(model, tp="tp", quantization=codes)
     reference: Any = Model(cut, [params], one)
     plain: Any = Model(cut, [params], hf_decoder(model, batch_invariant=True)[0])
     for prompt in PROMPTS[:3]:

@@ -48,7 +48,7 @@ def completed(engine: Engine) -> list[tuple[list[int], list[float]]]:
 @functools.cache
 def reference(codes: Any = None, **changes: Any) -> Any:
     config = gpt.Config(**{**SIZES, **changes})
-    params, made = gpt.init(config, sf.key(0)), decoder(config, codes=codes)
+    params, made = gpt.init(config, sf.key(0)), decoder(config, quantization=codes)
     return made, params, completed(engine_of(made, params))
 
 

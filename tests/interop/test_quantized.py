@@ -15,7 +15,7 @@ from shardfn.core import tree_leaves, tree_map
 from shardfn.inference import Engine, Sampling, decoder
 from shardfn.interop import gpt_from_hf, module_from_hf, without_weights
 from shardfn.interop.quantized import QuantizedArchive, open_archive
-from shardfn.kernels import decode_blocks
+from shardfn.kernels import dequantize_blocks
 from shardfn.models import gpt
 from shardfn.testing import distributed
 from tests.interop.quantized_files import KINDS, write_layer, write_model
@@ -54,8 +54,8 @@ def test_blocks_of_codes_have_the_same_bits(kind: str, tmp_path: pathlib.Path) -
     archive = opened(tmp_path)
     assert archive.codes == ({} if codes is None else {"a.weight": codes})
     if codes is not None:
-        assert torch.equal(decode_blocks(archive.blocks("a.weight", (0, N), (0, 3)), K), want)
-        assert torch.equal(decode_blocks(archive.blocks("a.weight", (7, 31), (1, 3)), 64), want[7:31, 32:])
+        assert torch.equal(dequantize_blocks(archive.blocks("a.weight", (0, N), (0, 3)), K), want)
+        assert torch.equal(dequantize_blocks(archive.blocks("a.weight", (7, 31), (1, 3)), 64), want[7:31, 32:])
         assert archive.blocks("a.weight", (5, 5), (0, 3)).shape[0] == 0
 
 
@@ -64,14 +64,14 @@ def test_numbers_of_outputs_that_no_word_divides(kind: str, tmp_path: pathlib.Pa
     want, archive = write_layer(tmp_path, kind, 37, K), opened(tmp_path)
     assert torch.equal(archive.box("a.weight", [(3, 37), (5, 77)]), want[3:, 5:77])
     if archive.codes:
-        assert torch.equal(decode_blocks(archive.blocks("a.weight", (3, 37), (0, 3)), K), want[3:])
+        assert torch.equal(dequantize_blocks(archive.blocks("a.weight", (3, 37), (0, 3)), K), want[3:])
 
 
 def test_more_rows_than_are_decoded_at_a_time(tmp_path: pathlib.Path) -> None:
     want = write_layer(tmp_path, "gptq_asym_v2", 1040, 32)
     archive = opened(tmp_path)
     assert torch.equal(archive.box("a.weight", [(5, 1039), (0, 32)]), want[5:1039])
-    assert torch.equal(decode_blocks(archive.blocks("a.weight", (5, 1039), (0, 1)), 32), want[5:1039])
+    assert torch.equal(dequantize_blocks(archive.blocks("a.weight", (5, 1039), (0, 1)), 32), want[5:1039])
 
 
 @functools.cache

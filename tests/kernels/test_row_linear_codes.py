@@ -13,7 +13,7 @@ from shardfn import kernels
 from shardfn.kernels import _build
 
 NIGHTLY = pytest.mark.nightly
-CODES: tuple[kernels.Codes, ...] = ("int8", "int4")
+CODES: tuple[kernels.Quantization, ...] = ("int8", "int4")
 # Inputs that end within a group, and chunks of them that begin within one, on odd and even inputs.
 SHAPES = [(77, 70), (3, 1), (96, 64), pytest.param((1409, 130), marks=NIGHTLY)]
 
@@ -38,7 +38,7 @@ def _of_gguf(blocks: Tensor, codes: str) -> Tensor:
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bits_are_those_of_the_decoded_weight(
-    generation: int, shape: tuple[int, int], codes: kernels.Codes, monkeypatch: pytest.MonkeyPatch
+    generation: int, shape: tuple[int, int], codes: kernels.Quantization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if _build.library() is None:
         pytest.skip("no C++ compiler")
@@ -58,7 +58,7 @@ def test_bits_are_those_of_the_decoded_weight(
 @pytest.mark.parametrize("kind", ["reference", "triton"])
 @pytest.mark.parametrize("codes", CODES)
 def test_every_implementation_multiplies_by_the_decoded_weight(
-    kind: str, codes: kernels.Codes, monkeypatch: pytest.MonkeyPatch
+    kind: str, codes: kernels.Quantization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "triton":
         pytest.importorskip("triton")
@@ -75,7 +75,7 @@ def test_every_implementation_multiplies_by_the_decoded_weight(
 
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e4])
-def test_errors_are_within_their_bounds(codes: kernels.Codes, size: float) -> None:
+def test_errors_are_within_their_bounds(codes: kernels.Quantization, size: float) -> None:
     weight = _draw(40, 320) * size + (0 if codes == "int8" else size)
     weight[3, 32:64], weight[4] = 0, size
     decoded = kernels.unpack_rows(kernels.pack_rows(weight, codes), 40, 320)
@@ -87,7 +87,7 @@ def test_errors_are_within_their_bounds(codes: kernels.Codes, size: float) -> No
 
 
 @pytest.mark.parametrize("codes", CODES)
-def test_blocks_of_gguf_are_read_without_change(codes: kernels.Codes) -> None:
+def test_blocks_of_gguf_are_read_without_change(codes: kernels.Quantization) -> None:
     size = 34 if codes == "int8" else 20
     blocks = torch.randint(0, 256, (70, 3 * size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     # Scales and least values: the smallest and the largest numbers, subnormal ones, both signs.
@@ -105,8 +105,8 @@ def test_blocks_of_gguf_are_read_without_change(codes: kernels.Codes) -> None:
 
 
 @pytest.mark.parametrize("codes", CODES)
-def test_blocks_that_are_decoded_become_the_same_blocks(codes: kernels.Codes) -> None:
-    blocks = kernels.code_blocks(_draw(9, 64), codes)
+def test_blocks_that_are_decoded_become_the_same_blocks(codes: kernels.Quantization) -> None:
+    blocks = kernels.quantize_blocks(_draw(9, 64), codes)
     decoded = _of_gguf(blocks, codes)
     again = kernels.unpack_rows(kernels.pack_rows(decoded, codes), 9, 64)
     torch.testing.assert_close(again, decoded, rtol=0, atol=1e-3)
@@ -115,7 +115,7 @@ def test_blocks_that_are_decoded_become_the_same_blocks(codes: kernels.Codes) ->
 
 
 @pytest.mark.parametrize("codes", CODES)
-def test_values_without_a_code_are_nan(codes: kernels.Codes) -> None:
+def test_values_without_a_code_are_nan(codes: kernels.Quantization) -> None:
     for wrong in (math.nan, math.inf, -math.inf, 1e30):
         weight = _draw(2, 64)
         weight[1, 40] = wrong
@@ -143,7 +143,7 @@ def test_scales_are_read_where_subnormal_numbers_are_flushed() -> None:
     [
         (lambda: kernels.pack_rows(torch.ones(2, 2), cast("Any", "int3")), ValueError, "codes must be .*, got 'int3'"),
         (
-            lambda: kernels.code_blocks(torch.ones(2, 33), "int8"),
+            lambda: kernels.quantize_blocks(torch.ones(2, 33), "int8"),
             ValueError,
             "rows of weight must be a multiple of 32, .*, got 33",
         ),

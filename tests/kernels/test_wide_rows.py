@@ -169,7 +169,10 @@ def test_a_mixture_with_float32_is_refused() -> None:
             lambda: kernels.row_linear(X, panels, OUTPUTS, bias=BIAS.float()),
             "bias is torch.float32, must be torch.float64",
         ),
-        (lambda: kernels.pack_rows(W, "int8"), "weight is torch.float64, with codes='int8', .*pass weight.float"),
+        (
+            lambda: kernels.pack_rows(W, "int8"),
+            "weight is torch.float64, with quantization='int8', .*pass weight.float",
+        ),
         (lambda: kernels.row_norm(X, SCALE.float(), centered=False), "weight is torch.float32, must be torch.float64"),
         (lambda: kernels.gated_silu(X, X.float()), "up is torch.float32, must be torch.float64"),
         (lambda: kernels.gelu(X.half()), "x must be float32 or float64, got torch.float16"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardfn as sf
-from shardfn.collectives import AllGather, Cast, Decode, Encode, Move, Psum, PsumScatter, Slice
+from shardfn.collectives import AllGather, Cast, Dequantize, Move, Psum, PsumScatter, Quantize, Slice
 from shardfn.core import Dtypes, Mesh, P
 from shardfn.leaves._layout import LeafLayout, leaf_layout, stacked_layout
 
@@ -79,8 +79,8 @@ DP, NODE, GPU = ("dp",), ("node",), ("gpu",)
             NODES,
             PLUS,
             {},
-            (Encode(CODE), AllGather(NODE, 0), AllGather(GPU, 0), Decode()),
-            (Encode(HALF_CODE), PsumScatter(GPU, 0), Encode(HALF_CODE), PsumScatter(NODE, 0)),
+            (Quantize(CODE), AllGather(NODE, 0), AllGather(GPU, 0), Dequantize()),
+            (Quantize(HALF_CODE), PsumScatter(GPU, 0), Quantize(HALF_CODE), PsumScatter(NODE, 0)),
             marks=pytest.mark.nightly,
         ),
         pytest.param(
@@ -131,5 +131,5 @@ def test_leaves_that_travel_otherwise_do_not_look_alike() -> None:
     rule: dict[str, Any] = {"zero": zero, "mesh": mesh, "batch_axes": DP, "trainable": True}
     a = leaf_layout("a", torch.Size((8, 8)), F32, P(None, "tp"), **rule)
     b = leaf_layout("b", torch.Size((8, 4)), F32, P(), **rule)
-    assert a.block == b.block and a.ways.reduce.code is not None and b.ways.reduce.code is None
+    assert a.block == b.block and a.ways.reduce.quantization is not None and b.ways.reduce.quantization is None
     assert a.looks != b.looks

@@ -15,7 +15,7 @@ from shardfn.core import tree_leaves, tree_map
 from shardfn.kernels import block_bytes
 from shardfn.leaves import LeafLayout
 from shardfn.lora import LoRA
-from shardfn.memory import Coded
+from shardfn.memory import QuantizedBlocks
 from shardfn.models import gpt
 from shardfn.testing import assert_parity, distributed
 
@@ -28,7 +28,7 @@ TARGETS = ["up$", "down"]
 
 def rounded(w: Tensor, codes: Any) -> Tensor:
     """The values of a weight's codes."""
-    return Coded.of(w, codes).load()
+    return QuantizedBlocks.of(w, codes).load()
 
 
 def params_of(codes: Any = None) -> Any:
@@ -66,7 +66,7 @@ def batches() -> list[Any]:
 
 def with_adapters(params: Any, codes: Any, specs: Any = P(), **options: Any) -> tuple[LoRA, Any]:
     """Adapters as after some steps."""
-    lora = LoRA.of(params, TARGETS, rank=2, specs=specs, codes=codes, **options)
+    lora = LoRA.of(params, TARGETS, rank=2, specs=specs, quantization=codes, **options)
     adapters = lora.init(sf.key(3), params=params, dtype=DTYPE)
     for i, ab in enumerate(adapters.values()):
         ab["b"] = torch.randn(ab["b"].shape, generator=torch.Generator().manual_seed(i), dtype=DTYPE) / 4
@@ -167,7 +167,7 @@ def test_in_the_stages_of_a_pipeline(world: int, codes: Any, tmp_path: pathlib.P
     step = sf.sharded_step(piped, optim.adamw(1e-2), mesh=mesh, **how)
     state, _ = step(step.init(tree), batches()[0])
     up = state.params["blocks"]["base"]["up"]
-    assert up.sharding.codes == codes and up.held.nbytes <= -(-L // world) * F_ * block_bytes(D, codes)
+    assert up.sharding.quantization == codes and up.held.nbytes <= -(-L // world) * F_ * block_bytes(D, codes)
     sf.checkpoint.save(tmp_path, state, step=1)
     again = sf.checkpoint.restore(tmp_path, step.init(tree_map(torch.zeros_like, tree))).tree
     a, b = (step(x, batches()[1]) for x in (state, again))
@@ -185,7 +185,7 @@ def test_ranks_keep_and_gather_codes() -> None:
     )  # fmt: skip
     state = step.init(tree)
     up = state.params["base"]["blocks"]["up"]
-    assert up.spec != P() and up.sharding.codes == "int4"
+    assert up.spec != P() and up.sharding.quantization == "int4"
     whole = L * F_ * block_bytes(D, "int4")
     assert 0 < up.held.nbytes <= whole * 2 // 3
     want = up.full_tensor()
@@ -208,8 +208,8 @@ def test_checkpoints_keep_the_codes(world: int, kind: Any, tmp_path: pathlib.Pat
     for a, b in zip(tree_leaves(sf.unshard(again)), tree_leaves(sf.unshard(state)), strict=True):
         assert torch.equal(a, b)
     up = again.params["base"]["blocks"]["up"]
-    assert up.sharding.codes == "int4" and up.memory_kind == kind
-    assert torch.equal(up.held.blocks, Coded.of(params["blocks"]["up"], "int4").blocks)
+    assert up.sharding.quantization == "int4" and up.memory_kind == kind
+    assert torch.equal(up.held.blocks, QuantizedBlocks.of(params["blocks"]["up"], "int4").blocks)
     assert torch.equal(*(one(x, mine[1])[1]["loss"] for one, x in ((step, state), (other, again))))
     [path] = [path for path in sf.checkpoint.stored(tmp_path) if path.endswith("['up']")]
     kept = sf.checkpoint.stored(tmp_path)[path]
@@ -243,13 +243,13 @@ def test_the_engine_serves_the_trained_codes() -> None:
     """Rows of a trained base are the blocks that the decoder takes, and adding them changes no value."""
     config = gpt.Config(vocab_size=13, num_layers=1, d_model=64, num_heads=2, max_len=16, batch_invariant=True)
     params: Any = gpt.init(config, sf.key(0))
-    lora = LoRA.of(params, [r"\.w[qv]$"], rank=2, codes="int4")
+    lora = LoRA.of(params, [r"\.w[qv]$"], rank=2, quantization="int4")
     step = sf.sharded_step(
         lora.adapt(functools.partial(gpt.loss, config)), optim.adamw(1e-2), specs=lora.specs, trainable=lora.trainable
     )
     state = step.init({"base": params, "lora": lora.init(sf.key(1))})
     state, _ = step(state, {"tokens": torch.arange(12).view(2, 6)})
-    base = tree_map(lambda x: x.held.blocks if isinstance(x.held, Coded) else x.local, state.params["base"])
+    base = tree_map(lambda x: x.held.blocks if isinstance(x.held, QuantizedBlocks) else x.local, state.params["base"])
     greedy = sf.inference.Sampling(max_tokens=4, temperature=0.0)
     [got] = sf.inference.Engine(sf.inference.decoder(config), base).generate([[1, 2, 3]], greedy)
     [want] = sf.inference.Engine(sf.inference.decoder(config), sf.unshard(state.params["base"])).generate(
@@ -265,25 +265,31 @@ def test_refusals(world: int) -> None:
     lora, tree = with_adapters(params, "int4")
     made = functools.partial(sf.sharded_step, lora.adapt(loss_of), optim.adamw(1e-2), mesh=mesh)
     up = r"params\['base'\]\['blocks'\]\['up'\] of shape \(3, 40, 64\)"
-    with pytest.raises(ValueError, match=rf"{up} is trained, and codes='int4' would round each update away; freeze it"):
+    with pytest.raises(
+        ValueError, match=rf"{up} is trained, and quantization='int4' would round each update away; freeze it"
+    ):
         made(specs=lora.specs, trainable=True).init(tree)
     disk = Zero(stage=3, params="disk", disk=sf.Disk("/nowhere"), persist_elements=0)
-    with pytest.raises(ValueError, match=rf"{up} would be on disk; codes='int4' are kept on the device or on the host"):
+    with pytest.raises(
+        ValueError, match=rf"{up} would be on disk; quantization='int4' is kept on the device or on the host"
+    ):
         made(specs=lora.specs, trainable=lora.trainable, zero=disk).init(tree)
-    wrong = sf.Sharding(codes="int8")
-    object.__setattr__(wrong, "codes", "int3")
+    wrong = sf.Sharding(quantization="int8")
+    object.__setattr__(wrong, "quantization", "int3")
     odd = {"base": wrong, "lora": P()}
-    with pytest.raises(ValueError, match=rf"{up} has codes='int3'; the codes are \('int8', 'int4'\)"):
+    with pytest.raises(ValueError, match=rf"{up} quantization must be one of \('int8', 'int4'\), got 'int3'"):
         made(specs=odd, trainable=lora.trainable).init(tree)
     with pytest.raises(
-        ValueError, match=r"\['w'\] of shape \(4,\) is torch.int64, which is not rounded; leave out codes"
+        ValueError, match=r"\['w'\] of shape \(4,\) is torch.int64, which is not rounded; remove quantization"
     ):
         sf.sharded_step(
-            lambda p, x: x.sum(), optim.sgd(1.0), mesh=mesh, specs={"w": sf.Sharding(codes="int8"), "v": P()}
+            lambda p, x: x.sum(), optim.sgd(1.0), mesh=mesh, specs={"w": sf.Sharding(quantization="int8"), "v": P()}
         ).init({"w": torch.arange(4), "v": torch.ones(2)})
     plain = made(specs=with_adapters(params, None)[0].specs, trainable=lora.trainable)
     state = plain.init(tree)
-    with pytest.raises(ValueError, match=r"is kept as P\(\) at 'device'; here it is P\(\) at 'device' in codes int4"):
+    with pytest.raises(
+        ValueError, match=r"is kept as P\(\) at 'device'; here it is P\(\) at 'device' quantized as int4"
+    ):
         made(specs=lora.specs, trainable=lora.trainable)(state, batches()[0])
 
 
@@ -291,7 +297,11 @@ def test_refusals(world: int) -> None:
 def test_a_cut_between_elements_that_share_a_scale_is_refused() -> None:
     mesh, params = sf.make_mesh({"tp": 2}, device="cpu"), params_of()
     lora = LoRA.of(
-        params, ["down"], rank=2, codes="int4", specs={"blocks": {"up": P(), "down": P(None, None, "tp")}, "head": P()}
+        params,
+        ["down"],
+        rank=2,
+        quantization="int4",
+        specs={"blocks": {"up": P(), "down": P(None, None, "tp")}, "head": P()},
     )
     step = sf.sharded_step(
         lora.adapt(loss_of), optim.adamw(1e-2), mesh=mesh, specs=lora.specs, trainable=lora.trainable

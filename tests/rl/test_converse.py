@@ -41,7 +41,7 @@ def converse(engine: Engine | None = None, prompts: Any = PROMPTS, f: Any = tool
 
 
 def logprobs(params: Any, x: rl.Rollout) -> torch.Tensor:
-    return rl.answer_logprobs(gpt.apply(CONFIG, params, x.ids), x.ids, *x.where)
+    return rl.completion_logprobs(gpt.apply(CONFIG, params, x.ids), x.ids, *x.where)
 
 
 @pytest.mark.nightly
@@ -69,13 +69,13 @@ def test_a_tool_s_tokens_follow_its_calls_and_are_not_among_those_that_are_learn
 
     policy = x.logprobs.clone().requires_grad_()
     rl.grpo(policy, x.logprobs, torch.ones(len(x.ids)), x.lengths).total.backward()
-    assert policy.grad is not None and torch.equal(policy.grad != 0, rl.answer_mask(x.lengths, x.width))
+    assert policy.grad is not None and torch.equal(policy.grad != 0, rl.completion_mask(x.lengths, x.width))
 
 
 def test_no_gradient_reaches_the_logits_before_a_tool_s_tokens() -> None:
     x = converse().rollout
     logits = gpt.apply(CONFIG, params(), x.ids).detach().requires_grad_()
-    rl.answer_logprobs(logits, x.ids, *x.where).sum().backward()
+    rl.completion_logprobs(logits, x.ids, *x.where).sum().backward()
     assert logits.grad is not None
     learnt = torch.zeros(x.ids.shape, dtype=torch.bool)
     for row in range(len(x.ids)):

@@ -52,7 +52,7 @@ def test_a_corrected_divergence_of_an_older_policy_has_the_gradient_of_the_new_o
     total, one, zero = torch.zeros((), dtype=torch.float64), torch.tensor([1]), torch.zeros(1, dtype=torch.float64)
     for token in range(5):
         p, q, r = (logs[token].view(1, 1) for logs in (x.log_softmax(0), old, reference))
-        how = {"beta": 1.0, "reference_BT": r, "estimator": estimator, "corrected": True}
+        how = {"beta": 1.0, "ref_logprobs_BT": r, "estimator": estimator, "use_bias_correction_kl": True}
         total = total + q.exp().squeeze() * rl.grpo(p, q, zero, one, **how).mean()  # pyright: ignore[reportArgumentType]
     (grad,) = torch.autograd.grad(total, x)
     value, wanted = exact(reverse=False)
@@ -70,11 +70,11 @@ def test_tokens_of_older_weights_have_the_divergence_of_the_policy_and_its_gradi
     tokens = torch.tensor([0] * 5 + [1] * 3 + [2] * 2)[:, None]  # each as often as its probability: exact means
     logits, ones = log(policy).requires_grad_(), torch.ones(10, dtype=torch.long)
     new = logits.log_softmax(0)
-    how: Any = {"reference_BT": before[tokens], "behaviour_BT": drawn[tokens]}
+    how: Any = {"ref_logprobs_BT": before[tokens], "sampling_logprobs_BT": drawn[tokens]}
     truth = divergence(new, before)
     metrics = rl.policy_metrics(new[tokens], old[tokens], ones, **how)
     torch.testing.assert_close(metrics["kl"].mean(), truth.detach())
-    how |= {"beta": 1.0, "estimator": estimator, "corrected": True}
+    how |= {"beta": 1.0, "estimator": estimator, "use_bias_correction_kl": True}
     loss = rl.grpo(new[tokens], old[tokens], torch.zeros(10).double(), ones, **how).mean()
     torch.testing.assert_close(loss, truth)
     found, wanted = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (loss, truth))
@@ -111,9 +111,9 @@ def test_beta_follows_the_divergence(divergence: float, wanted: float) -> None:
 
 
 def test_beta_follows_only_numbers() -> None:
-    with pytest.raises(ValueError, match="beta is 0; it must be above 0 and finite"):
+    with pytest.raises(ValueError, match="beta must be above 0 and finite, got 0"):
         rl.follow_divergence(0, 0.1, 0.1)
-    with pytest.raises(ValueError, match=r"target is -0.1; it must be above 0 and finite"):
+    with pytest.raises(ValueError, match=r"target must be above 0 and finite, got -0.1"):
         rl.follow_divergence(0.1, 0.1, -0.1)
     with pytest.raises(ValueError, match=r"divergence is nan, of a target of 0.1; .* look at the parameters"):
         rl.follow_divergence(0.1, torch.nan, 0.1)

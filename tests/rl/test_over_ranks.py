@@ -40,7 +40,7 @@ def logprobs(params: Any, x: dict[str, Tensor]) -> Tensor:
 
 def of_grpo(params: Any, x: dict[str, Tensor], **how: Any) -> Any:
     return rl.grpo(
-        logprobs(params, x), x["old"], x["advantages"], x["lengths"], reference_BT=x["reference"], beta=0.1, **how
+        logprobs(params, x), x["old"], x["advantages"], x["lengths"], ref_logprobs_BT=x["reference"], beta=0.1, **how
     )
 
 
@@ -58,15 +58,35 @@ def of_answers(params: Any, x: dict[str, Tensor]) -> Any:
 
 
 def of_pairs(params: Any, x: dict[str, Tensor]) -> Any:
-    sums = (logprobs(params, x) * rl.answer_mask(x["lengths"], WIDTH)).sum(1)
+    sums = (logprobs(params, x) * rl.completion_mask(x["lengths"], WIDTH)).sum(1)
     return rl.dpo(sums, x["old"].sum(1), x["reference"].sum(1), x["rewards"].sum(1))
 
 
+def of_transport(params: Any, x: dict[str, Tensor], axis: Any = None) -> Any:
+    sums = (logprobs(params, x) * rl.completion_mask(x["lengths"], WIDTH)).sum(1)
+    others = x["old"].sum(1), x["reference"].sum(1), x["rewards"].sum(1)
+    return rl.dpo(sums, *others, loss_type={"aot": 0.5, "aot_unpaired": 1.0, "bco_pair": 0.3}, axis=axis)
+
+
+def of_masked(params: Any, x: dict[str, Tensor], axis: Any = None) -> Any:
+    logits = (x["x"] @ params["w"]).log_softmax(-1)
+    entropies = -(logits.exp() * logits).sum(-1)
+    mask = rl.high_entropy_mask(entropies, x["lengths"], 0.4, axis=axis)
+    advantages = rl.whiten(x["rewards"], x["lengths"], axis=axis)[:, 0]
+    how = {"entropies_BT": entropies, "entropy_coef": 0.1, "loss_mask_BT": mask, "loss_type": "sapo"}
+    return rl.grpo(logprobs(params, x), x["old"], advantages, x["lengths"], **how)
+
+
+# Losses that compare rows of all ranks, so that a batch is not cut into microbatches.
+COMPARED = {"transport": of_transport, "masked": of_masked}
 LOSSES = {
     "batch": of_grpo,
-    "sequence": functools.partial(of_grpo, normalise="sequence"),
-    "constant": functools.partial(of_grpo, normalise="constant", constant=9),
-    "gspo": functools.partial(of_grpo, normalise="sequence", ratio="sequence"),
+    "luspo": functools.partial(of_grpo, loss_type="luspo", importance_sampling_level="sequence"),
+    "sapo": functools.partial(of_grpo, loss_type="sapo"),
+    "vespo": functools.partial(of_grpo, loss_type="vespo"),
+    "sequence": functools.partial(of_grpo, loss_type="grpo"),
+    "constant": functools.partial(of_grpo, loss_type="dr_grpo", max_completion_length=9),
+    "gspo": functools.partial(of_grpo, loss_type="grpo", importance_sampling_level="sequence"),
     "ppo_policy": of_ppo,
     "ppo_value": of_values,
     "rloo": of_answers,
@@ -91,6 +111,23 @@ def test_every_cut_has_the_gradient_of_the_whole_batch(world: int) -> None:
             torch.testing.assert_close(metrics["loss"].double(), value, msg=f"{name}, {parts}")
             found = params["w"] - sf.unshard(state.params)["w"]
             torch.testing.assert_close(found, wanted["w"], rtol=1e-10, atol=1e-12, msg=f"{name}, {parts}")
+
+
+@pytest.mark.nightly
+@distributed(world=[1, 2, 4])
+def test_losses_that_compare_the_rows_of_all_ranks_have_the_gradient_of_one_device(world: int) -> None:
+    mesh, whole = sf.make_mesh({"dp": world}), rollouts()
+    draw = torch.Generator().manual_seed(1)
+    params = {"w": torch.randn(5, VOCAB, dtype=torch.float64, generator=draw) / 2}
+    for name, loss in COMPARED.items():
+        value, wanted = sf.value_and_grad(lambda p, x, f=loss: f(p, x).mean())(params, whole)
+        axis = "dp" if world > 1 else None
+        step = sf.sharded_step(functools.partial(loss, axis=axis), sf.optim.sgd(1.0), mesh=mesh, zero=3 if axis else 0)
+        own = {key: x[step.rows(ROWS)] for key, x in whole.items()}
+        state, metrics = step(step.init(params), own)
+        torch.testing.assert_close(metrics["loss"].double(), value, msg=name)
+        found = params["w"] - sf.unshard(state.params)["w"]
+        torch.testing.assert_close(found, wanted["w"], rtol=1e-10, atol=1e-12, msg=name)
 
 
 def test_a_mixture_with_pretraining_is_a_step_of_two_losses() -> None:

@@ -24,7 +24,9 @@ def test_the_last_token_gets_the_score() -> None:
     zero = torch.zeros(4, 3)
     rewards = rl.kl_rewards(zero, zero, torch.tensor([1.0, 9.0, torch.nan, 2.0]), torch.tensor([3, 1, 2, 0]))
     assert rewards.tolist() == [[0, 0, 1], [5, 0, 0], [0, 0, 0], [0, 0, 0]]
-    free = rl.kl_rewards(zero, zero, torch.tensor([1.0, 9.0, -9.0, 2.0]), torch.tensor([3, 1, 2, 0]), clip=None)
+    free = rl.kl_rewards(
+        zero, zero, torch.tensor([1.0, 9.0, -9.0, 2.0]), torch.tensor([3, 1, 2, 0]), clip_reward_value=None
+    )
     assert free.tolist() == [[0, 0, 1], [9, 0, 0], [0, -9, 0], [0, 0, 0]]
 
 

@@ -19,6 +19,7 @@ from tests.mistakes import Mistake, cases, check, check_on_all_ranks
 
 CONFIG = gpt.Config(vocab_size=16, num_layers=1, d_model=32, num_heads=4, max_len=12, batch_invariant=True, dropout=0.2)
 SAMPLING = Sampling(max_tokens=4, n=2)
+PAIR = [torch.ones(1)] * 4
 ONE, TWO = torch.ones(1, 2), torch.tensor([2])
 
 
@@ -40,7 +41,7 @@ def sample(prompt: Any = (3, 4), sampling: Sampling = SAMPLING, **how: Any) -> r
 def logprobs(rollout: rl.Rollout, *, params: Any = None, key: Any = None) -> torch.Tensor:
     params = gpt.init(CONFIG, sf.key(0)) if params is None else params
     logits = gpt.apply(CONFIG, params, rollout.ids, key=key, index_B=torch.arange(len(rollout.ids)))
-    return rl.answer_logprobs(logits, rollout.ids, rollout.prompts, rollout.lengths, rollout.width)
+    return rl.completion_logprobs(logits, rollout.ids, rollout.prompts, rollout.lengths, rollout.width)
 
 
 def _completions(completions: Any, **rest: Any) -> Any:
@@ -117,64 +118,72 @@ MISTAKES = [
     Mistake("a group is cut", lambda: rl.group_advantages(torch.zeros(5), 2),
             ValueError, "5 rewards and groups of 2", "Pass whole groups"),
     Mistake("the constant of a mean is left out",
-            lambda: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, normalise="constant"),
-            ValueError, "constant is None and normalise is 'constant'", "as in constant=256"),
+            lambda: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, loss_type="dr_grpo"),
+            ValueError, "must have max_completion_length, for example 256", "got max_completion_length=None"),
     Mistake("an answer of a pair is empty", lambda: rl.orpo(-torch.ones(2), torch.tensor([-1.0, -0.0])),
             ValueError, "orpo: rejected_B[1] is -0.0; odds need mean log probabilities below 0",
             "leave out pairs in which an answer is empty"),
-    Mistake("pairs have no weight", lambda: rl.hinge(*[torch.ones(1)] * 4, beta=0.0),
-            ValueError, "hinge: beta is 0.0", "it must be above 0 and finite"),
-    Mistake("half of the labels are wrong", lambda: rl.robust_dpo(*[torch.ones(1)] * 4, smoothing=0.5),
-            ValueError, "robust_dpo: smoothing is 0.5", "it must be at least 0 and below 0.5"),
-    Mistake("the part of wrong pairs is a percentage", lambda: rl.dpo(*[torch.ones(1)] * 4, smoothing=10),
-            ValueError, "dpo: smoothing is 10", "it must be from 0 to 1"),
-    Mistake("a discount grows", lambda: rl.gae(-ONE, -ONE, TWO, discount=1.05),
-            ValueError, "gae: discount is 1.05", "it must be from 0 to 1"),
-    Mistake("scores are clipped to nothing", lambda: rl.kl_rewards(-ONE, -ONE, torch.ones(1), TWO, clip=0.0),
-            ValueError, "kl_rewards: clip is 0.0", "it must be above 0 and finite"),
+    Mistake("pairs have no weight", lambda: rl.dpo(*[torch.ones(1)] * 4, loss_type="hinge", beta=0.0),
+            ValueError, "dpo: beta must be above 0 and finite", "got 0.0"),
+    Mistake("half of the labels are wrong", lambda: rl.dpo(*PAIR, loss_type="robust", label_smoothing=0.5),
+            ValueError, "label_smoothing of 'robust' must be at least 0 and below 0.5", "got 0.5"),
+    Mistake("the part of wrong pairs is a percentage", lambda: rl.dpo(*[torch.ones(1)] * 4, label_smoothing=10),
+            ValueError, "dpo: label_smoothing must be from 0 to 1", "got 10"),
+    Mistake("a discount grows", lambda: rl.gae(-ONE, -ONE, TWO, gamma=1.05),
+            ValueError, "gae: gamma must be from 0 to 1", "got 1.05"),
+    Mistake("scores are clipped to nothing",
+            lambda: rl.kl_rewards(-ONE, -ONE, torch.ones(1), TWO, clip_reward_value=0.0),
+            ValueError, "kl_rewards: clip_reward_value must be above 0 and finite", "got 0.0"),
     Mistake("there is no reference for a divergence", lambda: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, beta=0.1),
-            ValueError, "beta is 0.1 without a reference", "Pass both or neither"),
-    Mistake("a ratio is clipped above its end", lambda: rl.rloo(-ONE, -ONE, torch.ones(1), TWO, clip=(0.2, -0.28)),
-            ValueError, "rloo: clip is (0.2, -0.28)", "above positive and finite: clip=0.2, or clip=(0.2, 0.28)"),
-    Mistake("the largest ratio is within the clip", lambda: rl.ppo_policy(-ONE, -ONE, ONE, TWO, most=1.1),
-            ValueError, "ppo_policy: most is 1.1 and clip 0.2", "it must be finite and at least 1.2"),
+            ValueError, "beta and ref_logprobs_BT must be passed together", "got beta=0.1 without ref_logprobs_BT"),
+    Mistake("a ratio is clipped above its end", lambda: rl.rloo(-ONE, -ONE, torch.ones(1), TWO, epsilon_high=-0.28),
+            ValueError, "rloo: epsilon must be above 0 and at most 1, and epsilon_high pos", "got epsilon=0.2 and"),
+    Mistake("the largest ratio is within the clip", lambda: rl.ppo_policy(-ONE, -ONE, ONE, TWO, delta=1.1),
+            ValueError, "ppo_policy: delta must be finite and at least 1.2", "got 1.1"),
     Mistake("the largest ratio is that of the clip already",
-            lambda: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, objective="weight", clip=(1.0, 4.0), most=6.0),
-            ValueError, 'most is 6.0 with objective="weight"', "leave it out"),
+            lambda: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, loss_type="cispo", epsilon=1.0, delta=6.0),
+            ValueError, 'delta is 6.0 with loss_type="cispo"', "Remove"),
     Mistake("a weight would become negative", lambda: rl.follow_divergence(0.1, 0.1, 0.1, rate=6.0),
             ValueError, "rate is 6.0 and most 0.2", "their product must be below 1"),
 ]  # fmt: skip
 
 # Each number by its function and argument: a call with it, and whether it may be 0, and more than 1.
-PAIR = [torch.ones(1)] * 4
+CLIP_MAX = "importance_sampling_clip_max"
 KTO = torch.ones(1), torch.ones(1), torch.tensor([True]), torch.tensor(0.0)
 RANGES: dict[tuple[str, str], tuple[Callable[[Any], Any], bool, bool]] = {
-    ("ppo_policy", "clip"): (lambda x: rl.ppo_policy(-ONE, -ONE, ONE, TWO, clip=x), False, False),
-    ("ppo_policy", "truncate"): (
-        lambda x: rl.ppo_policy(-ONE, -ONE, ONE, TWO, behaviour_BT=-ONE, truncate=x), False, True),
-    ("ppo_value", "clip"): (lambda x: rl.ppo_value(ONE, ONE, ONE, TWO, clip=x), False, True),
-    ("grpo", "clip"): (lambda x: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, clip=x), False, False),
-    ("grpo", "truncate"): (
-        lambda x: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, behaviour_BT=-ONE, truncate=x), False, True),
+    ("ppo_policy", "epsilon"): (lambda x: rl.ppo_policy(-ONE, -ONE, ONE, TWO, epsilon=x), False, False),
+    ("ppo_policy", CLIP_MAX): (
+        lambda x: rl.ppo_policy(-ONE, -ONE, ONE, TWO, sampling_logprobs_BT=-ONE, **{CLIP_MAX: x}), False, True),
+    ("ppo_value", "cliprange"): (lambda x: rl.ppo_value(ONE, ONE, ONE, TWO, cliprange=x), False, True),
+    ("grpo", "epsilon"): (lambda x: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, epsilon=x), False, False),
+    ("grpo", CLIP_MAX): (
+        lambda x: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, sampling_logprobs_BT=-ONE, **{CLIP_MAX: x}), False, True),
     ("grpo", "beta"): (
-        lambda x: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, reference_BT=-ONE if x else None, beta=x), True, True),
-    ("rloo", "clip"): (lambda x: rl.rloo(-ONE, -ONE, torch.ones(1), TWO, clip=x), False, False),
-    ("policy_metrics", "clip"): (lambda x: rl.policy_metrics(-ONE, -ONE, TWO, clip=x), False, False),
-    ("policy_metrics", "truncate"): (
-        lambda x: rl.policy_metrics(-ONE, -ONE, TWO, behaviour_BT=-ONE, truncate=x), False, True),
+        lambda x: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, ref_logprobs_BT=-ONE if x else None, beta=x), True, True),
+    ("rloo", "epsilon"): (lambda x: rl.rloo(-ONE, -ONE, torch.ones(1), TWO, epsilon=x), False, False),
+    ("policy_metrics", "epsilon"): (lambda x: rl.policy_metrics(-ONE, -ONE, TWO, epsilon=x), False, False),
+    ("policy_metrics", CLIP_MAX): (
+        lambda x: rl.policy_metrics(-ONE, -ONE, TWO, sampling_logprobs_BT=-ONE, **{CLIP_MAX: x}), False, True),
     ("group_advantages", "eps"): (lambda x: rl.group_advantages(torch.ones(2), 2, eps=x), False, True),
-    ("gae", "discount"): (lambda x: rl.gae(ONE, ONE, TWO, discount=x), True, False),
-    ("gae", "decay"): (lambda x: rl.gae(ONE, ONE, TWO, decay=x), True, False),
-    ("kl_rewards", "beta"): (lambda x: rl.kl_rewards(-ONE, -ONE, torch.ones(1), TWO, beta=x), True, True),
-    ("kl_rewards", "clip"): (lambda x: rl.kl_rewards(-ONE, -ONE, torch.ones(1), TWO, clip=x), False, True),
+    ("gae", "gamma"): (lambda x: rl.gae(ONE, ONE, TWO, gamma=x), True, False),
+    ("gae", "lam"): (lambda x: rl.gae(ONE, ONE, TWO, lam=x), True, False),
+    ("kl_rewards", "kl_coef"): (lambda x: rl.kl_rewards(-ONE, -ONE, torch.ones(1), TWO, kl_coef=x), True, True),
+    ("kl_rewards", "clip_reward_value"): (
+        lambda x: rl.kl_rewards(-ONE, -ONE, torch.ones(1), TWO, clip_reward_value=x), False, True),
     ("dpo", "beta"): (lambda x: rl.dpo(*PAIR, beta=x), False, True),
-    ("dpo", "smoothing"): (lambda x: rl.dpo(*PAIR, smoothing=x), True, False),
-    ("robust_dpo", "beta"): (lambda x: rl.robust_dpo(*PAIR, smoothing=0.1, beta=x), False, True),
-    ("ipo", "beta"): (lambda x: rl.ipo(*PAIR, *[torch.tensor([2])] * 2, beta=x), False, True),
-    ("hinge", "beta"): (lambda x: rl.hinge(*PAIR, beta=x), False, True),
+    ("dpo", "label_smoothing"): (lambda x: rl.dpo(*PAIR, label_smoothing=x), True, False),
+    ("cpo", "beta"): (lambda x: rl.cpo(*PAIR[:2], beta=x), False, True),
+    ("cpo", "simpo_gamma"): (lambda x: rl.cpo(*PAIR[:2], loss_type="simpo", simpo_gamma=x), True, True),
+    ("bradley_terry", "center_rewards_coefficient"): (
+        lambda x: rl.bradley_terry(*PAIR[:2], center_rewards_coefficient=x), True, True),
+    ("off_policy_mask", "threshold"): (
+        lambda x: rl.off_policy_mask(-ONE, -ONE, torch.ones(1), TWO, threshold=x), False, True),
+    ("high_entropy_mask", "quantile"): (lambda x: rl.high_entropy_mask(ONE, TWO, x), False, False),
+    ("whiten", "eps"): (lambda x: rl.whiten(ONE, TWO, eps=x), False, True),
+    ("decoupled_advantages", "eps"): (lambda x: rl.decoupled_advantages(torch.ones(2, 1), 2, eps=x), False, True),
     ("kto", "beta"): (lambda x: rl.kto(*KTO, beta=x), False, True),
-    ("kto", "weights[0]"): (lambda x: rl.kto(*KTO, weights=(x, 1.0)), True, True),
-    ("kto", "weights[1]"): (lambda x: rl.kto(*KTO, weights=(1.0, x)), True, True),
+    ("kto", "desirable_weight"): (lambda x: rl.kto(*KTO, desirable_weight=x), True, True),
+    ("kto", "undesirable_weight"): (lambda x: rl.kto(*KTO, undesirable_weight=x), True, True),
     ("orpo", "beta"): (lambda x: rl.orpo(-ONE[0], -ONE[0], beta=x), False, True),
     ("follow_divergence", "beta"): (lambda x: rl.follow_divergence(x, 0.1, 0.1), False, True),
     ("follow_divergence", "target"): (lambda x: rl.follow_divergence(0.1, 0.1, x), False, True),
@@ -183,7 +192,7 @@ RANGES: dict[tuple[str, str], tuple[Callable[[Any], Any], bool, bool]] = {
     ("check_first_ratios", "tolerance"): (
         lambda x: rl.check_first_ratios(torch.zeros(1, 2), rl.empty_rollout(1, 8, 2), tolerance=x), True, True),
     ("check_versions", "behind"): (lambda x: rl.check_versions(rl.empty_rollout(1, 8, 2), 3, behind=x), True, True),
-    ("tempered", "temperature"): (lambda x: rl.tempered(decoder(CONFIG), x), False, True),
+    ("with_temperature", "temperature"): (lambda x: rl.with_temperature(decoder(CONFIG), x), False, True),
 }  # fmt: skip
 
 
@@ -193,11 +202,13 @@ def test_numbers_out_of_range_are_refused(function: str, argument: str) -> None:
     for right in (1.0, *([0.0] if zero else []), *([5.0] if more else [])):
         call(right)
     for wrong in (-0.2, math.nan, *([] if zero else [0.0]), *([] if more else [1.5])):
-        with pytest.raises(ValueError, match=re.escape(f"{function}: {argument} is {wrong}")) as caught:
+        with pytest.raises(
+            ValueError, match=rf"{function}: {argument} must be .*got .*{re.escape(str(wrong))}"
+        ) as caught:
             call(wrong)
         assert "must be" in str(caught.value)
-    if argument != "truncate":  # which then has no bound
-        with pytest.raises(ValueError, match=re.escape(f"{function}: {argument} is inf")):
+    if argument != CLIP_MAX:  # which then has no bound
+        with pytest.raises(ValueError, match=rf"{function}: {argument} must be .*got .*inf"):
             call(math.inf)
 
 
@@ -235,9 +246,9 @@ def test_bad_rewards_are_counted_and_make_no_nan() -> None:
         advantages = rl.group_advantages(found.rewards, 4, baseline=baseline)
         assert advantages[:8].tolist() == [0.0] * 8 and advantages[8:].isfinite().all() and advantages[11] > 0
     advantages = rl.group_advantages(found.rewards, 4)
-    for normalise in ("batch", "sequence"):
+    for loss_type in ("dapo", "grpo"):
         policy = found.logprobs.clone().requires_grad_()
-        loss = rl.grpo(policy, found.logprobs, advantages, found.lengths, normalise=normalise)
+        loss = rl.grpo(policy, found.logprobs, advantages, found.lengths, loss_type=loss_type)
         loss.mean().backward()
         grad = policy.grad
         assert loss.mean().isfinite() and grad is not None and grad.isfinite().all()
@@ -273,8 +284,8 @@ def test_a_captured_step_has_advantages_of_missing_rewards_without_a_warning() -
 def test_a_reward_of_a_model_that_is_not_finite_is_missing(bad: float) -> None:
     rewards = torch.tensor([bad, 1.0, 2.0, 3.0, bad, bad, 5.0, bad])
     for baseline in ("mean", "others"):
-        found = rl.group_advantages(rewards, 4, baseline=baseline, deviation=False)
-        one = rl.group_advantages(rewards[1:4], 3, baseline=baseline, deviation=False)
+        found = rl.group_advantages(rewards, 4, baseline=baseline, scale_rewards="none")
+        one = rl.group_advantages(rewards[1:4], 3, baseline=baseline, scale_rewards="none")
         assert found.tolist() == [0.0, *one.tolist(), 0.0, 0.0, 0.0, 0.0]
     metrics = rl.rollout_metrics(rl.empty_rollout(8, 4, 2)._replace(rewards=rewards))
     assert float(metrics["missing"].mean()) == 4 / 8 and float(metrics["reward"].mean()) == 11 / 4

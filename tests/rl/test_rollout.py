@@ -49,7 +49,7 @@ def test_metrics_are_means_over_all_ranks(world: int) -> None:
     mesh, rollout = sf.make_mesh({"dp": world}), whole()
 
     def loss(params: dict[str, torch.Tensor], batch: rl.Rollout) -> object:
-        mask = rl.answer_mask(batch.lengths, batch.width)
+        mask = rl.completion_mask(batch.lengths, batch.width)
         return rl.token_mean(params["w"] * mask, batch.lengths), rl.rollout_metrics(batch)
 
     step = sf.sharded_step(loss, sf.optim.sgd(1.0), mesh=mesh, has_aux=True)

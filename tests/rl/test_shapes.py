@@ -19,17 +19,20 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "advantages of tokens": (lambda: rl.grpo(BT, BT, BT, LENGTHS), r"grpo: .*\n.*advantages_B has shape \(3, 3\)"),
     "advantages of tokens of whole answers": (lambda: rl.rloo(BT, BT, BT, LENGTHS), "advantages_B has shape"),
-    "old values of rows": (lambda: rl.ppo_value(BT, B, BT, LENGTHS), r"old_BT has shape \(3,\)"),
-    "old log probabilities of a column": (lambda: rl.grpo(BT, BT[:, :1], B, LENGTHS), r"old_BT has shape \(3, 1\)"),
+    "old values of rows": (lambda: rl.ppo_value(BT, B, BT, LENGTHS), r"old_values_BT has shape \(3,\)"),
+    "old log probabilities of a column": (
+        lambda: rl.grpo(BT, BT[:, :1], B, LENGTHS),
+        r"old_logprobs_BT has shape \(3, 1\)",
+    ),
     "a preference of tokens": (
         lambda: rl.dpo(BT, BT, BT, BT),
         r"dpo: .*\n.*chosen_B has shape \(3, 3\); it must be \[B\]\n",
     ),
     "a column of references": (
-        lambda: rl.ipo(B, B, B[:, None], B, LENGTHS, LENGTHS),
-        r"chosen_reference_B has shape \(3, 1\)",
+        lambda: rl.dpo(B, B, B[:, None], B, chosen_lengths_B=LENGTHS, rejected_lengths_B=LENGTHS, loss_type="ipo"),
+        r"ref_chosen_B has shape \(3, 1\)",
     ),
-    "wanted answers of a column": (lambda: rl.kto(B, B, B[:, None] > 0, B[0]), "wanted_B has shape"),
+    "wanted answers of a column": (lambda: rl.kto(B, B, B[:, None] > 0, B[0]), "desirable_B has shape"),
     "odds of tokens": (lambda: rl.orpo(BT - 1, BT - 1), "chosen_B has shape"),
     "rewards by group": (lambda: rl.group_advantages(BT, 3), r"rewards_B has shape \(3, 3\); it must be \[B\]"),
     "values of rows": (lambda: rl.gae(BT, B, LENGTHS), "values_BT has shape"),
@@ -50,7 +53,7 @@ TOO_LONG: dict[str, Callable[[torch.Tensor], Any]] = {
     "token_mean": lambda lengths: rl.token_mean(BT, lengths),
     "ppo_policy": lambda lengths: rl.ppo_policy(BT, BT, BT, lengths),
     "ppo_value": lambda lengths: rl.ppo_value(BT, BT, BT, lengths),
-    "grpo": lambda lengths: rl.grpo(BT, BT, B, lengths, normalise="sequence"),
+    "grpo": lambda lengths: rl.grpo(BT, BT, B, lengths, loss_type="grpo"),
     "rloo": lambda lengths: rl.rloo(BT, BT, B, lengths),
     "policy_metrics": lambda lengths: rl.policy_metrics(BT, BT, lengths)["ratio"],
     "gae": lambda lengths: rl.gae(BT, BT, lengths)[0],
@@ -85,14 +88,14 @@ def test_a_captured_step_refuses_a_length_beyond_the_tokens(name: str) -> None:
 def logprobs(prompts: list[int], lengths: list[int], width: int) -> torch.Tensor:
     logits = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(0))
     ids = torch.arange(16).view(2, 8) % 5
-    return rl.answer_logprobs(logits, ids, torch.tensor(prompts), torch.tensor(lengths), width)
+    return rl.completion_logprobs(logits, ids, torch.tensor(prompts), torch.tensor(lengths), width)
 
 
 @pytest.mark.parametrize(
     ("prompts", "lengths", "width"), [([5, 5], [4, 3], 4), ([0, 5], [4, 3], 4), ([1, 1], [4, 3], 3)], ids=str
 )
 def test_an_answer_outside_of_its_row_is_refused(prompts: list[int], lengths: list[int], width: int) -> None:
-    with pytest.raises(ValueError, match=r"answer_logprobs: an answer does not lie in its row.*together at most 8"):
+    with pytest.raises(ValueError, match=r"completion_logprobs: an answer does not lie in its row.*together at most 8"):
         logprobs(prompts, lengths, width)
 
 
@@ -105,7 +108,7 @@ def test_a_captured_step_refuses_an_answer_outside_of_its_row() -> None:
     def loss(w: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         logits = w * torch.ones(2, 8, 5)
         ids = torch.zeros(2, 8, dtype=torch.int64)
-        return rl.answer_logprobs(logits, ids, batch["prompts"], batch["lengths"], 4).mean()
+        return rl.completion_logprobs(logits, ids, batch["prompts"], batch["lengths"], 4).mean()
 
     step = sf.sharded_step(sf.jit(loss), sf.optim.sgd(0.1), donate=False)
     state, one = step.init(torch.tensor(1.0)), torch.tensor([1, 1])

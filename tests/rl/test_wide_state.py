@@ -31,7 +31,7 @@ def narrow(params: Any) -> Any:
 
 def loss(params: Any, batch: Any) -> Any:
     x = batch["rollout"]
-    logprobs = rl.answer_logprobs(gpt.apply(CONFIG, params, x.ids), x.ids, *x.where)
+    logprobs = rl.completion_logprobs(gpt.apply(CONFIG, params, x.ids), x.ids, *x.where)
     metrics = rl.policy_metrics(logprobs, x.logprobs, x.lengths) | rl.mismatch_metrics(logprobs, x.logprobs, x.lengths)
     return rl.grpo(logprobs, x.logprobs, batch["advantages"], x.lengths), metrics
 
@@ -67,7 +67,7 @@ def wide_loss(params: Any, batch: Any, *, axis: str | None = None) -> Any:
     x = batch["rollout"]
     logits = gpt.apply(CONFIG, params, x.ids, axis=axis)
     logits = sf.all_gather_invariant(logits, axis, dim=-1, size=CONFIG.vocab_size)
-    logprobs = rl.answer_logprobs(logits, x.ids, *x.where)
+    logprobs = rl.completion_logprobs(logits, x.ids, *x.where)
     metrics = rl.policy_metrics(logprobs, x.logprobs, x.lengths) | rl.mismatch_metrics(logprobs, x.logprobs, x.lengths)
     return rl.grpo(logprobs, x.logprobs, batch["advantages"], x.lengths), metrics
 
@@ -156,8 +156,8 @@ def test_mixtures_of_float64_and_float32_are_refused() -> None:
     some = wide_params() | {"embed": wide_params()["embed"].float()}
     with pytest.raises(TypeError, match=r"(?s)float64 if all leaves are.*\['blocks'\]\[1\]\['wq'\] is torch.float64"):
         wide_engine(some, mesh)
-    with pytest.raises(TypeError, match=r"pack: codes='int8' of leaves in float64. Convert them"):
+    with pytest.raises(TypeError, match=r"pack: quantization='int8' of leaves in float64. Convert them"):
         limits = limits_of(made, cache_dtype="float64", **sizes)
-        Engine(decoder(CONFIG, codes="int8"), wide_params(), mesh=mesh, limits=limits)
+        Engine(decoder(CONFIG, quantization="int8"), wide_params(), mesh=mesh, limits=limits)
     with pytest.raises(TypeError, match=r"float32, or float64 where all is float64. .*Policy\(compute=torch.float32\)"):
         gpt.apply(CONFIG, some, torch.zeros(1, 3, dtype=torch.int64))

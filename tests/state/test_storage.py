@@ -131,7 +131,7 @@ def test_layers_and_slices_are_stacked_again(kind: MemoryKind, pool: Pool) -> No
 
 @pytest.mark.parametrize("kind", ["device", "host"])
 def test_a_block_in_codes_is_its_codes(kind: MemoryKind) -> None:
-    at = Placement(memory_kind=kind, code="int8")
+    at = Placement(memory_kind=kind, quantization="int8")
     x = torch.randn(4, 40)
     value = store(x, at, None)
     assert (value.shape, value.dtype) == (x.shape, x.dtype) and value.nbytes == 4 * 2 * 34

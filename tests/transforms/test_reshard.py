@@ -356,8 +356,8 @@ def _on_tape() -> Placement:
     [
         (P(None, None, "dp"), r"P\(None, None, 'dp'\) has 3 entries, but the leaf has 2 dims"),
         pytest.param(P("dq"), r"axes \['dq'\] are not in the mesh, which has \('dp',\)", marks=pytest.mark.nightly),
-        pytest.param(Placement(P("dp"), code=(8, 256)), r"holds elements, no codes", marks=pytest.mark.nightly),
-        (Placement(P(), code=(8, 0)), r"code=\(8, 0\); a code is"),
+        pytest.param(Placement(P("dp"), quantization=(8, 256)), r"holds elements, no codes", marks=pytest.mark.nightly),
+        (Placement(P(), quantization=(8, 0)), r"quantization must be"),
         pytest.param(Placement(P(), unreduced=("dp",)), r"no sum that is still to be taken", marks=pytest.mark.nightly),
         pytest.param(_on_tape(), r"memory_kind='tape'; the memories are", marks=pytest.mark.nightly),
         (sf.Sharding(P(), "disk"), r"on which disk\? Pass pool="),

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from shardfn._torch import in_other_words, maybe_get_level
-from shardfn.collectives import GlobalTensor, axis_size, following, local, psum
+from shardfn.collectives import GlobalTensor, axis_size, local, psum, track_axis_types
 from shardfn.core import PyTree, tree_leaves, tree_map, tree_structure, tree_unflatten
 from shardfn.engine.loss import (
     Loss,
@@ -189,7 +189,7 @@ def global_mean(loss: Loss, axes: tuple[str, ...], *, has_aux: bool, has_state: 
 def pure_apply(plan: Plan, params: PyTree, f: Callable[[PyTree], Any]) -> Any:
     """`f(params)` with params as a function sees them, and its values followed. The mesh must be bound."""
     wholes = enter_purely(plan.with_whole_stacks(), [x.local for x in tree_leaves(params)], plan.following_function)
-    with following(plan.following_function):
+    with track_axis_types(plan.following_function):
         return f(tree_unflatten(plan.treedef, wholes))
 
 

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from shardfn._torch import disable_current_modes
 from shardfn.capture import fakes
-from shardfn.collectives import AnyControl, AxisTypeError, Following, GlobalTensor, current_mesh, following, psum, pvary
+from shardfn.collectives import (
+    AnyControl,
+    AxisTypeError,
+    AxisTypeMode,
+    GlobalTensor,
+    current_mesh,
+    psum,
+    pvary,
+    track_axis_types,
+)
 from shardfn.core import (
     DonatedError,
     Mesh,
@@ -238,7 +247,7 @@ class Interface:
         """Returns whether a result is cut, or promised to be the same on all ranks."""
         return any(x is not None for x in tree_leaves(self.out_specs, is_leaf=is_entry))
 
-    def typed(self, out: PyTree, mode: Following, arguments: Sequence[Argument] = ()) -> PyTree:
+    def typed(self, out: PyTree, mode: AxisTypeMode, arguments: Sequence[Argument] = ()) -> PyTree:
         """Returns the result, whose sharded leaves vary along the axes of their specs.
 
         Raises:
@@ -264,7 +273,7 @@ class Interface:
             for a, x in zip(arguments, tree_leaves(args), strict=True):
                 if a.spec is not None:
                     mode.declare(x.local if isinstance(x, GlobalTensor) else x, a.spec.axes)
-            with following(mode):
+            with track_axis_types(mode):
                 return self.typed(f(params, *args), mode, arguments)
 
         return run
@@ -327,7 +336,7 @@ def block_of(x: GlobalTensor, spec: P, path: str, name: str) -> Tensor:
     return x.local
 
 
-def _check_varying(results: Iterable[tuple[str, Any, P | None]], mode: Following) -> None:
+def _check_varying(results: Iterable[tuple[str, Any, P | None]], mode: AxisTypeMode) -> None:
     """Refuses results that vary along axes that their specs leave out.
 
     Args:

@@ -22,7 +22,7 @@ from shardfn.engine.loss import NoGradientError, ResultSlot, copied_loop, slot_o
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import Metrics
 from shardfn.graph import Leaf
-from shardfn.memory import Coded, TracedStored
+from shardfn.memory import QuantizedBlocks, TracedStored
 from shardfn.nn import looping
 from shardfn.state import Likeness, as_graph_value, codes_of, entered, graph_inputs, returned
 
@@ -196,8 +196,8 @@ def _note_inputs(gm: GraphModule, inputs: Sequence[Input]) -> None:
 
 def _slot_of(x: Any) -> Any:
     """Returns the place of a leaf of the results. A leaf without a tensor is its own place."""
-    if isinstance(x, TracedStored | Coded):
-        kept = Placement(memory_kind=x.kind, dtype=x.dtype, code=x.code)
+    if isinstance(x, TracedStored | QuantizedBlocks):
+        kept = Placement(memory_kind=x.kind, dtype=x.dtype, quantization=x.quantization)
         return _BlockSlot(Likeness(x.shape, kept))
     return slot_of(x)
 

@@ -275,7 +275,9 @@ def update_program(
 
     state_inputs = _state_inputs(plan, *held[:2], (), donated=True)
     named = zip(plan.trained, grads, strict=True)
-    given = [Input(f"the gradient of {path}", "other", x, x.spec.axes, donated=x.code is None) for path, x in named]
+    given = [
+        Input(f"the gradient of {path}", "other", x, x.spec.axes, donated=x.quantization is None) for path, x in named
+    ]
     kept_inputs = _list_other_inputs(model_state, donated=False)
     results = [*_name_renewed(state_inputs), *_name_renewed(kept_inputs)]
     return Program(plan, [*state_inputs, *given, *kept_inputs], run, lambda found: results)
@@ -285,17 +287,17 @@ def _state_inputs(plan: Plan, params: PyTree, opt_state: PyTree, model_state: Py
     """Returns the inputs of a program for the leaves of a state. Blocks in codes are never written to."""
     pairs = zip(plan.leaves, tree_leaves(params), strict=True)
     out = [
-        Input(leaf.path, "params", x, x.spec.axes, leaf.trainable, donated=donated and x.code is None)
+        Input(leaf.path, "params", x, x.spec.axes, leaf.trainable, donated=donated and x.quantization is None)
         for leaf, x in pairs
     ]
     named = zip(tree_paths(opt_state, "opt_state"), tree_leaves(opt_state), strict=True)
-    out += [Input(path, "optimizer", x, x.spec.axes, donated=donated and x.code is None) for path, x in named]
+    out += [Input(path, "optimizer", x, x.spec.axes, donated=donated and x.quantization is None) for path, x in named]
     return [*out, *_list_other_inputs(model_state, donated=donated)]
 
 
 def _list_other_inputs(model_state: PyTree, *, donated: bool) -> list[Input]:
     named = zip(tree_paths(model_state, "model_state"), tree_leaves(model_state), strict=True)
-    return [Input(path, "other", x, x.spec.axes, donated=donated and x.code is None) for path, x in named]
+    return [Input(path, "other", x, x.spec.axes, donated=donated and x.quantization is None) for path, x in named]
 
 
 def _loss_inputs(plan: Plan, args: tuple[Any, ...], scale: Tensor | None) -> list[Input]:

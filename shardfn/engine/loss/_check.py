@@ -133,10 +133,10 @@ def check_travel(leaves: Sequence[Any], zero: Zero, mesh: Mesh) -> None:
     large = f"more than persist_elements={zero.persist_elements} elements"
     kept = f"is sharded along {zero.axis!r}: none has {large} and can be cut"
     used = {
-        "gather": (any(leaf.ways.use.code for leaf in leaves), f"no leaf of floats {kept}"),
+        "gather": (any(leaf.ways.use.quantization for leaf in leaves), f"no leaf of floats {kept}"),
         "secondary_axis": (any(leaf.manner.far for leaf in leaves), f"no leaf {kept} along both these axes and others"),
         "reduce": (
-            any(leaf.trainable and leaf.ways.reduce.code for leaf in leaves),
+            any(leaf.trainable and leaf.ways.reduce.quantization for leaf in leaves),
             f"no trainable leaf of {large} has its gradient cut along {zero.axis!r}",
         ),
     }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardfn.capture import mark
-from shardfn.collectives import AxisTypeError, following_now
+from shardfn.collectives import AxisTypeError, current_axis_types
 from shardfn.core import PyTree
 
 from ._noted import noting_leaves
@@ -181,7 +181,7 @@ def varying_along(name: str, x: Tensor, axes: tuple[str, ...] = (), otherwise: s
     Raises:
         AxisTypeError: the value varies along other axes, so that ranks with the same rows return different values.
     """
-    mode = following_now(begin=False)
+    mode = current_axis_types(begin=False)
     if mode is None:
         return x
     rest = [a for a in mode.axes_of(x) if a not in (*mode.batch, *axes)]

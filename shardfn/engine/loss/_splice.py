@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from shardfn._torch import dispatch_modes
 from shardfn.capture import Copy, Recorder, Written, capturing, recorder
-from shardfn.collectives import at_line, not_following, noted_axes, same_axes, transforming
+from shardfn.collectives import no_axis_types, noted_axes, same_axes, set_call_site, transforming
 from shardfn.core import Ambient, PyTree, saved_tensors_hooks, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 from shardfn.graph import storage_of, tensors_in
 from shardfn.leaves import LazyLeaf, packs_leaves
@@ -170,7 +170,7 @@ class Splice:
         """Returns the body's result for a layer."""
         # So that autograd knows the leaf of a layer's gradient. The whole leaf is fetched inside.
         ends = [t.handle if type(t) is LazyLeaf else t for t in x]
-        with not_following():  # the steps already have casts
+        with no_axis_types():  # the steps already have casts
             values: Any = _SplicedLayer.apply(self, x, *carry, *ends)
         for value, like in zip(values, self._template.made, strict=True):
             same_axes(value, like)
@@ -269,7 +269,7 @@ def _take(end: Tensor, grad: Tensor, step: Written) -> bool:
     hooks: Any = end._backward_hooks
     if not hooks or id(end) not in (_ALONE.innermost() or ()):
         return False
-    with at_line(step.meta.get("where")):
+    with set_call_site(step.meta.get("where")):
         for hook in hooks.values():
             hook(grad)
     return True

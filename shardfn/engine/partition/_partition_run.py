@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node, map_arg
 
-from shardfn.collectives import at_line
+from shardfn.collectives import set_call_site
 from shardfn.graph import Ranks, sent_along
 from shardfn.leaves import opened
 from shardfn.nn import run_layers
@@ -57,7 +57,7 @@ def _run_passage(program: PartitionProgram, passage: Passage, ranks: Ranks, slot
     noted = isinstance(ranks, NotedRanks)
     for i in passage.steps:
         step = program.steps[i]
-        with at_line(step.line):
+        with set_call_site(step.line):
             if isinstance(step, Convert):
                 x = slots[step.src]
                 slots[step.dst] = ranks.convert(opened(x), step) if noted else converted(x, step, program.axis)

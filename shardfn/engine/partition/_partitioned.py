@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from shardfn._torch import in_other_words
-from shardfn.collectives import axis_index, axis_size, not_following, seen_from
+from shardfn.collectives import axis_index, axis_size, no_axis_types, seen_from
 from shardfn.core import PyTree, is_evaluating, tree_flatten, tree_unflatten
 from shardfn.engine.loss import MAX_GRAPHS, BoundedCache, Loss, Transform
 from shardfn.engine.plan import LeafView, LeafViews
@@ -118,7 +118,7 @@ class Partitioned(Transform):
             if programs is None:
                 self._programs.keep(key, own)
         ready = own[key]
-        with not_following():  # the program has its casts
+        with no_axis_types():  # the program has its casts
             return ready.result(run_program(ready.program, [*leaves, *call.tensors]))
 
     def as_text(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.collectives import axis_index, axis_size, following_now, psum, pvary, transforming
+from shardfn.collectives import axis_index, axis_size, current_axis_types, psum, pvary, transforming
 from shardfn.core import (
     Mesh,
     PyTree,
@@ -497,7 +497,7 @@ def _pass_on(x: Tensor, given: Tensor, here: bool, axis: str, tie: Tensor | None
 
     All ranks must agree on the axes along which the result varies.
     """
-    mode = following_now(begin=False)
+    mode = current_axis_types(begin=False)
     if mode is None:
         return from_one(x, here, axis, tie)
     axes = (*mode.batch, *mode.axes_of(given))

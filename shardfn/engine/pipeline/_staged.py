@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardfn._torch import DataDependentOutputException, DynamicOutputShapeException, disable_current_modes
 from shardfn.capture import fakes
-from shardfn.collectives import TransportError, following_now, psum
+from shardfn.collectives import TransportError, current_axis_types, psum
 from shardfn.core import (
     PyTree,
     RankError,
@@ -292,7 +292,7 @@ def _evaluate_shape(
         args, state = tree_unflatten(treedef, abstract)
         with ModelState(state).through(), plan.follows():
             out = first(params, *args).h
-            mode = following_now(begin=False)
+            mode = current_axis_types(begin=False)
             found = [mode.axes_of(x) if mode is not None and isinstance(x, Tensor) else () for x in tree_leaves(out)]
     wrong = [p for p, x in named_leaves(out, "h") if not isinstance(x, Tensor)]
     raise_all(TypeError, "the result of `first` must be a tree of tensors:", wrong)

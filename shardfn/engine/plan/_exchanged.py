@@ -6,7 +6,7 @@ Each rank would apply its own block to its own rows alone: experts that no other
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardfn.collectives import AxisTypeError, Following, following
+from shardfn.collectives import AxisTypeError, AxisTypeMode, track_axis_types
 from shardfn.core import raise_all
 from shardfn.leaves import LeafLayout
 
@@ -18,14 +18,14 @@ def blocks_of_batch_axes(leaves: Sequence[LeafLayout], axes: Sequence[str]) -> d
 
 
 @contextlib.contextmanager
-def exchanging(mode: Following, blocks: Mapping[str, tuple[str, ...]], *, at_once: bool) -> Iterator[Following]:
-    """Follows values as `following` does, and demands an exchange along the axes of all blocks.
+def exchanging(mode: AxisTypeMode, blocks: Mapping[str, tuple[str, ...]], *, at_once: bool) -> Iterator[AxisTypeMode]:
+    """Follows values as `track_axis_types` does, and demands an exchange along the axes of all blocks.
 
     Raises:
         AxisTypeError: no collective ran along any axis of a block; lists these leaves.
     """
     mode.crossed.clear()
-    with following(mode, at_once=at_once):
+    with track_axis_types(mode, at_once=at_once):
         yield mode
     raise_all(
         AxisTypeError,

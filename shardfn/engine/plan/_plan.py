@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from shardfn.collectives import Following, following
+from shardfn.collectives import AxisTypeMode, track_axis_types
 from shardfn.core import (
     Mesh,
     PyTree,
@@ -122,14 +122,14 @@ class Plan:
         return out
 
     @functools.cached_property
-    def following(self) -> Following:
+    def following(self) -> AxisTypeMode:
         """Follows the values of the loss: a leaf varies along the axes of the batch and those that cut it."""
-        return Following(self.mesh, [a for a in self.mesh.axis_names if a not in self.stage_axes], self.batch_axes)
+        return AxisTypeMode(self.mesh, [a for a in self.mesh.axis_names if a not in self.stage_axes], self.batch_axes)
 
     @functools.cached_property
-    def following_function(self) -> Following:
+    def following_function(self) -> AxisTypeMode:
         """Follows the values of a function whose leaves are the same on all ranks, but for the axes that cut them."""
-        return Following(self.mesh, self.following.axes, batch=self.batch_axes)
+        return AxisTypeMode(self.mesh, self.following.axes, batch=self.batch_axes)
 
     @functools.cached_property
     def _list_exchanged_blocks(self) -> dict[str, tuple[str, ...]]:
@@ -146,7 +146,7 @@ class Plan:
         at_once = not own.isdisjoint(self.following.axes)
         if self._list_exchanged_blocks:
             return exchanging(self.following, self._list_exchanged_blocks, at_once=at_once)
-        return following(self.following, at_once=at_once)
+        return track_axis_types(self.following, at_once=at_once)
 
     def for_capture(self) -> "Plan":
         """The same layout, with nothing learnt, for capturing a step."""
@@ -274,6 +274,6 @@ class Plan:
         for x in self.leaves:
             kept = f"compute {x.compute!r} trainable {x.trainable}{' stacked' if x.layers else ''}"
             homes = f"kept at {x.home}, {x.ways.summed.memory_kind}, {x.ways.state.memory_kind}"
-            code = "" if x.places.code is None else f" in {x.places.code}"
-            lines.append(f"{x.path}: {tuple(x.shape)} {x.dtypes} {kept} {homes}{code}")
+            quantization = "" if x.places.quantization is None else f" in {x.places.quantization}"
+            lines.append(f"{x.path}: {tuple(x.shape)} {x.dtypes} {kept} {homes}{quantization}")
         return "\n".join(lines)

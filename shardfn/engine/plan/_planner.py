@@ -11,7 +11,6 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import (
     GROUP,
     GROUP_BYTES,
-    Codes,
     Dtypes,
     MemoryKind,
     Mesh,
@@ -19,6 +18,7 @@ from shardfn.core import (
     Placement,
     Policy,
     PyTree,
+    Quantization,
     Sharding,
     Zero,
     broadcast_prefix,
@@ -147,7 +147,7 @@ class Planner:
             [
                 f"{leaf.path} is kept as {_describe_leaf(x)}; here it is {_describe_leaf(leaf.ways.kept)}"
                 for leaf, x in pairs
-                if x.spec != leaf.param or x.memory_kind != leaf.home or x.code != leaf.places.code
+                if x.spec != leaf.param or x.memory_kind != leaf.home or x.quantization != leaf.places.quantization
             ],
         )
         raise_all(
@@ -191,7 +191,7 @@ class Planner:
         computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
         # "device" is a Sharding's default, so it leaves the choice to the rule.
         homes = [s.memory_kind if isinstance(s, Sharding) and not is_device(s.memory_kind) else None for s in specs]
-        codes: list[Codes | None] = [s.codes if isinstance(s, Sharding) else None for s in specs]
+        quantization: list[Quantization | None] = [s.quantization if isinstance(s, Sharding) else None for s in specs]
         stacked = [isinstance(s, Sharding) and s.stacked for s in specs]
         rows = list(zip(paths, shapes, dtypes, computes, train, homes, strict=True))
         raise_all(
@@ -211,10 +211,10 @@ class Planner:
             "stacked leaves have a leading dim of layers, which the stages of a pipeline alone cut:",
             [x for (p, s, _, c, *_), k in zip(rows, stacked, strict=True) if k for x in self._not_stacked(p, s, c)],
         )
-        coded = zip(rows, codes, stacked, strict=True)
+        coded = zip(rows, quantization, stacked, strict=True)
         raise_all(
             ValueError,
-            "leaves in codes:",
+            "quantized leaves:",
             [
                 why
                 for (p, s, d, c, t, h), q, k in coded
@@ -233,9 +233,9 @@ class Planner:
                 batch_axes=self.batch_axes,
                 trainable=t and d.is_floating_point,
                 home=h,
-                codes=q,
+                quantization=q,
             )
-            for (p, s, d, c, t, h), q, k in zip(rows, codes, stacked, strict=True)
+            for (p, s, d, c, t, h), q, k in zip(rows, quantization, stacked, strict=True)
         ]
         leaves = [dataclasses.replace(x, frozen=True) if f else x for x, f in zip(leaves, frozen, strict=True)]
         leaves = with_ratio(leaves, self.zero.optimizer_fraction)
@@ -268,35 +268,35 @@ class Planner:
         compute: P,
         trained: bool,
         home: MemoryKind | None,
-        codes: str,
+        quantization: str,
         stacked: bool,
     ) -> Iterator[str]:
         """Yields the reasons why a leaf cannot be kept in codes, empty if it can."""
         named = f"{path} of shape {tuple(shape)}"
-        if codes not in GROUP_BYTES:
-            yield f"{named} has codes={codes!r}; the codes are {(*GROUP_BYTES,)}"
+        if quantization not in GROUP_BYTES:
+            yield f"{named} quantization must be one of {(*GROUP_BYTES,)}, got {quantization!r}"
         if not dtype.is_floating_point:
-            yield f"{named} is {dtype}, which is not rounded; leave out codes={codes!r}"
+            yield f"{named} is {dtype}, which is not rounded; remove quantization={quantization!r}"
         elif trained:
             yield (
-                f"{named} is trained, and codes={codes!r} would round each update away; freeze it (trainable=) and"
-                " train an adapter beside it (sf.lora), or leave out codes"
+                f"{named} is trained, and quantization={quantization!r} would round each update away; freeze it"
+                " (trainable=) and train an adapter next to it (sf.lora), or remove quantization"
             )
         if len(shape) < 1 + stacked or not shape.numel():
-            yield f"{named} has no rows of elements that share scales; leave out codes={codes!r}"
+            yield f"{named} has no rows of elements that share scales; remove quantization={quantization!r}"
             return
         num = self.mesh.axis_size(compute.dim_axes(len(shape) - 1))
         if num > 1 and shape[-1] % (num * GROUP):
             yield (
                 f"{named} has spec {compute!r}, whose {num} ranks do not cut its last dim of {shape[-1]} between groups"
-                f" of {GROUP} that share a scale; cut another dim, or leave out codes={codes!r}"
+                f" of {GROUP} that share a scale; cut another dim, or remove quantization={quantization!r}"
             )
         if is_disk(home or self.zero.params) or is_disk(self.zero.params):
-            yield f"{named} would be on disk; codes={codes!r} are kept on the device or on the host"
+            yield f"{named} would be on disk; quantization={quantization!r} is kept on the device or on the host"
 
 
 def _describe_leaf(x: GlobalTensor | Placement) -> str:
-    return f"{x.spec!r} at {x.memory_kind!r}{'' if x.code is None else f' in codes {x.code}'}"
+    return f"{x.spec!r} at {x.memory_kind!r}{'' if x.quantization is None else f' quantized as {x.quantization}'}"
 
 
 def _is_made_by(plan: Plan, leaves: list[Any]) -> bool:
@@ -308,8 +308,8 @@ def _is_made_by(plan: Plan, leaves: list[Any]) -> bool:
         if x.frozen is not leaf.frozen:
             return False
         held = x.held
-        code = None if isinstance(held, Tensor) else x.code
-        if x.memory_kind != leaf.home or code != leaf.places.code or held.dtype != leaf.dtypes.param:
+        quantization = None if isinstance(held, Tensor) else x.quantization
+        if x.memory_kind != leaf.home or quantization != leaf.places.quantization or held.dtype != leaf.dtypes.param:
             return False
     return True
 

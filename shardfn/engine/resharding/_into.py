@@ -70,7 +70,7 @@ def write_problems(write: Write) -> Iterator[str]:
             " a leaf of the same dtype"
         )
     if is_disk(y.memory_kind) or (not isinstance(y.held, Tensor | Absent)):
-        form = "on disk" if is_disk(y.memory_kind) else f"in codes of {y.code}"
+        form = "on disk" if is_disk(y.memory_kind) else f"in codes of {y.quantization}"
         yield f"{path} is {form}, where values are replaced and never overwritten; leave it out of into=, and pass to="
     elif isinstance(y.held, Tensor):
         yield from _block_problems(path, y, y.held)

@@ -141,7 +141,7 @@ class ReshardRequest:
 
     def _make_transit(self, path: str, x: GlobalTensor, to: Target | None, into: GlobalTensor | None) -> Transit:
         if into is not None:
-            asked, mesh = into.placement.with_(code=None), into.mesh
+            asked, mesh = into.placement.with_(quantization=None), into.mesh
         else:
             assert to is not None
             asked, mesh = self._asked(x, to), x.mesh if self.mesh is None else self.mesh
@@ -196,8 +196,8 @@ def _find_problems(t: Transit, *, pure: bool) -> Iterator[str]:
     if (write := _make_write(t)) is not None:
         yield from write_problems(write)
     yield from t.asked.problems(tuple(t.x.shape), t.mesh)
-    if t.asked.code is not None:
-        yield "a GlobalTensor holds elements, no codes; leave out code="
+    if t.asked.quantization is not None:
+        yield "a GlobalTensor holds elements, no codes; leave out quantization="
     if t.asked.unreduced:
         yield "a GlobalTensor is no sum that is still to be taken; leave out unreduced="
     if t.mesh.closed:

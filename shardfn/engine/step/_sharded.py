@@ -401,7 +401,7 @@ def kept_as(planner: Planner, params: PyTree) -> PyTree:
     leaves, treedef = tree_flatten(params)
     plan = planner.plan(treedef, leaves)
     return tree_unflatten(
-        treedef, [Sharding(leaf.param, leaf.home, bool(leaf.layers), leaf.places.code) for leaf in plan.leaves]
+        treedef, [Sharding(leaf.param, leaf.home, bool(leaf.layers), leaf.places.quantization) for leaf in plan.leaves]
     )
 
 

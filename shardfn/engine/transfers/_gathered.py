@@ -35,7 +35,7 @@ class GatheredUnit:
         self._out: Tensor | None = None
         self._tensors: list[Tensor] = []
         # Those in codes are decoded when they are first used.
-        self._leaves, self._coded = leaves, {k for k, leaf in enumerate(leaves) if leaf.places.code is not None}
+        self._leaves, self._coded = leaves, {k for k, leaf in enumerate(leaves) if leaf.places.quantization is not None}
         # In a capture a transfer is waited for where it is issued. The passes set the two apart.
         self.arrived = capturing()
         # Neither sent nor packed: only the move from its memory is waited for.

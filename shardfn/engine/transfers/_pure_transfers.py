@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import (
+    AxisTypeMode,
     EvenPacking,
-    Following,
     all_gather,
     all_gather_invariant,
     psum,
@@ -30,7 +30,7 @@ from shardfn.leaves import LeafLayout, Unit
 from shardfn.memory import put
 
 
-def enter_purely(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = None) -> list[Tensor]:
+def enter_purely(plan: Plan, blocks: Sequence[Tensor], mode: AxisTypeMode | None = None) -> list[Tensor]:
     """Returns the leaves as the loss sees them; differentiating them gives summed gradients in the storage layout.
 
     Args:
@@ -42,7 +42,9 @@ def enter_purely(plan: Plan, blocks: Sequence[Tensor], mode: Following | None = 
     Raises:
         ValueError: leaves or gradients are quantised on their way, which has no derivative.
     """
-    coded = [x.path for x in plan.leaves if x.ways.use.code or x.ways.reduce.code or x.places.code]
+    coded = [
+        x.path for x in plan.leaves if x.ways.use.quantization or x.ways.reduce.quantization or x.places.quantization
+    ]
     raise_all(
         ValueError,
         "step.loss, and steps under torch.func, are exact; leave out Travel(gather=, reduce=), which rounds:",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardfn.checkpoint import SafetensorsEntry
 from shardfn.interop.leaves import Archive
-from shardfn.kernels import BLOCK_BYTES, Codes
+from shardfn.kernels import BLOCK_BYTES, Quantization
 
 from ._settings import find_weights
 from ._weight import Span
@@ -83,20 +83,20 @@ class QuantizedArchive(Mapping[str, SafetensorsEntry | QuantizedEntry]):
         return decoded.as_strided(sizes, [n * width for n in strides[:split]] + strides[split:]).clone()
 
     @functools.cached_property
-    def codes(self) -> dict[str, Codes]:
+    def codes(self) -> dict[str, Quantization]:
         """Returns the codes of the kernels that hold a weight without any change of a value, by name.
 
         Symmetric weights of 4 bits are held by "int4", and other integers of up to 8 bits by "int8", where the scales
         are exact in float16 and groups are multiples of 32 consecutive inputs. Other weights are not in the result.
         """
-        found: dict[str, Codes] = {}
+        found: dict[str, Quantization] = {}
         for name, weight in self._weights.items():
             if (codes := weight.find_codes()) is not None:
                 found[name] = codes
         return found
 
     def blocks(self, name: str, rows: Span, groups: Span) -> Tensor:
-        """Returns blocks of codes of a weight, in the form of `kernels.code_blocks`.
+        """Returns blocks of codes of a weight, in the form of `kernels.quantize_blocks`.
 
         Args:
             name: name of the weight, which must be in `codes`.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.kernels import GROUP, Codes
+from shardfn.kernels import GROUP, Quantization
 
 Span = tuple[int, int]
 _ROWS = 512  # rows that are decoded at a time
@@ -59,7 +59,7 @@ class QuantizedWeight(NamedTuple):
         (scale, zero), q, at = self.groups(rows), self.integers(rows, cols), self.order[slice(*cols)]
         return scale.float()[:, at] * (q - zero[:, at]).float()
 
-    def find_codes(self) -> Codes | None:
+    def find_codes(self) -> Quantization | None:
         """Returns the codes of the kernels that hold the weight without a change of any value, or None."""
         n, k = self.shape
         if self.bits is None or self.group is None or self.group % GROUP or k % GROUP or not n:
@@ -75,8 +75,8 @@ class QuantizedWeight(NamedTuple):
             int4 = int4 and torch.equal(least, least.half().float())
         return "int4" if int4 else "int8"
 
-    def blocks(self, codes: Codes, rows: Span, groups: Span) -> Tensor:
-        """Returns blocks of codes, in the form of `kernels.code_blocks`.
+    def blocks(self, codes: Quantization, rows: Span, groups: Span) -> Tensor:
+        """Returns blocks of codes, in the form of `kernels.quantize_blocks`.
 
         Args:
             codes: result of `find_codes`, for example "int8".
@@ -85,7 +85,7 @@ class QuantizedWeight(NamedTuple):
         """
         return torch.cat([self._make_blocks(codes, some, groups) for some in _split_rows(rows)])
 
-    def _make_blocks(self, codes: Codes, rows: Span, groups: Span) -> Tensor:
+    def _make_blocks(self, codes: Quantization, rows: Span, groups: Span) -> Tensor:
         firsts = self.order[torch.arange(*groups) * GROUP]
         scale, zero = (x[:, firsts, None] for x in self.groups(rows))
         q = self.integers(rows, (groups[0] * GROUP, groups[1] * GROUP)).unflatten(1, (-1, GROUP))

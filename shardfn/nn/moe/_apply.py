@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.core import PyTree, same_again
+from shardfn.core import PyTree, check_recompute
 
 from ._exchange import Exchange, Local
 from ._experts import ExpertFunction
@@ -53,5 +53,5 @@ def apply(
             f"{name}: the routing must be of the {len(x_SD)} tokens of x, got {len(routing.experts)}."
             " Route the same tokens."
         )
-    same_again(routing.experts, f"{name}: the experts of tokens")
+    check_recompute(routing.experts, f"{name}: the experts of tokens")
     return exchange.run(experts, params, x_SD, routing, name=name)

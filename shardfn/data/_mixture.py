@@ -1,0 +1,208 @@
+"""A mixture of sources as one endless sequence of numbered examples: row g is determined by (seed, g).
+
+Rows come in blocks of M = 65,536. Each block has c_s rows of source s, the apportionment of M by the weights, in an
+order that a keyed permutation determines. Within a source rows are consecutive:
+
+    b, k = divmod(g, M);   s = source of place permute(k, M, seed, b);   j = b c_s + rows of s before k in the block
+    example = sources[s][shuffled(j, N_s, seed)]
+
+So any rank can compute any row, a resumed run needs only the row's number, and after each block the counts are exact.
+A mixture of one source has the order of `ExampleBatches`.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+
+from shardfn.core import PyTree, raise_all
+
+from ._batches import Batches
+from ._digest import digest_examples
+from ._examples import ENDLESS, BatchRamp, ExampleBatches, Examples
+from ._permute import permute, shuffled
+
+BLOCK = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Endless map-style dataset of examples of several sources, by weights.
+
+    Attributes:
+        sources: map-style datasets by name, or `Batches` of tokens, whose windows are examples {"tokens": [T + 1]}.
+        weights: part of the rows of each source, up to a common factor. For example {"code": 2, "web": 1}.
+        temperature: T, in place of weights: the weight of a source of N examples is N^(1 / T). 1 draws each example
+            equally often, and a larger T draws small sources more often. None with weights, and 1 without.
+        seed: determines the order of sources, and the order of the examples of each source.
+
+    Raises:
+        ValueError: there is no source, a source is empty, a weight is missing, unknown, negative, not finite or so
+            small that a block would have no row of the source, or both weights and a temperature are given. The message
+            lists all problems by name.
+
+    Example:
+        >>> from shardfn.data import pad
+        >>> mixture = Mixture({"a": [[1], [2]], "b": [[7]]}, weights={"a": 3, "b": 1})
+        >>> mixture.counts(65536)
+        {'a': 49152, 'b': 16384}
+        >>> batches = mixture.batches(4, pad())
+        >>> batches(5)["tokens"].shape, sum(mixture.counts(20).values())
+        (torch.Size([4, 1]), 20)
+
+    References:
+        Conneau et al., Unsupervised Cross-lingual Representation Learning at Scale, 2020 (`temperature`),
+            https://arxiv.org/abs/1911.02116
+    """
+
+    sources: Mapping[str, Examples | Batches]
+    weights: Mapping[str, float] | None = None
+    temperature: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        raise_all(ValueError, "Mixture:", [*self._find_problems()])
+        rare = [name for name, count in zip(self.sources, self._block_counts, strict=True) if not count]
+        raise_all(
+            ValueError,
+            "Mixture:",
+            [
+                f"the weight of {name!r} must give at least 1 of {BLOCK:,} rows, got {self.shares[name]:.3g} of all."
+                " Use a larger weight, or remove the source."
+                for name in rare
+            ],
+        )
+
+    def __len__(self) -> int:
+        """Returns 2^62: the sequence has no end, and sources are repeated."""
+        return ENDLESS
+
+    def __getitem__(self, row: int, /) -> Any:
+        """Returns the example of a row."""
+        name, index = self.locate(row)
+        return self._examples[name][index]
+
+    @functools.cached_property
+    def shares(self) -> dict[str, float]:
+        """Returns the part of the rows of each source, with sum 1."""
+        given = self.weights
+        if given is None:
+            power = 1 / (1.0 if self.temperature is None else self.temperature)
+            given = {name: len(x) ** power for name, x in self._examples.items()}
+        total = sum(given.values())
+        return {name: given[name] / total for name in self.sources}
+
+    def locate(self, row: int) -> tuple[str, int]:
+        """Returns the source of a row, and the number of the example there."""
+        block, place = divmod(row, BLOCK)
+        sources, before = _order_block(self._block_counts, self.seed, block)
+        s = int(sources[place])
+        name, count = list(self.sources)[s], self._block_counts[s]
+        at = np.array([block * count + int(before[place])], np.int64)
+        return name, int(shuffled(at, len(self._examples[name]), self.seed)[0])
+
+    def counts(self, rows: int) -> dict[str, int]:
+        """Returns how many of the first `rows` rows each source has.
+
+        Divided by the size of a source, for example 3,000 rows of 1,000 examples, the count is its number of epochs.
+        """
+        blocks, rest = divmod(rows, BLOCK)
+        sources, _ = _order_block(self._block_counts, self.seed, blocks)
+        last = np.bincount(sources[:rest], minlength=len(self.sources))
+        return {
+            name: blocks * count + int(n) for name, count, n in zip(self.sources, self._block_counts, last, strict=True)
+        }
+
+    def batches(
+        self, batch_size: int, collate: Callable[[list[Any]], PyTree], *, ramp: BatchRamp | None = None
+    ) -> ExampleBatches:
+        """Returns the batches of the rows in order: row i of batch n is row n `batch_size` + i.
+
+        Args:
+            batch_size: examples of a global batch, over all ranks.
+            collate: function from a list of examples to a batch, such as `pad(...)`.
+            ramp: batch sizes of the first batches, or None.
+        """
+        return ExampleBatches(self, batch_size, collate, seed=None, ramp=ramp)
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns the values by which a `Cursor` recognises the mixture, by source."""
+        found: dict[str, Any] = {"sources": list(self.sources), "mixture_seed": self.seed}
+        for name, x in self.sources.items():
+            known = x.fingerprint if isinstance(x, Batches) else {"examples": len(x), "digest": digest_examples(x)}
+            found |= {f"{name}: {key}": value for key, value in known.items() if value is not None}
+            found[f"{name}: rows of {BLOCK}"] = self._block_counts[list(self.sources).index(name)]
+        return found
+
+    @functools.cached_property
+    def _examples(self) -> dict[str, Examples]:
+        return {name: _Windows(x) if isinstance(x, Batches) else x for name, x in self.sources.items()}
+
+    @functools.cached_property
+    def _block_counts(self) -> tuple[int, ...]:
+        """Returns the rows of each source in a block: the apportionment by largest remainders."""
+        exact = [BLOCK * share for share in self.shares.values()]
+        counts = [math.floor(x) for x in exact]
+        order = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
+        for i in itertools.islice(itertools.cycle(order), BLOCK - sum(counts)):
+            counts[i] += 1
+        return tuple(counts)
+
+    def _find_problems(self) -> list[str]:
+        problems = [] if self.sources else ["there must be at least one source, got none."]
+        problems += [
+            f"source {name!r} must have at least one example, got 0. Remove it, or look at its files."
+            for name, x in self._examples.items()
+            if not len(x)
+        ]
+        if self.weights is not None and self.temperature is not None:
+            problems.append(f"weights and temperature={self.temperature} exclude each other. Remove one of them.")
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            problems.append(f"temperature must be above 0 and finite, got {self.temperature}.")
+        if self.weights is None:
+            return problems
+        problems += [
+            f"source {name!r} must have a weight. Add it to weights."
+            for name in self.sources
+            if name not in self.weights
+        ]
+        for name, weight in self.weights.items():
+            if name not in self.sources:
+                problems.append(
+                    f"the weight of {name!r} must belong to a source, got {', '.join(map(repr, self.sources))}."
+                )
+            elif not 0 < weight < math.inf:
+                problems.append(f"the weight of {name!r} must be above 0 and finite, got {weight}.")
+        return problems
+
+
+@functools.lru_cache(maxsize=4)
+def _order_block(
+    counts: tuple[int, ...], seed: int, block: int
+) -> tuple[Int64[np.ndarray, " block"], Int64[np.ndarray, " block"]]:
+    """Returns the source of each row of a block, and how many earlier rows of the block the source has."""
+    places = permute(np.arange(BLOCK, dtype=np.int64), BLOCK, seed, block)
+    sources = np.searchsorted(np.cumsum(counts), places, side="right").astype(np.int64)
+    before = np.empty(BLOCK, np.int64)
+    for s, count in enumerate(counts):
+        before[sources == s] = np.arange(count)
+    return sources, before
+
+
+class _Windows:
+    """Windows of tokens as examples."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return self._batches.num_windows
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        return {"tokens": self._batches.read_windows(self._batches.windows_at(np.array([index], np.int64)))[0]}

@@ -1,0 +1,322 @@
+"""Answers as rows of one width: masks from lengths, and sums over tokens.
+
+Column j of a row is the answer's token j. Where a tool wrote between tokens, column j is the j-th token that the model
+drew. A token counts if j is below the row's length, whatever its id, so an end token that is also the padding counts.
+
+B rows, T tokens of an answer, L tokens of prompt and answer, V vocabulary.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shardfn.engine import WeightedMean
+from shardfn.inference import logprobs, widen_floats
+
+from ._shapes import check_lengths, check_places, check_shapes
+
+
+def completion_mask(lengths_B: Int[Tensor, " b"], width: int) -> Bool[Tensor, "b t"]:
+    """Returns the mask of tokens that count: the tokens before each row's length.
+
+    Args:
+        lengths_B: tokens of each answer. 0 is an empty answer.
+        width: T.
+
+    Example:
+        >>> completion_mask(torch.tensor([2, 0]), 3).tolist()
+        [[True, True, False], [False, False, False]]
+    """
+    return torch.arange(width, device=lengths_B.device) < lengths_B[:, None]
+
+
+def masked(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Returns the values that count, and zeros, so that neither a value nor a gradient of padding is ever used."""
+    return torch.where(mask_BT, x_BT, torch.zeros((), dtype=x_BT.dtype, device=x_BT.device))
+
+
+def token_mean(x_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -> WeightedMean:
+    """Returns the mean over all tokens that count, of all ranks and microbatches.
+
+    Args:
+        x_BT: value of each token.
+        lengths_B: tokens of each answer.
+
+    Raises:
+        ValueError: shapes do not fit, or a length is not from 0 to T.
+
+    Example:
+        >>> token_mean(torch.tensor([[1.0, 2.0], [6.0, 9.0]]), torch.tensor([2, 1])).mean()
+        tensor(3.)
+    """
+    check_shapes("token_mean", x_BT=x_BT, lengths_B=lengths_B)
+    check_lengths("token_mean", x_BT.shape[1], lengths_B=lengths_B)
+    return counted_mean(x_BT, lengths_B)
+
+
+def counted_mean(x_BT: Tensor, lengths_B: Tensor) -> WeightedMean:
+    """Returns `token_mean` of tensors that are checked."""
+    mask_BT, x_BT = completion_mask(lengths_B, x_BT.shape[1]), widen_floats(x_BT)  # 16 bits have no count of 257
+    return WeightedMean(masked(x_BT, mask_BT).sum(), mask_BT.sum().to(x_BT.dtype))
+
+
+def row_mean(x_B: Float[Tensor, " b"]) -> WeightedMean:
+    """Returns the mean over all rows, of all ranks and microbatches.
+
+    Args:
+        x_B: value of each row.
+
+    Example:
+        >>> row_mean(torch.tensor([1.0, 3.0])).mean()
+        tensor(2.)
+    """
+    x_B = widen_floats(x_B)
+    return WeightedMean(x_B.sum(), x_B.new_tensor(len(x_B)))
+
+
+def completion_logprobs(
+    logits_BLV: Float[Tensor, "b l v"],
+    ids_BL: Int[Tensor, "b l"],
+    prompts_B: Int[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    width: int,
+    places_BT: Int[Tensor, "b t"] | None = None,
+) -> Float[Tensor, "b t"]:
+    """Returns the log probabilities of answers, by a forward of prompts and answers, with a derivative.
+
+    Logits of a batch-invariant model, in float32 or float64, give the bits of `Rollout.logprobs` for the weights that
+    drew the answers, so the first ratio is exactly 1. Logits of 16 bits are widened to float32.
+
+    Args:
+        logits_BLV: logits of the next token at each position, as from `gpt.apply`. The last position may be left out.
+        ids_BL: prompts, each followed by its answer, and padding of any ids.
+        prompts_B: tokens of each prompt, at least 1.
+        lengths_B: tokens of each answer.
+        width: T.
+        places_BT: places of the answers' tokens in their rows, as of a `Rollout`, or None where each answer is right
+            behind its prompt.
+
+    Returns:
+        Log probabilities [B, T]. 0 from each answer's end on.
+
+    Raises:
+        ValueError: shapes do not fit, or an answer does not lie in its row.
+
+    Example:
+        >>> ids, one = torch.tensor([[5, 3, 0]]), torch.tensor([1])
+        >>> completion_logprobs(torch.zeros(1, 3, 8), ids, one, one, 2)
+        tensor([[-2.0794,  0.0000]])
+    """
+    given = {"logits_BLV": logits_BLV}
+    before_BT = _find_before("completion_logprobs", given, prompts_B, lengths_B, width, places_BT, ids_BL)
+    return _compute_drawn(_take_rows(logits_BLV, before_BT), ids_BL, before_BT, lengths_B)
+
+
+def completion_positions(
+    ids_BL: Int[Tensor, "b l"],
+    prompts_B: Int[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    width: int,
+    places_BT: Int[Tensor, "b t"] | None = None,
+) -> Int[Tensor, "b t"]:
+    """Returns the position before each token of the answers, whose logits draw the token: `at` of `gpt.apply`.
+
+    The head then multiplies no token of a prompt, and no logits of a prompt are kept for the backward.
+
+    Args:
+        ids_BL: ids as of `completion_logprobs`.
+        prompts_B: tokens of each prompt, at least 1.
+        lengths_B: tokens of each answer.
+        width: T.
+        places_BT: places as of `completion_logprobs`.
+
+    Returns:
+        Positions [B, T]. Any position of the row from each answer's end on.
+
+    Raises:
+        ValueError: shapes do not fit, or an answer does not lie in its row.
+
+    Example:
+        >>> completion_positions(torch.tensor([[5, 3, 4, 0]]), torch.tensor([2]), torch.tensor([1]), 2)
+        tensor([[1, 2]])
+    """
+    return _find_before("completion_positions", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
+
+
+def logprobs_at(
+    logits_BTV: Float[Tensor, "b t v"],
+    ids_BL: Int[Tensor, "b l"],
+    prompts_B: Int[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    width: int,
+    places_BT: Int[Tensor, "b t"] | None = None,
+) -> Float[Tensor, "b t"]:
+    """Returns `completion_logprobs` of logits at `completion_positions` only, with the same bits.
+
+    Args:
+        logits_BTV: logits as from `gpt.apply(..., at=completion_positions(ids_BL, ...))`.
+        ids_BL: ids as of `completion_logprobs`.
+        prompts_B: tokens of each prompt, at least 1.
+        lengths_B: tokens of each answer.
+        width: T.
+        places_BT: places as of `completion_logprobs`.
+
+    Returns:
+        Log probabilities [B, T]. 0 from each answer's end on.
+
+    Raises:
+        ValueError: shapes do not fit, or an answer does not lie in its row.
+
+    Example:
+        >>> ids, one = torch.tensor([[5, 3, 0]]), torch.tensor([1])
+        >>> logprobs_at(torch.zeros(1, 2, 8), ids, one, one, 2)
+        tensor([[-2.0794,  0.0000]])
+    """
+    before_BT = _find_before("logprobs_at", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
+    check_shapes("logprobs_at", positions_BT=before_BT, logits_BTV=logits_BTV)
+    return _compute_drawn(logits_BTV, ids_BL, before_BT, lengths_B)
+
+
+def completion_values(
+    values_BL: Float[Tensor, "b l"],
+    prompts_B: Int[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    width: int,
+    places_BT: Int[Tensor, "b t"] | None = None,
+) -> Float[Tensor, "b t"]:
+    """Returns a critic's values before each token of the answers, for `gae` and `ppo_value`.
+
+    Args:
+        values_BL: values of each position of prompts and answers.
+        prompts_B: tokens of each prompt, at least 1.
+        lengths_B: tokens of each answer.
+        width: T.
+        places_BT: places as of `completion_logprobs`.
+
+    Returns:
+        Values [B, T]. 0 from each answer's end on.
+
+    Raises:
+        ValueError: shapes do not fit, or an answer does not lie in its row.
+
+    Example:
+        >>> completion_values(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2]), torch.tensor([1]), 2)
+        tensor([[2., 0.]])
+    """
+    before_BT = _find_before("completion_values", {"values_BL": values_BL}, prompts_B, lengths_B, width, places_BT)
+    found_BT = values_BL.gather(1, before_BT)
+    return masked(found_BT, completion_mask(lengths_B, width))
+
+
+def completion_entropies(
+    logits_BLV: Float[Tensor, "b l v"],
+    prompts_B: Int[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    width: int,
+    places_BT: Int[Tensor, "b t"] | None = None,
+) -> Float[Tensor, "b t"]:
+    """Returns the entropies of the distributions that answers are drawn from.
+
+    Args:
+        logits_BLV: logits as of `completion_logprobs`.
+        prompts_B: tokens of each prompt, at least 1.
+        lengths_B: tokens of each answer.
+        width: T.
+        places_BT: places as of `completion_logprobs`.
+
+    Returns:
+        Entropies [B, T]. 0 from each answer's end on.
+
+    Raises:
+        ValueError: shapes do not fit, or an answer does not lie in its row.
+
+    Example:
+        >>> one = torch.tensor([1])
+        >>> completion_entropies(torch.zeros(1, 3, 8), one, one, 2)
+        tensor([[2.0794, 0.0000]])
+    """
+    before_BT = _find_before("completion_entropies", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT)
+    logs_BTV = _take_rows(logits_BLV, before_BT).log_softmax(-1)
+    entropies_BT = -(logs_BTV.exp() * logs_BTV.clamp(min=torch.finfo(logs_BTV.dtype).min)).sum(-1)
+    return masked(entropies_BT, completion_mask(lengths_B, width))
+
+
+def completion_divergences(
+    logits_BLV: Float[Tensor, "b l v"],
+    reference_BLV: Float[Tensor, "b l v"],
+    prompts_B: Int[Tensor, " b"],
+    lengths_B: Int[Tensor, " b"],
+    width: int,
+    places_BT: Int[Tensor, "b t"] | None = None,
+) -> Float[Tensor, "b t"]:
+    """Returns KL(pi, ref) at each token: the sum over the vocabulary, which `kl` estimates by the drawn token.
+
+    A single improbable token makes k3 as large as ref / pi, and with k3 its mean over a rollout. The sum over the
+    vocabulary has the same mean over draws and no such tail, so take the sum to watch or to bound a divergence.
+
+    Args:
+        logits_BLV: logits of the policy, as of `completion_logprobs`.
+        reference_BLV: logits of the reference.
+        prompts_B: tokens of each prompt, at least 1.
+        lengths_B: tokens of each answer.
+        width: T.
+        places_BT: places as of `completion_logprobs`.
+
+    Returns:
+        Divergences [B, T]. 0 from each answer's end on.
+
+    Raises:
+        ValueError: shapes do not fit, or an answer does not lie in its row.
+
+    Example:
+        >>> one, even = torch.tensor([1]), torch.zeros(1, 3, 2)
+        >>> completion_divergences(even + torch.tensor([0.0, 1.0]), even, one, one, 2)
+        tensor([[0.1109, 0.0000]])
+
+    References:
+        Amini et al., Better Estimation of the KL Divergence Between Language Models, 2025,
+        https://arxiv.org/abs/2504.10637
+    """
+    check_shapes("completion_divergences", logits_BLV=logits_BLV, reference_BLV=reference_BLV)
+    before_BT = _find_before(
+        "completion_divergences", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT
+    )
+    p_BTV, q_BTV = (_take_rows(x_BLV, before_BT).log_softmax(-1) for x_BLV in (logits_BLV, reference_BLV))
+    logs_BTV = torch.where(p_BTV.isneginf(), 0.0, p_BTV - q_BTV)  # a token that is excluded counts 0
+    return masked((p_BTV.exp() * logs_BTV).sum(-1), completion_mask(lengths_B, width))
+
+
+def _find_before(
+    function: str,
+    given: Mapping[str, Tensor],
+    prompts_B: Tensor,
+    lengths_B: Tensor,
+    width: int,
+    places_BT: Tensor | None,
+    ids_BL: Tensor | None = None,
+) -> Tensor:
+    """Returns the position before each token of the answers, after the checks of `function`.
+
+    Padding has any position.
+    """
+    check_shapes(function, **given, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT)
+    check_shapes(function, prompts_B=prompts_B, ids_BL=ids_BL)  # whose L is that of `given`, or one more
+    [x] = given.values()
+    length, num_ids = x.shape[1], None if ids_BL is None else ids_BL.shape[1]
+    check_places(function, prompts_B, lengths_B, width, length, num_ids, places_BT)
+    if places_BT is None:
+        places_BT = prompts_B[:, None] + torch.arange(width, device=prompts_B.device)
+    return (places_BT - 1).clamp(0, length - 1)
+
+
+def _take_rows(logits_BLV: Tensor, places_BT: Tensor) -> Tensor:
+    return widen_floats(logits_BLV).gather(1, places_BT[..., None].expand(-1, -1, logits_BLV.shape[-1]))
+
+
+def _compute_drawn(rows_BTV: Tensor, ids_BL: Tensor, before_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    """Returns the log probability of the token behind each position, by the logits there."""
+    mask_BT = completion_mask(lengths_B, rows_BTV.shape[1])
+    tokens_BT = masked(ids_BL.gather(1, (before_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)
+    return masked(logprobs(rows_BTV, tokens_BT), mask_BT)
