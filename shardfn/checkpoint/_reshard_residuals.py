@@ -3,7 +3,7 @@
 Error-feedback residuals are per rank, and must be converted for another number of ranks.
 
 For the same number of ranks errors are read unchanged. Only codes of the last momentum are left out, because the codes
-depend on the ZeRO stage: the next step gathers the rows instead, once. For another number `optim.rebalanced`
+depend on the ZeRO stage: the next step gathers the rows instead, once. For another number `optim.rebalance_residuals`
 distributes the old ranks' errors. Whole leaves are needed in memory. Where other axes cut the leaves, or layers are
 stacked on one side, errors are first converted to the shape of the leaves, and then cut again (`_residuals`).
 
@@ -15,8 +15,8 @@ For a leaf of shape S, in T blocks along the axes that are not averaged over, P 
 
 where each of the T rows of N begins with its block, row-major. In the shape of the leaf the residuals are `[P, *S]` and
 `[*S]`, equal for every spec. So residuals are read into the shape of the leaf, and then cut again. Where P changes,
-every new rank gets the mean of the old ranks' errors, as in `optim.rebalanced`. For example, all ranks of a new run
-with P = 2 get the mean of 4 old errors.
+every new rank gets the mean of the old ranks' errors, as in `optim.rebalance_residuals`. For example, all ranks of a
+new run with P = 2 get the mean of 4 old errors.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shardfn.collectives import Box, GlobalTensor, Residual, shard
 from shardfn.core import P, PyTree, block_slices, named_leaves, tree_flatten, tree_leaves, tree_paths, tree_unflatten
-from shardfn.optim import compresses
+from shardfn.optim import is_compressing
 
 from ._manifest import Manifest, StoredLeaf
 from ._match import Rename, Source, Target, asked, source_of
@@ -301,9 +301,9 @@ def reshard_residuals(
     """Returns the states of a tree that the checkpoint has for other ranks, or with other codes."""
     out = ReshardedState(frozenset(), frozenset(), [], [], [], [])
     first = 0
-    for state in tree_flatten(like, is_leaf=compresses)[0]:
+    for state in tree_flatten(like, is_leaf=is_compressing)[0]:
         count = len(tree_leaves(state))
-        if compresses(state):
+        if is_compressing(state):
             out = _recut_state(out, state, first, targets[first : first + count], manifest, rename)
         first += count
     return out

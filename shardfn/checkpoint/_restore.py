@@ -38,7 +38,7 @@ from shardfn.core import (
 )
 from shardfn.engine import agree_on_step, comms_of, is_abstract, losing_no_peer, told_before
 from shardfn.memory import DiskTensor, Pool, host_empty
-from shardfn.optim import AverageParamsState, LookaheadState, MasterState, ScheduleFreeState, rebalanced
+from shardfn.optim import AverageParamsState, LookaheadState, MasterState, ScheduleFreeState, rebalance_residuals
 from shardfn.state import check_alive, empty_block
 
 from ._contents import as_codes, from_codes, mesh_of
@@ -265,7 +265,7 @@ def restore(
     donate: bool = True,
     check: bool = True,
     pool: Pool | None = None,
-    rebalance: Callable[[PyTree, PyTree], PyTree] = rebalanced,
+    rebalance: Callable[[PyTree, PyTree], PyTree] = rebalance_residuals,
 ) -> Restored:
     """Reads a checkpoint into a tree like this one. Collective over the mesh of the leaves.
 
@@ -293,8 +293,8 @@ def restore(
         check: whether chunks that are read completely are compared with the digests. `verify` compares all chunks.
         pool: pool for leaves on disk of an abstract tree. The leaves of other trees stay in the tree's pool.
         rebalance: converts the state of a compressing optimizer if the number of ranks has changed:
-            `partial(optim.rebalanced, compressor=...)` for another compressor than `sign`. Whole leaves are needed in
-            memory.
+            `partial(optim.rebalance_residuals, compressor=...)` for another compressor than `sign`. Whole leaves are
+            needed in memory.
 
     Returns:
         The tree, and the values that were saved as `user`.

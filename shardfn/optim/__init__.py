@@ -13,10 +13,10 @@ from ._base import Measure as Measure, Needs as Needs, Phase as Phase, Phases as
 from ._base import identity as identity, reduce_gradient as reduce_gradient, stateless as stateless
 from ._chain import chain as chain, named_chain as named_chain
 from ._clip import clip as clip, clip_by_global_norm as clip_by_global_norm
-from ._clip_leaves import adaptive_grad_clip as adaptive_grad_clip, clip_by_block_rms as clip_by_block_rms
-from ._cycles import cosine_onecycle_schedule as cosine_onecycle_schedule
-from ._cycles import linear_onecycle_schedule as linear_onecycle_schedule
-from ._cycles import piecewise_constant_schedule as piecewise_constant_schedule, sgdr_schedule as sgdr_schedule
+from ._clip import adaptive_grad_clip as adaptive_grad_clip, clip_by_block_rms as clip_by_block_rms
+from ._schedules import cosine_onecycle_schedule as cosine_onecycle_schedule
+from ._schedules import linear_onecycle_schedule as linear_onecycle_schedule
+from ._schedules import piecewise_constant_schedule as piecewise_constant_schedule, sgdr_schedule as sgdr_schedule
 from ._constraints import clamp_params as clamp_params, keep_params_nonnegative as keep_params_nonnegative
 from ._constraints import project_params as project_params
 from ._decay import add_decayed_weights as add_decayed_weights
@@ -44,32 +44,41 @@ from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale, static_loss_s
 from ._mask import MultiTransformState as MultiTransformState, freeze as freeze, masked as masked
 from ._mask import multi_transform as multi_transform, partition as partition, set_to_zero as set_to_zero
 from ._master import MasterState as MasterState, master_weights as master_weights
-from ._matrix_dims import MatrixDims as MatrixDims, hidden_matrices as hidden_matrices
-from ._moving_average import EmaState as EmaState, ema as ema
+from ._muon import MatrixDims as MatrixDims, hidden_matrices as hidden_matrices
+from ._average_params import EmaState as EmaState, ema as ema
 from ._muon import ScaleByMuonState as ScaleByMuonState, muon as muon, scale_by_muon as scale_by_muon
-from ._needs import ascending as ascending, decided as decided, given as given, join_needs as join_needs
-from ._newton_schulz import NewtonSchulz as NewtonSchulz
+from ._needs import (
+    find_ascending as find_ascending,
+    resolve_masks as resolve_masks,
+    bind_stats as bind_stats,
+    join_needs as join_needs,
+)
+from ._muon import NewtonSchulz as NewtonSchulz
 from ._norm import (
     dtype_of_squares as dtype_of_squares,
     exact_limbs as exact_limbs,
     global_norm as global_norm,
     is_small as is_small,
     large_square as large_square,
-    largest as largest,
-    of_limbs as of_limbs,
-    squares_of as squares_of,
+    max_abs as max_abs,
+    join_limbs as join_limbs,
+    leaf_squares as leaf_squares,
     sum_squares as sum_squares,
-    summing_exactly as summing_exactly,
+    sum_exactly as sum_exactly,
 )
 from ._onebit_adam import OneBitAdamState as OneBitAdamState
 from ._onebit_adam import apmsqueeze as apmsqueeze, onebit_adam as onebit_adam
 from ._onebit_lamb import OneBitLambState as OneBitLambState, onebit_lamb as onebit_lamb
 from ._pair import as_transformation as as_transformation, owners as owners
 from ._per_leaf import per_leaf as per_leaf
-from ._pieces import Pieces as Pieces, in_pieces as in_pieces
+from ._chunked_update import Pieces as Pieces, in_pieces as in_pieces
 from ._prodigy import ProdigyState as ProdigyState, prodigy as prodigy
 from ._radam import radam as radam, scale_by_radam as scale_by_radam
-from ._rebalance import check_in_round as check_in_round, compresses as compresses, rebalanced as rebalanced
+from ._rebalance import (
+    check_in_round as check_in_round,
+    is_compressing as is_compressing,
+    rebalance_residuals as rebalance_residuals,
+)
 from ._rmsprop import ScaleByRmsState as ScaleByRmsState, ScaleByRssState as ScaleByRssState
 from ._rmsprop import adagrad as adagrad, rmsprop as rmsprop, scale_by_rms as scale_by_rms
 from ._rmsprop import scale_by_rss as scale_by_rss, scale_by_stddev as scale_by_stddev
@@ -87,4 +96,4 @@ from ._sophia import SophiaState as SophiaState, is_hessian_step as is_hessian_s
 from ._trust_ratio import scale_by_trust_ratio as scale_by_trust_ratio
 from ._types import Grain as Grain, LearningRate as LearningRate, Pair as Pair, Schedule as Schedule
 from ._zero_one_adam import Interval as Interval, ZeroOneAdamState as ZeroOneAdamState
-from ._zero_one_adam import in_round as in_round, zero_one_adam as zero_one_adam
+from ._zero_one_adam import is_in_round as is_in_round, zero_one_adam as zero_one_adam

@@ -7,17 +7,17 @@ from torch import Tensor
 
 from shardfn.core import explains_keywords, tree_flatten, tree_map, tree_unflatten
 
+from ._average_params import ema
 from ._base import GradientTransformation, Needs, stateless
 from ._chain import chain
-from ._checks import positive
+from ._checks import check_positive
 from ._decay import add_decayed_weights
 from ._factored import scale_by_factored_rms
 from ._learning_rate import scale_by_learning_rate
 from ._leaves import check_params, leaves_like, spec_leaves
-from ._moving_average import ema
-from ._no_rule import MEANT
 from ._norm import block_squares, over_blocks
 from ._types import LearningRate, Mask, Params, Specs, Updates
+from ._unsupported import MEANT
 
 
 @explains_keywords(**MEANT)
@@ -65,7 +65,7 @@ def adafactor(
     """
     rules = [scale_by_factored_rms(True, decay_rate, 0, min_dim_size_to_factor)]
     if clipping_threshold is not None:
-        positive("adafactor", clipping_threshold=clipping_threshold)
+        check_positive("adafactor", clipping_threshold=clipping_threshold)
         rules.append(_scale_by_rms(lambda rms: 1 / (rms / clipping_threshold).clamp(min=1.0)))
     rules.append(_negate_updates() if learning_rate is None else scale_by_learning_rate(learning_rate))
     if multiply_by_parameter_scale:

@@ -6,33 +6,30 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.core import PyTree, explains_keywords, tree_flatten
+from shardfn.core import PyTree, explains_keywords
 
 from ._base import GradientTransformation, Needs
-from ._chain import chain, check_chain
-from ._checks import decay_rate, float_dtype, not_negative
+from ._chain import chain
+from ._checks import check_decay_rate, check_float_dtype, check_not_negative
 from ._decay import add_decayed_weights, decay_flags
-from ._decide import resolved
-from ._elementwise import elementwise, same
-from ._even import even
-from ._hyper import is_zero, number, root
+from ._decide import resolve_prefix
+from ._elementwise import elementwise, keep_zeros
+from ._fused import fused, pad_for_fused
+from ._hyper import as_number, is_zero, safe_root
 from ._kernels import fused_adamw_
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import (
+    Columns,
     check_shapes,
-    check_state,
-    grouped,
     leaves_like,
-    stage,
-    unstage,
     wide,
 )
-from ._no_rule import MEANT
-from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
+from ._types import LearningRate, Mask, Number, OptState, Params
+from ._unsupported import MEANT
 
 
 class ScaleByAdamState(NamedTuple):
-    """The moments of Adam.
+    """Moments of Adam.
 
     Attributes:
         count: int32, 0-d: steps taken.
@@ -83,17 +80,17 @@ def scale_by_adam(
         Kingma & Ba, Adam: A Method for Stochastic Optimization, 2014, https://arxiv.org/abs/1412.6980
         Dozat, Incorporating Nesterov Momentum into Adam, 2016, https://openreview.net/pdf?id=OM0jvwB8jIp57ZJjtNEZ
     """
-    decay_rate("scale_by_adam", b1=b1, b2=b2)
-    not_negative("scale_by_adam", eps=eps, eps_root=eps_root)
-    float_dtype("scale_by_adam", mu_dtype=mu_dtype)
+    check_decay_rate("scale_by_adam", b1=b1, b2=b2)
+    check_not_negative("scale_by_adam", eps=eps, eps_root=eps_root)
+    check_float_dtype("scale_by_adam", mu_dtype=mu_dtype)
 
     def bias_corrections_at(count: Tensor) -> dict[str, Any]:
         c1, c2 = bias_corrections(count, b1, b2)
         ahead = bias_corrections(count + 1, b1, b2)[0] if nesterov else None
         return {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "c1": c1, "c2": c2, "ahead": ahead}
 
-    start = {"mu": lambda zeros: zeros.to(mu_dtype or zeros.dtype), "nu": same}
-    return elementwise("scale_by_adam", ScaleByAdamState, _leaf_direction, start, bias_corrections_at)
+    init_fns = {"mu": lambda zeros: zeros.to(mu_dtype or zeros.dtype), "nu": keep_zeros}
+    return elementwise("scale_by_adam", ScaleByAdamState, _leaf_direction, init_fns, bias_corrections_at)
 
 
 @explains_keywords(**MEANT)
@@ -196,9 +193,9 @@ def adamw(
     tx = _fused_rule(pure, 3, learning_rate, b1, b2, eps, weight_decay, mask)
 
     def decide_decay(params: Params) -> GradientTransformation:
-        return adamw(learning_rate, b1, b2, eps, weight_decay, resolved(mask, params, bool, "mask"))
+        return adamw(learning_rate, b1, b2, eps, weight_decay, resolve_prefix(mask, params, bool, "mask"))
 
-    return tx._replace(needs=Needs("element", decide=decide_decay))
+    return tx._replace(needs=Needs("element", resolve_masks=decide_decay))
 
 
 @explains_keywords(**MEANT)
@@ -277,7 +274,7 @@ def corrected_mean(g: Tensor, mu: Tensor, b1: Number, c1: Tensor, ahead: Tensor 
 
 def corrected_root(nu: Tensor, c2: Tensor, eps_root: Number) -> Tensor:
     """Returns the root of `nu` without bias."""
-    return root(nu / c2 if is_zero(eps_root) else nu / c2 + eps_root)
+    return safe_root(nu / c2 if is_zero(eps_root) else nu / c2 + eps_root)
 
 
 def bias_corrections(count: Int[Tensor, ""], b1: Number, b2: Number) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
@@ -305,28 +302,21 @@ def _fused_rule(
     weight_decay: Number,
     mask: Mask,
 ) -> GradientTransformation:
-    flags = decay_flags(weight_decay, mask)
-
-    @torch.no_grad()
-    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        check_chain("adam", state, num)
-        check_state("adam", state[0], ScaleByAdamState)
-        ps, treedef = tree_flatten(params)
-        gs = leaves_like(grads, treedef, "grads", "params")
-        check_shapes(treedef, ps, grads=gs)
-        # The kernel expects rows of a single dtype. `unstage` writes staged copies back.
-        columns, copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs], narrow=True)
-        on = zip(flags(params, ps, treedef, specs), [g.dtype for g in columns[-1]], strict=True)
+    def advance(state: OptState) -> tuple[Tensor, Any]:
         # The rule's counter and the rate's counter: each rule of the chain has a counter, advanced once a step.
-        step, lr = state[0].count.add_(1).float(), next_rate(learning_rate, state[-1])
-        for ((decays, _), device, _), (p, mu, nu, g) in grouped(columns, list(on)).items():
-            decay = number(weight_decay) if decays else 0.0
-            for p_, mu_, nu_, g_ in even([p, mu, nu, g]):
-                fused_adamw_(
-                    p_, g_, mu_, nu_, [], [step.to(device)] * len(p_), lr=on_device(lr, device), beta1=number(b1),
-                    beta2=number(b2), weight_decay=decay, eps=number(eps), amsgrad=False, maximize=False,
-                )  # fmt: skip
-        unstage(copies)
-        return params, state
+        return state[0].count.add_(1).float(), next_rate(learning_rate, state[-1])
 
+    def step_leaves(columns: Columns, decays: bool, device: torch.device, numbers: tuple[Tensor, Any]) -> None:
+        step, lr = numbers
+        for p, mu, nu, g in pad_for_fused(columns):
+            fused_adamw_(
+                p, g, mu, nu, [], [step.to(device)] * len(p), lr=on_device(lr, device), beta1=as_number(b1),
+                beta2=as_number(b2), weight_decay=as_number(weight_decay) if decays else 0.0, eps=as_number(eps),
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
+
+    apply_fn = fused(
+        "adam", step_leaves, advance, num=num, kind=ScaleByAdamState, fields=("mu", "nu"),
+        flags=decay_flags(weight_decay, mask), narrow=True,
+    )  # fmt: skip
     return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element"))

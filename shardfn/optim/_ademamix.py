@@ -11,17 +11,17 @@ from shardfn.core import PyTree, explains_keywords
 from ._adam import bias_corrections, corrected_root
 from ._base import GradientTransformation
 from ._chain import chain
-from ._checks import decay_rate, not_negative
+from ._checks import check_decay_rate, check_not_negative
 from ._decay import add_decayed_weights
-from ._elementwise import elementwise, same
-from ._learning_rate import check_rate, scale_by_learning_rate, scheduled
+from ._elementwise import elementwise, keep_zeros
+from ._learning_rate import check_rate, evaluate_schedule, scale_by_learning_rate
 from ._leaves import wide
-from ._no_rule import MEANT
 from ._types import LearningRate, Mask, Number, Schedule
+from ._unsupported import MEANT
 
 
 class ScaleByAdemamixState(NamedTuple):
-    """The moments of AdEMAMix.
+    """Moments of AdEMAMix.
 
     Attributes:
         count: int32, 0-d: steps taken.
@@ -73,16 +73,16 @@ def scale_by_ademamix(
         Pagliardini et al., The AdEMAMix Optimizer: Better, Faster, Older, 2024, https://arxiv.org/abs/2409.03137
     """
     who = "scale_by_ademamix"
-    decay_rate(who, b1=b1, b2=b2, **({} if callable(b3) else {"b3": b3}))
-    not_negative(who, eps=eps, eps_root=eps_root, **({} if callable(alpha) else {"alpha": alpha}))
+    check_decay_rate(who, b1=b1, b2=b2, **({} if callable(b3) else {"b3": b3}))
+    check_not_negative(who, eps=eps, eps_root=eps_root, **({} if callable(alpha) else {"alpha": alpha}))
 
     def numbers_at(count: Tensor) -> dict[str, Any]:
         c1, c2 = bias_corrections(count, b1, b2)
-        slow, weight = (scheduled(x, count - 1) if callable(x) else x for x in (b3, alpha))
+        slow, weight = (evaluate_schedule(x, count - 1) if callable(x) else x for x in (b3, alpha))
         return {"b1": b1, "b2": b2, "b3": slow, "alpha": weight, "eps": eps, "eps_root": eps_root, "c1": c1, "c2": c2}
 
-    start = {"m1": same, "m2": torch.clone, "nu": torch.clone}
-    return elementwise(who, ScaleByAdemamixState, _leaf_direction, start, numbers_at)
+    init_fns = {"m1": keep_zeros, "m2": torch.clone, "nu": torch.clone}
+    return elementwise(who, ScaleByAdemamixState, _leaf_direction, init_fns, numbers_at)
 
 
 @explains_keywords(**MEANT)

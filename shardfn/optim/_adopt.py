@@ -11,14 +11,14 @@ from shardfn.core import explains_keywords
 from ._adam import ScaleByAdamState
 from ._base import GradientTransformation
 from ._chain import chain
-from ._checks import decay_rate, positive
+from ._checks import check_decay_rate, check_positive
 from ._decay import add_decayed_weights
-from ._elementwise import elementwise, same
-from ._hyper import root
+from ._elementwise import elementwise, keep_zeros
+from ._hyper import safe_root
 from ._learning_rate import check_rate, scale_by_learning_rate
 from ._leaves import wide
-from ._no_rule import MEANT
 from ._types import LearningRate, Mask, Number
+from ._unsupported import MEANT
 
 ClipValue = Callable[[Any], Any]
 
@@ -73,16 +73,18 @@ def scale_by_adopt(
         Taniguchi et al., ADOPT: Modified Adam Can Converge with Any beta2 with the Optimal Rate, 2024,
         https://arxiv.org/abs/2411.02853
     """
-    decay_rate("scale_by_adopt", b1=b1, b2=b2)
-    positive("scale_by_adopt", eps=eps)
+    check_decay_rate("scale_by_adopt", b1=b1, b2=b2)
+    check_positive("scale_by_adopt", eps=eps)
 
     def numbers_at(count: Tensor) -> dict[str, Any]:
-        begun = count > 1
+        begun = (count > 1).double()
         bound = torch.inf if clip_value_fn is None else clip_value_fn(count - 1)
-        rates = {"b1": torch.where(begun, b1, 1.0).double(), "b2": torch.where(begun, b2, 0.0).double()}
+        rates = {"b1": 1 - begun * (1 - b1), "b2": begun * b2}  # 1 and 0 in the first step
         return rates | {"eps": eps, "bound": bound, "nesterov": nesterov}
 
-    return elementwise("scale_by_adopt", ScaleByAdamState, _leaf_direction, {"mu": same, "nu": torch.clone}, numbers_at)
+    return elementwise(
+        "scale_by_adopt", ScaleByAdamState, _leaf_direction, {"mu": keep_zeros, "nu": torch.clone}, numbers_at
+    )
 
 
 @explains_keywords(**MEANT)
@@ -99,7 +101,7 @@ def adopt(
 ) -> GradientTransformation:
     """ADOPT: `p = p - lr * (u + weight_decay * p)`, with u of `scale_by_adopt`.
 
-    The names and defaults are optax's, which has no decay.
+    The names and defaults are optax's. The decay is an addition.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -137,7 +139,7 @@ def _leaf_direction(
     """Returns the update of a leaf, and the next moments."""
     kept, dtype = nu.dtype, wide(nu).dtype
     g, old = g.to(dtype), nu.to(dtype)
-    c = g / root(old).clamp(min=eps)
+    c = g / safe_root(old).clamp(min=eps)
     c = torch.minimum(torch.maximum(c, torch.as_tensor(-bound).to(c)), torch.as_tensor(bound).to(c))
     mu = b1 * mu.to(dtype) + (1 - b1) * c
     u = b1 * mu + (1 - b1) * c if nesterov else mu

@@ -12,10 +12,10 @@ from shardfn.collectives import transforming
 from shardfn.core import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ._base import GradientTransformation, Measure, Phase
-from ._hyper import beside
+from ._hyper import vary_number
 from ._inplace import apply_updates, inplace
 from ._leaves import check_state, spec_leaves, zero_count
-from ._needs import given, join_needs, refuse_phases
+from ._needs import bind_stats, join_needs, refuse_phases
 from ._norm import over_blocks
 from ._pair import as_transformation
 from ._types import OptState, Pair, Params, Specs, Updates
@@ -92,7 +92,7 @@ class _ApplyIfFinite:
     def rule(self) -> GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.inner_state,))
-        needs = needs._replace(ascends=self.tx.needs.ascends, specialize=self.given)
+        needs = needs._replace(ascends=self.tx.needs.ascends, bind_stats=self.given)
         if self.tx.needs.measure is None:
             needs = needs._replace(measure=Measure(count_not_finite, additive=True))
         else:  # two values would be measured
@@ -101,7 +101,7 @@ class _ApplyIfFinite:
 
     def given(self, params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
         bad = None if stats is None else stats.sum()
-        return replace(self, tx=given(self.tx, params, None, phase), bad=bad).rule()
+        return replace(self, tx=bind_stats(self.tx, params, None, phase), bad=bad).rule()
 
     def init(self, params: Params) -> ApplyIfFiniteState:
         count = zero_count(params)
@@ -114,7 +114,7 @@ class _ApplyIfFinite:
         finite, steps, counts = self._count_step(updates, state, specs)
         us, inner = self.tx.update(updates, state.inner_state, params, specs=specs)
         leaves, treedef = tree_flatten(us)
-        rows = zip(leaves, beside(leaves, steps, us, specs), strict=True)
+        rows = zip(leaves, vary_number(leaves, steps, us, specs), strict=True)
         us = tree_unflatten(treedef, [torch.where(s, u, 0.0).to(u.dtype) for u, s in rows])
         inner = tree_map(lambda new, old: torch.where(steps, new, old), inner, state.inner_state)
         return us, ApplyIfFiniteState(counts[0], finite, counts[1], inner)

@@ -11,11 +11,11 @@ from torch import Tensor
 from shardfn.core import PyTree, tree_flatten, tree_map, tree_unflatten
 
 from ._adam import bias_corrections
-from ._base import GradientTransformation
-from ._checks import decay_rate
-from ._hyper import beside
+from ._base import GradientTransformation, Needs
+from ._checks import check_decay_rate
+from ._hyper import map_leaves, vary_number
 from ._inplace import apply_updates, inplace
-from ._leaves import check_params, check_state, leaves_like, wide, zero_count
+from ._leaves import check_params, check_state, leaves_like, wide, zero_count, zeros_like
 from ._needs import join_needs
 from ._pair import as_transformation
 from ._types import Number, OptState, Pair, Params, Specs, Updates
@@ -24,7 +24,7 @@ Decay = Number | Callable[[Tensor], Any]
 
 
 class AverageParamsState(NamedTuple):
-    """The average, and the state of the rule that trains.
+    """Average, and the state of the rule that trains.
 
     Attributes:
         count: int32, 0-d: steps taken.
@@ -74,7 +74,7 @@ def average_params(
         Izmailov et al., Averaging Weights Leads to Wider Optima, 2018, https://arxiv.org/abs/1803.05407
     """
     if not callable(decay):
-        decay_rate("average_params", decay=decay)
+        check_decay_rate("average_params", decay=decay)
         return _AverageParams(as_transformation(inner), _debiased_rates(decay) if debias else decay).rule()
     if debias:
         raise ValueError(
@@ -137,4 +137,57 @@ class _AverageParams:
     def _leaf_rates(self, state: AverageParamsState, params: Params, specs: Specs) -> list[Any]:
         """Returns the decay for each leaf."""
         decay = self.decay(state.count.clone()) if callable(self.decay) else self.decay
-        return beside(tree_flatten(params)[0], decay, params, specs)
+        return vary_number(tree_flatten(params)[0], decay, params, specs)
+
+
+class EmaState(NamedTuple):
+    """Average.
+
+    Attributes:
+        count: int32, 0-d: steps taken.
+        ema: tree like params.
+    """
+
+    count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
+    ema: PyTree
+
+
+def ema(decay: Number, debias: bool = True) -> GradientTransformation:
+    """Averages updates: `m = decay m + (1 - decay) u`, `u = m / (1 - decay^t)`. For parameters see `average_params`.
+
+    Args:
+        decay: decay in [0, 1).
+        debias: whether to divide by `1 - decay^t`.
+
+    Returns:
+        A rule with an `EmaState`.
+
+    Raises:
+        ValueError: `decay` is out of range.
+
+    Example:
+        >>> import torch
+        >>> tx = ema(0.5)
+        >>> tx.update([torch.ones(1)], tx.init([torch.zeros(1)]))[0]
+        [tensor([1.])]
+    """
+    check_decay_rate("ema", decay=decay)
+
+    def average_leaf(u: Tensor, ema: Tensor, decay: Number, by: Tensor) -> tuple[Tensor, Tensor]:
+        m = decay * wide(ema) + (1 - decay) * wide(u)
+        return (m / by if debias else m).to(ema.dtype), m.to(ema.dtype)
+
+    def init_fn(params: Params) -> EmaState:
+        return EmaState(zero_count(params), zeros_like(params))
+
+    def update_fn(
+        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
+        del params
+        check_state("ema", state, EmaState)
+        count = state.count + 1
+        by = bias_corrections(count, decay, decay)[0]
+        us, new = map_leaves(average_leaf, 2, updates, of={"ema": state.ema}, specs=specs, decay=decay, by=by)
+        return us, EmaState(count, new)
+
+    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))

@@ -71,7 +71,7 @@ def reduce_gradient(grad: Tensor, leaf: WholeLeaf) -> Tensor:
 
     Args:
         grad: gradient of this rank's rows of the batch, whole along `leaf.unreduced`.
-        leaf: leaf, as `Needs.specialize` is given the leaf.
+        leaf: leaf, as `Needs.bind_stats` is given the leaf.
 
     Example:
         >>> from shardfn.core import Mesh, P
@@ -124,7 +124,7 @@ class Measure(NamedTuple):
 
     Attributes:
         of: `of(block) -> Tensor`, 0-d: measure of a leaf's local block. The sum over blocks is the measure of the leaf.
-        additive: whether `Needs.specialize` uses only the sum of the measures.
+        additive: whether `Needs.bind_stats` uses only the sum of the measures.
         ahead: `ahead(state) -> bool`: whether the next step only stores the measures for a later step, and so can begin
             before the measures are known. None: never. Read on the host.
     """
@@ -143,10 +143,10 @@ class Needs(NamedTuple):
             leaf), "tree" (on everything). See `in_pieces`. A rule with a finer granularity than "tree" keeps counters
             in state leaves that `init` also makes for a tree without leaves.
         measure: a number computed of each leaf's gradient before a step. None: no measure.
-        decide: `decide(params) -> rule`: the rule for the tree `params` of whole leaves (shapes and dtypes only), and
-            for blocks and parts of the tree. All functions of the tree, such as masks and labels, are called here and
-            not again. None: the rule has no such functions.
-        specialize: `specialize(params, stats, phase) -> rule`: the rule for parts of the tree `params` (shapes only),
+        resolve_masks: `resolve_masks(params) -> rule`: the rule for the tree `params` of whole leaves (shapes and
+            dtypes only), and for blocks and parts of the tree. All functions of the tree, such as masks and labels, are
+            called here and not again. None: the rule has no such functions.
+        bind_stats: `bind_stats(params, stats, phase) -> rule`: the rule for parts of the tree `params` (shapes only),
             in a step with measures `stats`, one entry a leaf, and in that phase. Each may be None (unknown). None: the
             rule uses none of the three. For a rule with phases, `params` are the whole blocks, as `WholeLeaf`s if the
             specs of the rows are known.
@@ -156,13 +156,13 @@ class Needs(NamedTuple):
         donates: whether `update` accepts `donate=True`, a permission to overwrite the updates.
         ascends: whether the updates point along the gradient, so that a learning rate must follow in a chain. A step
             refuses such a rule without a learning rate: parameters plus updates would raise the loss. A rule that
-            treats leaves differently has a function `ascends(params)` with a bool for each leaf. See `ascending`.
+            treats leaves differently has a function `ascends(params)` with a bool for each leaf. See `find_ascending`.
     """
 
     granularity: Grain = "tree"
     measure: Measure | None = None
-    decide: "Callable[[Params], GradientTransformation] | None" = None
-    specialize: "Callable[[Params, Tensor | None, Phase | None], GradientTransformation] | None" = None
+    resolve_masks: "Callable[[Params], GradientTransformation] | None" = None
+    bind_stats: "Callable[[Params, Tensor | None, Phase | None], GradientTransformation] | None" = None
     phases: Phases | None = None
     whole: bool = False
     donates: bool = False

@@ -12,7 +12,7 @@ from shardfn.core import MetadataTensor, named_leaves, raise_all, tree_leaves, t
 
 from ._base import GradientTransformation, Phase, identity, rows_over
 from ._inplace import inplace
-from ._needs import ascending, join_needs
+from ._needs import find_ascending, join_needs
 from ._pair import as_transformation
 from ._types import OptState, Pair, Params, Specs, Updates
 
@@ -75,8 +75,8 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
         return GradientTransformation(init_fn, update_fn, apply_fn, needs)
 
     def specialize_chain(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
-        assert needs.specialize is not None and needs.phases is not None
-        rule, over = needs.specialize(params, stats, phase), needs.phases.axes
+        assert needs.bind_stats is not None and needs.phases is not None
+        rule, over = needs.bind_stats(params, stats, phase), needs.phases.axes
 
         def init_rows(rows: Params) -> OptState:
             _check_whole(txs[:speaks], params, over)
@@ -84,7 +84,7 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
 
         return rule._replace(init=init_rows)
 
-    return GradientTransformation(init_fn, update_fn, apply_fn, needs._replace(specialize=specialize_chain))
+    return GradientTransformation(init_fn, update_fn, apply_fn, needs._replace(bind_stats=specialize_chain))
 
 
 def named_chain(*args: tuple[str, GradientTransformation | Pair]) -> GradientTransformation:
@@ -159,7 +159,7 @@ def _ascends_by_leaf(txs: Sequence[GradientTransformation]) -> bool | Callable[[
         return False
     if all(x is True for x in all_ascend):
         return True
-    return lambda params: [all(of) for of in zip(*(ascending(tx, params) for tx in txs), strict=True)]
+    return lambda params: [all(of) for of in zip(*(find_ascending(tx, params) for tx in txs), strict=True)]
 
 
 def _donating_update(tx: GradientTransformation) -> Rule:

@@ -13,34 +13,34 @@ from torch import Tensor
 from shardfn.core import a_kind
 
 
-def not_negative(who: str, **values: Any) -> None:
+def check_not_negative(who: str, **values: Any) -> None:
     """Checks that each value is a finite number >= 0."""
     _require_values(who, values, lambda v: v >= 0, "a finite number >= 0")
 
 
-def positive(who: str, **values: Any) -> None:
+def check_positive(who: str, **values: Any) -> None:
     """Checks that each value is a finite number > 0."""
     _require_values(who, values, lambda v: v > 0, "a finite number > 0")
 
 
-def decay_rate(who: str, **values: Any) -> None:
+def check_decay_rate(who: str, **values: Any) -> None:
     """Checks that each value is the rate of an exponential average, in [0, 1)."""
     _require_values(who, values, lambda v: 0 <= v < 1, "a number in [0, 1)")
 
 
-def finite(who: str, **values: Any) -> None:
+def check_finite(who: str, **values: Any) -> None:
     """Checks that each value is a finite number."""
     _require_values(who, values, lambda v: True, "a finite number")
 
 
-def num_steps(who: str, **values: Any) -> None:
+def check_num_steps(who: str, **values: Any) -> None:
     """Checks that each value is an int >= 1."""
     _require_values(
         who, values, lambda v: isinstance(v, int) and v >= 1, "an int >= 1; to go without, leave that piece out"
     )
 
 
-def float_dtype(who: str, **values: Any) -> None:
+def check_float_dtype(who: str, **values: Any) -> None:
     """Checks that each value is a dtype of floating point, or None."""
     for name, value in values.items():
         if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):

@@ -166,7 +166,7 @@ class Averaging:
         return [pmean(x, self.of(s).over) if x.numel() else x for x, s in zip(xs, shares, strict=True)]
 
 
-def averaging(who: str, axis: Axes, compressor: Compressor, outer: Axes, feedback: bool) -> Averaging:
+def make_averaging(who: str, axis: Axes, compressor: Compressor, outer: Axes, feedback: bool) -> Averaging:
     """Returns an `Averaging` from a user's arguments.
 
     Raises:
@@ -181,7 +181,7 @@ def _row_cuts(x: Tensor, spec: P, share: Share) -> list[tuple[int, tuple[str, ..
     return [(d, axes) for d, axes in cuts if axes]
 
 
-def written(old: Tensor, new: Tensor) -> Tensor:
+def write_over(old: Tensor, new: Tensor) -> Tensor:
     """Returns `old` with the values of `new`. Both may share memory."""
     if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
         old.copy_(new)

@@ -8,7 +8,7 @@ from torch import Tensor
 from shardfn.core import tree_flatten, tree_unflatten
 
 from ._base import EmptyState, GradientTransformation, Needs
-from ._checks import finite
+from ._checks import check_finite
 from ._leaves import check_params, check_shapes, leaves_like, wide
 from ._pair import as_transformation
 from ._types import OptState, Params, Updates
@@ -42,7 +42,7 @@ def clamp_params(lower: float | None = None, upper: float | None = None) -> Grad
         [tensor([-0.5000,  0.2000])]
     """
     bounds = {k: x for k, x in {"lower": lower, "upper": upper}.items() if x is not None}
-    finite("clamp_params", **bounds)
+    check_finite("clamp_params", **bounds)
     if not bounds or (lower is not None and upper is not None and lower > upper):
         raise ValueError(f"clamp_params: lower={lower!r} and upper={upper!r} are not the bounds of an interval.")
     return project_params(lambda x: x.clamp(lower, upper), by_element=True)

@@ -8,12 +8,12 @@ from torch import Tensor
 from shardfn.core import explains_keywords, tree_flatten, tree_unflatten
 
 from ._base import GradientTransformation, Needs, stateless
-from ._checks import not_negative
-from ._decide import per_leaf, resolved
-from ._hyper import beside, is_zero
+from ._checks import check_not_negative
+from ._decide import resolve_per_leaf, resolve_prefix
+from ._hyper import is_zero, vary_number
 from ._leaves import check_params, leaves_like, wide
-from ._no_rule import MEANT
 from ._types import Mask, Number, Params, Specs, Updates
+from ._unsupported import MEANT
 
 
 @explains_keywords(**MEANT)
@@ -42,22 +42,22 @@ def add_decayed_weights(weight_decay: Number = 0.0, mask: Mask = None) -> Gradie
     References:
         Loshchilov & Hutter, Decoupled Weight Decay Regularization, 2017, https://arxiv.org/abs/1711.05101
     """
-    not_negative("add_decayed_weights", weight_decay=weight_decay)
+    check_not_negative("add_decayed_weights", weight_decay=weight_decay)
     flags = decay_flags(weight_decay, mask)
 
     def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
         check_params("add_decayed_weights", params)
         ps, treedef = tree_flatten(params)
         gs = leaves_like(updates, treedef, "updates", "params")
-        on, by = flags(params, ps, treedef, specs), beside(ps, weight_decay, params, specs)
+        on, by = flags(params, ps, treedef, specs), vary_number(ps, weight_decay, params, specs)
         return tree_unflatten(
             treedef, [_add_decay(*row) if on else row[0] for *row, on in zip(gs, ps, by, on, strict=True)]
         )
 
     def decide_leaves(params: Params) -> GradientTransformation:
-        return add_decayed_weights(weight_decay, resolved(mask, params, bool, "mask"))
+        return add_decayed_weights(weight_decay, resolve_prefix(mask, params, bool, "mask"))
 
-    return stateless(update_fn)._replace(needs=Needs("element", decide=decide_leaves, ascends=True))
+    return stateless(update_fn)._replace(needs=Needs("element", resolve_masks=decide_leaves, ascends=True))
 
 
 def decay_flags(weight_decay: Number, mask: Mask) -> Callable[..., Sequence[bool]]:
@@ -65,7 +65,7 @@ def decay_flags(weight_decay: Number, mask: Mask) -> Callable[..., Sequence[bool
 
     Whether the leaf decays. False if the factor is 0.
     """
-    resolve = per_leaf(True if mask is None else mask, bool, "mask")
+    resolve = resolve_per_leaf(True if mask is None else mask, bool, "mask")
 
     def leaf_flags(params: Params, leaves: list[Tensor], treedef: Any, specs: Specs = None) -> Sequence[bool]:
         on = resolve(params, leaves, treedef, specs)

@@ -19,7 +19,7 @@ from ._leaves import spec_leaves
 from ._types import Specs
 
 
-def per_leaf(prefix: Any, kind: type | tuple[type, ...], name: str) -> Callable[..., tuple[Any, ...]]:
+def resolve_per_leaf(prefix: Any, kind: type | tuple[type, ...], name: str) -> Callable[..., tuple[Any, ...]]:
     """Returns a function from a flattened tree to the value that `prefix` has for each leaf.
 
     `f(tree, leaves, treedef, specs)`.
@@ -65,11 +65,11 @@ class Resolved:
         return tuple(v for v, x in zip(self.says.values(), slots, strict=True) if x is not None)
 
 
-def resolved(prefix: Any, params: PyTree, kind: type | tuple[type, ...], name: str) -> Any:
+def resolve_prefix(prefix: Any, params: PyTree, kind: type | tuple[type, ...], name: str) -> Any:
     """Returns `prefix` as a `Resolved`. None stays None.
 
     Args:
-        prefix: see `per_leaf`.
+        prefix: see `resolve_per_leaf`.
         params: the tree of whole leaves. Only shapes and dtypes are used.
         kind: type of the values.
         name: name of the prefix, for errors.
@@ -77,7 +77,7 @@ def resolved(prefix: Any, params: PyTree, kind: type | tuple[type, ...], name: s
     if prefix is None:
         return None
     leaves, treedef = tree_flatten(params)
-    values = iter(per_leaf(prefix, kind, name)(params, leaves, treedef))
+    values = iter(resolve_per_leaf(prefix, kind, name)(params, leaves, treedef))
     slots = tree_flatten(params, none_is_leaf=True)[0]
     paths = tree_paths(params, "params", is_leaf=lambda x: x is None) if None in slots else tree_paths(params, "params")
     pairs = zip(paths, slots, strict=True)
@@ -145,7 +145,7 @@ def check_whole(name: str, tree: PyTree, specs: Specs) -> None:
     raise_all(
         ValueError,
         f"{name} is a function of whole leaves, but would be shown this rank's blocks: decide it first, by"
-        " optim.decided(tx, whole) on a tree of whole leaves. A rule f(inner) of your own has"
+        " optim.resolve_masks(tx, whole) on a tree of whole leaves. A rule f(inner) of your own has"
         " needs=optim.join_needs([inner], f), by which a step does so:",
         cut,
     )

@@ -16,14 +16,14 @@ from ._base import GradientTransformation, Measure, Phase
 from ._inplace import apply_updates, inplace
 from ._kernels import foreach_copy_
 from ._leaves import check_shapes, check_state, leaves_like, spec_leaves, zero_count, zeros_like
-from ._needs import given, join_needs, refuse_phases
+from ._needs import bind_stats, join_needs, refuse_phases
 from ._norm import dtype_of_squares, over_blocks
 from ._pair import as_transformation
 from ._types import OptState, Pair, Params, Specs, Updates
 
 
 class DelayedState(NamedTuple):
-    """The state of a delayed rule.
+    """State of a delayed rule.
 
     Attributes:
         pending: tree like params: gradients of the last step, or zeros if no gradient waits.
@@ -98,7 +98,7 @@ class _Delayed:
         """Returns the rule as a `GradientTransformation`."""
         tx, measure = self.tx, self.measure
         needs = join_needs([tx], lambda rule: _Delayed(rule, self.warmup).rule())
-        needs = needs._replace(specialize=self.given, ascends=tx.needs.ascends)
+        needs = needs._replace(bind_stats=self.given, ascends=tx.needs.ascends)
         if measure is not None:
             ahead = measure._replace(ahead=lambda state: int(state.count) >= self.warmup)
             return GradientTransformation(self.init, self.update, self.apply, needs._replace(measure=ahead))
@@ -122,13 +122,13 @@ class _Delayed:
     @functools.cached_property
     def own(self) -> GradientTransformation:
         """Returns the inner rule, without measures."""
-        return self.tx if self.whole is None else given(self.tx, self.whole)
+        return self.tx if self.whole is None else bind_stats(self.tx, self.whole)
 
     def by(self, like: PyTree, total: Any) -> GradientTransformation:
         """Returns the inner rule for gradients with the sum of measures `total`."""
         if self.measure is None:
             return self.own
-        return given(self.tx, like if self.whole is None else self.whole, total.view(1))
+        return bind_stats(self.tx, like if self.whole is None else self.whole, total.view(1))
 
     def total(self, updates: Updates, specs: Specs) -> Tensor | None:
         """Returns the sum of the measures, or None if not known yet, or not needed."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardfn.core import tree_map
 
 from ._base import GradientTransformation, Needs
-from ._hyper import leafwise
+from ._hyper import map_leaves
 from ._leaves import check_state, zero_count, zeros_like
 from ._types import OptState, Params, Specs, Updates
 
@@ -18,7 +18,7 @@ def elementwise(
     who: str,
     kind: type,
     step: Callable[..., tuple[Tensor, ...]],
-    start: Mapping[str, Callable[[Tensor], Tensor]],
+    init_fns: Mapping[str, Callable[[Tensor], Tensor]],
     numbers: Callable[[Any], dict[str, Any]],
     counts: bool = True,
 ) -> GradientTransformation:
@@ -26,9 +26,9 @@ def elementwise(
 
     Args:
         who: name of the rule, for errors.
-        kind: the named tuple of the state, with a field for each key of `start`, and `count` if the rule counts.
-        step: returns the update of one leaf, then its new trees in the order of `start`.
-        start: field of the state -> function from a leaf of zeros to the leaf at the first step.
+        kind: the named tuple of the state, with a field for each key of `init_fns`, and `count` if the rule counts.
+        step: returns the update of one leaf, then its new trees in the order of `init_fns`.
+        init_fns: field of the state -> function from a leaf of zeros to the leaf at the first step.
         numbers: function from the count of a step (1 at the first step) to hyperparameters. Without a count, the
             function gets `None`.
         counts: whether the state has a count.
@@ -43,7 +43,7 @@ def elementwise(
 
     def init_fn(params: Params) -> OptState:
         # Each tree has separate memory.
-        trees = {name: tree_map(first, zeros_like(params)) for name, first in start.items()}
+        trees = {name: tree_map(first, zeros_like(params)) for name, first in init_fns.items()}
         return kind(**trees, **({"count": zero_count(params)} if counts else {}))
 
     def update_fn(
@@ -52,23 +52,23 @@ def elementwise(
         del params
         check_state(who, state, kind)
         count = state.count + 1 if counts else None
-        old = {name: getattr(state, name) for name in start}
-        us, *new = leafwise(step, 1 + len(start), updates, of=old, specs=specs, **numbers(count))
-        return us, kind(**dict(zip(start, new, strict=True)), **({"count": count} if counts else {}))
+        old = {name: getattr(state, name) for name in init_fns}
+        us, *new = map_leaves(step, 1 + len(init_fns), updates, of=old, specs=specs, **numbers(count))
+        return us, kind(**dict(zip(init_fns, new, strict=True)), **({"count": count} if counts else {}))
 
     return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
 
 
-def same(zeros: Tensor) -> Tensor:
-    """Returns zeros of the parameter's dtype, for `start`."""
+def keep_zeros(zeros: Tensor) -> Tensor:
+    """Returns zeros of the parameter's dtype, for `init_fns`."""
     return zeros
 
 
-def filled(value: Any) -> Callable[[Tensor], Tensor]:
-    """Returns a function for `start`: `value` everywhere.
+def fill_zeros(value: Any) -> Callable[[Tensor], Tensor]:
+    """Returns a function for `init_fns`: `value` everywhere.
 
     Example:
-        >>> filled(0.5)(torch.zeros(1))
+        >>> fill_zeros(0.5)(torch.zeros(1))
         tensor([0.5000])
     """
     return lambda zeros: zeros + value if isinstance(value, Tensor) else torch.full_like(zeros, value)

@@ -13,10 +13,9 @@ from shardfn.collectives import GlobalTensor, current_mesh, psum
 from shardfn.core import P, PyTree, block_slices, tree_flatten, tree_unflatten
 
 from ._base import GradientTransformation, Needs
-from ._checks import decay_rate as check_decay
-from ._checks import not_negative, num_steps
+from ._checks import check_decay_rate, check_not_negative, check_num_steps
 from ._decide import Resolved, check_whole
-from ._hyper import beside
+from ._hyper import vary_number
 from ._leaves import check_state, spec_leaves, wide, zero_count
 from ._types import OptState, Params, Specs, Updates
 
@@ -74,9 +73,9 @@ def scale_by_factored_rms(
         Shazeer & Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018,
         https://arxiv.org/abs/1804.04235
     """
-    check_decay("scale_by_factored_rms", decay_rate=decay_rate)
-    not_negative("scale_by_factored_rms", epsilon=epsilon, step_offset=step_offset)
-    num_steps("scale_by_factored_rms", min_dim_size_to_factor=min_dim_size_to_factor)
+    check_decay_rate("scale_by_factored_rms", decay_rate=decay_rate)
+    check_not_negative("scale_by_factored_rms", epsilon=epsilon, step_offset=step_offset)
+    check_num_steps("scale_by_factored_rms", min_dim_size_to_factor=min_dim_size_to_factor)
     return _Factored(factored, decay_rate, step_offset, min_dim_size_to_factor, epsilon).rule()
 
 
@@ -94,7 +93,7 @@ class _Factored:
     def rule(self) -> GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         # The granularity is "tree", because vectors cannot be cut with rows of the leaf.
-        needs = Needs(decide=self.decide if self.shapes is None else None, ascends=True)
+        needs = Needs(resolve_masks=self.decide if self.shapes is None else None, ascends=True)
         return GradientTransformation(self.init, self.update, needs=needs)
 
     def decide(self, params: Params) -> GradientTransformation:
@@ -148,7 +147,7 @@ class _Factored:
         out, new = list[Tensor](), list[tuple[Any, Any, Any]]()
         for g, x, leaf, row, column, v in zip(gs, squares, leaves, *columns, strict=True):
             if leaf.dims is None:
-                (by,) = beside([g], d, g, leaf.spec)
+                (by,) = vary_number([g], d, g, leaf.spec)
                 v = (by * v + (1 - by) * x).to(v.dtype)
                 out.append(wide(g) / v.sqrt())
             else:

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardfn.core import tree_flatten
 
 from ._base import Phase
-from ._checks import num_steps
+from ._checks import check_num_steps
 from ._leaves import spec_leaves, wide, zero_count
 from ._norm import over_blocks
 from ._types import Params, Specs
@@ -48,7 +48,7 @@ FreezeStep = int | Literal["auto"] | VarianceStability
 
 
 class FreezeState(NamedTuple):
-    """The state of the freeze: 0-d tensors.
+    """State of the freeze: 0-d tensors.
 
     Attributes:
         count: int32: steps taken.
@@ -131,7 +131,7 @@ def freeze_rule(who: str, step: Any, b2: float) -> Freeze:
         if not 0 < step.ratio < 1 or step.after < 0:
             raise ValueError(f"{who}: {step!r} needs a ratio in (0, 1) and after >= 0.")
     elif isinstance(step, int) and not isinstance(step, bool) and step >= 1:
-        num_steps(who, freeze_step=step)
+        check_num_steps(who, freeze_step=step)
     else:
         raise ValueError(
             f"{who}: freeze_step={step!r} must be an int >= 1, 'auto' or a VarianceStability: the number of steps after"

@@ -1,4 +1,4 @@
-"""GaLore: Adam's moments in a subspace of the gradient, which is found again from time to time."""
+"""GaLore: Adam's moments in a subspace of the gradient that is renewed from time to time."""
 
 from typing import Any, NamedTuple
 
@@ -13,17 +13,17 @@ from shardfn.core import PyTree, explains_keywords, raise_all, tree_flatten, tre
 from ._adam import bias_corrections, moments, scale_by_adam
 from ._base import GradientTransformation, Needs
 from ._chain import chain
-from ._checks import decay_rate, not_negative, num_steps, positive
+from ._checks import check_decay_rate, check_not_negative, check_num_steps, check_positive
 from ._decay import add_decayed_weights
 from ._learning_rate import check_rate, scale_by_learning_rate
 from ._leaves import check_state, wide, zero_count
 from ._mask import multi_transform
-from ._no_rule import MEANT
 from ._types import LearningRate, Mask, Number, OptState, Params, Updates
+from ._unsupported import MEANT
 
 
 class Subspace(NamedTuple):
-    """The moments of one matrix.
+    """Moments of one matrix.
 
     Attributes:
         projector: [m, r] or [n, r] with orthonormal columns: basis of the subspace, for a gradient [m, n].
@@ -37,7 +37,7 @@ class Subspace(NamedTuple):
 
 
 class ScaleByGaloreState(NamedTuple):
-    """The state of `scale_by_galore`.
+    """State of `scale_by_galore`.
 
     Attributes:
         count: int32, 0-d: steps taken.
@@ -95,10 +95,10 @@ def scale_by_galore(
         https://arxiv.org/abs/2403.03507
     """
     who = "scale_by_galore"
-    num_steps(who, rank=rank, update_proj_gap=update_proj_gap)
-    positive(who, scale=scale)
-    decay_rate(who, b1=b1, b2=b2)
-    not_negative(who, eps=eps)
+    check_num_steps(who, rank=rank, update_proj_gap=update_proj_gap)
+    check_positive(who, scale=scale)
+    check_decay_rate(who, b1=b1, b2=b2)
+    check_not_negative(who, eps=eps)
 
     def init_fn(params: Params) -> ScaleByGaloreState:
         wrong = [p for p, x in zip(tree_paths(params, "params"), tree_flatten(params)[0], strict=True) if x.ndim != 2]
@@ -117,15 +117,16 @@ def scale_by_galore(
         unknown = transforming() or isinstance(renews, FakeTensor) or renews.is_meta
         out = []
         for g, old in zip(gs, treedef.flatten_up_to(state.subspaces), strict=True):
-            projector = old.projector
+            projector, kept = old.projector, old.mu.dtype
+            g = wide(g.to(kept)).contiguous()  # LAPACK rounds by the layout
             if unknown:
                 projector = torch.where(renews, _find_basis(g, projector), projector)
             elif bool(renews):
                 projector = _find_basis(g, projector)
             mu, nu = moments(_project(g, projector), old.mu, old.nu, b1, b2)
             u = (mu / c1) / ((nu / c2).sqrt() + eps)
-            new = Subspace(*(x.to(old.mu.dtype).contiguous() for x in (projector, mu, nu)))
-            out.append(((scale * _lift(u, projector, g.shape)).to(g.dtype), new))
+            new = Subspace(*(x.to(kept).contiguous() for x in (projector, mu, nu)))
+            out.append(((scale * _lift(u, projector, g.shape)).to(kept), new))
         us, subspaces = (tree_unflatten(treedef, [row[k] for row in out]) for k in (0, 1))
         return us, ScaleByGaloreState(count, subspaces)
 
@@ -191,7 +192,9 @@ def _first_subspace(p: Tensor, rank: int) -> Subspace:
 def _find_basis(g: Tensor, like: Tensor) -> Tensor:
     """Returns the first singular vectors of the longer side, each with a positive largest element."""
     m, n = g.shape
-    vectors = torch.linalg.svd(wide(g) if m >= n else wide(g).T, full_matrices=False)[0][:, : like.shape[1]]
+    # A value that is not finite reaches the update by the product with the basis. LAPACK would raise an error.
+    finite = wide(g).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    vectors = torch.linalg.svd(finite if m >= n else finite.T.contiguous(), full_matrices=False)[0][:, : like.shape[1]]
     # A singular vector has two signs. Ranks with the same gradient, and one device with nearly the same, choose one.
     at = vectors.abs().argmax(dim=0, keepdim=True) if vectors.numel() else None
     return (vectors if at is None else vectors * vectors.gather(0, at).sign()).to(like.dtype)

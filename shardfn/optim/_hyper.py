@@ -14,7 +14,7 @@ from ._leaves import check_shapes, leaves_like, spec_leaves
 from ._types import Number, Specs, Updates
 
 
-def beside(leaves: list[Tensor], value: Any, tree: PyTree, specs: Specs) -> list[Any]:
+def vary_number(leaves: list[Tensor], value: Any, tree: PyTree, specs: Specs) -> list[Any]:
     """Returns `value` for each leaf, varying over the axes that cut the leaf.
 
     A number is the same on all ranks (I), a block is not (V). The cast between them is the identity, and the transpose
@@ -39,7 +39,7 @@ def beside(leaves: list[Tensor], value: Any, tree: PyTree, specs: Specs) -> list
     return [varying[axes].to(x.device) for x, axes in zip(leaves, cuts, strict=True)]
 
 
-def leafwise(
+def map_leaves(
     f: Callable[..., tuple[Tensor, ...]],
     num: int,
     updates: Updates,
@@ -56,7 +56,7 @@ def leafwise(
         updates: tree of gradients.
         of: trees of a state, by name. Each must match `updates`.
         specs: specs of the blocks. None: leaves are whole.
-        **numbers: hyperparameters, each given `beside` the leaf.
+        **numbers: hyperparameters, each given `vary_number` the leaf.
 
     Returns:
         A tree for each result of `f`.
@@ -66,22 +66,22 @@ def leafwise(
 
     Example:
         >>> g, mu = torch.ones(1), torch.full((1,), 2.0)
-        >>> leafwise(lambda g, mu, b1: (b1 * mu + g,), 1, [g], of={"mu": [mu]}, specs=None, b1=0.5)
+        >>> map_leaves(lambda g, mu, b1: (b1 * mu + g,), 1, [g], of={"mu": [mu]}, specs=None, b1=0.5)
         ([tensor([2.])],)
     """
     gs, treedef = tree_flatten(updates)
     columns = {name: leaves_like(tree, treedef, f"state.{name}", "updates") for name, tree in of.items()}
     check_shapes(treedef, gs, **columns)
-    columns |= {name: beside(gs, x, updates, specs) for name, x in numbers.items()}
+    columns |= {name: vary_number(gs, x, updates, specs) for name, x in numbers.items()}
     rows = [f(g, **{name: column[i] for name, column in columns.items()}) for i, g in enumerate(gs)]
     return tuple(tree_unflatten(treedef, [row[k] for row in rows]) for k in range(num))
 
 
-def number(value: Number) -> float:
+def as_number(value: Number) -> float:
     """Returns a hyperparameter as a float on the host, for kernels.
 
     Example:
-        >>> number(2)
+        >>> as_number(2)
         2.0
     """
     return float(value.detach()) if isinstance(value, Tensor) else float(value)
@@ -97,13 +97,13 @@ def is_zero(value: Number | None) -> bool:
     return not isinstance(value, Tensor) and not value
 
 
-def root(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def safe_root(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Returns the square root, with derivative 0 at 0.
 
     So a weight without any gradient so far does not get an infinite gradient.
 
     Example:
-        >>> root(torch.tensor([0.0, 4.0]))
+        >>> safe_root(torch.tensor([0.0, 4.0]))
         tensor([0., 2.])
     """
     if not transforming():

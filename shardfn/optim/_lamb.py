@@ -12,31 +12,31 @@ from shardfn.core import PyTree, explains_keywords, tree_flatten
 from ._adam import bias_corrections, moments, moments_like, scale_by_adam
 from ._base import GradientTransformation, Needs
 from ._chain import chain, check_chain
-from ._checks import decay_rate, not_negative
+from ._checks import check_decay_rate, check_not_negative
 from ._decay import add_decayed_weights, decay_flags
-from ._decide import resolved
-from ._hyper import is_zero, leafwise, number, root
+from ._decide import resolve_prefix
+from ._hyper import as_number, is_zero, map_leaves, safe_root
 from ._kernels import foreach_add_, foreach_addcmul_, foreach_copy_, foreach_div, foreach_mul_, foreach_sqrt
 from ._learning_rate import check_rate, next_rate, scale_by_learning_rate
 from ._leaves import (
-    blocks,
     check_shapes,
     check_state,
-    everywhere,
+    is_any,
     leaves_like,
     spec_leaves,
-    stage,
-    unstage,
+    split_columns,
+    stage_columns,
+    unstage_columns,
     zero_count,
     zeros_like,
 )
-from ._no_rule import MEANT
 from ._trust_ratio import scale_by_trust_ratio, trust_ratios
 from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
+from ._unsupported import MEANT
 
 
 class ScaleByMomentRatioState(NamedTuple):
-    """The moments.
+    """Moments.
 
     Attributes:
         mu: tree like params: mean of the gradients.
@@ -76,8 +76,8 @@ def scale_by_moment_ratio(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e
         >>> tx.update([torch.tensor([4.0])], tx.init([torch.zeros(1)]))[0]
         [tensor([1.])]
     """
-    decay_rate("scale_by_moment_ratio", b1=b1, b2=b2)
-    not_negative("scale_by_moment_ratio", eps=eps)
+    check_decay_rate("scale_by_moment_ratio", b1=b1, b2=b2)
+    check_not_negative("scale_by_moment_ratio", eps=eps)
 
     def init_fn(params: Params) -> ScaleByMomentRatioState:
         return ScaleByMomentRatioState(zeros_like(params), zeros_like(params))
@@ -87,7 +87,7 @@ def scale_by_moment_ratio(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e
     ) -> tuple[Updates, OptState]:
         del params
         check_state("scale_by_moment_ratio", state, ScaleByMomentRatioState)
-        us, mu, nu = leafwise(
+        us, mu, nu = map_leaves(
             _leaf_direction, 3, updates, of={"mu": state.mu, "nu": state.nu}, specs=specs, b1=b1, b2=b2, eps=eps
         )
         return us, ScaleByMomentRatioState(mu, nu)
@@ -113,7 +113,7 @@ def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTr
         >>> tx.update([torch.ones(1)], tx.init([torch.zeros(1)]))[0]
         [tensor([1.])]
     """
-    decay_rate("scale_by_bias_correction", b1=b1, b2=b2)
+    check_decay_rate("scale_by_bias_correction", b1=b1, b2=b2)
 
     def init_fn(params: Params) -> ScaleByBiasCorrectionState:
         return ScaleByBiasCorrectionState(zero_count(params))
@@ -125,7 +125,7 @@ def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTr
         check_state("scale_by_bias_correction", state, ScaleByBiasCorrectionState)
         count = state.count + 1
         by = bias_factor(count, b1, b2)
-        [us] = leafwise(lambda g, by: ((g * by).to(g.dtype),), 1, updates, of={}, specs=specs, by=by)
+        [us] = map_leaves(lambda g, by: ((g * by).to(g.dtype),), 1, updates, of={}, specs=specs, by=by)
         return us, ScaleByBiasCorrectionState(count)
 
     return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
@@ -199,10 +199,10 @@ def lamb(
         return step(grads, state, params, specs=specs)[:2]
 
     def decide_decay(params: Params) -> GradientTransformation:
-        on = resolved(mask, params, bool, "mask")
+        on = resolve_prefix(mask, params, bool, "mask")
         return lamb(learning_rate, b1, b2, eps, weight_decay, on, min_coeff=min_coeff, max_coeff=max_coeff)
 
-    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("leaf", decide=decide_decay))
+    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("leaf", resolve_masks=decide_decay))
 
 
 def _check_correction(bias_correction: str, eps_root: Number) -> None:
@@ -237,19 +237,19 @@ def lamb_in_place(
         ps, treedef = tree_flatten(params)
         gs = leaves_like(grads, treedef, "grads", "params")
         check_shapes(treedef, ps, grads=gs)
-        (p, mu, nu, g), copies = stage([ps, *moments_like(state[0], ps, treedef, "params"), gs], widen=everywhere)
+        (p, mu, nu, g), copies = stage_columns([ps, *moments_like(state[0], ps, treedef, "params"), gs], widen=is_any)
         on = flags(params, ps, treedef, specs)
         # Counters advance here: the correction and the rate each have a counter.
         rate = next_rate(learning_rate, state[-1])
         rate = rate * bias_factor(state[3].count.add_(1), b1, b2) if corrected else rate
         ratios = torch.zeros(0)
         if ps:
-            u = _leaf_directions(mu, nu, g, number(b1), number(b2), number(eps))
-            _add_decay(u, p, on, number(weight_decay))
+            u = _leaf_directions(mu, nu, g, as_number(b1), as_number(b2), as_number(eps))
+            _add_decay(u, p, on, as_number(weight_decay))
             leaf_specs = None if specs is None else spec_leaves(specs, params)
             ratios = trust_ratios(p, u, leaf_specs, min_coeff, max_coeff)
             _descend_leaves(p, u, rate, ratios)
-        unstage(copies)
+        unstage_columns(copies)
         return params, state, ratios
 
     return apply_fn
@@ -270,7 +270,7 @@ def _leaf_direction(
     """Returns the update of a leaf, and the next moments in the stored dtype."""
     dtype = mu.dtype
     mu, nu = moments(g, mu, nu, b1, b2)
-    return (mu / (root(nu) + eps)).to(dtype), mu.to(dtype), nu.to(dtype)
+    return (mu / (safe_root(nu) + eps)).to(dtype), mu.to(dtype), nu.to(dtype)
 
 
 def _leaf_directions(
@@ -278,7 +278,7 @@ def _leaf_directions(
 ) -> list[Tensor]:
     u = [torch.empty_like(x) for x in mu]
     # Piece by piece: the temporaries of a chain of kernels stay in the cache.
-    for m, v, d, out in blocks([mu, nu, g, u]):
+    for m, v, d, out in split_columns([mu, nu, g, u]):
         foreach_mul_(m, b1)
         foreach_add_(m, d, alpha=1 - b1)
         foreach_mul_(v, b2)

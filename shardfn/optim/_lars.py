@@ -6,15 +6,15 @@ from shardfn.core import explains_keywords
 
 from ._base import GradientTransformation
 from ._chain import chain
-from ._checks import decay_rate
+from ._checks import check_decay_rate
 from ._decay import add_decayed_weights
 from ._hyper import is_zero
 from ._learning_rate import check_rate, scale_by_learning_rate
 from ._mask import masked
-from ._no_rule import MEANT
 from ._sgd import trace
 from ._trust_ratio import scale_by_trust_ratio
 from ._types import LearningRate, Mask, Number
+from ._unsupported import MEANT
 
 
 @explains_keywords(**MEANT)
@@ -60,7 +60,7 @@ def lars(
         You et al., Large Batch Training of Convolutional Networks, 2017, https://arxiv.org/abs/1708.03888
     """
     check_rate("lars", learning_rate)
-    decay_rate("lars", momentum=momentum)
+    check_decay_rate("lars", momentum=momentum)
     if nesterov and is_zero(momentum):
         raise ValueError(f"lars: nesterov=True has no effect with momentum={momentum!r}. Give a momentum > 0.")
     trust = scale_by_trust_ratio(0.0, math.inf, trust_coefficient=trust_coefficient, eps=eps)

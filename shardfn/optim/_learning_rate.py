@@ -10,11 +10,11 @@ from torch import Tensor
 from shardfn.core import PyTree, explains_keywords, not_scalar, tree_flatten, tree_unflatten
 
 from ._base import GradientTransformation, Needs, stateless
-from ._checks import finite, not_negative
-from ._hyper import beside
+from ._checks import check_finite, check_not_negative
+from ._hyper import vary_number
 from ._leaves import check_state, zero_count
-from ._no_rule import MEANT, no_rate
 from ._types import LearningRate, Number, OptState, Params, Schedule, Specs, Updates
+from ._unsupported import MEANT, describe_non_rate
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -43,7 +43,7 @@ def scale(step_size: Number) -> GradientTransformation:
         >>> scale(-0.5).update([torch.tensor([2.0])], ())[0]
         [tensor([-1.])]
     """
-    finite("scale", step_size=step_size)
+    check_finite("scale", step_size=step_size)
     ascends = not isinstance(step_size, Tensor) and step_size > 0  # the sign of a tensor is not checked
     rule = stateless(lambda updates, params, specs: _scale_updates(updates, step_size, specs))
     return rule._replace(needs=Needs("element", ascends=ascends))
@@ -109,20 +109,20 @@ def _scale_by_count(
     ) -> tuple[Updates, OptState]:
         del params
         check_state(who, state, ScaleByScheduleState)
-        return step(updates, scheduled(schedule, state.count), specs), ScaleByScheduleState(state.count + 1)
+        return step(updates, evaluate_schedule(schedule, state.count), specs), ScaleByScheduleState(state.count + 1)
 
     return GradientTransformation(init_fn, update_fn, needs=Needs("element"))
 
 
 def _scale_updates(updates: Updates, by: Any, specs: Specs) -> PyTree:
     gs, treedef = tree_flatten(updates)
-    rows = zip(gs, beside(gs, by, updates, specs), strict=True)
+    rows = zip(gs, vary_number(gs, by, updates, specs), strict=True)
     return tree_unflatten(treedef, [(x * g).to(g.dtype) for g, x in rows])
 
 
 def _scale_descending(updates: Updates, rate: Any, specs: Specs) -> PyTree:
     gs, treedef = tree_flatten(updates)
-    rows = zip(gs, beside(gs, rate, updates, specs), strict=True)
+    rows = zip(gs, vary_number(gs, rate, updates, specs), strict=True)
     return tree_unflatten(treedef, [(-lr * g).to(g.dtype) for g, lr in rows])
 
 
@@ -133,13 +133,13 @@ def check_rate(who: str, learning_rate: LearningRate) -> None:
         TypeError: the value is parameters, a class, or a scheduler of torch.
         ValueError: the number is negative or not finite.
     """
-    if (problem := no_rate(who, learning_rate)) is not None:
+    if (problem := describe_non_rate(who, learning_rate)) is not None:
         raise TypeError(problem)
     if not callable(learning_rate):
-        not_negative(who, learning_rate=learning_rate)
+        check_not_negative(who, learning_rate=learning_rate)
 
 
-def scheduled(schedule: Schedule, count: Int[Tensor, ""]) -> Number:
+def evaluate_schedule(schedule: Schedule, count: Int[Tensor, ""]) -> Number:
     """Returns the value of a schedule for a count.
 
     Raises:
@@ -159,7 +159,7 @@ def next_rate(learning_rate: LearningRate, state: OptState) -> float | int | Flo
     if not callable(learning_rate):
         return learning_rate.detach() if isinstance(learning_rate, Tensor) else learning_rate
     check_state("scale_by_learning_rate", state, ScaleByScheduleState)
-    lr = scheduled(learning_rate, state.count)
+    lr = evaluate_schedule(learning_rate, state.count)
     lr = state.count.clone() if lr is state.count else lr  # a schedule may return its argument
     state.count.add_(1)
     return lr

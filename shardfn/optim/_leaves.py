@@ -1,8 +1,8 @@
 """Trees as columns of leaves: the checks and the grouping that every optimizer shares.
 
 A tree is flattened once a step. After that an optimizer works on lists. The in-place forms need leaves for a fused
-kernel: contiguous, and with the same dtype for parameter, moments and gradient. `stage` copies other leaves (for
-example transposed parameters), and `unstage` writes the copies back.
+kernel: contiguous, and with the same dtype for parameter, moments and gradient. `stage_columns` copies other leaves
+(for example transposed parameters), and `unstage_columns` writes the copies back.
 """
 
 import itertools
@@ -119,7 +119,7 @@ def spec_leaves(specs: PyTree, tree: PyTree) -> list[P]:
     return broadcast_prefix(specs, tree, lambda x: isinstance(x, P), names=("specs", "params"))
 
 
-def stage(
+def stage_columns(
     columns: Columns, *, widen: Callable[[Tensor], bool] | None = None, narrow: bool = False
 ) -> tuple[Columns, Copies]:
     """Returns columns with contiguous rows of one dtype, and the copies to write back.
@@ -151,19 +151,19 @@ def stage(
     return out, copies
 
 
-def everywhere(param: Tensor) -> bool:
-    """Returns True for every leaf, for `stage`."""
+def is_any(param: Tensor) -> bool:
+    """Returns True for every leaf, for `stage_columns`."""
     del param
     return True
 
 
-def unstage(copies: Copies) -> None:
+def unstage_columns(copies: Copies) -> None:
     """Writes staged copies back."""
     for x, y in copies:
         x.copy_(y)
 
 
-def grouped(columns: Columns, flags: Sequence[Any]) -> dict[tuple[Any, ...], Columns]:
+def group_columns(columns: Columns, flags: Sequence[Any]) -> dict[tuple[Any, ...], Columns]:
     """Returns the columns cut by (flag, device, dtype), without leaves that lack elements or memory."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, (flag, p) in enumerate(zip(flags, columns[0], strict=True)):
@@ -172,7 +172,7 @@ def grouped(columns: Columns, flags: Sequence[Any]) -> dict[tuple[Any, ...], Col
     return {key: [[c[i] for i in own] for c in columns] for key, own in groups.items() if key[1].type != "meta"}
 
 
-def blocks(columns: Columns, size: int = _BLOCK) -> Iterator[Columns]:
+def split_columns(columns: Columns, size: int = _BLOCK) -> Iterator[Columns]:
     """Yields the columns in flat pieces that fit a CPU's cache. On other devices, yields all columns at once.
 
     For chains of elementwise kernels: temporaries are as small as a piece. Leaves must be contiguous.
@@ -195,7 +195,7 @@ def blocks(columns: Columns, size: int = _BLOCK) -> Iterator[Columns]:
         yield piece
 
 
-def disjoint(leaves: Sequence[Tensor]) -> bool:
+def is_disjoint(leaves: Sequence[Tensor]) -> bool:
     """Returns whether no leaves, and no elements of a leaf, share memory.
 
     For example, gradients may be the same tensor twice, or expanded.

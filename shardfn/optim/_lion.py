@@ -1,38 +1,35 @@
 """Lion: the sign of an interpolated momentum."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, explains_keywords, tree_flatten
+from shardfn.core import PyTree, explains_keywords
 
 from ._base import GradientTransformation, Needs
-from ._chain import chain, check_chain
-from ._checks import decay_rate
+from ._chain import chain
+from ._checks import check_decay_rate
 from ._decay import add_decayed_weights, decay_flags
-from ._decide import resolved
-from ._hyper import leafwise, number
+from ._decide import resolve_prefix
+from ._fused import fused
+from ._hyper import as_number, map_leaves
 from ._kernels import foreach_add_, foreach_mul, foreach_mul_, foreach_sign
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
 from ._leaves import (
-    blocks,
-    check_shapes,
+    Columns,
     check_state,
-    everywhere,
-    grouped,
-    leaves_like,
-    stage,
-    unstage,
+    is_any,
+    split_columns,
     wide,
     zeros_like,
 )
-from ._no_rule import MEANT
 from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
+from ._unsupported import MEANT
 
 
 class ScaleByLionState(NamedTuple):
-    """The momentum of Lion.
+    """Momentum of Lion.
 
     Attributes:
         mu: tree like params.
@@ -65,7 +62,7 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation
     References:
         Chen et al., Symbolic Discovery of Optimization Algorithms, 2023, https://arxiv.org/abs/2302.06675
     """
-    decay_rate("scale_by_lion", b1=b1, b2=b2)
+    check_decay_rate("scale_by_lion", b1=b1, b2=b2)
 
     def init_fn(params: Params) -> ScaleByLionState:
         return ScaleByLionState(zeros_like(params))
@@ -75,7 +72,7 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation
     ) -> tuple[Updates, OptState]:
         del params
         check_state("scale_by_lion", state, ScaleByLionState)
-        us, mu = leafwise(_leaf_direction, 2, updates, of={"mu": state.mu}, specs=specs, b1=b1, b2=b2)
+        us, mu = map_leaves(_leaf_direction, 2, updates, of={"mu": state.mu}, specs=specs, b1=b1, b2=b2)
         return us, ScaleByLionState(mu)
 
     return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
@@ -118,29 +115,21 @@ def lion(
     check_rate("lion", learning_rate)
     decay = add_decayed_weights(weight_decay, mask)
     pure = chain(scale_by_lion(b1, b2), decay, scale_by_learning_rate(learning_rate))
-    flags = decay_flags(weight_decay, mask)
 
-    @torch.no_grad()
-    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        check_chain("lion", state, 3)
-        check_state("lion", state[0], ScaleByLionState)
-        ps, treedef = tree_flatten(params)
-        gs = leaves_like(grads, treedef, "grads", "params")
-        mus = leaves_like(state[0].mu, treedef, "state.mu", "params")
-        check_shapes(treedef, ps, grads=gs, mu=mus)
-        columns, copies = stage([ps, mus, gs], widen=everywhere)
-        on = flags(params, ps, treedef, specs)
-        lr, rates = next_rate(learning_rate, state[-1]), (number(b1), number(b2))
-        for (decays, device, _), (p, mu, g) in grouped(columns, on).items():
-            for p_, mu_, g_ in blocks([p, mu, g]):
-                _step_leaves(p_, mu_, g_, on_device(lr, device), *rates, number(weight_decay) if decays else 0.0)
-        unstage(copies)
-        return params, state
+    def step_leaves(columns: Columns, decays: bool, device: torch.device, lr: Any) -> None:
+        decay = as_number(weight_decay) if decays else 0.0
+        for p, mu, g in split_columns(columns):
+            _step_leaves(p, mu, g, on_device(lr, device), as_number(b1), as_number(b2), decay)
+
+    apply_fn = fused(
+        "lion", step_leaves, lambda state: next_rate(learning_rate, state[-1]), num=3, kind=ScaleByLionState,
+        fields=("mu",), flags=decay_flags(weight_decay, mask), widen=is_any,
+    )  # fmt: skip
 
     def decide_decay(params: Params) -> GradientTransformation:
-        return lion(learning_rate, b1, b2, weight_decay, resolved(mask, params, bool, "mask"))
+        return lion(learning_rate, b1, b2, weight_decay, resolve_prefix(mask, params, bool, "mask"))
 
-    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element", decide=decide_decay))
+    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element", resolve_masks=decide_decay))
 
 
 def _step_leaves(

@@ -10,8 +10,8 @@ from torch import Tensor
 from shardfn.core import PyTree, tree_flatten, tree_map, tree_unflatten
 
 from ._base import GradientTransformation
-from ._checks import num_steps, positive
-from ._hyper import beside
+from ._checks import check_num_steps, check_positive
+from ._hyper import vary_number
 from ._inplace import apply_updates
 from ._leaves import check_params, check_state, leaves_like, wide, zero_count
 from ._needs import join_needs, refuse_phases
@@ -69,8 +69,8 @@ def lookahead(
     References:
         Zhang et al., Lookahead Optimizer: k steps forward, 1 step back, 2019, https://arxiv.org/abs/1907.08610
     """
-    num_steps("lookahead", sync_period=sync_period)
-    positive("lookahead", slow_step_size=slow_step_size)
+    check_num_steps("lookahead", sync_period=sync_period)
+    check_positive("lookahead", slow_step_size=slow_step_size)
     tx = as_transformation(fast_optimizer)
     refuse_phases("lookahead", tx)
     return _Lookahead(tx, sync_period, slow_step_size, reset_state).rule()
@@ -105,7 +105,7 @@ class _Lookahead:
         new = tree_flatten(apply_updates(params, updates))[0]
         us = leaves_like(updates, treedef, "updates", "params")
         out, after = list[Tensor](), list[Tensor]()
-        for p, u, x, s, size in zip(ps, us, new, slow, beside(ps, self.size, params, specs), strict=True):
+        for p, u, x, s, size in zip(ps, us, new, slow, vary_number(ps, self.size, params, specs), strict=True):
             step = wide(s) + size * (wide(x) - wide(s))
             after.append(torch.where(syncs, step, wide(s)).to(s.dtype))
             # In a dtype that holds the difference exactly, so that fast and slow parameters are equal afterwards.

@@ -15,11 +15,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ._checks import positive
+from ._checks import check_positive
 
 
 class LossScale(NamedTuple):
-    """A rule for the scale of the loss.
+    """Rule for the scale of the loss.
 
     Attributes:
         init: `init() -> state`. A state has a field `scale`, float32, 0-d, on the CPU.
@@ -33,7 +33,7 @@ class LossScale(NamedTuple):
 
 
 class StaticScaleState(NamedTuple):
-    """The state of `static_loss_scale`.
+    """State of `static_loss_scale`.
 
     Attributes:
         scale: the scale.
@@ -43,7 +43,7 @@ class StaticScaleState(NamedTuple):
 
 
 class DynamicScaleState(NamedTuple):
-    """The state of `dynamic_loss_scale`.
+    """State of `dynamic_loss_scale`.
 
     Attributes:
         scale: the scale of the next step.
@@ -74,7 +74,7 @@ def static_loss_scale(scale: float | int) -> LossScale:
         >>> rule.update(rule.init(), torch.tensor(False)).scale
         tensor(1024.)
     """
-    positive("static_loss_scale", scale=scale)
+    check_positive("static_loss_scale", scale=scale)
 
     def init_fn() -> StaticScaleState:
         return StaticScaleState(torch.tensor(float(scale)))
@@ -171,7 +171,7 @@ def dynamic_loss_scale(
 
 
 def _check_settings(init: Any, window: Any, hysteresis: Any, min_scale: Any, factor: Any) -> None:
-    positive("dynamic_loss_scale", init=init, min_scale=min_scale)
+    check_positive("dynamic_loss_scale", init=init, min_scale=min_scale)
     for name, x in (("window", window), ("hysteresis", hysteresis)):
         if isinstance(x, bool) or not isinstance(x, int) or x < 1:
             raise ValueError(f"dynamic_loss_scale: {name} must be an integer >= 1, got {x!r}.")

@@ -29,13 +29,13 @@ from shardfn.core import (
 )
 
 from ._base import GradientTransformation
-from ._checks import num_steps
+from ._checks import check_num_steps
+from ._chunked_update import in_pieces
 from ._decide import Resolved, check_whole
 from ._inplace import inplace
 from ._leaves import check_params, check_state, leaves_like, spec_leaves, zero_count
-from ._needs import decided, join_needs, refuse_phases
+from ._needs import join_needs, refuse_phases, resolve_masks
 from ._pair import as_transformation, owners
-from ._pieces import in_pieces
 from ._types import OptState, Pair, Params, Specs, Updates
 
 Code = Literal["dynamic", "linear"]
@@ -46,7 +46,7 @@ _GROUP = 1 << 22  # elements that are decoded at once
 
 
 class LowPrecisionState(NamedTuple):
-    """The state of `quantize_states` and `round_states`.
+    """State of `quantize_states` and `round_states`.
 
     Attributes:
         count: int32, 0-d: steps taken.
@@ -94,7 +94,7 @@ def quantize_states(
     References:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, https://arxiv.org/abs/2110.02861
     """
-    num_steps("quantize_states", block_size=block_size, min_size=min_size)
+    check_num_steps("quantize_states", block_size=block_size, min_size=min_size)
     if code not in ("dynamic", "linear"):
         raise ValueError(f"quantize_states: code must be 'dynamic' or 'linear', got {code!r}.")
     return _wrap("quantize_states", inner, _BlockCodes(code, block_size), min_size)
@@ -268,7 +268,7 @@ def _wrap(who: str, inner: GradientTransformation | Pair, codec: _StateCodec, le
 
 
 class _StateLeaf(NamedTuple):
-    """A leaf of the inner state.
+    """Leaf of the inner state.
 
     Attributes:
         owner: number of the parameter. None: a counter, or a leaf with a placement of its own.
@@ -298,7 +298,7 @@ class _LowPrecision:
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.inner,))
         decide = self.decide if self.places is None else None
         # Scales cannot be cut with rows of the leaf, so the rule steps whole trees, in groups of its own.
-        needs = needs._replace(granularity="tree", measure=None, specialize=None, decide=decide)
+        needs = needs._replace(granularity="tree", measure=None, bind_stats=None, resolve_masks=decide)
         return GradientTransformation(self.init, self.update, self.apply, needs._replace(ascends=self.tx.needs.ascends))
 
     def decide(self, params: Params) -> GradientTransformation:
@@ -307,7 +307,7 @@ class _LowPrecision:
             str(i): None if x is None else (tuple(x.shape), x.spec if isinstance(x, GlobalTensor) else None)
             for i, x in enumerate(slots)
         }
-        return replace(self, tx=decided(self.tx, params), places=Resolved(places)).rule()
+        return replace(self, tx=resolve_masks(self.tx, params), places=Resolved(places)).rule()
 
     def _find_places(self, params: Params, specs: Specs) -> list[_LeafPlace]:
         ps = tree_leaves(params)
@@ -390,7 +390,8 @@ class _LowPrecision:
         token = None if pieces is None or whole else pieces.begin(state.inner, specs=cuts)
         for group in [range(len(ps))] if whole else _groups([p.numel() for p in ps]):
             here = [k.owner is None or k.owner in group for k in kept]
-            wide = [self._wide(*row) if on else None for on, *row in zip(here, codes, scales, kept, strict=True)]
+            columns = zip(here, codes, scales, kept, strict=True)
+            wide = [self._wide(c, s, k) if on else None for on, c, s, k in columns]
             own, rows = (
                 tree_unflatten(treedef, [x if i in group else None for i, x in enumerate(xs)]) for xs in (gs, ps)
             )

@@ -24,16 +24,16 @@ from shardfn.core import (
 )
 
 from ._base import EmptyState, GradientTransformation, Needs
-from ._decide import Resolved, per_leaf, resolved
+from ._decide import Resolved, resolve_per_leaf, resolve_prefix
 from ._inplace import inplace
 from ._leaves import check_shapes, check_state, leaves_like, spec_leaves
-from ._needs import Views, ascending, join_needs, refuse_phases
+from ._needs import Views, find_ascending, join_needs, refuse_phases
 from ._pair import as_transformation
 from ._types import Mask, OptState, Pair, Params, Specs, Updates
 
 
 class MultiTransformState(NamedTuple):
-    """The states of the inner rules.
+    """States of the inner rules.
 
     Attributes:
         inner: label -> state, over the leaves of the label.
@@ -189,11 +189,13 @@ class _ByLabel:
     def ascending(self, params: Params) -> list[bool]:
         """Returns the value of each leaf's rule. Without a rule, the update is the gradient."""
         leaves, treedef, names = self.labelled(params)
-        rows = {k: iter(ascending(rule, _select_leaves(leaves, treedef, names, k))) for k, rule in self.rules.items()}
+        rows = {
+            k: iter(find_ascending(rule, _select_leaves(leaves, treedef, names, k))) for k, rule in self.rules.items()
+        }
         return [next(rows[k]) if k in rows else True for k in names]
 
     def decided(self, params: Params) -> GradientTransformation:
-        return replace(self, labels=resolved(self.labels, params, self.kind, self.name)).rule()
+        return replace(self, labels=resolve_prefix(self.labels, params, self.kind, self.name)).rule()
 
     def sees(self, params: Params, stats: Tensor | None) -> Views:
         leaves, treedef, names = self.labelled(params)
@@ -203,7 +205,7 @@ class _ByLabel:
     @functools.cached_property
     def resolve(self) -> Callable[..., tuple[Any, ...]]:
         """Returns a function from a tree to a label a leaf."""
-        return per_leaf(self.labels, self.kind, self.name)
+        return resolve_per_leaf(self.labels, self.kind, self.name)
 
     def labelled(self, tree: PyTree, specs: Specs = None) -> tuple[list[Any], Any, tuple[Any, ...]]:
         """Returns the leaves, the structure, and the labels."""

@@ -17,7 +17,7 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from ._base import GradientTransformation
-from ._decide import Resolved, per_leaf, resolved
+from ._decide import Resolved, resolve_per_leaf, resolve_prefix
 from ._inplace import apply_updates, inplace
 from ._kernels import foreach_copy_
 from ._leaves import check_params, check_state, leaves_like
@@ -27,7 +27,7 @@ from ._types import OptState, Pair, Params, Specs, Updates
 
 
 class MasterState(NamedTuple):
-    """The state of `master_weights`.
+    """State of `master_weights`.
 
     Attributes:
         master: tree like params: the wide copies, or None at leaves without one.
@@ -94,7 +94,7 @@ class _MasterWeights:
         return GradientTransformation(self.init, self.update, self.apply, needs)
 
     def decided(self, params: Params) -> GradientTransformation:
-        return replace(self, kept=resolved(self.kept, params, torch.dtype, "param_dtypes")).rule()
+        return replace(self, kept=resolve_prefix(self.kept, params, torch.dtype, "param_dtypes")).rule()
 
     def sees(self, params: Params, stats: Tensor | None) -> Views:
         """Returns the tree that the inner rule gets: wide."""
@@ -104,7 +104,7 @@ class _MasterWeights:
 
     @functools.cached_property
     def _resolve_inner(self) -> Callable[..., Sequence[torch.dtype]]:
-        return per_leaf(self.kept, torch.dtype, "param_dtypes")
+        return resolve_per_leaf(self.kept, torch.dtype, "param_dtypes")
 
     def _is_narrow(self, dtype: torch.dtype) -> bool:
         return dtype.itemsize < self.dtype.itemsize

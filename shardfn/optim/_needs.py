@@ -4,8 +4,8 @@
 | --- | --- | --- | --- |
 | `granularity` | the coarsest; "tree" if a later one measures | the coarsest; "tree" if they measure two things | its |
 | `measure` | the first's | the one that they share | its |
-| `decide` | each decides on all leaves | each on its own | it does |
-| `given` | all get the phase, the first the measures | each those of its own leaves | it gets all |
+| `resolve_masks` | each decides on all leaves | each on its own | it does |
+| `bind_stats` | all get the phase, the first the measures | each those of its own leaves | it gets all |
 | `phases` | those of the one that has any | refused | its |
 | `whole` | if one is | if one is | if it is |
 | `donates` | no | no | no |
@@ -25,23 +25,23 @@ from ._types import Grain, OptState, Pair, Params
 Views = Sequence[tuple[Params, Tensor | None]]
 
 
-def coarsest(grains: Iterable[Grain]) -> Grain:
+def find_coarsest(grains: Iterable[Grain]) -> Grain:
     """Returns the granularity of rules that work together.
 
     Example:
-        >>> coarsest(["element", "leaf"])
+        >>> find_coarsest(["element", "leaf"])
         'leaf'
     """
     found = set(grains)
     return "tree" if "tree" in found else "leaf" if "leaf" in found else "element"
 
 
-def decided(tx: GradientTransformation | Pair, params: Params) -> GradientTransformation:
+def resolve_masks(tx: GradientTransformation | Pair, params: Params) -> GradientTransformation:
     """Returns `tx` for a tree of whole leaves, and for blocks and parts of the tree.
 
     Masks and labels that are functions of the tree are called here.
 
-    `sharded_step` calls `decided`. Needed if your code applies a rule to blocks, for example inside a `shard_map`.
+    `sharded_step` calls `resolve_masks`. Needed if your code applies a rule to blocks, such as inside a `shard_map`.
 
     Args:
         tx: any rule.
@@ -58,21 +58,21 @@ def decided(tx: GradientTransformation | Pair, params: Params) -> GradientTransf
         >>> from shardfn.optim import add_decayed_weights
         >>> tx = add_decayed_weights(0.5, lambda params: [x.shape[0] > 2 for x in params])
         >>> block = [torch.ones(2)]
-        >>> decided(tx, [torch.empty(4, device="meta")]).update(block, (), block)[0]
+        >>> resolve_masks(tx, [torch.empty(4, device="meta")]).update(block, (), block)[0]
         [tensor([1.5000, 1.5000])]
     """
     tx = as_transformation(tx)
-    return tx if tx.needs.decide is None else as_transformation(tx.needs.decide(params))
+    return tx if tx.needs.resolve_masks is None else as_transformation(tx.needs.resolve_masks(params))
 
 
-def given(
+def bind_stats(
     tx: GradientTransformation, params: Params, stats: Tensor | None = None, phase: Phase | None = None
 ) -> GradientTransformation:
-    """Returns `tx` for parts of the tree `params`, in a step with these measures and phase. See `Needs.specialize`."""
-    return tx if tx.needs.specialize is None else tx.needs.specialize(params, stats, phase)
+    """Returns `tx` for parts of the tree `params`, in a step with these measures and phase. See `Needs.bind_stats`."""
+    return tx if tx.needs.bind_stats is None else tx.needs.bind_stats(params, stats, phase)
 
 
-def ascending(tx: GradientTransformation, params: Params) -> list[bool]:
+def find_ascending(tx: GradientTransformation, params: Params) -> list[bool]:
     """Returns whether the updates of `tx` point along the gradient, for each leaf of `params`. See `Needs.ascends`.
 
     Args:
@@ -81,7 +81,7 @@ def ascending(tx: GradientTransformation, params: Params) -> list[bool]:
 
     Example:
         >>> from shardfn.optim import masked, sgd
-        >>> ascending(masked(sgd(0.1), {"a": True, "b": False}), {"a": 1.0, "b": 2.0})
+        >>> find_ascending(masked(sgd(0.1), {"a": True, "b": False}), {"a": 1.0, "b": 2.0})
         [False, True]
     """
     of = tx.needs.ascends
@@ -135,14 +135,16 @@ def join_needs(
         if own is not None:
             # First the functions of this rule (`own` returns a rule without such functions), then the functions of
             # inner rules.
-            return decided(own(params), params)
-        return rebuild(*(decided(rule, p) for rule, (p, _) in zip(rules, look(params, None), strict=True)))
+            return resolve_masks(own(params), params)
+        return rebuild(*(resolve_masks(rule, p) for rule, (p, _) in zip(rules, look(params, None), strict=True)))
 
     def specialize_rules(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
-        return rebuild(*(given(rule, p, s, phase) for rule, (p, s) in zip(rules, look(params, stats), strict=True)))
+        return rebuild(
+            *(bind_stats(rule, p, s, phase) for rule, (p, s) in zip(rules, look(params, stats), strict=True))
+        )
 
     measure, one = _chain_measure(rules, states) if in_turn else _side_by_side(rules)
-    granularity = coarsest(rule.needs.granularity for rule in rules) if one else "tree"
+    granularity = find_coarsest(rule.needs.granularity for rule in rules) if one else "tree"
     whole = any(rule.needs.whole for rule in rules)
     return Needs(granularity, measure, decide_rules, specialize_rules, _find_phases(rules, states), whole)
 

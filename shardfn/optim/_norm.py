@@ -44,10 +44,10 @@ def sum_squares(tree: PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves
         >>> sum_squares({"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(0)})
         tensor([25.,  0.])
     """
-    return squares_of(tree_leaves(tree), None if specs is None else spec_leaves(specs, tree))
+    return leaf_squares(tree_leaves(tree), None if specs is None else spec_leaves(specs, tree))
 
 
-def squares_of(
+def leaf_squares(
     leaves: list[Tensor], specs: list[P] | None, dtype: torch.dtype | None = None
 ) -> Float[Tensor, " num_leaves"]:
     """Returns `sum_squares` of a flattened tree, in a dtype. None: the dtype of `sum_squares`."""
@@ -71,14 +71,14 @@ def block_squares(block: Float[Tensor, "..."]) -> Float[Tensor, ""]:
 
 
 @contextlib.contextmanager
-def summing_exactly() -> Iterator[None]:
+def sum_exactly() -> Iterator[None]:
     """Sums squares as integers while the context is open, so that the specs of leaves change no bit."""
     with _EXACT.bound(True):
         yield
 
 
 def is_exact() -> bool:
-    """Returns whether `summing_exactly` is active."""
+    """Returns whether `sum_exactly` is active."""
     return bool(_EXACT.innermost())
 
 
@@ -86,15 +86,15 @@ _EXACT = Ambient[bool]("whether sums of squares are exact")
 
 
 def _exact_squares(leaves: list[Tensor], specs: list[P] | None) -> Float[Tensor, " num_leaves"]:
-    top = torch.stack([largest(x) for x in leaves])
+    top = torch.stack([max_abs(x) for x in leaves])
     top = top if specs is None else over_blocks(top, specs, pmax)
     limbs = [exact_limbs(x, m) for x, m in zip(leaves, top.unbind(), strict=True)]
     if specs is not None:
         limbs = list(over_blocks(torch.stack(limbs), specs).unbind())
-    return torch.stack([of_limbs(x, m) for x, m in zip(limbs, top.unbind(), strict=True)])
+    return torch.stack([join_limbs(x, m) for x, m in zip(limbs, top.unbind(), strict=True)])
 
 
-def largest(x: Tensor) -> Float[Tensor, ""]:
+def max_abs(x: Tensor) -> Float[Tensor, ""]:
     """Returns the largest absolute value, in float64: NaN if an element is NaN, 0 without elements."""
     return x.detach().abs().max().double() if x.numel() else torch.zeros((), dtype=torch.float64, device=x.device)
 
@@ -124,7 +124,7 @@ def exact_scale(top: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(top), -_scale_exponent(top))
 
 
-def of_limbs(limbs: Int64[Tensor, "2 *units"], top: Float[Tensor, "*units"]) -> Float[Tensor, "*units"]:
+def join_limbs(limbs: Int64[Tensor, "2 *units"], top: Float[Tensor, "*units"]) -> Float[Tensor, "*units"]:
     """Returns the sum of the limbs of `exact_limbs` in float64. Not finite where `top` is not."""
     high, low = limbs.double().unbind()
     exact = (high + low / float(1 << 30)) / float(1 << 30)
@@ -174,7 +174,7 @@ def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = 
     if ord == 1:
         local = torch.stack([wide(x).abs().sum(dtype=torch.float64).to(leaves[0].device) for x in leaves])
         return (local if cuts is None else over_blocks(local, cuts)).sum().to(dtype)
-    top = torch.stack([largest(x).to(leaves[0].device) for x in leaves])
+    top = torch.stack([max_abs(x).to(leaves[0].device) for x in leaves])
     return (top if cuts is None else over_blocks(top, cuts, pmax)).max().to(dtype)
 
 

@@ -14,22 +14,29 @@ from shardfn.core import Axes, PyTree, explains_keywords, tree_leaves
 from shardfn.kernels import preconditioned_step, preconditioned_step_
 
 from ._adam import bias_corrections, moments_like
-from ._apart import Apart, add_, apart, blend, is_differentiated, pieces
 from ._base import GradientTransformation, Phase
-from ._compressed import averaging, written
+from ._compressed import make_averaging, write_over
+from ._compressed_split import (
+    CompressedSplit,
+    add_rounded_,
+    blend_momentum,
+    is_differentiated,
+    split_leaves,
+    split_rows,
+)
 from ._freeze import SWITCH, FreezeState, FreezeStep, freeze_rule
 from ._hyper import rounded_root
 from ._inplace import inplace
 from ._leaves import wide
-from ._no_rule import MEANT
 from ._phased import Phased
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
+from ._unsupported import MEANT
 
 SIGN = sign()
 
 
 class OneBitAdamState(NamedTuple):
-    """The state of `onebit_adam` and `apmsqueeze`.
+    """State of `onebit_adam` and `apmsqueeze`.
 
     Attributes:
         freeze: counters, and the step of the freeze.
@@ -119,7 +126,7 @@ def onebit_adam(
     who = "onebit_adam"
     return _OneBitAdam(
         who=who, learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask,
-        freeze=freeze_rule(who, freeze_step, b2), averaging=averaging(who, axis, compressor, outer, feedback),
+        freeze=freeze_rule(who, freeze_step, b2), averaging=make_averaging(who, axis, compressor, outer, feedback),
         exact=exact, corrected=bias_correction, unbiased=bias_correction,
     ).rule()  # fmt: skip
 
@@ -178,7 +185,7 @@ def apmsqueeze(
     who = "apmsqueeze"
     return _OneBitAdam(
         who=who, learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=0.0, mask=None,
-        freeze=freeze_rule(who, freeze_step, b2), averaging=averaging(who, axis, compressor, outer, feedback),
+        freeze=freeze_rule(who, freeze_step, b2), averaging=make_averaging(who, axis, compressor, outer, feedback),
         exact=exact, corrected=True, unbiased=False,
     ).rule()  # fmt: skip
 
@@ -194,7 +201,7 @@ class _OneBitAdam(Phased):
         return self.freeze.phase(state.freeze, switches=bool(tree_leaves(state.codes)))
 
     def init(self, params: Params) -> OneBitAdamState:
-        residual, codes = apart(self.averaging, params, params, None, self.whole, self.exact).init()
+        residual, codes = split_leaves(self.averaging, params, params, None, self.whole, self.exact).init()
         return OneBitAdamState(self.freeze.init(params), self.adam.init(params), residual, codes)
 
     def update(
@@ -223,7 +230,7 @@ class _OneBitAdam(Phased):
         # Also advances the counters, so all numbers that depend on counters were read before.
         _, adam = leaves.exactly(inplace(self.adam), state.adam, mus, nus)
         ms, residual, codes = self._average_momentum(leaves, mus, state, now, donate=True)
-        ms = [written(mu, m) for mu, m in zip(leaves.pick(mus), ms, strict=True)]
+        ms = [write_over(mu, m) for mu, m in zip(leaves.pick(mus), ms, strict=True)]
         for p, m, nu, decays in zip(leaves.pick(leaves.ps), ms, *map(leaves.pick, (nus, step.decays)), strict=True):
             step.descend(p, m, nu, decays)
         adam = leaves.joined(adam, ms, leaves.pick(nus))
@@ -234,9 +241,9 @@ class _OneBitAdam(Phased):
 
     def _local_step(
         self, grads: Updates, state: OneBitAdamState, params: Params, specs: Specs
-    ) -> tuple[Apart, list[Tensor], list[Tensor], "StepNumbers"]:
+    ) -> tuple[CompressedSplit, list[Tensor], list[Tensor], "StepNumbers"]:
         """Returns the operands of a step on local gradients. Counters are read here, before anything is written."""
-        leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
+        leaves = split_leaves(self.averaging, grads, params, specs, self.whole, self.exact)
         mus, nus = moments_like(state.adam[0], leaves.ps, leaves.treedef, "params")
         at = self.freeze.frozen(state.freeze)
         c1 = bias_corrections(at.count, self.b1, self.b2)[0].float() if self.unbiased else None
@@ -245,13 +252,15 @@ class _OneBitAdam(Phased):
         return leaves, mus, nus, step
 
     def _average_momentum(
-        self, leaves: Apart, mus: list[Tensor], state: OneBitAdamState, now: Phase, *, donate: bool
+        self, leaves: CompressedSplit, mus: list[Tensor], state: OneBitAdamState, now: Phase, *, donate: bool
     ) -> tuple[list[Tensor], PyTree, PyTree]:
         """Returns this rank's rows of the averaged momentum of compressed leaves, and the new errors and codes."""
         rows = zip(*map(leaves.pick, (leaves.gs, leaves.shares)), strict=True)
         wholes = leaves.wholes(mus, state.codes, gather=now == SWITCH)
         # A gathered or decoded whole is not part of a state.
-        xs = [blend(m, g, self.b1, donate=donate or bool(s.cut)) for m, (g, s) in zip(wholes, rows, strict=True)]
+        xs = [
+            blend_momentum(m, g, self.b1, donate=donate or bool(s.cut)) for m, (g, s) in zip(wholes, rows, strict=True)
+        ]
         means, residual, codes = leaves.mean(xs, state.residual, donate=donate)
         return leaves.rows(means), residual, codes
 
@@ -289,8 +298,8 @@ class StepNumbers:
         if _are_float([p, m, nu]) and p.is_contiguous():
             preconditioned_step_(p, m, nu, *self._kernel_numbers, eps=self.eps, weight_decay=self._decay_of(decays))
             return
-        for part, mean, square in pieces([p], [m], [nu]):
-            add_(part, self.update(part, mean, square, decays))
+        for part, mean, square in split_rows([p], [m], [nu]):
+            add_rounded_(part, self.update(part, mean, square, decays))
 
     @functools.cached_property
     def _kernel_numbers(self) -> tuple[Tensor, Tensor | None, Tensor | None]:

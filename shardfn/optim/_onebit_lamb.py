@@ -12,28 +12,27 @@ from shardfn.collectives import Compressor, GlobalTensor, current_mesh, pmax
 from shardfn.core import Axes, P, PyTree, explains_keywords, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ._adam import moments_like
-from ._apart import Apart, add_, apart, blend, purely
 from ._base import GradientTransformation, Phase
 from ._chain import chain
-from ._checks import decay_rate, not_negative
-from ._compressed import averaging, written
+from ._checks import check_decay_rate, check_not_negative
+from ._compressed import Share, make_averaging, write_over
+from ._compressed_split import CompressedSplit, add_rounded_, blend_momentum, split_leaves, update_by_apply
 from ._decay import add_decayed_weights
 from ._freeze import SWITCH, FreezeState, FreezeStep, freeze_rule
 from ._hyper import rounded_root
 from ._lamb import bias_factor, lamb_in_place, scale_by_bias_correction, scale_by_moment_ratio
 from ._learning_rate import scale_by_learning_rate
 from ._leaves import spec_leaves, wide, zeros_like
-from ._no_rule import MEANT
 from ._norm import over_blocks, sum_squares
 from ._onebit_adam import SIGN, StepNumbers
-from ._onebit_messages import messages_of, split
 from ._phased import Phased
 from ._trust_ratio import scale_by_trust_ratio, scaled, trust_ratios
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
+from ._unsupported import MEANT
 
 
 class OneBitLambState(NamedTuple):
-    """The state of `onebit_lamb`. Vectors have one entry a leaf of params, float32, the same on all ranks.
+    """State of `onebit_lamb`. Vectors have one entry a leaf of params, float32, the same on all ranks.
 
     Attributes:
         freeze: counters, and the step of the freeze.
@@ -144,7 +143,7 @@ def onebit_lamb(
     factors = (float(factor_min), float(factor_max), factor_threshold)
     return _OneBitLamb(
         who=who, learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask,
-        freeze=freeze_rule(who, freeze_step, b2), averaging=averaging(who, axis, compressor, outer, feedback),
+        freeze=freeze_rule(who, freeze_step, b2), averaging=make_averaging(who, axis, compressor, outer, feedback),
         exact=exact, corrected=bias_correction, bounds=(min_coeff, max_coeff), coeff_beta=coeff_beta, factors=factors,
     ).rule()  # fmt: skip
 
@@ -161,8 +160,8 @@ class _OneBitLamb(Phased):
     def __post_init__(self) -> None:
         super().__post_init__()
         least, most, threshold = self.factors
-        decay_rate(self.who, coeff_beta=self.coeff_beta)
-        not_negative(self.who, factor_threshold=threshold, factor_min=least, factor_max=most)
+        check_decay_rate(self.who, coeff_beta=self.coeff_beta)
+        check_not_negative(self.who, factor_threshold=threshold, factor_min=least, factor_max=most)
         if most < least:
             raise ValueError(f"onebit_lamb: factor_max={most!r} is less than factor_min={least!r}.")
         scale_by_trust_ratio(*self.bounds)
@@ -191,7 +190,7 @@ class _OneBitLamb(Phased):
         return self.freeze.phase(state.freeze, switches=True)
 
     def init(self, params: Params) -> OneBitLambState:
-        leaves = apart(self.averaging, params, params, None, self.whole, self.exact)
+        leaves = split_leaves(self.averaging, params, params, None, self.whole, self.exact)
         freeze = self.freeze.init(params)
         zero = torch.zeros(len(leaves.ps), device=freeze.norm.device)
         coeff, weight, factor, scaling = (_replicated_tensor(x) for x in (zero, zero.clone(), zero + 1, zero.clone()))
@@ -207,7 +206,9 @@ class _OneBitLamb(Phased):
     ) -> tuple[Updates, OptState]:
         state, now = self.begin(state, params)
         if now.local:
-            return purely(self.who, self.learning_rate, replace(self, now=now).apply, updates, state, params, specs)
+            return update_by_apply(
+                self.who, self.learning_rate, replace(self, now=now).apply, updates, state, params, specs
+            )
         us, before = self.before.update(updates, state.lamb[:2], params, specs=specs)
         leaves, treedef = tree_flatten(us)
         cuts = None if specs is None else spec_leaves(specs, params)
@@ -222,7 +223,7 @@ class _OneBitLamb(Phased):
         if not now.local:
             params, lamb, ratios = self.in_place(grads, state.lamb, params, specs=specs)
             return params, self._advance_state(state, lamb, ratios, specs, now)
-        leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
+        leaves = split_leaves(self.averaging, grads, params, specs, self.whole, self.exact)
         mus, nus = moments_like(state.lamb[0], leaves.ps, leaves.treedef, "params")
         # Before `exactly`, which advances the counters.
         rate = self._corrected_rate(state)
@@ -234,7 +235,7 @@ class _OneBitLamb(Phased):
         for fresh, m, mu in zip(freshs, ms, mus, strict=True):
             g = (m - self.b1 * wide(mu)).div_(1 - self.b1)
             fresh.copy_(self.b2 * wide(fresh) + (1 - self.b2) * g.square_())
-        ms = [written(mu, m) for mu, m in zip(mus, ms, strict=True)]
+        ms = [write_over(mu, m) for mu, m in zip(mus, ms, strict=True)]
         factor = state.factor
         if ms:
             us, f = self._leaf_directions(leaves, ms, nus, freshs, params, specs)
@@ -267,7 +268,7 @@ class _OneBitLamb(Phased):
         return lr * bias_factor(at.count, self.b1, self.b2, at.frozen).float() if self.corrected else lr
 
     def _switch_state(
-        self, leaves: Apart, mus: list[Tensor], nus: list[Tensor], state: OneBitLambState
+        self, leaves: CompressedSplit, mus: list[Tensor], nus: list[Tensor], state: OneBitLambState
     ) -> OneBitLambState:
         """Returns the state at the first compressed step. Unchanged after earlier compressed steps with other ranks."""
         first, specs = (state.scaling == 0).all(), leaves.pick(leaves.specs)
@@ -282,7 +283,7 @@ class _OneBitLamb(Phased):
         return state._replace(scaling=torch.where(first, scaling, state.scaling), residual=residual)
 
     def _average_momentum(
-        self, leaves: Apart, mus: list[Tensor], state: OneBitLambState, now: Phase
+        self, leaves: CompressedSplit, mus: list[Tensor], state: OneBitLambState, now: Phase
     ) -> tuple[list[Tensor], PyTree, PyTree]:
         """Returns this rank's rows of the averaged momentum of compressed leaves, and the new errors and codes."""
         gs, specs, shares, scales = map(leaves.pick, (leaves.gs, leaves.specs, leaves.shares, state.scaling.unbind()))
@@ -300,7 +301,7 @@ class _OneBitLamb(Phased):
                     message.leaves, split(self.averaging.decode(codes, message.share, flat), like), strict=True
                 ):
                     old[i] = (m / scales[i]).to(mus[i].dtype) if shares[i].cut else mus[i]
-        xs = [blend(m, g, self.b1, donate=False).mul_(s) for m, g, s in zip(old, gs, scales, strict=True)]
+        xs = [blend_momentum(m, g, self.b1, donate=False).mul_(s) for m, g, s in zip(old, gs, scales, strict=True)]
         flats = [torch.cat([xs[i].reshape(-1) for i in message.leaves]) for message in messages]
         # Wholes of all leaves: freed before the messages are allocated.
         del old
@@ -311,7 +312,13 @@ class _OneBitLamb(Phased):
         return xs, residual, codes
 
     def _leaf_directions(
-        self, leaves: Apart, ms: list[Tensor], nus: list[Tensor], freshs: list[Tensor], params: Params, specs: Specs
+        self,
+        leaves: CompressedSplit,
+        ms: list[Tensor],
+        nus: list[Tensor],
+        freshs: list[Tensor],
+        params: Params,
+        specs: Specs,
     ) -> tuple[list[Tensor], Tensor]:
         """Returns u for the compressed leaves, and f without bounds."""
         ps, decays = leaves.pick(leaves.ps), leaves.pick(self.decays(leaves, params))
@@ -333,7 +340,7 @@ class _OneBitLamb(Phased):
         return us, f * r + (1 - r)
 
     def _descend_leaves(
-        self, leaves: Apart, us: list[Tensor], f: Tensor, rate: float | Tensor, state: OneBitLambState
+        self, leaves: CompressedSplit, us: list[Tensor], f: Tensor, rate: float | Tensor, state: OneBitLambState
     ) -> Tensor:
         """Steps the compressed leaves along u, and returns the new factors."""
         least, most, threshold = self.factors
@@ -341,7 +348,7 @@ class _OneBitLamb(Phased):
         f = f.to(last.device).clamp(least, most).clamp(last * (1 - threshold), last * (1 + threshold))
         coeff = torch.stack(leaves.pick(self._mean_trust_ratios(state).unbind()))
         for p, u, c in zip(leaves.pick(leaves.ps), us, (rate * coeff * f).unbind(), strict=True):
-            add_(p, u.mul_(-c.to(u.device)))
+            add_rounded_(p, u.mul_(-c.to(u.device)))
         return self._merge_values(leaves, f, state.factor)
 
     def _mean_trust_ratios(self, state: OneBitLambState) -> Tensor:
@@ -351,7 +358,7 @@ class _OneBitLamb(Phased):
         some = state.weight > 0
         return torch.where(some, state.coeff / torch.where(some, state.weight, 1.0), 1.0)
 
-    def _merge_values(self, leaves: Apart, values: Tensor, others: Tensor) -> Tensor:
+    def _merge_values(self, leaves: CompressedSplit, values: Tensor, others: Tensor) -> Tensor:
         """Returns a vector over all leaves, with new values for the compressed leaves."""
         if not any(leaves.exact):
             return values.to(others.device)
@@ -367,3 +374,34 @@ def _largest_ratio(d: Tensor, fresh: Tensor) -> Float[Tensor, ""]:
 
 def _replicated_tensor(x: Tensor) -> GlobalTensor:
     return GlobalTensor(x, x.shape, P(), current_mesh())
+
+
+class LeafGroup(NamedTuple):
+    """Leaves of one message: indices among the compressed leaves, and the averaged part."""
+
+    leaves: list[int]
+    share: Share
+
+
+def messages_of(leaves: CompressedSplit) -> list[LeafGroup]:
+    """Returns a message for each group of leaves that are cut along the same axes.
+
+    Leaves with other axes would not agree on the scale.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    shares = leaves.pick(leaves.shares)
+    for i, share in enumerate(shares):
+        groups.setdefault(share.own, []).append(i)
+    return [
+        LeafGroup(
+            index,
+            Share(sum(shares[i].n for i in index), own, tuple(dict.fromkeys(a for i in index for a in shares[i].cut))),
+        )
+        for own, index in groups.items()
+    ]
+
+
+def split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Returns the parts of a message for the leaves `like`, as views. A message may end in padding."""
+    parts = flat[: sum(x.numel() for x in like)].split([x.numel() for x in like])
+    return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]

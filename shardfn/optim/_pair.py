@@ -37,8 +37,8 @@ from shardfn.core import (
 from ._base import GradientTransformation
 from ._decide import Resolved
 from ._leaves import leaves_like, spec_leaves
-from ._no_rule import no_rule
 from ._types import OptState, Params, Specs, Updates
+from ._unsupported import describe_non_rule
 
 
 def as_transformation(tx: Any) -> GradientTransformation:
@@ -71,7 +71,7 @@ def as_transformation(tx: Any) -> GradientTransformation:
         if _takes_specs(tx.update, keywords=False):
             return tx
     else:
-        raise TypeError(no_rule(tx))
+        raise TypeError(describe_non_rule(tx))
     # A block is as good as the leaf.
     if tx.needs.granularity == "element":
         return tx._replace(update=_ignore_specs(tx.update), apply=tx.apply and _ignore_specs(tx.apply))
@@ -145,23 +145,23 @@ def _find_route(shape: torch.Size, src: P, dst: P, dtype: torch.dtype, sizes: tu
 class _OnWholes:
     """Rule that is given blocks, but applied to whole leaves.
 
-    The shapes of whole leaves are given by `decide`, which a step calls first: `GlobalTensor`s also give specs, plain
-    tensors do not. `update` gets the specs again. Whole leaves exist only during a call.
+    The shapes of whole leaves are given by `resolve_masks`, which a step calls first: `GlobalTensor`s also give specs,
+    plain tensors do not. `update` gets the specs again. Whole leaves exist only during a call.
 
     Attributes:
         inner: the rule, whose `update` takes no `specs`.
-        leaves: a `_WholeLeaf` for each leaf of the tree, or None before `decide`.
+        leaves: a `_WholeLeaf` for each leaf of the tree, or None before `resolve_masks`.
     """
 
     inner: GradientTransformation
     leaves: Resolved | None = field(default=None, repr=False)
 
     def rule(self) -> GradientTransformation:
-        needs = self.inner.needs._replace(decide=self.decide if self.leaves is None else None, whole=True)
+        needs = self.inner.needs._replace(resolve_masks=self.decide if self.leaves is None else None, whole=True)
         return GradientTransformation(self.init, self.update, needs=needs)
 
     def decide(self, params: Params) -> GradientTransformation:
-        ask = self.inner.needs.decide
+        ask = self.inner.needs.resolve_masks
         slots = tree_flatten(params, none_is_leaf=True)[0]
         wholes = [None if x is None else _WholeLeaf(x.shape, getattr(x, "spec", None)) for x in slots]
         leaves = Resolved({str(i): whole for i, whole in enumerate(wholes)})
@@ -202,7 +202,7 @@ class _OnWholes:
         if self.leaves is None:
             raise ValueError(
                 "an update that takes no `specs` is given whole leaves, but how large these are is not known: decide"
-                " the rule first, by optim.decided(tx, whole) on a tree of whole leaves."
+                " the rule first, by optim.resolve_masks(tx, whole) on a tree of whole leaves."
             )
         wholes: tuple[_WholeLeaf, ...] = self.leaves.of(updates)
         (gs, treedef), (ss, of), own = tree_flatten(updates), tree_flatten(state), owners(state, updates)

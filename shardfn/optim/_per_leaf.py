@@ -9,7 +9,7 @@ from shardfn.core import PyTree, tree_flatten, tree_paths, tree_unflatten
 from ._base import GradientTransformation
 from ._inplace import inplace
 from ._mask import multi_transform
-from ._needs import decided, refuse_phases
+from ._needs import refuse_phases, resolve_masks
 from ._pair import as_transformation
 from ._types import OptState, Pair, Params, Specs, Updates
 
@@ -48,7 +48,7 @@ class _PerLeaf:
 
     def rule(self) -> GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
-        needs = multi_transform({"": self.tx}, "").needs._replace(decide=self.decide, specialize=None)
+        needs = multi_transform({"": self.tx}, "").needs._replace(resolve_masks=self.decide, bind_stats=None)
         return GradientTransformation(self.init, self.update, self.apply, needs)
 
     def on(self, tree: PyTree) -> GradientTransformation:
@@ -57,7 +57,7 @@ class _PerLeaf:
         return multi_transform(dict.fromkeys(paths, self.tx), tree_unflatten(treedef, paths))
 
     def decide(self, params: Params) -> GradientTransformation:
-        return decided(self.on(params), params)
+        return resolve_masks(self.on(params), params)
 
     def init(self, params: Params) -> OptState:
         return self.on(params).init(params)

@@ -12,16 +12,16 @@ from shardfn.collectives import local
 from shardfn.core import PyTree, tree_unflatten
 
 from ._adam import adamw
-from ._apart import Apart
 from ._base import GradientTransformation, Needs, Phase, Phases
 from ._chain import chain
-from ._checks import decay_rate, not_negative
+from ._checks import check_decay_rate, check_not_negative
 from ._compressed import Averaging
+from ._compressed_split import CompressedSplit
 from ._decay import add_decayed_weights, decay_flags
-from ._decide import resolved
+from ._decide import resolve_prefix
 from ._freeze import Freeze
 from ._lamb import scale_by_moment_ratio
-from ._learning_rate import check_rate, scale_by_learning_rate, scheduled
+from ._learning_rate import check_rate, evaluate_schedule, scale_by_learning_rate
 from ._leaves import check_params, check_state
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
@@ -54,8 +54,8 @@ class Phased(abc.ABC):
 
     def __post_init__(self) -> None:
         check_rate(self.who, self.learning_rate)
-        decay_rate(self.who, b1=self.b1, b2=self.b2)
-        not_negative(self.who, eps=self.eps, weight_decay=self.weight_decay)
+        check_decay_rate(self.who, b1=self.b1, b2=self.b2)
+        check_not_negative(self.who, eps=self.eps, weight_decay=self.weight_decay)
 
     @abc.abstractmethod
     def init(self, params: Params) -> OptState: ...
@@ -87,11 +87,11 @@ class Phased(abc.ABC):
 
     def rule(self) -> GradientTransformation:
         phases = Phases(self.averaging.over, self.phase, self.last)
-        needs = Needs(decide=self.decide, specialize=self.given, phases=phases)
+        needs = Needs(resolve_masks=self.decide, bind_stats=self.given, phases=phases)
         return GradientTransformation(self.init, self.update, self.apply, needs)
 
     def decide(self, params: Params) -> GradientTransformation:
-        exact, mask = (resolved(x, params, bool, n) for x, n in ((self.exact, "exact"), (self.mask, "mask")))
+        exact, mask = (resolve_prefix(x, params, bool, n) for x, n in ((self.exact, "exact"), (self.mask, "mask")))
         return replace(self, exact=exact, mask=mask).rule()
 
     def given(self, params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
@@ -115,9 +115,9 @@ class Phased(abc.ABC):
         Must be read before anything is written.
         """
         rate = self.learning_rate
-        return scheduled(rate, chained[-1].count.clone()) if callable(rate) else rate
+        return evaluate_schedule(rate, chained[-1].count.clone()) if callable(rate) else rate
 
-    def decays(self, leaves: Apart, params: Params) -> Sequence[bool]:
+    def decays(self, leaves: CompressedSplit, params: Params) -> Sequence[bool]:
         """Returns for each leaf whether the leaf decays."""
         cuts = tree_unflatten(leaves.treedef, leaves.specs)
         return decay_flags(self.weight_decay, self.mask)(params, leaves.ps, leaves.treedef, cuts)

@@ -10,26 +10,26 @@ from shardfn.core import PyTree, explains_keywords, tree_flatten, tree_leaves, t
 
 from ._adam import bias_corrections
 from ._base import GradientTransformation
-from ._checks import decay_rate, not_negative, positive
+from ._checks import check_decay_rate, check_not_negative, check_positive
 from ._decay import decay_flags
-from ._decide import resolved
-from ._hyper import beside
-from ._learning_rate import check_rate, scheduled
+from ._decide import resolve_prefix
+from ._hyper import vary_number
+from ._learning_rate import check_rate, evaluate_schedule
 from ._leaves import check_params, check_shapes, check_state, leaves_like, spec_leaves, wide, zero_count, zeros_like
-from ._no_rule import MEANT
 from ._norm import dtype_of_squares, over_blocks
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
+from ._unsupported import MEANT
 
 
 class ProdigyState(NamedTuple):
-    """The state of Prodigy.
+    """State of Prodigy.
 
     Attributes:
         exp_avg: tree like params: mean of the scaled gradients.
         exp_avg_sq: tree like params: mean of their squares.
         grad_sum: tree like params: weighted sum of the scaled gradients.
         params0: tree like params: first parameters.
-        estim_lr: 0-d: estimate of the distance to a solution, which is the learning rate.
+        estim_lr: 0-d: estimate of the distance to a solution, used as the learning rate.
         numerator_weighted: 0-d: weighted sum of the products of gradients and distances.
         count: int32, 0-d: steps taken.
     """
@@ -94,9 +94,9 @@ def prodigy(
     """
     b1, b2 = betas
     check_rate("prodigy", learning_rate)
-    decay_rate("prodigy", beta1=b1, beta2=b2, **({} if beta3 is None else {"beta3": beta3}))
-    not_negative("prodigy", eps=eps, weight_decay=weight_decay)
-    positive("prodigy", estim_lr0=estim_lr0, estim_lr_coef=estim_lr_coef)
+    check_decay_rate("prodigy", beta1=b1, beta2=b2, **({} if beta3 is None else {"beta3": beta3}))
+    check_not_negative("prodigy", eps=eps, weight_decay=weight_decay)
+    check_positive("prodigy", estim_lr0=estim_lr0, estim_lr_coef=estim_lr_coef)
     b3, flags = b2**0.5 if beta3 is None else beta3, decay_flags(weight_decay, mask)
 
     def init_fn(params: Params) -> ProdigyState:
@@ -117,7 +117,7 @@ def prodigy(
             leaves_like(getattr(state, name), treedef, f"state.{name}", "params") for name in ProdigyState._fields[:4]
         )
         check_shapes(treedef, ps, updates=gs, exp_avg=ms, exp_avg_sq=vs, grad_sum=ss, params0=firsts)
-        rate = scheduled(learning_rate, state.count) if callable(learning_rate) else learning_rate
+        rate = evaluate_schedule(learning_rate, state.count) if callable(learning_rate) else learning_rate
         c1, c2 = bias_corrections(state.count + 1, b1, b2)
         d = state.estim_lr
         l = (d * rate * (c2.sqrt() / c1)).to(d)
@@ -129,7 +129,7 @@ def prodigy(
         some = sizes > 0
         new = torch.maximum(d, torch.where(some, estim_lr_coef * r / torch.where(some, sizes, 1.0), 0.0))
         on = flags(params, ps, treedef, specs)
-        steps = zip(rows, ps, on, beside(ps, l, params, specs), beside(ps, new, params, specs), strict=True)
+        steps = zip(rows, ps, on, vary_number(ps, l, params, specs), vary_number(ps, new, params, specs), strict=True)
         us = [row.update(p, weight_decay if decays else 0.0, rate, d, eps) for row, p, decays, rate, d in steps]
         trees = (
             [x.to(p.dtype) for x, p in zip(col, ps, strict=True)] for col in zip(*(x.kept for x in rows), strict=True)
@@ -138,11 +138,11 @@ def prodigy(
         return tree_unflatten(treedef, us), ProdigyState(m, v, s, state.params0, new, r, state.count + 1)
 
     def decide_decay(params: Params) -> GradientTransformation:
-        on = resolved(mask, params, bool, "mask")
+        on = resolve_prefix(mask, params, bool, "mask")
         return prodigy(learning_rate, betas, beta3, eps, estim_lr0, estim_lr_coef, weight_decay, safeguard_warmup, on)
 
     rule = GradientTransformation(init_fn, update_fn)
-    return rule._replace(needs=rule.needs._replace(decide=None if mask is None else decide_decay))
+    return rule._replace(needs=rule.needs._replace(resolve_masks=None if mask is None else decide_decay))
 
 
 class _ProdigyLeaf(NamedTuple):

@@ -10,11 +10,11 @@ from shardfn.core import explains_keywords
 from ._adam import ScaleByAdamState, bias_corrections, corrected_mean, corrected_root, moments
 from ._base import GradientTransformation
 from ._chain import chain
-from ._checks import decay_rate, not_negative
-from ._elementwise import elementwise, same
+from ._checks import check_decay_rate, check_not_negative
+from ._elementwise import elementwise, keep_zeros
 from ._learning_rate import check_rate, scale_by_learning_rate
-from ._no_rule import MEANT
 from ._types import LearningRate, Number
+from ._unsupported import MEANT
 
 
 def scale_by_radam(
@@ -54,8 +54,8 @@ def scale_by_radam(
     References:
         Liu et al., On the Variance of the Adaptive Learning Rate and Beyond, 2019, https://arxiv.org/abs/1908.03265
     """
-    decay_rate("scale_by_radam", b1=b1, b2=b2)
-    not_negative("scale_by_radam", eps=eps, eps_root=eps_root, threshold=threshold)
+    check_decay_rate("scale_by_radam", b1=b1, b2=b2)
+    check_not_negative("scale_by_radam", eps=eps, eps_root=eps_root, threshold=threshold)
 
     def corrections_at(count: Tensor) -> dict[str, Any]:
         c1, c2 = bias_corrections(count, b1, b2)
@@ -68,7 +68,9 @@ def scale_by_radam(
         more = {"c1": c1, "c2": c2, "ahead": ahead, "rho": rho, "r": r}
         return {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "threshold": threshold} | more
 
-    return elementwise("scale_by_radam", ScaleByAdamState, _leaf_direction, {"mu": same, "nu": same}, corrections_at)
+    return elementwise(
+        "scale_by_radam", ScaleByAdamState, _leaf_direction, {"mu": keep_zeros, "nu": keep_zeros}, corrections_at
+    )
 
 
 @explains_keywords(**MEANT)

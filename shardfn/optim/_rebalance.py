@@ -1,4 +1,4 @@
-"""`rebalanced`: converts the state of a compressing optimizer for another number of ranks."""
+"""`rebalance_residuals`: converts the state of a compressing optimizer for another number of ranks."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from shardfn.core import PyTree, raise_all, tree_flatten, tree_leaves, tree_map,
 from ._onebit_adam import SIGN, OneBitAdamState
 from ._onebit_lamb import OneBitLambState
 from ._types import OptState
-from ._zero_one_adam import ZeroOneAdamState, in_round
+from ._zero_one_adam import ZeroOneAdamState, is_in_round
 
 _KINDS = (OneBitAdamState, OneBitLambState, ZeroOneAdamState)
 
 
-def rebalanced(opt_state: OptState, like: OptState, *, compressor: Compressor = SIGN) -> OptState:
+def rebalance_residuals(opt_state: OptState, like: OptState, *, compressor: Compressor = SIGN) -> OptState:
     """Returns the state of a compressing optimizer for another number of ranks. No error is lost.
 
     Every new rank's error is the mean of the old ranks' errors. The errors that ranks keep as servers are cut again. So
@@ -47,7 +47,7 @@ def rebalanced(opt_state: OptState, like: OptState, *, compressor: Compressor = 
         >>> from shardfn.optim import onebit_adam
         >>> tx = onebit_adam(0.1, freeze_step=1)
         >>> first = tx.init([torch.ones(3)])
-        >>> rebalanced(unshard(first), first).residual[0].worker.shape
+        >>> rebalance_residuals(unshard(first), first).residual[0].worker.shape
         torch.Size([1, 8])
 
     References:
@@ -55,7 +55,7 @@ def rebalanced(opt_state: OptState, like: OptState, *, compressor: Compressor = 
         https://arxiv.org/abs/2102.02888
     """
     _check_blocks(opt_state, like)
-    states, treedef = tree_flatten(unshard(opt_state), is_leaf=compresses)
+    states, treedef = tree_flatten(unshard(opt_state), is_leaf=is_compressing)
     fitting = compressor if compressor.remembers else error_feedback(compressor)
     likes = treedef.flatten_up_to(like)
     return tree_unflatten(treedef, [_move_states(x, y, fitting) for x, y in zip(states, likes, strict=True)])
@@ -81,7 +81,7 @@ def _num_blocks(worker: Any) -> int | None:
 
 
 def _move_states(state: Any, like: Any, compressor: Compressor) -> Any:
-    if not compresses(state):
+    if not is_compressing(state):
         return _place_leaves(state, like)
     check_in_round(state)
     rest, other = state._replace(residual=()), like._replace(residual=())
@@ -122,12 +122,12 @@ def _place_leaves(state: PyTree, like: PyTree) -> PyTree:
     return tree_unflatten(treedef, placed)
 
 
-def compresses(x: Any) -> bool:
-    """Returns whether a part of a state is the state of a compressing optimizer, for `rebalanced`.
+def is_compressing(x: Any) -> bool:
+    """Returns whether a part of a state is the state of a compressing optimizer, for `rebalance_residuals`.
 
     Example:
         >>> from shardfn.optim import onebit_adam, sgd
-        >>> [compresses(tx.init([torch.ones(3)])) for tx in (sgd(0.1), onebit_adam(0.1, freeze_step=1))]
+        >>> [is_compressing(tx.init([torch.ones(3)])) for tx in (sgd(0.1), onebit_adam(0.1, freeze_step=1))]
         [False, True]
     """
     return isinstance(x, _KINDS)
@@ -139,11 +139,11 @@ def check_in_round(tree: PyTree) -> None:
     Raises:
         ValueError: the state is from between two rounds of `zero_one_adam`.
     """
-    for state in tree_leaves(tree, is_leaf=compresses):
-        if isinstance(state, ZeroOneAdamState) and not in_round(state):
+    for state in tree_leaves(tree, is_leaf=is_compressing):
+        if isinstance(state, ZeroOneAdamState) and not is_in_round(state):
             raise ValueError(
                 "the state is from between two rounds of zero_one_adam, when each rank has parameters and momentum of"
-                " its own, and it holds those of one rank. Save after a step that leaves optim.in_round(opt_state)"
+                " its own, and it holds those of one rank. Save after a step that leaves optim.is_in_round(opt_state)"
                 " true."
             )
 

@@ -11,18 +11,18 @@ from shardfn.core import PyTree, explains_keywords
 from ._adam import bias_corrections
 from ._base import GradientTransformation
 from ._chain import chain
-from ._checks import decay_rate, not_negative
-from ._elementwise import elementwise, filled, same
-from ._hyper import is_zero, root
+from ._checks import check_decay_rate, check_not_negative
+from ._elementwise import elementwise, fill_zeros, keep_zeros
+from ._hyper import is_zero, safe_root
 from ._learning_rate import check_rate, scale_by_learning_rate
 from ._leaves import wide
-from ._no_rule import MEANT
 from ._sgd import trace
 from ._types import LearningRate, Number
+from ._unsupported import MEANT
 
 
 class ScaleByRmsState(NamedTuple):
-    """The moments of RMSProp.
+    """Moments of RMSProp.
 
     Attributes:
         nu: tree like params: mean of the squares of the gradients.
@@ -36,7 +36,7 @@ class ScaleByRmsState(NamedTuple):
 
 
 class ScaleByRssState(NamedTuple):
-    """The sums of Adagrad.
+    """Sums of Adagrad.
 
     Attributes:
         sum_of_squares: tree like params: of the gradients of all steps.
@@ -118,8 +118,8 @@ def scale_by_stddev(
 def _scale_by_moments(
     who: str, decay: Number, eps: Number, initial_scale: Number, eps_in_sqrt: bool, corrects: bool, centered: bool
 ) -> GradientTransformation:
-    decay_rate(who, decay=decay)
-    not_negative(who, eps=eps, initial_scale=initial_scale)
+    check_decay_rate(who, decay=decay)
+    check_not_negative(who, eps=eps, initial_scale=initial_scale)
 
     def bias_correction_at(count: Any) -> dict[str, Any]:
         c = bias_corrections(count, decay, decay)[0] if corrects else 1.0
@@ -135,11 +135,11 @@ def _scale_by_moments(
         if mu is not None:
             mean = decay * wide(mu) + (1 - decay) * g
             square, rest = (square - (mean / c).square()).clamp(min=0), [mean.to(dtype)]
-        below = root(square + eps) if eps_in_sqrt else root(square) + eps
+        below = safe_root(square + eps) if eps_in_sqrt else safe_root(square) + eps
         return ((g / below).to(dtype), new.to(dtype), *rest)
 
-    start = {"nu": filled(initial_scale)} | ({"mu": same} if centered else {})
-    return elementwise(who, ScaleByRmsState, scale_leaf, start, bias_correction_at, corrects)
+    init_fns = {"nu": fill_zeros(initial_scale)} | ({"mu": keep_zeros} if centered else {})
+    return elementwise(who, ScaleByRmsState, scale_leaf, init_fns, bias_correction_at, corrects)
 
 
 @explains_keywords(**MEANT)
@@ -214,17 +214,17 @@ def scale_by_rss(initial_accumulator_value: Number = 0.1, eps: Number = 1e-7) ->
         Duchi et al., Adaptive Subgradient Methods for Online Learning and Stochastic Optimization, 2011,
         https://jmlr.org/papers/v12/duchi11a.html
     """
-    not_negative("scale_by_rss", initial_accumulator_value=initial_accumulator_value, eps=eps)
+    check_not_negative("scale_by_rss", initial_accumulator_value=initial_accumulator_value, eps=eps)
 
     def scale_leaf(g: Tensor, sum_of_squares: Tensor, eps: Number) -> tuple[Tensor, Tensor]:
         dtype = sum_of_squares.dtype
         g = g.to(wide(sum_of_squares).dtype)
         new = wide(sum_of_squares) + g.square()
-        u = g / root(torch.where(new > 0, new + eps, 1.0))  # where s is 0, g is 0 too
+        u = g / safe_root(torch.where(new > 0, new + eps, 1.0))  # where s is 0, g is 0 too
         return u.to(dtype), new.to(dtype)
 
-    start = {"sum_of_squares": filled(initial_accumulator_value)}
-    return elementwise("scale_by_rss", ScaleByRssState, scale_leaf, start, lambda count: {"eps": eps}, counts=False)
+    init_fns = {"sum_of_squares": fill_zeros(initial_accumulator_value)}
+    return elementwise("scale_by_rss", ScaleByRssState, scale_leaf, init_fns, lambda count: {"eps": eps}, counts=False)
 
 
 @explains_keywords(**MEANT)

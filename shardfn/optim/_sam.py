@@ -11,18 +11,18 @@ from shardfn.collectives import local
 from shardfn.core import PyTree, explains_keywords, tree_flatten, tree_map, tree_unflatten
 
 from ._base import GradientTransformation, Measure, Phase
-from ._checks import positive
-from ._hyper import beside
+from ._checks import check_positive
+from ._hyper import vary_number
 from ._leaves import check_params, check_state, leaves_like, wide, zero_count
-from ._needs import given, join_needs, refuse_phases
-from ._no_rule import MEANT
+from ._needs import bind_stats, join_needs, refuse_phases
 from ._norm import block_squares, global_norm
 from ._pair import as_transformation
 from ._types import OptState, Pair, Params, Specs, Updates
+from ._unsupported import MEANT
 
 
 class SamState(NamedTuple):
-    """The state of `sam`.
+    """State of `sam`.
 
     Attributes:
         perturbed: int32, 0-d: 1 if the parameters are perturbed, so that the next step is the optimizer's. Else 0.
@@ -51,8 +51,8 @@ def sam(optimizer: GradientTransformation | Pair, rho: float = 0.05) -> Gradient
             state, metrics = step(state, batch)  # descends
 
     Between the two calls the parameters are the perturbed parameters: evaluate, export and save when
-    `is_perturbed(state.opt_state)` is false. The cost in memory is a copy of the parameters, which ZeRO cuts and
-    offloads like a moment. Put the rule outermost.
+    `is_perturbed(state.opt_state)` is false. The cost in memory is a copy of the parameters. ZeRO cuts and
+    offloads the copy like a moment. Put the rule outermost.
 
     Args:
         optimizer: rule that steps the parameters. Its schedules count batches.
@@ -78,7 +78,7 @@ def sam(optimizer: GradientTransformation | Pair, rho: float = 0.05) -> Gradient
         Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, 2020,
         https://arxiv.org/abs/2010.01412
     """
-    positive("sam", rho=rho)
+    check_positive("sam", rho=rho)
     rule = as_transformation(optimizer)
     refuse_phases("sam", rule)
     return _Sam(rule, rho).rule()
@@ -101,7 +101,7 @@ def is_perturbed(opt_state: OptState) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Sam:
-    """The rule, in a step in which gradients have the norm `norm`. None: the norm is not known yet.
+    """The rule, in a step where gradients have the norm `norm`. None: the norm is not known yet.
 
     Compared by identity, because tensors cannot be compared.
     """
@@ -115,14 +115,14 @@ class _Sam:
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.opt_state,))
         own = self.tx.needs.measure
         if own is None or own.of is block_squares:
-            needs = needs._replace(measure=Measure(block_squares, additive=True), specialize=self.given)
+            needs = needs._replace(measure=Measure(block_squares, additive=True), bind_stats=self.given)
         else:  # two values would be measured
             needs = needs._replace(measure=None, granularity="tree")
         return GradientTransformation(self.init, self.update, needs=needs._replace(ascends=False))
 
     def given(self, params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
         norm = None if stats is None else stats.sum().sqrt()
-        return replace(self, tx=given(self.tx, params, stats, phase), norm=norm).rule()
+        return replace(self, tx=bind_stats(self.tx, params, stats, phase), norm=norm).rule()
 
     def init(self, params: Params) -> SamState:
         cache = tree_map(lambda p: p.detach().clone(), params)
@@ -140,11 +140,13 @@ class _Sam:
         by = torch.where(norm > 0, self.rho / torch.where(norm > 0, norm, 1.0), 0.0)
         us, inner = self.tx.update(updates, state.opt_state, state.cache, specs=specs)
         rows = zip(
-            ps, gs, cs, leaves_like(us, treedef, "updates", "params"), beside(ps, by, params, specs),
-            beside(ps, descends, params, specs), strict=True,
+            ps, gs, cs, leaves_like(us, treedef, "updates", "params"), vary_number(ps, by, params, specs),
+            vary_number(ps, descends, params, specs), strict=True,
         )  # fmt: skip
         out = [torch.where(on, _step_from(c, p, u), (x * wide(g)).double()) for p, g, c, u, x, on in rows]
-        cache = [torch.where(on, c, p) for p, c, on in zip(ps, cs, beside(ps, descends, params, specs), strict=True)]
+        cache = [
+            torch.where(on, c, p) for p, c, on in zip(ps, cs, vary_number(ps, descends, params, specs), strict=True)
+        ]
         kept = tree_map(lambda new, old: torch.where(descends.to(new.device), new, old), inner, state.opt_state)
         after = SamState(1 - state.perturbed, kept, tree_unflatten(treedef, cache))
         return tree_unflatten(treedef, out), after

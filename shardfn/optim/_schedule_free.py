@@ -10,10 +10,10 @@ from torch import Tensor
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ._base import GradientTransformation
-from ._checks import not_negative
-from ._hyper import beside
+from ._checks import check_not_negative
+from ._hyper import vary_number
 from ._inplace import apply_updates
-from ._learning_rate import check_rate, scheduled
+from ._learning_rate import check_rate, evaluate_schedule
 from ._leaves import check_params, check_state, leaves_like, wide, zero_count
 from ._needs import join_needs, refuse_phases
 from ._norm import dtype_of_squares
@@ -77,7 +77,7 @@ def schedule_free(
         Defazio et al., The Road Less Scheduled, 2024, https://arxiv.org/abs/2405.15682
     """
     check_rate("schedule_free", learning_rate)
-    not_negative("schedule_free", weight_lr_power=weight_lr_power)
+    check_not_negative("schedule_free", weight_lr_power=weight_lr_power)
     if not 0 < b1 < 1:
         raise ValueError(f"schedule_free: b1={b1!r} must be a number in (0, 1).")
     tx = as_transformation(base_optimizer)
@@ -114,7 +114,9 @@ class _ScheduleFree:
         old = leaves_like(state.z, treedef, "state.z", "params")
         count, total = state.step_count + 1, state.weight_sum
         rate = self.learning_rate
-        lr = torch.as_tensor(scheduled(rate, count) if callable(rate) else rate, dtype=total.dtype, device=total.device)
+        lr = torch.as_tensor(
+            evaluate_schedule(rate, count) if callable(rate) else rate, dtype=total.dtype, device=total.device
+        )
         largest = torch.maximum(state.max_lr, lr)
         weight = largest**self.power
         total = total + weight
@@ -124,7 +126,7 @@ class _ScheduleFree:
         z = apply_updates(state.z, updates)
         out = [
             self._leaf_update(y, before, after, c)
-            for y, before, after, c in zip(ys, old, tree_leaves(z), beside(ys, part, params, specs), strict=True)
+            for y, before, after, c in zip(ys, old, tree_leaves(z), vary_number(ys, part, params, specs), strict=True)
         ]
         new = ScheduleFreeState(count, state.b1, total, largest, inner, z)
         return tree_unflatten(treedef, out), new

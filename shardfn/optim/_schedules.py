@@ -7,7 +7,8 @@ arguments are optax's.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from shardfn.core import explains_keywords
 
-from ._checks import finite, not_negative, num_steps, positive
+from ._checks import check_finite, check_not_negative, check_num_steps, check_positive
 from ._types import Count, Number, Schedule
 
 # Keywords of other libraries, and their names here.
@@ -40,7 +41,7 @@ def constant_schedule(value: Number) -> Schedule:
         >>> constant_schedule(0.5)(7)
         tensor(0.5000)
     """
-    finite("constant_schedule", value=value)
+    check_finite("constant_schedule", value=value)
     return lambda count: (float_count(count) * 0 + value).float()
 
 
@@ -63,9 +64,9 @@ def linear_schedule(
         >>> linear_schedule(0.0, 1.0, 4)(torch.tensor(1))
         tensor(0.2500)
     """
-    finite("linear_schedule", init_value=init_value, end_value=end_value)
-    num_steps("linear_schedule", transition_steps=transition_steps)
-    not_negative("linear_schedule", transition_begin=transition_begin)
+    check_finite("linear_schedule", init_value=init_value, end_value=end_value)
+    check_num_steps("linear_schedule", transition_steps=transition_steps)
+    check_not_negative("linear_schedule", transition_begin=transition_begin)
 
     def schedule_fn(count: Count) -> Float[Tensor, ""]:
         done = ((float_count(count) - transition_begin) / transition_steps).clamp(0, 1)
@@ -94,10 +95,10 @@ def polynomial_schedule(
         >>> polynomial_schedule(1.0, 0.0, 2, 4)(2)
         tensor(0.2500)
     """
-    finite("polynomial_schedule", init_value=init_value, end_value=end_value)
-    positive("polynomial_schedule", power=power)
-    num_steps("polynomial_schedule", transition_steps=transition_steps)
-    not_negative("polynomial_schedule", transition_begin=transition_begin)
+    check_finite("polynomial_schedule", init_value=init_value, end_value=end_value)
+    check_positive("polynomial_schedule", power=power)
+    check_num_steps("polynomial_schedule", transition_steps=transition_steps)
+    check_not_negative("polynomial_schedule", transition_begin=transition_begin)
 
     def schedule_fn(count: Count) -> Float[Tensor, ""]:
         left = 1 - ((float_count(count) - transition_begin) / transition_steps).clamp(0, 1)
@@ -132,10 +133,10 @@ def exponential_decay(
         >>> exponential_decay(1.0, 2, 0.25)(1)
         tensor(0.5000)
     """
-    finite("exponential_decay", init_value=init_value, **({} if end_value is None else {"end_value": end_value}))
-    positive("exponential_decay", decay_rate=decay_rate)
-    num_steps("exponential_decay", transition_steps=transition_steps)
-    not_negative("exponential_decay", transition_begin=transition_begin)
+    check_finite("exponential_decay", init_value=init_value, **({} if end_value is None else {"end_value": end_value}))
+    check_positive("exponential_decay", decay_rate=decay_rate)
+    check_num_steps("exponential_decay", transition_steps=transition_steps)
+    check_not_negative("exponential_decay", transition_begin=transition_begin)
 
     def schedule_fn(count: Count) -> Float[Tensor, ""]:
         times = (float_count(count) - transition_begin).clamp(min=0) / transition_steps
@@ -169,9 +170,9 @@ def cosine_decay_schedule(
     References:
         Loshchilov & Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, 2016, https://arxiv.org/abs/1608.03983
     """
-    finite("cosine_decay_schedule", init_value=init_value, alpha=alpha)
-    not_negative("cosine_decay_schedule", exponent=exponent)
-    num_steps("cosine_decay_schedule", decay_steps=decay_steps)
+    check_finite("cosine_decay_schedule", init_value=init_value, alpha=alpha)
+    check_not_negative("cosine_decay_schedule", exponent=exponent)
+    check_num_steps("cosine_decay_schedule", decay_steps=decay_steps)
 
     def schedule_fn(count: Count) -> Float[Tensor, ""]:
         done = (float_count(count) / decay_steps).clamp(0, 1)
@@ -192,7 +193,7 @@ def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_step
         >>> [warmup_constant_schedule(0.0, 1.0, 2)(n).item() for n in range(4)]
         [0.0, 0.5, 1.0, 1.0]
     """
-    num_steps("warmup_constant_schedule", warmup_steps=warmup_steps)
+    check_num_steps("warmup_constant_schedule", warmup_steps=warmup_steps)
     return linear_schedule(init_value, peak_value, warmup_steps)
 
 
@@ -249,7 +250,7 @@ def warmup_cosine_decay_schedule(
         [0.0, 1.0, 0.5, 0.0]
     """
     _check_warmup("warmup_cosine_decay_schedule", warmup_steps, decay_steps)
-    finite("warmup_cosine_decay_schedule", peak_value=peak_value, end_value=end_value)
+    check_finite("warmup_cosine_decay_schedule", peak_value=peak_value, end_value=end_value)
     if peak_value == 0:
         raise ValueError("warmup_cosine_decay_schedule: peak_value=0 has no decay. Use linear_schedule.")
     up = linear_schedule(init_value, peak_value, warmup_steps)
@@ -278,7 +279,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
             f"{len(schedules)} schedules need {max(0, len(schedules) - 1)} boundaries, not {len(boundaries)}."
         )
     for boundary in boundaries:
-        num_steps("join_schedules", boundary=boundary)
+        check_num_steps("join_schedules", boundary=boundary)
     if any(a >= b for a, b in itertools.pairwise(boundaries)):
         raise ValueError(f"join_schedules: boundaries={list(boundaries)} must increase.")
 
@@ -297,9 +298,187 @@ def float_count(count: Count) -> Float[Tensor, ""]:
 
 
 def _check_warmup(who: str, warmup_steps: int, decay_steps: int) -> None:
-    num_steps(who, warmup_steps=warmup_steps, decay_steps=decay_steps)
+    check_num_steps(who, warmup_steps=warmup_steps, decay_steps=decay_steps)
     if decay_steps <= warmup_steps:
         raise ValueError(
             f"{who}: decay_steps={decay_steps} counts from 0 and must exceed warmup_steps={warmup_steps}."
             f" Did you mean {warmup_steps + decay_steps}?"
         )
+
+
+def piecewise_constant_schedule(
+    init_value: Number, boundaries_and_scales: Mapping[int, float | int] | None = None
+) -> Schedule:
+    """Constants: from each boundary on, the value is multiplied by the boundary's scale.
+
+    Args:
+        init_value: the value before the first boundary.
+        boundaries_and_scales: count, >= 1 -> factor, >= 0. None: there are no boundaries.
+
+    Raises:
+        ValueError: a boundary is not an int >= 1, a scale is negative, or a number is not finite.
+
+    Example:
+        >>> schedule = piecewise_constant_schedule(1.0, {2: 0.5, 4: 0.5})
+        >>> [schedule(n).item() for n in range(6)]
+        [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+    """
+    check_finite("piecewise_constant_schedule", init_value=init_value)
+    pieces = sorted((boundaries_and_scales or {}).items())
+    for boundary, scale in pieces:
+        check_num_steps("piecewise_constant_schedule", boundary=boundary)
+        check_not_negative("piecewise_constant_schedule", **{f"the scale at {boundary}": scale})
+
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
+        n = float_count(count)
+        value = n * 0 + init_value
+        for boundary, scale in pieces:
+            value = torch.where(n < boundary, value, value * scale)
+        return value.float()
+
+    return schedule_fn
+
+
+def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
+    """Cosine decay with warm restarts: a sequence of `warmup_cosine_decay_schedule`s with separate arguments.
+
+    Args:
+        cosine_kwargs: the arguments of each cycle, by name. For example, `warmup_steps=0` begins a cycle at
+            `peak_value`.
+
+    Raises:
+        ValueError: there is no cycle, or a cycle's arguments are out of range. See `warmup_cosine_decay_schedule`.
+        TypeError: a cycle lacks an argument, or has an unknown one.
+
+    Example:
+        >>> cycle = {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 1, "decay_steps": 3}
+        >>> [round(sgdr_schedule([cycle, cycle])(n).item(), 6) for n in range(6)]
+        [0.0, 1.0, 0.5, 0.0, 1.0, 0.5]
+
+    References:
+        Loshchilov & Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, 2016,
+            https://arxiv.org/abs/1608.03983
+    """
+    cycles = [dict(cycle) for cycle in cosine_kwargs]
+    if not cycles:
+        raise ValueError("sgdr_schedule: there are no cycles. Give the arguments of at least one.")
+    schedules = [_cosine_cycle(**cycle) for cycle in cycles]
+    ends = list(itertools.accumulate(cycle["decay_steps"] for cycle in cycles))
+    return join_schedules(schedules, ends[:-1])
+
+
+def _cosine_cycle(
+    init_value: Number, peak_value: Number, warmup_steps: int, decay_steps: int, end_value: Number = 0.0,
+    exponent: Number = 1.0,
+) -> Schedule:  # fmt: skip
+    if warmup_steps or not peak_value:  # a peak of 0 is refused by the schedule
+        return warmup_cosine_decay_schedule(init_value, peak_value, warmup_steps, decay_steps, end_value, exponent)
+    return cosine_decay_schedule(peak_value, decay_steps, end_value / peak_value, exponent)
+
+
+@explains_keywords(**MEANT_BY_SCHEDULES | {"total_steps": "transition_steps={value!r}"})
+def linear_onecycle_schedule(
+    transition_steps: int,
+    peak_value: Number,
+    pct_start: float | int = 0.3,
+    pct_final: float | int = 0.85,
+    div_factor: float | int = 25.0,
+    final_div_factor: float | int = 1e4,
+) -> Schedule:
+    """Returns three lines: up to the peak, down to the first value, and down to almost 0.
+
+    The values are `peak / div_factor` at 0, `peak` at `pct_start * steps`, `peak / div_factor` at `pct_final * steps`,
+    and `peak / (div_factor * final_div_factor)` from `transition_steps` on.
+
+    Args:
+        transition_steps: length of the whole, >= 1.
+        peak_value: the largest value.
+        pct_start: the part of the steps before the peak, in [0, 1). The boundaries are rounded down to counts.
+        pct_final: the part of the steps before the last line, in (pct_start, 1).
+        div_factor: the peak over the first value, > 0.
+        final_div_factor: the first value over the last, > 0.
+
+    Raises:
+        ValueError: a number is out of range, or two boundaries have the same count.
+
+    Example:
+        >>> schedule = linear_onecycle_schedule(10, 1.0, 0.2, 0.6, div_factor=2.0, final_div_factor=4.0)
+        >>> [schedule(n).item() for n in (0, 2, 4, 6, 10)]
+        [0.5, 1.0, 0.75, 0.5, 0.125]
+
+    References:
+        Smith & Topin, Super-Convergence: Very Fast Training of Neural Networks Using Large Learning Rates, 2017,
+        https://arxiv.org/abs/1708.07120
+    """
+    who = "linear_onecycle_schedule"
+    check_num_steps(who, transition_steps=transition_steps)
+    check_positive(who, div_factor=div_factor, final_div_factor=final_div_factor)
+    ends = [int(pct_start * transition_steps), int(pct_final * transition_steps), transition_steps]
+    scales = [div_factor, 1.0 / div_factor, 1.0 / final_div_factor]
+    return _interpolate_pieces(who, peak_value / div_factor, ends, scales, lambda a, b, x: (b - a) * x + a)
+
+
+@explains_keywords(**MEANT_BY_SCHEDULES | {"total_steps": "transition_steps={value!r}"})
+def cosine_onecycle_schedule(
+    transition_steps: int,
+    peak_value: Number,
+    pct_start: float | int = 0.3,
+    div_factor: float | int = 25.0,
+    final_div_factor: float | int = 1e4,
+) -> Schedule:
+    """Two half cosines: from `peak / div_factor` up to the peak at `pct_start * steps`, then down to almost 0.
+
+    The last value, from `transition_steps` on, is `peak / (div_factor^2 * final_div_factor)`, as in optax.
+
+    Args:
+        transition_steps: length of the whole, >= 1.
+        peak_value: the largest value.
+        pct_start: the part of the steps before the peak, in [0, 1). The boundary is rounded down to a count.
+        div_factor: the peak over the first value, > 0.
+        final_div_factor: further factor of the last value, > 0.
+
+    Raises:
+        ValueError: a number is out of range, or two boundaries have the same count.
+
+    Example:
+        >>> schedule = cosine_onecycle_schedule(8, 1.0, 0.5, div_factor=2.0, final_div_factor=4.0)
+        >>> [round(schedule(n).item(), 4) for n in (0, 2, 4, 8)]
+        [0.5, 0.75, 1.0, 0.125]
+
+    References:
+        Smith & Topin, Super-Convergence: Very Fast Training of Neural Networks Using Large Learning Rates, 2017,
+        https://arxiv.org/abs/1708.07120
+    """
+    who = "cosine_onecycle_schedule"
+    check_num_steps(who, transition_steps=transition_steps)
+    check_positive(who, div_factor=div_factor, final_div_factor=final_div_factor)
+    ends, scales = (
+        [int(pct_start * transition_steps), transition_steps],
+        [div_factor, 1 / (div_factor * final_div_factor)],
+    )
+    return _interpolate_pieces(
+        who, peak_value / div_factor, ends, scales, lambda a, b, x: b + (a - b) / 2 * (torch.cos(math.pi * x) + 1)
+    )
+
+
+def _interpolate_pieces(
+    who: str, init_value: Number, ends: list[int], scales: list[float], between: Callable[[Any, Any, Tensor], Tensor]
+) -> Schedule:
+    """Interpolates from `init_value` at 0, piece by piece. Each piece multiplies the value by a scale."""
+    check_finite(who, peak_value=init_value)
+    if ends[0] < 0 or any(a >= b for a, b in itertools.pairwise(ends)):
+        raise ValueError(
+            f"{who}: its pieces would end at the counts {ends}, which must increase and not be negative. Give a"
+            " pct_start >= 0, each pct larger than the one before it and below 1, and enough transition_steps."
+        )
+    values = list(itertools.accumulate(scales, lambda value, scale: value * scale, initial=init_value))
+    pieces = list(zip([0, *ends], ends, values, values[1:], strict=False))
+
+    def schedule_fn(count: Count) -> Float[Tensor, ""]:
+        n = float_count(count)
+        value = n * 0 + values[-1]
+        for start, end, a, b in reversed(pieces):
+            value = torch.where(n < end, between(a, b, (n - start) / max(end - start, 1)), value)
+        return value.float()
+
+    return schedule_fn

@@ -1,27 +1,32 @@
 """Stochastic gradient descent, with momentum."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, explains_keywords, tree_flatten
+from shardfn.core import PyTree, explains_keywords
 
 from ._base import GradientTransformation, Needs
-from ._chain import chain, check_chain
-from ._checks import decay_rate, not_negative
+from ._chain import chain
+from ._checks import check_decay_rate, check_not_negative
 from ._decay import add_decayed_weights
-from ._even import even
-from ._hyper import is_zero, leafwise, number
+from ._fused import fused, pad_for_fused
+from ._hyper import as_number, is_zero, map_leaves
 from ._kernels import foreach_add_, foreach_mul_, fused_sgd_
 from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
-from ._leaves import check_shapes, check_state, grouped, leaves_like, stage, unstage, wide, zeros_like
-from ._no_rule import MEANT
+from ._leaves import (
+    Columns,
+    check_state,
+    wide,
+    zeros_like,
+)
 from ._types import LearningRate, Number, OptState, Params, Specs, Updates
+from ._unsupported import MEANT
 
 
 class TraceState(NamedTuple):
-    """The momentum.
+    """Momentum.
 
     Attributes:
         trace: tree like params.
@@ -53,7 +58,7 @@ def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
         Sutskever et al., On the importance of initialization and momentum in deep learning, 2013,
         https://proceedings.mlr.press/v28/sutskever13.html
     """
-    decay_rate("trace", decay=decay)
+    check_decay_rate("trace", decay=decay)
 
     def trace_leaf(g: Tensor, trace: Tensor, decay: Number) -> tuple[Tensor, Tensor]:
         t = wide(g) + decay * wide(trace)
@@ -68,7 +73,7 @@ def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
     ) -> tuple[Updates, OptState]:
         del params
         check_state("trace", state, TraceState)
-        us, new = leafwise(trace_leaf, 2, updates, of={"trace": state.trace}, specs=specs, decay=decay)
+        us, new = map_leaves(trace_leaf, 2, updates, of={"trace": state.trace}, specs=specs, decay=decay)
         return us, TraceState(new)
 
     return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
@@ -103,34 +108,25 @@ def sgd(
         [tensor([-0.1000])]
     """
     check_rate("sgd", learning_rate)
-    not_negative("sgd", weight_decay=weight_decay)
+    check_not_negative("sgd", weight_decay=weight_decay)
     if nesterov and is_zero(momentum):
         raise ValueError(f"sgd: nesterov=True has no effect with momentum={momentum!r}. Give a momentum > 0.")
     rules = [] if is_zero(weight_decay) else [add_decayed_weights(weight_decay)]
     rules += [trace(momentum, nesterov)] if momentum is not None else []
     pure = chain(*rules, scale_by_learning_rate(learning_rate))
-    num = len(rules) + 1
 
-    @torch.no_grad()
-    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        del specs
-        check_chain("sgd", state, num)
-        ps, treedef = tree_flatten(params)
-        gs = leaves_like(grads, treedef, "grads", "params")
-        if momentum is not None:
-            check_state("sgd", state[-2], TraceState)
-        ts = [] if momentum is None else leaves_like(state[-2].trace, treedef, "state.trace", "params")
-        check_shapes(treedef, ps, grads=gs, **({"trace": ts} if momentum is not None else {}))
-        columns, copies = stage([ps, gs] if momentum is None else [ps, ts, gs], widen=_is_on_cpu, narrow=True)
-        lr = next_rate(learning_rate, state[-1])
-        for (_, device, _), (p, *t, g) in grouped(columns, [g.dtype for g in columns[-1]]).items():
-            for p_, *t_, g_ in even([p, *t, g]):
-                _step_leaves(
-                    p_, t_[0] if t_ else [], g_, on_device(lr, device), momentum, nesterov, number(weight_decay)
-                )
-        unstage(copies)
-        return params, state
+    def step_leaves(columns: Columns, decays: bool, device: torch.device, lr: Any) -> None:
+        del decays
+        for p, *t, g in pad_for_fused(columns):
+            rate = on_device(lr, device)
+            _step_leaves(p, t[0] if t else [], g, rate, momentum, nesterov, as_number(weight_decay))
 
+    traced = momentum is not None
+    apply_fn = fused(
+        "sgd", step_leaves, lambda state: next_rate(learning_rate, state[-1]), num=len(rules) + 1,
+        at=-2 if traced else -1,
+        kind=TraceState if traced else None, fields=("trace",) if traced else (), widen=_is_on_cpu, narrow=True,
+    )  # fmt: skip
     return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element"))
 
 
@@ -138,7 +134,7 @@ def _step_leaves(
     p: list[Tensor], t: list[Tensor], g: list[Tensor], lr: float | Tensor, momentum: Number | None, nesterov: bool,
     decay: float,
 ) -> None:  # fmt: skip
-    by = number(momentum or 0.0)
+    by = as_number(momentum or 0.0)
     if t and not by:  # torch's kernel takes a trace only with a momentum: here the trace is the stored gradient
         foreach_mul_(t, by)
         foreach_add_(t, g)

@@ -13,18 +13,18 @@ from shardfn.core import PyTree, explains_keywords, tree_flatten, tree_map, tree
 from ._adam import bias_corrections, moments_like
 from ._base import GradientTransformation, Needs
 from ._chain import chain
-from ._checks import decay_rate, not_negative, num_steps, positive
+from ._checks import check_decay_rate, check_not_negative, check_num_steps, check_positive
 from ._decay import add_decayed_weights
-from ._decide import resolved
-from ._hyper import beside
+from ._decide import resolve_prefix
+from ._hyper import vary_number
 from ._learning_rate import check_rate, scale_by_learning_rate
 from ._leaves import check_params, check_state, leaves_like, wide, zero_count, zeros_like
-from ._no_rule import MEANT
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
+from ._unsupported import MEANT
 
 
 class SophiaState(NamedTuple):
-    """The state of `sophia`.
+    """State of `sophia`.
 
     Attributes:
         count: int32, 0-d: steps that moved the parameters.
@@ -107,10 +107,10 @@ def sophia(
         https://arxiv.org/abs/2305.14342
     """
     check_rate("sophia", learning_rate)
-    decay_rate("sophia", b1=b1, b2=b2)
-    not_negative("sophia", weight_decay=weight_decay)
-    positive("sophia", eps=eps, gamma=gamma, clip_threshold=clip_threshold)
-    num_steps("sophia", update_interval=update_interval, num_samples=num_samples)
+    check_decay_rate("sophia", b1=b1, b2=b2)
+    check_not_negative("sophia", weight_decay=weight_decay)
+    check_positive("sophia", eps=eps, gamma=gamma, clip_threshold=clip_threshold)
+    check_num_steps("sophia", update_interval=update_interval, num_samples=num_samples)
     numbers = _SophiaNumbers(b1, b2, eps, gamma, clip_threshold, update_interval, num_samples)
     return _Sophia(learning_rate, weight_decay, mask, numbers).rule()
 
@@ -149,10 +149,10 @@ class _Sophia:
     def rule(self) -> GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         decide = self.decide if callable(self.mask) or self.mask is not None else None
-        return GradientTransformation(self.init, self.update, needs=Needs("element", decide=decide))
+        return GradientTransformation(self.init, self.update, needs=Needs("element", resolve_masks=decide))
 
     def decide(self, params: Params) -> GradientTransformation:
-        return replace(self, mask=resolved(self.mask, params, bool, "mask")).rule()
+        return replace(self, mask=resolve_prefix(self.mask, params, bool, "mask")).rule()
 
     @property
     def rest(self) -> GradientTransformation:
@@ -174,7 +174,7 @@ class _Sophia:
         estimates = state.hessian > 0
         count = state.count + 1
         c1 = bias_corrections(count, by.b1, by.b2)[0]
-        on = beside(ps, estimates, params, specs)
+        on = vary_number(ps, estimates, params, specs)
         rows = [_step_leaf(*row, c1, by) for row in zip(gs, mus, nus, on, strict=True)]
         us, mus, nus = (tree_unflatten(treedef, [row[k] for row in rows]) for k in range(3))
         us, rest = self.rest.update(us, state.rest, params, specs=specs)

@@ -9,10 +9,10 @@ from torch import Tensor
 from shardfn.core import P, tree_flatten, tree_unflatten
 
 from ._base import GradientTransformation, Needs, stateless
-from ._checks import not_negative
-from ._hyper import beside, root
+from ._checks import check_not_negative
+from ._hyper import safe_root, vary_number
 from ._leaves import check_params, check_shapes, leaves_like, spec_leaves
-from ._norm import squares_of
+from ._norm import leaf_squares
 from ._types import Params, Specs, Updates
 
 
@@ -51,7 +51,9 @@ def scale_by_trust_ratio(
         https://arxiv.org/abs/1904.00962
     """
     bounds = {"min_coeff": min_coeff} | ({} if max_coeff == math.inf else {"max_coeff": max_coeff})
-    not_negative("scale_by_trust_ratio", **bounds, min_norm=min_norm, trust_coefficient=trust_coefficient, eps=eps)
+    check_not_negative(
+        "scale_by_trust_ratio", **bounds, min_norm=min_norm, trust_coefficient=trust_coefficient, eps=eps
+    )
     if max_coeff < min_coeff:
         raise ValueError(f"scale_by_trust_ratio: max_coeff={max_coeff!r} is less than min_coeff={min_coeff!r}.")
 
@@ -85,8 +87,8 @@ def trust_ratios(
     def ratios_in(index: list[int], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
         own = [column[i] for column in (ps, us) for i in index]
         cuts = None if specs is None else [specs[i] for i in index] * 2
-        squares = squares_of(own, cuts, dtype)
-        p, u = (root(x).clamp(min=min_norm) for x in (squares[: len(index)], squares[len(index) :]))
+        squares = leaf_squares(own, cuts, dtype)
+        p, u = (safe_root(x).clamp(min=min_norm) for x in (squares[: len(index)], squares[len(index) :]))
         ratio = trust_coefficient * p / (torch.where(u > 0, u, 1.0) + eps)
         return torch.where((p > 0) & (u > 0), ratio.clamp(min_coeff, max_coeff), 1.0)
 
@@ -101,4 +103,4 @@ def trust_ratios(
 def scaled(us: list[Tensor], ratios: Float[Tensor, " num_leaves"], specs: list[P] | None) -> list[Tensor]:
     """Returns each leaf times the leaf's ratio."""
     rows = zip(us, ratios.unbind(), [None] * len(us) if specs is None else specs, strict=True)
-    return [(u * beside([u], c, u, cut)[0]).to(u.dtype) for u, c, cut in rows]
+    return [(u * vary_number([u], c, u, cut)[0]).to(u.dtype) for u, c, cut in rows]

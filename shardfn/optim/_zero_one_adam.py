@@ -11,17 +11,17 @@ from shardfn.collectives import Compressor, local
 from shardfn.core import Axes, PyTree, explains_keywords, raise_all, tree_map, tree_paths
 
 from ._adam import bias_corrections, moments_like
-from ._apart import Apart, add_, apart, blend, pieces, purely
 from ._base import GradientTransformation, Phase
-from ._checks import num_steps
-from ._compressed import averaging, written
+from ._checks import check_num_steps
+from ._compressed import make_averaging, write_over
+from ._compressed_split import CompressedSplit, add_rounded_, blend_momentum, split_leaves, split_rows, update_by_apply
 from ._freeze import PROBE, SWITCH, WARMUP, FreezeState, FreezeStep, freeze_rule
 from ._inplace import inplace
 from ._leaves import wide, zero_count, zeros_like
-from ._no_rule import MEANT
 from ._onebit_adam import SIGN, StepNumbers
 from ._phased import Phased
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
+from ._unsupported import MEANT
 
 
 class Interval(NamedTuple):
@@ -37,7 +37,7 @@ class Interval(NamedTuple):
 
 
 class ZeroOneAdamState(NamedTuple):
-    """The state of `zero_one_adam`.
+    """State of `zero_one_adam`.
 
     Attributes:
         freeze: counters, and the step of the freeze.
@@ -105,7 +105,7 @@ def zero_one_adam(
 
     So decay is applied in rounds, outside the momentum, and after a round all ranks have the same bits. Between rounds
     the ranks have different parameters, in copies of the same tensor of the state: evaluate and save right after a
-    round (`in_round(opt_state)`), and do not use ZeRO along `axis`.
+    round (`is_in_round(opt_state)`), and do not use ZeRO along `axis`.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -156,19 +156,19 @@ def zero_one_adam(
     freeze = replace(freeze, step=freeze.step + 1) if isinstance(freeze.step, int) else freeze
     return _ZeroOneAdam(
         who=who, learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask,
-        freeze=freeze, averaging=averaging(who, axis, compressor, outer, feedback), exact=exact,
+        freeze=freeze, averaging=make_averaging(who, axis, compressor, outer, feedback), exact=exact,
         corrected=bias_correction, var_scaler=var_update_scaler, local_scaler=local_step_scaler,
         local_clipper=local_step_clipper,
     ).rule()  # fmt: skip
 
 
-def in_round(opt_state: ZeroOneAdamState) -> bool:
+def is_in_round(opt_state: ZeroOneAdamState) -> bool:
     """Returns whether the last step of `zero_one_adam` left all ranks with the same parameters.
 
     Reads the state on the host.
 
     Example:
-        >>> in_round(zero_one_adam(0.1, var_freeze_step=1).init([torch.zeros(2)]))
+        >>> is_in_round(zero_one_adam(0.1, var_freeze_step=1).init([torch.zeros(2)]))
         True
     """
     return not bool(local(opt_state.rates))
@@ -185,8 +185,8 @@ class _ZeroOneAdam(Phased):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        num_steps(self.who, var_update_scaler=self.var_scaler, local_step_scaler=self.local_scaler)
-        num_steps(self.who, local_step_clipper=self.local_clipper)
+        check_num_steps(self.who, var_update_scaler=self.var_scaler, local_step_scaler=self.local_scaler)
+        check_num_steps(self.who, local_step_clipper=self.local_clipper)
 
     def next_phase(self, state: ZeroOneAdamState) -> Phase:
         # Computed only from counters, equal on all ranks: so all ranks are in the same phase.
@@ -218,7 +218,9 @@ class _ZeroOneAdam(Phased):
         if now.name.startswith("warmup"):
             us, adam = self.adam.update(updates, state.adam, params, specs=specs)
             return us, self._advance_state(state, adam, specs, now)
-        return purely(self.who, self.learning_rate, replace(self, now=now).apply, updates, state, params, specs)
+        return update_by_apply(
+            self.who, self.learning_rate, replace(self, now=now).apply, updates, state, params, specs
+        )
 
     @torch.no_grad()
     def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
@@ -237,8 +239,8 @@ class _ZeroOneAdam(Phased):
             return params, self._warmup_step(leaves, rows, step, state, specs, now)
         return params, self._local_step(leaves, rows, step, state, now)
 
-    def _split_leaves(self, grads: Updates, params: Params, specs: Specs) -> Apart:
-        leaves = apart(self.averaging, grads, params, specs, self.whole, self.exact)
+    def _split_leaves(self, grads: Updates, params: Params, specs: Specs) -> CompressedSplit:
+        leaves = split_leaves(self.averaging, grads, params, specs, self.whole, self.exact)
         if any(share.cut for share in leaves.shares):
             paths = zip(tree_paths(params, "params"), leaves.shares, strict=True)
             raise_all(
@@ -249,7 +251,9 @@ class _ZeroOneAdam(Phased):
             )
         return leaves
 
-    def _step_numbers(self, state: ZeroOneAdamState, leaves: Apart, params: Params, now: Phase) -> StepNumbers:
+    def _step_numbers(
+        self, state: ZeroOneAdamState, leaves: CompressedSplit, params: Params, now: Phase
+    ) -> StepNumbers:
         """Returns the numbers of the step. Counters are read here, before anything is written."""
         full = int(now.name.startswith("full"))
         c1 = bias_corrections(state.freeze.count + 1, self.b1, self.b2)[0].float() if self.corrected else None
@@ -267,33 +271,39 @@ class _ZeroOneAdam(Phased):
         return state._replace(adam=adam, freeze=freeze, num_var=num_var, var_interval=grown)
 
     def _warmup_step(
-        self, leaves: Apart, rows: "_LocalRows", step: StepNumbers, state: ZeroOneAdamState, specs: Specs, now: Phase
+        self,
+        leaves: CompressedSplit,
+        rows: "_LocalRows",
+        step: StepNumbers,
+        state: ZeroOneAdamState,
+        specs: Specs,
+        now: Phase,
     ) -> ZeroOneAdamState:
         gs, residual = [g.float() for g in rows.gs], state.residual
         if now.local:
             gs, residual, _ = leaves.mean(gs, residual, donate=False)
-        for p, g, mu, nu, decays in pieces(rows.ps, gs, rows.mus, rows.nus, rows.decays):
-            m = written(mu, blend(mu, g, self.b1, donate=True))
+        for p, g, mu, nu, decays in split_rows(rows.ps, gs, rows.mus, rows.nus, rows.decays):
+            m = write_over(mu, blend_momentum(mu, g, self.b1, donate=True))
             if not now.local:
-                written(nu, self.b2 * wide(nu) + (1 - self.b2) * g.square())
+                write_over(nu, self.b2 * wide(nu) + (1 - self.b2) * g.square())
             step.descend(p, m, nu, decays)
         return self._advance_state(state._replace(residual=residual), state.adam, specs, now)
 
     def _local_step(
-        self, leaves: Apart, rows: "_LocalRows", step: StepNumbers, state: ZeroOneAdamState, now: Phase
+        self, leaves: CompressedSplit, rows: "_LocalRows", step: StepNumbers, state: ZeroOneAdamState, now: Phase
     ) -> ZeroOneAdamState:
         # Here ranks still have the same parameters: the start of the local steps.
         state = self._begin_local_steps(rows, leaves, state) if now == SWITCH else state
         rate = step.lr if step.c1 is None else step.lr / step.c1
         state = state._replace(rates=state.rates + rate, decays=state.decays + step.lr)
         starts, drifts = (leaves.pick(leaves.treedef.flatten_up_to(x)) for x in (state.start, state.drift))
-        for p, g, mu, nu, drift in pieces(rows.ps, rows.gs, rows.mus, rows.nus, drifts):
-            m = rate * wide(written(mu, blend(mu, g, self.b1, donate=True)))
+        for p, g, mu, nu, drift in split_rows(rows.ps, rows.gs, rows.mus, rows.nus, drifts):
+            m = rate * wide(write_over(mu, blend_momentum(mu, g, self.b1, donate=True)))
             # Linear in the gradients with constant nu: so the mean of drifts, preconditioned, is the mean of ranks'
             # steps.
             drift.add_(m)
             if now.name == "local":
-                add_(p, m.div_(step.root(nu)).neg_())
+                add_rounded_(p, m.div_(step.root(nu)).neg_())
         if now.name != "local":
             state = self._sync_step(leaves, rows, step, state, starts, drifts)
         interval = _count_interval(state.local_interval, self.local_scaler, self.local_clipper)
@@ -301,7 +311,7 @@ class _ZeroOneAdam(Phased):
 
     def _sync_step(
         self,
-        leaves: Apart,
+        leaves: CompressedSplit,
         rows: "_LocalRows",
         step: StepNumbers,
         state: ZeroOneAdamState,
@@ -311,7 +321,7 @@ class _ZeroOneAdam(Phased):
         sums, residual, _ = leaves.mean(drifts, state.residual, donate=False)
         shrink = 1 - self.weight_decay * state.decays
         table = rows.ps, rows.mus, rows.nus, starts, drifts, sums, rows.decays
-        for p, mu, nu, start, drift, total, decays in pieces(*table):
+        for p, mu, nu, start, drift, total, decays in split_rows(*table):
             # If all rates were 0, the sum has no trace of the momentum.
             mu.copy_(torch.where(state.rates > 0, total / state.rates, wide(mu)))
             p.copy_(wide(start) * (shrink if decays else 1.0) - total / step.root(nu))
@@ -322,7 +332,9 @@ class _ZeroOneAdam(Phased):
             residual=residual, rates=torch.zeros_like(state.rates), decays=torch.zeros_like(state.decays)
         )
 
-    def _begin_local_steps(self, rows: "_LocalRows", leaves: Apart, state: ZeroOneAdamState) -> ZeroOneAdamState:
+    def _begin_local_steps(
+        self, rows: "_LocalRows", leaves: CompressedSplit, state: ZeroOneAdamState
+    ) -> ZeroOneAdamState:
         """Returns the state at the first local step. Errors are reset, because sums are sent instead of gradients."""
         for p, start in zip(rows.ps, leaves.pick(leaves.treedef.flatten_up_to(state.start)), strict=True):
             start.copy_(p)

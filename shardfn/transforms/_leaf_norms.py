@@ -16,7 +16,7 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.optim import squares_of
+from shardfn.optim import leaf_squares
 from shardfn.state import check_alive
 
 
@@ -67,7 +67,7 @@ def leaf_norms(tree: PyTree, stacked: str | Collection[str] = ()) -> PyTree:
 
 def _sum_squares(x: GlobalTensor) -> Tensor:
     """Returns the sum of the squares of a leaf."""
-    return squares_of([x.local.to(x.mesh.device)], [x.spec], torch.float64)[0]
+    return leaf_squares([x.local.to(x.mesh.device)], [x.spec], torch.float64)[0]
 
 
 def _sum_row_squares(x: GlobalTensor) -> Tensor:

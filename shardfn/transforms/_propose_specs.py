@@ -20,7 +20,7 @@ from shardfn.core import (
 from shardfn.engine import HeldBytes, SpecSearch, Unplaced, agree_on_step, comms_of
 from shardfn.graph import Cluster
 from shardfn.graph import cluster as named_cluster
-from shardfn.optim import GradientTransformation, decided
+from shardfn.optim import GradientTransformation, resolve_masks
 
 from ._eval_shape import eval_shape
 
@@ -139,7 +139,7 @@ def _largest_batch(batch: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
 def _kept_bytes(params: PyTree, optimizer: GradientTransformation | None) -> list[HeldBytes]:
     """Returns the bytes kept for each leaf, from an optimizer's state without the other leaves."""
     leaves, treedef = tree_flatten(params)
-    rule = None if optimizer is None else decided(optimizer, params)
+    rule = None if optimizer is None else resolve_masks(optimizer, params)
     by_leaf = rule is not optimizer  # a rule that decides by leaf, as `multi_transform` does
     found: dict[Any, HeldBytes] = {}
     out: list[HeldBytes] = []

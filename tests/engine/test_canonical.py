@@ -171,12 +171,12 @@ def test_exact_sums_of_squares() -> None:
     for scale in (1e-30, 1.0, 1e30):
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             x = (torch.randn(5000, generator=g, dtype=torch.float64) * scale).to(dtype)
-            with optim.summing_exactly():
+            with optim.sum_exactly():
                 (got,) = optim.sum_squares([x.double()])
                 parts = [optim.sum_squares([y.double()]) for y in (x.flip(0), x[torch.randperm(5000, generator=g)])]
             torch.testing.assert_close(got, x.double().square().sum(), rtol=1e-14, atol=0)
             assert all(torch.equal(got, y[0]) for y in parts)
-    with optim.summing_exactly():
+    with optim.sum_exactly():
         assert optim.sum_squares([torch.zeros(3), torch.zeros(0)]).tolist() == [0, 0]
         assert not optim.sum_squares([torch.tensor([1.0, torch.inf])]).isfinite().any()
         assert optim.sum_squares([torch.tensor([1.0, torch.nan])]).isnan().all()

@@ -14,7 +14,7 @@ import shardfn as sf
 from shardfn import optim
 from shardfn.collectives import member, stack, unshard
 from shardfn.core import tree_leaves, tree_map
-from shardfn.optim._checks import not_negative
+from shardfn.optim._checks import check_not_negative
 from shardfn.testing import assert_same, distributed, odd_batch, odd_loss, odd_params, on_mesh, one_device, own_rows
 from shardfn.testing._parity import Run
 
@@ -357,7 +357,7 @@ def test_unsupported_options_raise() -> None:
     with pytest.raises(ValueError, match="make the states first"):
         vmap(step.init)(torch.ones(2, 3))
     with pytest.raises(ValueError, match="0-d"):
-        not_negative("sgd", learning_rate=torch.ones(2))
+        check_not_negative("sgd", learning_rate=torch.ones(2))
     kept = sf.sharded_step(lambda w, x: checkpoint(loss, w, x, use_reentrant=False), optim.sgd(0.1))
     for f in (lambda: grad(kept.loss)(state.params, x), lambda: vmap(lambda lr: kept(state, x))(torch.ones(2))):
         with pytest.raises(ValueError, match="saved-tensor hooks"):

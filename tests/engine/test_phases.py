@@ -58,7 +58,7 @@ def averaging(inner: optim.GradientTransformation, start: int, over: tuple[str, 
         def on(params: PyTree, stats: Any, phase: optim.Phase | None) -> optim.GradientTransformation:
             return made(phase, params)
 
-        needs = optim.Needs(specialize=on, phases=optim.Phases(over, phase))
+        needs = optim.Needs(bind_stats=on, phases=optim.Phases(over, phase))
         return optim.GradientTransformation(init, update, needs=needs)
 
     return made(None)

@@ -194,7 +194,7 @@ def oracle() -> dict[str, Any]:
 
     jax.config.update("jax_enable_x64", True)
     # GaLore decomposes float32, whatever the gradients are. Here it is to be as exact as the other rules.
-    module = sys.modules["optax.contrib._galore"]
+    module: Any = sys.modules["optax.contrib._galore"]
     module.jnp = types.SimpleNamespace(**{**vars(jax.numpy), "float32": jax.numpy.float64})
     rates = {name: [_rounded(float(make(optax)(n))) for n in SEEN] for name, make in SCHEDULES.items()}
     return {"optax": optax.__version__, "rules": {name: trained(name) for name in RULES}, "schedules": rates}

@@ -59,7 +59,7 @@ def test_a_decided_rule_is_the_rule_and_never_asks_again(name: str) -> None:
         return tree_map(lambda x: x.ndim > 1, params)
 
     tx = RULES[name](mask)
-    fixed = optim.decided(tx, tree_map(lambda p: p.to("meta"), make_params()))
+    fixed = optim.resolve_masks(tx, tree_map(lambda p: p.to("meta"), make_params()))
     told = len(asked)
     for in_place in (False, True):
         want, got = steps(tx, in_place), steps(RULES[name](mask), in_place)
@@ -107,7 +107,7 @@ def test_a_function_that_looks_at_values_is_refused(look: Any, what: str) -> Non
         with pytest.raises(ValueError, match=rf"passed as mask looks at '\w*{what}\w*' of params\['b'\].*\(3,\)"):
             tx.update(params, tx.init(params), params)
         with pytest.raises(ValueError, match=r"pass the tree that the function would return"):
-            optim.decided(tx, params)
+            optim.resolve_masks(tx, params)
     with pytest.raises(ValueError, match="passed as exact looks at"):
         optim.onebit_adam(0.1, freeze_step=1, exact=mask).init(params)
 
@@ -130,5 +130,5 @@ def test_an_undecided_rule_refuses_blocks(world: int) -> None:
             for step in (tx.update,) if name == "delayed" else (tx.update, optim.inplace(tx)):
                 with pytest.raises(ValueError, match=r"this rank's blocks[^$]*params\['w'\] is cut as P\('dp'\)"):
                     step(tree_map(torch.clone, block), tx.init(block), block, specs=specs)
-            fixed = optim.decided(rule_of_my_own(tx), make_params())
+            fixed = optim.resolve_masks(rule_of_my_own(tx), make_params())
             fixed.update(tree_map(torch.clone, block), fixed.init(block), block, specs=specs)

@@ -188,7 +188,7 @@ def test_each_matrix_is_computed_by_one_rank() -> None:
     specs = {"a": P("dp"), "b": P(None, "dp"), "stack": P("dp"), "small": P("dp")}
     cut = lambda x, spec: x[sf.core.block_slices(tuple(x.shape), spec, mesh.shape, mesh.coords)]  # noqa: E731
     with bind_mesh(mesh):
-        fixed = optim.decided(tx, whole)
+        fixed = optim.resolve_masks(tx, whole)
         blocks = tree_map(cut, whole, specs)
         fixed.update(blocks, fixed.init(blocks), specs=specs)
         # Each rank has whole matrices of the stack.

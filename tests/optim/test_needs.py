@@ -118,11 +118,11 @@ def test_which_leaves_ascend_depends_on_the_mask() -> None:
         (optim.multi_transform({"x": sgd, "y": optim.set_to_zero()}, {"a": "x", "b": "y"}), [False, False]),
         (optim.master_weights(optim.masked(sgd, only)), [False, True]),
         (optim.delayed(optim.masked(sgd, only)), [False, True]),
-        (optim.decided(optim.chain(clip, optim.masked(sgd, by_shape)), params), [False, True]),
+        (optim.resolve_masks(optim.chain(clip, optim.masked(sgd, by_shape)), params), [False, True]),
         (clip, [True, True]),
         (sgd, [False, False]),
     ):
-        assert optim.ascending(tx, params) == want
+        assert optim.find_ascending(tx, params) == want
         state = tx.init(params)
         if not isinstance(state, optim.DelayedState):  # which does not update at its first step
             updates, _ = tx.update(tree_map(torch.ones_like, params), state, params)
@@ -163,15 +163,15 @@ def test_each_part_is_given_its_own_leaves() -> None:
             seen.append((name, shapes, None if stats is None else stats.tolist(), phase))
             return told(name)
 
-        return ruled(Needs("element", Measure(sums), specialize=on))
+        return ruled(Needs("element", Measure(sums), bind_stats=on))
 
     params, stats, phase = {"w": torch.ones(2), "b": torch.ones(3)}, torch.tensor([1.0, 2.0]), Phase("now", False)
     whole = {"w": (2,), "b": (3,)}
-    optim.given(optim.chain(told("first"), told("then")), params, stats, phase)
+    optim.bind_stats(optim.chain(told("first"), told("then")), params, stats, phase)
     assert seen == [("first", whole, [1.0, 2.0], phase), ("then", whole, None, phase)]
     seen.clear()
-    optim.given(optim.multi_transform({"x": told("x"), "y": told("y")}, {"w": "x", "b": "y"}), params, stats)
+    optim.bind_stats(optim.multi_transform({"x": told("x"), "y": told("y")}, {"w": "x", "b": "y"}), params, stats)
     assert seen == [("x", {"w": (2,), "b": None}, [2.0], None), ("y", {"w": None, "b": (3,)}, [1.0], None)]
     seen.clear()
-    optim.given(around(optim.master_weights(told("in"))), params, stats, phase)
+    optim.bind_stats(around(optim.master_weights(told("in"))), params, stats, phase)
     assert seen == [("in", whole, [1.0, 2.0], phase)]

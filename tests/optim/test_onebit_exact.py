@@ -201,7 +201,7 @@ def test_zero_one_adam_through_the_identity_compressor_is_exact() -> None:
                     rates, decays = torch.zeros(()), torch.zeros(())
             assert_equal(params, [p])
             # Whole parameters on all ranks alike after a round, and each its own in between.
-            assert torch.equal(pmean(params[0], "dp"), params[0]) == optim.in_round(state) == (phase.name != "local")
+            assert torch.equal(pmean(params[0], "dp"), params[0]) == optim.is_in_round(state) == (phase.name != "local")
         early = ["warmup", "warmup", "onebit", "full", "onebit", "switch", "round", "round", "local"]
         assert names == [*early, "local", "local", "round", "local", "local"]
 

@@ -192,13 +192,13 @@ def test_senseless_arguments_are_refused() -> None:
         with pytest.raises(ValueError, match=r"none may change its steps. Put rules \[1\] before it"):
             optim.chain(wrapped(MAKE["zero_one_adam"]()), optim.clip(1.0))
     _, state, _ = walk(MAKE["zero_one_adam"](), 9)
-    assert not optim.in_round(state)
+    assert not optim.is_in_round(state)
     with pytest.raises(ValueError, match="between two rounds"):
-        optim.rebalanced(state, state)
+        optim.rebalance_residuals(state, state)
     with pytest.raises(ValueError, match=r"other shapes(.|\n)*mu\['w'\]: \(11,\) is not \(12,\)"):
         old = MAKE["onebit_adam"](compressor=identity()).init({"w": torch.ones(11)})
         new = MAKE["onebit_adam"](compressor=identity()).init({"w": torch.ones(12)})
-        optim.rebalanced(old, new, compressor=identity())
+        optim.rebalance_residuals(old, new, compressor=identity())
 
 
 @pytest.mark.parametrize("name", ["onebit_adam", "apmsqueeze"])

@@ -33,7 +33,7 @@ def run(tx: Any, params: Any, grads: Callable[[int], Any], steps: int, *, in_pla
     for t in range(1, steps + 1):
         phase = tx.needs.phases.next(local(state))
         g = grads(t) if phase.local else pmean(grads(t), tx.needs.phases.axes)
-        rule = optim.given(tx, params, phase=phase) if given else tx
+        rule = optim.bind_stats(tx, params, phase=phase) if given else tx
         if in_place:
             params, state = optim.inplace(rule)(g, state, params)
         else:
@@ -69,7 +69,7 @@ def test_the_values_computed_by_hand() -> None:
             early = ["warmup", "warmup", "onebit", "full", "onebit", "full", "onebit", "switch"]
             late = ["round", "round", "local", "round", "local", "local", "local", "round"]
             assert [name for _, name in steps] == early + late
-            assert optim.in_round(state)
+            assert optim.is_in_round(state)
 
             tx: Any = optim.onebit_lamb(0.01, weight_decay=0.01, freeze_step=3, bias_correction=False)
             p0 = [torch.linspace(-1, 1, 5), torch.tensor([0.5, -0.25, 2])]

@@ -216,7 +216,7 @@ def test_norms_of_other_orders_of_blocks(world: int) -> None:
             for ord in (1, 2, math.inf):
                 got, want = optim.global_norm({**tree, "a": block}, specs, ord=ord), optim.global_norm(tree, ord=ord)
                 torch.testing.assert_close(got, want, equal_nan=True)
-            with optim.summing_exactly():
+            with optim.sum_exactly():
                 exact = optim.sum_squares({**tree, "a": block}, specs)
                 assert torch.equal(exact.isnan(), torch.tensor([bad is not None, False]))
         tree["a"].nan_to_num_()
@@ -226,9 +226,9 @@ def test_norms_of_other_orders_of_blocks(world: int) -> None:
 def test_units_are_summed_to_the_bit_where_sums_are_exact(world: int) -> None:
     mesh, g = make_mesh({"dp": world}), torch.Generator().manual_seed(0)
     params, grads = ({k: torch.randn(s, generator=g) for k, s in (("w", (2, 9)), ("v", (7,)))} for _ in range(2))
-    tx = optim.decided(optim.adaptive_grad_clip(0.1), params)
+    tx = optim.resolve_masks(optim.adaptive_grad_clip(0.1), params)
     cut = lambda tree: {k: x[block_slices(tuple(x.shape), P("dp"), mesh.shape, mesh.coords)] for k, x in tree.items()}  # noqa: E731
-    with optim.summing_exactly(), bind_mesh(mesh):
+    with optim.sum_exactly(), bind_mesh(mesh):
         want, _ = tx.update(grads, optim.EmptyState(), params)
         got, _ = tx.update(cut(grads), optim.EmptyState(), cut(params), specs=P("dp"))
     assert all(torch.equal(a, b) for a, b in zip(tree_leaves(got), tree_leaves(cut(want)), strict=True))
@@ -300,7 +300,7 @@ def test_steps_on_blocks_equal_blocks_of_steps(name: str, in_place: bool, monkey
         return optim.apply_updates(params, updates), state
 
     whole = make_tree(0)
-    tx = optim.decided(tx, whole)
+    tx = optim.resolve_masks(tx, whole)
     state = tx.init(whole)
     ranks = [str(c) for c in all_coords(SHAPE)]
     local = {str(c): (blocks(whole, c), tx.init(blocks(whole, c))) for c in all_coords(SHAPE)}

@@ -253,4 +253,4 @@ def test_errors_of_experts_in_other_blocks_are_not_rebalanced() -> None:
         return sf.sharded_step(_loss, tx, mesh=mesh, specs=specs, batch=P(("dp", "ep"))).init(_params()).opt_state
 
     with pytest.raises(ValueError, match="residual 1: 2 blocks became 4"):
-        optim.rebalanced(first({"dp": 2, "ep": 2}), first({"dp": 1, "ep": 4}))
+        optim.rebalance_residuals(first({"dp": 2, "ep": 2}), first({"dp": 1, "ep": 4}))

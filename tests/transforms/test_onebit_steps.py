@@ -118,7 +118,7 @@ def _resumed(params: Any, opt_state: Any, world: int) -> Any:
     zero = sf.Zero.flat(stage=1, **ODD)
     step = sf.sharded_step(odd_loss, tx, mesh=mesh, zero=zero, trainable=ODD_TRAINABLE)
     state = step.init(params)
-    opt = optim.rebalanced(opt_state, state.opt_state, compressor=int8())
+    opt = optim.rebalance_residuals(opt_state, state.opt_state, compressor=int8())
     moved = unshard(opt)
     state, _ = step(state._replace(opt_state=opt), sf.testing.own_rows(odd_batch(4), sf.P("dp"), mesh))
     return moved, unshard(state.params), unshard(state.opt_state)
@@ -152,7 +152,7 @@ def test_errors_of_other_cuts_are_refused() -> None:
 
     # 2 x 64 elements either way, but those of a block of columns would go to rows.
     with pytest.raises(ValueError, match="residual 0: 2 blocks became 1"):
-        optim.rebalanced(first({"dp": 2, "tp": 2}, sf.P(None, "tp")), first({"dp": 2}, sf.P()))
+        optim.rebalance_residuals(first({"dp": 2, "tp": 2}, sf.P(None, "tp")), first({"dp": 2}, sf.P()))
 
 
 def assert_equal(got: Any, want: Any) -> None:

@@ -8,7 +8,7 @@ from shardfn.engine.loss import Finish, Unwrapped, check_scaled, describe_step, 
 from shardfn.engine.pipeline import check_stages, pipelined_in, table_of
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import StepParts, accumulation
-from shardfn.optim import GradientTransformation, ascending
+from shardfn.optim import GradientTransformation, find_ascending
 from shardfn.schedules import as_text
 
 from ._update import decided_on, whole
@@ -110,7 +110,7 @@ def check_leaves_descend(plan: Plan, optimizer: GradientTransformation) -> None:
     if isinstance(optimizer.needs.ascends, bool):
         return
     trained = [leaf for leaf in plan.leaves if leaf.trainable]
-    up = ascending(decided_on(plan, optimizer), whole(plan))
+    up = find_ascending(decided_on(plan, optimizer), whole(plan))
     raise_all(
         ValueError,
         "the optimizer would add the gradients of these leaves to them, which raises the loss: masked(inner, mask)"

@@ -22,7 +22,7 @@ from shardfn.engine.loss import Finish, Jitted, ambient, finished, noting_except
 from shardfn.engine.plan import Plan, phase_of
 from shardfn.engine.transfers import Blocks, FoundGradients, Metrics, StepParts, by_leaf, disk_of, pool_of
 from shardfn.graph import Choice, Schedule
-from shardfn.optim import GradientTransformation, Phase, given
+from shardfn.optim import GradientTransformation, Phase, bind_stats
 from shardfn.state import TrainState, apart, as_graph_value, scale_of, taken
 
 from ._graphs import Graphs, ProgramCall, Ready, signature
@@ -183,8 +183,8 @@ def _parts_in_phase(parts: StepParts, plan: Plan, phase: Phase | None) -> StepPa
     """Returns the parts of a step with the optimizer as it steps in a phase, for a graph that reads no state."""
     if phase is None:
         return parts
-    rule = given(decided_on(plan, parts.optimizer), whole(plan), phase=phase)
-    needs = rule.needs._replace(decide=None, specialize=None, phases=None)
+    rule = bind_stats(decided_on(plan, parts.optimizer), whole(plan), phase=phase)
+    needs = rule.needs._replace(resolve_masks=None, bind_stats=None, phases=None)
     return dataclasses.replace(parts, optimizer=rule._replace(needs=needs))
 
 

@@ -31,7 +31,7 @@ from shardfn.engine.transfers import (
     summed_squares,
     summed_values,
 )
-from shardfn.optim import summing_exactly
+from shardfn.optim import sum_exactly
 from shardfn.state import Ahead, TrainState, looked_at, scale_of, taken
 
 from ._run_backward import run_backward
@@ -278,7 +278,7 @@ def found_of(plan: Plan, grads: Blocks, kept: PyTree, old: TrainState, metrics: 
 
 def exact(plan: Plan) -> AbstractContextManager[Any]:
     """Returns a context in which sums of squares do not depend on the number of ranks, for canonical sums."""
-    return contextlib.nullcontext() if plan.chunks is None else summing_exactly()
+    return contextlib.nullcontext() if plan.chunks is None else sum_exactly()
 
 
 def _is_finite_everywhere(comms: Comms, metrics: Metrics) -> bool:

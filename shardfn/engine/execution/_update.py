@@ -30,7 +30,7 @@ from shardfn.engine.loss import Finish, finished, plain_arithmetic, put_in, wrap
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import WEIGHTED, StepParts, pool_of, refresh
 from shardfn.leaves import LeafLayout, Unit
-from shardfn.optim import GradientTransformation, WholeLeaf, decided, given, inplace
+from shardfn.optim import GradientTransformation, WholeLeaf, bind_stats, inplace, resolve_masks
 from shardfn.state import (
     Ahead,
     Column,
@@ -235,7 +235,7 @@ def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransforma
     All calls of the optimizer's functions go through here, so that a mask or labels are never shown a block.
     """
     rule = decided_on(plan, optimizer)
-    return rule if rule.needs.phases is None else given(rule, whole(plan))
+    return rule if rule.needs.phases is None else bind_stats(rule, whole(plan))
 
 
 def decided_on(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
@@ -243,7 +243,7 @@ def decided_on(plan: Plan, optimizer: GradientTransformation) -> GradientTransfo
 
     Cached in the plan.
     """
-    return plan.learnt.rule(optimizer, lambda: decided(optimizer, whole(plan)))
+    return plan.learnt.rule(optimizer, lambda: resolve_masks(optimizer, whole(plan)))
 
 
 def whole(plan: Plan) -> PyTree:

@@ -32,7 +32,7 @@ from shardfn.engine.plan import (
     push,
     tree_sum,
 )
-from shardfn.optim import exact_limbs, largest, of_limbs
+from shardfn.optim import exact_limbs, join_limbs, max_abs
 
 
 class ChunkSums:
@@ -205,7 +205,7 @@ def summed_values(values: Sequence[Value], chunks: Chunks, axes: tuple[str, ...]
 
 def summed_squares(parts: Sequence[Tensor], axes: tuple[str, ...]) -> Tensor:
     """Returns the sum of squares of all ranks' parts, in float64: summed as integers, so in any order. Collective."""
-    top = torch.stack([largest(x) for x in parts]).max() if parts else torch.zeros((), dtype=torch.float64)
+    top = torch.stack([max_abs(x) for x in parts]).max() if parts else torch.zeros((), dtype=torch.float64)
     top = pmax(top, axes)
     limbs = [exact_limbs(x, top) for x in parts] or [torch.zeros(2, dtype=torch.int64, device=top.device)]
-    return of_limbs(psum(torch.stack(limbs).sum(0), axes), top)
+    return join_limbs(psum(torch.stack(limbs).sum(0), axes), top)

@@ -26,7 +26,7 @@ from shardfn.core import (
 )
 from shardfn.engine.plan import Plan
 from shardfn.leaves import LeafLayout
-from shardfn.optim import squares_of
+from shardfn.optim import leaf_squares
 from shardfn.state import change
 
 from ._pools import pool_of
@@ -123,10 +123,10 @@ def of_update(norm: Tensor, finite: Tensor | bool, loss_scale: Tensor | None) ->
 def _sum_squares(plan: Plan, grads: Blocks) -> Tensor:
     specs = [plan.leaves[i].shard for i in grads]
     if plan.at_home:
-        return squares_of([load(x) for x in grads.values()], specs, torch.float64)
+        return leaf_squares([load(x) for x in grads.values()], specs, torch.float64)
     # One leaf at a time on the device, which need not have room for all.
     found = [
-        squares_of([load(x).to(plan.mesh.device)], [spec], torch.float64)
+        leaf_squares([load(x).to(plan.mesh.device)], [spec], torch.float64)
         for x, spec in zip(grads.values(), specs, strict=True)
     ]
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)

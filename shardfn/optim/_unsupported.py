@@ -27,12 +27,12 @@ MEANT = {
 }
 
 
-def no_rule(tx: Any) -> str:
+def describe_non_rule(tx: Any) -> str:
     """Returns the message for an argument that is not a rule."""
     return f"an optimizer is a pair of functions (init, update), but this is {_show_object(tx)}. {_remedy_for(tx)}"
 
 
-def no_rate(who: str, rate: Any) -> str | None:
+def describe_non_rate(who: str, rate: Any) -> str | None:
     """Returns the message for an argument that is not a learning rate, or None for a possible learning rate."""
     kind = rate if isinstance(rate, type) else type(rate)
     if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):

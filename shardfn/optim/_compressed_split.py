@@ -13,7 +13,7 @@ from shardfn.core import P, PyTree, tree_flatten, tree_leaves, tree_map, tree_un
 from shardfn.kernels import moving_average_
 
 from ._compressed import Averaging, Share
-from ._decide import per_leaf
+from ._decide import resolve_per_leaf
 from ._leaves import leaves_like, spec_leaves, wide
 from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
 
@@ -21,7 +21,7 @@ _PIECE = 1 << 16  # elements: a few tensors of this size stay in a core's cache
 
 
 @dataclass(frozen=True)
-class Apart:
+class CompressedSplit:
     """Leaves of a step, in flattening order.
 
     Attributes:
@@ -120,7 +120,9 @@ class Apart:
         return self.gs, self.specs, self.shares
 
 
-def apart(averaging: Averaging, grads: Updates, params: Params, specs: Specs, whole: PyTree, exact: Mask) -> Apart:
+def split_leaves(
+    averaging: Averaging, grads: Updates, params: Params, specs: Specs, whole: PyTree, exact: Mask
+) -> CompressedSplit:
     """Returns a step's leaves.
 
     Args:
@@ -135,19 +137,21 @@ def apart(averaging: Averaging, grads: Updates, params: Params, specs: Specs, wh
     gs = leaves_like(grads, treedef, "grads", "params")
     blocks = gs if whole is None else leaves_like(whole, treedef, "whole", "params")
     shares = [averaging.share(p, block) for p, block in zip(ps, blocks, strict=True)]
-    flags = per_leaf(False if exact is None else exact, bool, "exact")(params, ps, treedef, specs)
+    flags = resolve_per_leaf(False if exact is None else exact, bool, "exact")(params, ps, treedef, specs)
     cuts = [P()] * len(ps) if specs is None else spec_leaves(specs, params)
-    return Apart(averaging, treedef, ps, gs, cuts, shares, [on or not s.n for on, s in zip(flags, shares, strict=True)])
+    return CompressedSplit(
+        averaging, treedef, ps, gs, cuts, shares, [on or not s.n for on, s in zip(flags, shares, strict=True)]
+    )
 
 
-def blend(mu: Tensor, g: Tensor, b1: float, *, donate: bool) -> Tensor:
+def blend_momentum(mu: Tensor, g: Tensor, b1: float, *, donate: bool) -> Tensor:
     """Returns `b1 mu + (1 - b1) g` in float32. With `donate`, in the memory of `mu` if possible."""
     if not donate or mu.dtype != torch.float32:
         return b1 * mu.float() + (1 - b1) * g.float()
     if g.dtype == torch.float32 and mu.is_contiguous():
         moving_average_(mu, g, b1)
     else:
-        for m, part in pieces([mu], [g]):
+        for m, part in split_rows([mu], [g]):
             m.mul_(b1).add_((1 - b1) * part.float())
     return mu
 
@@ -158,7 +162,7 @@ def is_differentiated(tree: PyTree) -> bool:
     return transforming() or any(on and isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(tree))
 
 
-def purely(
+def update_by_apply(
     who: str,
     rate: LearningRate,
     apply: Callable[..., tuple[Params, OptState]],
@@ -183,7 +187,7 @@ def purely(
     return tree_map(lambda x, p: x.double() - p.double(), new, params), state
 
 
-def add_(p: Tensor, u: Tensor) -> None:
+def add_rounded_(p: Tensor, u: Tensor) -> None:
     """Computes `p = p + u` in place, rounded once."""
     if p.dtype == u.dtype:
         p.add_(u)
@@ -191,7 +195,7 @@ def add_(p: Tensor, u: Tensor) -> None:
         p.copy_(wide(p) + u)
 
 
-def pieces(*columns: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+def split_rows(*columns: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     """Yields rows of tensors of equal shape, cut in flat pieces that fit a core's cache.
 
     Columns of other values come last, and each piece has the row's value. Rows are not cut without need.

@@ -31,7 +31,7 @@ from shardfn.core import (
 from ._base import GradientTransformation
 from ._inplace import inplace
 from ._leaves import spec_leaves
-from ._needs import decided, given
+from ._needs import bind_stats, resolve_masks
 from ._norm import over_blocks
 from ._types import Grain, OptState, Pair, Params, Specs, Updates
 
@@ -111,19 +111,19 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
         https://arxiv.org/abs/2104.07857
     """
     whole = tree_map(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"), params)
-    tx = decided(tx, whole)
+    tx = resolve_masks(tx, whole)
     granularity, measure = tx.needs.granularity, tx.needs.measure
     check = _make_checker(whole, granularity)
     if granularity == "tree":
         return _step_whole(tx, check)
     # The state for a tree without leaves has only counters, as `Needs.granularity` demands.
-    entries, skeleton = _find_counters(given(tx, whole), whole)
+    entries, skeleton = _find_counters(bind_stats(tx, whole), whole)
 
     @torch.no_grad()
     def begin_fn(state: OptState, stats: Sequence[Tensor] | None = (), *, specs: Specs = None) -> Token:
         if stats is None and measure is not None and not (measure.ahead and measure.ahead(state)):
             raise ValueError("begin got no measures, but the rule needs the measures of this step's gradients.")
-        rule = given(tx, whole, _measure_tree(whole, stats, specs) if measure else None)
+        rule = bind_stats(tx, whole, _measure_tree(whole, stats, specs) if measure else None)
         old = tuple(c.clone() for c in _read_counters(state, entries))
         # A step of no leaves: only the counters advance, as in the whole step.
         nothing = tree_map(lambda p: None, whole)

@@ -1,4 +1,4 @@
-"""Fused kernels with results that do not depend on an element's position in the leaf.
+"""`fused`: the in-place form of a rule, by a kernel for lists of leaves, with results that do not depend on positions.
 
 torch's fused kernels for CPUs work on vectors and finish a leaf's last elements one by one, with another rounding (for
 example, a product and a sum are a single fused operation only in the vector form). So the same element would step
@@ -6,20 +6,85 @@ differently at the end of a chunk and in the middle of a leaf. Here the ends of 
 of whole vectors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardfn.core import tree_flatten
+
+from ._chain import check_chain
 from ._kernels import foreach_copy_
-from ._leaves import Columns, blocks
+from ._leaves import (
+    Columns,
+    check_shapes,
+    check_state,
+    group_columns,
+    leaves_like,
+    split_columns,
+    stage_columns,
+    unstage_columns,
+)
+from ._types import OptState, Params, Specs, Updates
 
 _CAST = 1 << 18  # elements a thread: a megabyte of cast gradient; smaller pieces pay more for their launches
 _LANES = 64  # elements: a multiple of every vector width, and of the cache line that divides the work among threads
 _SMALL = 1 << 10  # elements: a smaller leaf with an end is joined whole, as a view costs more than its copy
 
 
-def even(columns: Columns) -> Iterator[Columns]:
+def fused(
+    who: str,
+    kernel: Callable[[Columns, bool, torch.device, Any], None],
+    advance: Callable[[OptState], Any],
+    *,
+    num: int,
+    at: int = 0,
+    kind: type | None = None,
+    fields: Sequence[str] = (),
+    flags: Callable[..., Sequence[bool]] | None = None,
+    widen: Callable[[Tensor], bool] | None = None,
+    narrow: bool = False,
+) -> Callable[..., tuple[Params, OptState]]:
+    """Returns `apply` of a chain: checks, columns of one dtype, and a call of the kernel for each group of leaves.
+
+    Args:
+        who: name of the rule, for errors.
+        kernel: `kernel(columns, decays, device, numbers)`: steps leaves of one device and dtype in place. The
+            columns are parameters, the fields of the state, and gradients.
+        advance: `advance(state) -> numbers`: advances the counters and returns the numbers of the step.
+        num: number of rules of the chain.
+        at: index of the rule whose state has the fields.
+        kind: type of this state.
+        fields: fields of this state, trees like params.
+        flags: function from the flattened params to a bool a leaf: whether the leaf decays. None: no leaf.
+        widen: see `stage_columns`.
+        narrow: see `stage_columns`.
+    """
+
+    @torch.no_grad()
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        check_chain(who, state, num)
+        if kind is not None:
+            check_state(who, state[at], kind)
+        ps, treedef = tree_flatten(params)
+        gs = leaves_like(grads, treedef, "grads", "params")
+        own = {x: leaves_like(getattr(state[at], x), treedef, f"state.{x}", "params") for x in fields}
+        check_shapes(treedef, ps, grads=gs, **own)
+        # The kernel expects rows of a single dtype. `unstage_columns` writes staged copies back.
+        columns, copies = stage_columns([ps, *own.values(), gs], widen=widen, narrow=narrow)
+        on = [False] * len(ps) if flags is None else flags(params, ps, treedef, specs)
+        numbers = advance(state)
+        keys = list(zip(on, [g.dtype for g in columns[-1]], strict=True))
+        for ((decays, _), device, _), group in group_columns(columns, keys).items():
+            kernel(group, decays, device, numbers)
+        unstage_columns(copies)
+        return params, state
+
+    return apply_fn
+
+
+def pad_for_fused(columns: Columns) -> Iterator[Columns]:
     """Yields the columns in one or several forms for a fused kernel, and writes ends back after each.
 
     Args:
@@ -35,7 +100,7 @@ def even(columns: Columns) -> Iterator[Columns]:
     if columns[-1][0].dtype == dtype:
         yield from _align_columns(columns)
         return
-    pieces = list(blocks(columns, _CAST * torch.get_num_threads()))
+    pieces = list(split_columns(columns, _CAST * torch.get_num_threads()))
     # One buffer for all: memory that is freed and taken again for each piece may be fresh, zeroed pages each time.
     scratch = torch.empty(max(_total_numel(grads) for *_, grads in pieces), dtype=dtype, device=columns[0][0].device)
     for *piece, grads in pieces:
