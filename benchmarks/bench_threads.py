@@ -19,8 +19,7 @@ from _report import publish, table
 from torch import Tensor
 
 from shardfn import kernels
-from shardfn.kernels import _build
-from shardfn.kernels.row_linear import _native
+from shardfn.kernels import _build, _row_linear
 
 LAYER = [(512, 512)] * 4 + [(512, 1408)] * 2 + [(1408, 512)]
 STEP = LAYER * 8 + [(512, 8192)]
@@ -57,7 +56,7 @@ def main() -> None:
     args = _arguments()
     torch.manual_seed(0)
     weights = [kernels.pack_rows(torch.randn(n, k)) for k, n in STEP]
-    pool = _build.function(_native.SOURCE, "row_linears", KINDS)
+    pool = _build.function(_row_linear._SOURCE, "row_linears", KINDS)
     cases = {"alone": _product(pool, 1), "new": _product(_of_new_threads(), 2), "pool": _product(pool, 2)}
     lines = [_line(m, weights, cases, args.rounds) for m in ROWS]
     head = (
@@ -83,7 +82,7 @@ def main() -> None:
 
 def _of_new_threads() -> Callable[..., None]:
     room = pathlib.Path(_build.__file__).parent
-    kernel = room / _native.SOURCE
+    kernel = room / _row_linear._SOURCE
     with tempfile.TemporaryDirectory() as folder:
         paths = [kernel, *kernel.parent.glob("*.h"), *room.glob("*.h")]
         source, *headers = (pathlib.Path(folder, path.relative_to(room)) for path in paths)

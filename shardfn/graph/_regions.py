@@ -22,20 +22,9 @@ from ._ops import op_of
 from ._transfers import is_wait
 from ._values import num_bytes, storage_of, tensors_of, written_by
 
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-)
-
-
 # Not compiled for a CPU where torch's compiler does not round as eager code does.
 _ROUNDED = (torch.bfloat16, torch.float16)
+_DTYPES = (*_ROUNDED, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)
 
 
 @dataclasses.dataclass(frozen=True)

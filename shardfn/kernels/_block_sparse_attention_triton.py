@@ -11,16 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._block_sparse_attention import (
-    BLOCK_SPARSE_ATTENTION,
-    BLOCK_SPARSE_ATTENTION_BACKWARD,
-    LEVELS,
-    QKV,
-    Given,
-    Tiles,
-    takes_backward,
-    takes_forward,
-)
+from . import _block_sparse_attention as sparse
+from ._block_sparse_attention import LEVELS, QKV, Given, Tiles, takes_backward, takes_forward
 from ._triton import added as plus
 from ._triton import ceil, greatest, launch, threefry
 
@@ -29,13 +21,13 @@ MOST = 64  # rows held by a program, unless the rows are too wide
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """Returns y [B, T, H, K] and lse [B, H, T]."""
-    run = BLOCK_SPARSE_ATTENTION.reference if q.dtype == torch.float64 else _attend
+    run = sparse.BLOCK_SPARSE_ATTENTION.reference if q.dtype == torch.float64 else _attend
     return run(q, k, v, *args)
 
 
 def backward(dy: Tensor, *args: Any) -> QKV:
     """Returns the gradients of q, k and v."""
-    run = BLOCK_SPARSE_ATTENTION_BACKWARD.reference if dy.dtype == torch.float64 else _differentiate
+    run = sparse.BLOCK_SPARSE_ATTENTION_BACKWARD.reference if dy.dtype == torch.float64 else _differentiate
     return run(dy, *args)
 
 

@@ -32,13 +32,8 @@ def grouped_product(x: Tensor, w: Tensor, counts: Tensor, transposed: bool, exac
     strides = (1, k) if transposed else (n, 1)
     sizes = m, k, n, w.shape[0], chunks, across, tiles.shape[1], *strides
     # Products of float64 in parts of a matrix are not on every GPU.
-    constants = {
-        "CHAIN": exact or x.dtype == torch.float64,
-        "WIDENED": _is_widened(x),
-        "ROWS": ROWS,
-        "N": COLUMNS,
-        "K": DEPTH,
-    }
+    chain = exact or x.dtype == torch.float64
+    constants = {"CHAIN": chain, "WIDENED": _is_widened(x), "ROWS": ROWS, "N": COLUMNS, "K": DEPTH}
     launch(_product_kernel, chunks * across * tiles.shape[1], x.device, x, w, tiles, parts, *sizes, **constants)
     return sum_chunks(list(parts.unbind())) if exact else parts[0]
 

@@ -69,7 +69,8 @@ class KernelOp:
 
     Attributes:
         schema: schema of the op, for example "gelu(Tensor x) -> Tensor".
-        abstract: function of the arguments that returns results without data.
+        abstract: function of the arguments that returns results without data. Default: a result like the first tensor,
+            contiguous, or none for a schema without results.
         reference: definition in plain torch, on any device.
         dtypes: dtypes that the first tensor may have. Empty: any.
         native: implementation in C++ on a CPU, or None.
@@ -98,7 +99,7 @@ class KernelOp:
     """
 
     schema: str
-    abstract: Callable[..., Any]
+    abstract: Callable[..., Any] | None = None
     reference: Callable[..., Any] = _refuse_call
     dtypes: tuple[torch.dtype, ...] = ()
     native: Callable[..., Any] | None = None
@@ -123,7 +124,8 @@ class KernelOp:
             )
         LIBRARY.define(self.schema)
         LIBRARY.impl(self.name, self.run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"shardfn_kernels::{self.name}", self.abstract, lib=LIBRARY)
+        abstract = self.abstract or (_make_none if self.schema.endswith("-> ()") else _empty_like)
+        torch.library.register_fake(f"shardfn_kernels::{self.name}", abstract, lib=LIBRARY)
         if self.no_derivative:
             self._refuse_backward()
         if self.mapped is not None:
@@ -192,6 +194,15 @@ class KernelOp:
             return self(*(_move_to_front(x, dim, info.batch_size) for x, dim in pairs[:num]), *args[num:]), 0
         each = range(info.batch_size)
         return torch.stack([self(*(x if d is None else x.select(d, i) for x, d in pairs)) for i in each]), 0
+
+
+def _empty_like(x: Tensor, *rest: Any) -> Tensor:
+    del rest
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _make_none(*args: Any) -> None:
+    del args
 
 
 def _move_to_front(x: Tensor, dim: int | None, size: int) -> Tensor:

@@ -122,7 +122,6 @@ def _penalise_natively(logits: Tensor, *arguments: Tensor) -> Tensor:
 PENALISE = KernelOp(
     schema="penalise(Tensor logits, Tensor history, Tensor prompts, Tensor repetition, Tensor presence,"
     " Tensor frequency) -> Tensor",
-    abstract=lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
     reference=_penalise_by_torch,
     dtypes=EXACT,
     native=_penalise_natively,

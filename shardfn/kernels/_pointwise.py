@@ -188,7 +188,7 @@ def _split_parts(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
 
 
 def _run_elements(name: str, *tensors: Tensor) -> Tensor:
-    y = _empty_like(tensors[0])
+    y = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
     function(_SOURCE, name, "p" * (len(tensors) + 1) + "ii")(*addresses(_list_arguments(*tensors, y)))
     return y
 
@@ -203,7 +203,7 @@ def _list_arguments(*tensors: Tensor) -> Arguments:
 
 
 def _rotate_natively(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    y = _empty_like(x)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     function(_SOURCE, "rotate", "ppppiii")(*addresses((x, cos, sin, y, *x.shape)))
     return y
 
@@ -264,17 +264,11 @@ for _names, _call in (
         define_call(f"aten::{_name}", _call)
 
 
-def _empty_like(x: Tensor, *others: Tensor) -> Tensor:
-    del others
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _define(
     schema: str, reference: Callable[..., Tensor], native: Callable[..., Tensor], chain: Callable[..., Any], **more: Any
 ) -> KernelOp:
     return KernelOp(
         schema=schema,
-        abstract=_empty_like,
         reference=reference,
         dtypes=EXACT,
         native=native,
@@ -310,7 +304,6 @@ ROTATE = _define(
 )
 GATED_SILU_GRADIENT = KernelOp(
     schema="gated_silu_gradient(Tensor x, Tensor dy) -> Tensor",
-    abstract=_empty_like,
     reference=_gated_silu_gradient,
     contiguous=False,
     no_derivative="differentiate F.silu(gate) * up twice.",

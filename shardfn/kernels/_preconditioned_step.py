@@ -171,7 +171,6 @@ def _call_step(p: Tensor, m: Tensor, nu: Tensor, *rest: Any) -> None:
 
 MOVING_AVERAGE_ = KernelOp(
     schema="moving_average_(Tensor(a!) m, Tensor x, float b) -> ()",
-    abstract=lambda *_: None,
     reference=_average_by_torch,
     native=_average_natively,
     triton="_preconditioned_step_triton.moving_average",
@@ -179,14 +178,12 @@ MOVING_AVERAGE_ = KernelOp(
 _TAKES = "Tensor m, Tensor nu, Tensor lr, Tensor? c1, Tensor? c2, float eps, float weight_decay"
 PRECONDITIONED_STEP = KernelOp(
     schema=f"preconditioned_step(Tensor p, {_TAKES}) -> Tensor",
-    abstract=lambda p, *_: torch.empty_like(p, memory_format=torch.contiguous_format),
     reference=_step_by_torch,
     native=_step_natively,
     triton="_preconditioned_step_triton.preconditioned_step",
 )
 PRECONDITIONED_STEP_ = KernelOp(
     schema=f"preconditioned_step_(Tensor(a!) p, {_TAKES}) -> ()",
-    abstract=lambda *_: None,
     reference=_add_step_by_torch,
     native=lambda *args: _call_step(*args, None),
     triton="_preconditioned_step_triton.preconditioned_step_",

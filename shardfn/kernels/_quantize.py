@@ -317,7 +317,6 @@ QUANTIZE = KernelOp(
 )
 DEQUANTIZE_INTO = KernelOp(
     schema="dequantize_into(Tensor codes, Tensor scales, int bits, int block, Tensor(a!) out) -> ()",
-    abstract=lambda *_: None,
     reference=_dequantize_by_torch,
     native=_dequantize_natively,
     triton="_quantize_triton.dequantize_into",

@@ -30,21 +30,8 @@ def ragged_attention(
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
     # Codes are bytes, and scales the last of each row's float32 numbers.
     scales = view_rows(cache).view(torch.float32) if cache.dtype in LARGEST else None
-    args = (
-        q.contiguous(),
-        view_rows(cache),
-        scales,
-        places,
-        positions,
-        *given,
-        y,
-        lse,
-        *scores,
-        places.shape[1],
-        H,
-        G,
-        cache.shape[3],
-    )
+    tensors = q.contiguous(), view_rows(cache), scales, places, positions, *given, y, lse
+    args = *tensors, *scores, places.shape[1], H, G, cache.shape[3]
     codes = {torch.int8: 1, torch.float8_e4m3fn: 2}.get(cache.dtype, 0)
     launch(_row_kernel, T * H, q.device, *args, K=K, ROW=cache.shape[-1], WIDTH=width, N=TILE, CODES=codes)
     return y, lse

@@ -61,21 +61,9 @@ def _chain_kernel(x, w, parts, m, k, chunks, panels, tiles, ROWS: tl.constexpr, 
 @triton.jit
 @no_type_check
 def _coded_chain(
-    x,
-    w,
-    halves,
-    parts,
-    m,
-    k,
-    chunks,
-    panels,
-    tiles,
-    ROWS: tl.constexpr,
-    N: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    RECORD: tl.constexpr,
-):
+    x, w, halves, parts, m, k, chunks, panels, tiles,
+    ROWS: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RECORD: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     tile, panel, chunk = program % tiles, program // tiles % panels, program // (tiles * panels)
     row, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, N)

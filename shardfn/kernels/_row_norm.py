@@ -122,7 +122,6 @@ def _list_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, 
 
 ROW_NORM = KernelOp(
     schema="row_norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centered) -> Tensor",
-    abstract=lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
     reference=_norm_by_torch,
     dtypes=EXACT,
     native=_norm_natively,

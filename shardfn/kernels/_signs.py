@@ -366,6 +366,16 @@ def _empty_values(bits: Tensor, scale: Tensor) -> Tensor:
     return scale.new_empty(bits.shape[0], 8 * bits.shape[1])
 
 
+def _empty_codes(x: Tensor, error: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+    del x, whole
+    return _empty_bits(error), error.new_empty(error.shape[0])
+
+
+def _empty_mean(bits: Tensor, scale: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    del error
+    return bits.new_empty(bits.shape[1]), scale.new_empty(1)
+
+
 PACK_SIGNS = KernelOp(
     schema="pack_signs(Tensor x) -> Tensor",
     abstract=_empty_bits,
@@ -376,7 +386,6 @@ PACK_SIGNS = KernelOp(
 )
 UNPACK_SIGNS_INTO = KernelOp(
     schema="unpack_signs_into(Tensor bits, Tensor scale, Tensor(a!) out) -> ()",
-    abstract=lambda *_: None,
     reference=_unpack_by_torch,
     native=_unpack_natively,
     triton="_signs_triton.unpack_signs",
@@ -386,7 +395,7 @@ UNPACK_SIGNS = KernelOp(
 )
 SIGN_COMPRESS_ = KernelOp(
     schema="sign_compress_(Tensor x, Tensor(a!) error, bool whole) -> (Tensor, Tensor)",
-    abstract=lambda x, error, whole: (_empty_bits(error), error.new_empty(error.shape[0])),
+    abstract=_empty_codes,
     reference=_compress_by_torch,
     dtypes=FLOATS,
     native=_compress_natively,
@@ -394,19 +403,19 @@ SIGN_COMPRESS_ = KernelOp(
 )
 SIGN_COMPRESS = KernelOp(
     schema="sign_compress(Tensor x, Tensor error, bool whole) -> (Tensor, Tensor, Tensor)",
-    abstract=lambda x, error, whole: (*SIGN_COMPRESS_.abstract(x, error, whole), error.new_empty(error.shape)),
+    abstract=lambda x, error, whole: (*_empty_codes(x, error, whole), error.new_empty(error.shape)),
     reference=_sign_compress,
     dtypes=FLOATS,
 )
 SIGN_MEAN_ = KernelOp(
     schema="sign_mean_(Tensor bits, Tensor scale, Tensor(a!) error) -> (Tensor, Tensor)",
-    abstract=lambda bits, scale, error: (bits.new_empty(bits.shape[1]), scale.new_empty(1)),
+    abstract=_empty_mean,
     reference=_average_by_torch,
     native=_average_natively,
     triton="_signs_triton.sign_mean",
 )
 SIGN_MEAN = KernelOp(
     schema="sign_mean(Tensor bits, Tensor scale, Tensor error) -> (Tensor, Tensor, Tensor)",
-    abstract=lambda bits, scale, error: (*SIGN_MEAN_.abstract(bits, scale, error), error.new_empty(error.shape)),
+    abstract=lambda bits, scale, error: (*_empty_mean(bits, scale, error), error.new_empty(error.shape)),
     reference=_sign_mean,
 )
