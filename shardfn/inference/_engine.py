@@ -70,8 +70,8 @@ class Engine:
         detokenizer: detokenizer of the tokenizer, or None.
         expert_shape: layers whose experts are recorded, and a token's choices in each, or zeros.
         adapters: adapters, with `add(name, given)`, `remove(name)` and `names`.
-        core: schedule, weights and cache, with `tick(milliseconds)` for deadlines, `drain()`, `requests`
-            in progress by name, and `running`, the names of those that hold blocks.
+        core: schedule, weights and cache, with `tick(milliseconds)` for deadlines, `drain()`, `requests` in progress,
+            by name, and `running`, the names of requests that hold blocks.
         embeddings: embeddings of requests in progress.
         logits_processors: processors, with their `names`.
         graphs: captures of graphs. `graphs.capture_next()` captures a graph that `warm_up(later=True)` has left.
