@@ -1,6 +1,5 @@
 """`shardfn generate`: completes prompts by `shardfn.inference`, from files of several kinds."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -97,20 +96,19 @@ def one_line(error: Exception) -> str:
 def _prepare_job(job: GenerateJob) -> Ready:
     mesh = make_mesh({AXIS: job.ranks} if job.ranks > 1 else {})
     asked = _read_texts(job, mesh)
-    with contextlib.ExitStack() as held:
-        with waiting("reading", job.model):
-            served = load(job, mesh, held)
-        made, text = served.decoder, served.text
-        prompts = _make_prompts(job, made, text, asked)
-        limits = _choose_limits(job, made, prompts)
-        for i, prompt in enumerate(prompts):
-            try:
-                check_request(Request(tuple(prompt.ids), prompt.sampling), limits)
-            except ValueError as error:
-                raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
-        adapters = {} if job.adapter is None else {_ADAPTER: job.adapter}
-        with waiting("packing weights"):
-            engine, drafter = engine_of(job, served, limits, mesh, held, adapters)
+    with waiting("reading", job.model):
+        served = load(job, mesh)
+    made, text = served.decoder, served.text
+    prompts = _make_prompts(job, made, text, asked)
+    limits = _choose_limits(job, made, prompts)
+    for i, prompt in enumerate(prompts):
+        try:
+            check_request(Request(tuple(prompt.ids), prompt.sampling), limits)
+        except ValueError as error:
+            raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
+    adapters = {} if job.adapter is None else {_ADAPTER: job.adapter}
+    with waiting("packing weights"):
+        engine, drafter = engine_of(job, served, limits, mesh, adapters)
     # A grammar that the vocabulary cannot write is refused before graphs are captured.
     engine.core.admit(Request(tuple(prompts[0].ids), prompts[0].sampling))
     engine.warm_up(grammars=job.sampling.grammar is not None, penalties=job.sampling.extended)

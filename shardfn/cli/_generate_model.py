@@ -1,7 +1,6 @@
 """The models that `shardfn generate` serves: files of Hugging Face, a GGUF file, or a run of examples/train_gpt.py."""
 
 import atexit
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -30,7 +29,16 @@ from shardfn.core import (
 )
 from shardfn.data import BPETokenizer, ByteTokenizer
 from shardfn.inference import Decoder, Drafter, DraftModel, Engine, Limits, decoder, hf_decoder, limits_of
-from shardfn.interop import ArchiveWriter, check_sizes, gpt_config, gpt_from_hf, module_from_hf, without_weights
+from shardfn.interop import (
+    GGUFFile,
+    check_sizes,
+    gguf_config,
+    gpt_config,
+    gpt_from_gguf,
+    gpt_from_hf,
+    module_from_hf,
+    without_weights,
+)
 from shardfn.interop.quantized import can_decode, read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import load_peft
@@ -39,7 +47,6 @@ from shardfn.transforms import eval_shape, sharded
 
 from ._generate_files import object_of, reading
 from ._generate_fit import fitted
-from ._generate_gguf import with_blocks
 from ._generate_job import DRAFTERS, DTYPES, GenerateJob, kind_of, run_of
 from ._generate_text import Text, text_of_data, text_of_transformers
 from ._generation_config import NAME as GENERATION_CONFIG
@@ -75,13 +82,12 @@ class Served(NamedTuple):
     plain: Callable[[], Decoder] | None = None
 
 
-def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
+def load(job: GenerateJob, mesh: Mesh) -> Served:
     """Loads a model. Collective.
 
     Args:
         job: job with the model's name.
         mesh: mesh of the ranks.
-        held: stack that keeps files until an engine has read the parameters.
 
     Raises:
         ValueError: the model cannot be served, or its tokenizer has more tokens.
@@ -89,7 +95,7 @@ def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
         ImportError: a package is missing. The message has the installation.
     """
     path = pathlib.Path(job.model)
-    made = _load_model(path, job, mesh, held)
+    made = _load_model(path, job, mesh)
     if made.text.size > made.decoder.vocab:
         raise ValueError(
             f"the tokenizer of {path} has {made.text.size} tokens, and the model has {made.decoder.vocab}. Take the"
@@ -106,11 +112,11 @@ def load(job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
     return made._replace(params=params, coded=", ".join(filter(None, (made.coded, remark))), plain=None)
 
 
-def _load_model(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
+def _load_model(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
     if job.kind == "run":
         return _load_run(path, job, mesh)
     if job.kind == "gguf":
-        return _load_gguf(path, job, mesh, held)
+        return _load_gguf(path, job, mesh)
     tokenizer = _tokenizer_of_files(path)
     configs = ("config.json", GENERATION_CONFIG) if job.generation_config == "auto" else ("config.json",)
     text = text_of_transformers(tokenizer, frozenset[int]().union(*(_stop_tokens(path / name) for name in configs)))
@@ -132,7 +138,6 @@ def engine_of(
     served: Served,
     limits: Limits,
     mesh: Mesh,
-    held: contextlib.ExitStack,
     adapters: Mapping[str, str],
 ) -> tuple[Engine, Drafter | None]:
     """Returns the engine of a loaded model, and the drafter. Collective.
@@ -142,7 +147,6 @@ def engine_of(
         served: model from `load`.
         limits: limits of the engine.
         mesh: mesh of the ranks.
-        held: stack as for `load`.
         adapters: directories of peft, by name.
 
     Raises:
@@ -150,7 +154,7 @@ def engine_of(
         OSError: see `load`.
         ImportError: see `load`.
     """
-    drafter = _load_drafter(job, limits, held)
+    drafter = _load_drafter(job, limits)
     more = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _disk_of(job)}
     engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, cache=job.cache_memory, **more)
     for name, place in adapters.items():
@@ -170,13 +174,12 @@ def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | N
     return "\n".join(lines)
 
 
-def _load_drafter(job: GenerateJob, limits: Limits, held: contextlib.ExitStack) -> Drafter | None:
+def _load_drafter(job: GenerateJob, limits: Limits) -> Drafter | None:
     """Returns the drafter of a job. Each rank has a whole draft model.
 
     Args:
         job: job with the model's name.
         limits: limits of the engine.
-        held: stack as for `load`.
 
     Raises:
         ValueError: see `load`.
@@ -187,7 +190,7 @@ def _load_drafter(job: GenerateJob, limits: Limits, held: contextlib.ExitStack) 
         return DRAFTERS[job.drafter]
     kind = kind_of(pathlib.Path(job.draft_model))
     small = dataclasses.replace(job, model=job.draft_model, kind=kind, ranks=1, adapter=None, draft_model=None)
-    served = load(small, make_mesh({}, alone=True), held)
+    served = load(small, make_mesh({}, alone=True))
     sizes = limits_of(
         served.decoder,
         context=min(limits.context, served.decoder.context),
@@ -243,27 +246,28 @@ def _load_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) ->
             _, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], keep_codes=True, **changes)
             num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
             coded = f"{num} weights in codes of the file's values" if num else ""
-    if job.kind == "gguf" and job.weights is not None:
-        params, num = with_blocks(pathlib.Path(job.model), config, params)
-        coded = f"{num} weights in the file's own codes"
     return Served(_make_decoder(config, mesh, job), params, text, inexact, size, coded, _fit_decoder(config, job))
 
 
-def _load_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh, held: contextlib.ExitStack) -> Served:
+def _load_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
+    file = GGUFFile(path)
     tokenizer = _tokenizer_of_gguf(path)
-    module = _load_weights(path.parent, job, gguf_file=path.name)
-    text = text_of_transformers(tokenizer, _list_ids(module.generation_config.eos_token_id))
-    folder = pathlib.Path(held.enter_context(tempfile.TemporaryDirectory(prefix="shardfn-generate-")))
-    module.config.to_json_file(folder / "config.json")
+    ends = (file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    text = text_of_transformers(tokenizer, frozenset(x for x in ends if type(x) is int))
+    changes, inexact = _choose_batch_invariant(job)
+    # Layers that are batch-invariant read blocks as they are. Ranks cut blocks only where codes are asked for.
+    blocks = bool(changes) and (job.weights is not None or (mesh.size == 1 and job.fit is None))
     try:
-        gpt_config(object_of(folder / "config.json"))
+        gpt_config(gguf_config(file))
     except ValueError as error:
-        return _load_unmodified(lambda axis: (module, None), job, mesh, text, error)
-    with ArchiveWriter(folder, {name: (x.dtype, tuple(x.shape)) for name, x in module.named_parameters()}) as writer:
-        for name, x in module.named_parameters():
-            writer.put(name, x.detach())
-    del module
-    return _load_files(folder, job, mesh, text)
+        load_module = functools.partial(_load_weights, path.parent, job, gguf_file=path.name)
+        return _load_unmodified(lambda axis: (load_module(), None), job, mesh, text, error)
+    with reading(path, "its weights"):
+        config, params = gpt_from_gguf(file, dtype=DTYPES[job.dtype], blocks=blocks, **changes)
+    num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
+    coded = f"{num} weights in the file's own codes" if num else ""
+    size = _param_bytes(eval_shape(functools.partial(gpt.init, config), key(0)))
+    return Served(_make_decoder(config, mesh, job), params, text, inexact, size, coded, _fit_decoder(config, job))
 
 
 def _load_unmodified(
@@ -359,14 +363,11 @@ def _tokenizer_of_files(path: pathlib.Path) -> Any:
 
 
 def _tokenizer_of_gguf(path: pathlib.Path) -> Any:
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(
-            f"{path}: transformers reads GGUF files by packages that are missing: pip install {' '.join(missing)}"
-        )
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError(f"{path}: transformers reads its tokenizer by a package that is missing: pip install gguf")
     transformers = _import_transformers(path)
-    with reading(path, "its tokenizer"):
-        return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    with reading(path, "its tokenizer"):  # AutoTokenizer would read the whole file, for a config
+        return transformers.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def _make_module(directory: pathlib.Path, job: GenerateJob, axis: str | None) -> _Module:

@@ -1,7 +1,6 @@
 """A rank of `shardfn serve`, as the front starts the rank: `python -m shardfn.cli._serve_rank SOCKET MODEL OPTIONS`."""
 
 import argparse
-import contextlib
 import os
 import socket
 import sys
@@ -54,20 +53,19 @@ def _warm_up(job: ServeJob) -> tuple[Engine, Ready]:
     """Returns an engine with captured graphs. On one rank only the first, as `run_worker` captures the rest."""
     ranks, model = job.model.ranks, job.model
     mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
-    with contextlib.ExitStack() as held:
-        with waiting("reading", model.model):
-            served = load(model, mesh, held)
-        limits = limits_of(
-            served.decoder,
-            context=_find_context(job, served.decoder.context),
-            cache_bytes=int(model.cache_gib * 2**30),
-            running=job.running,
-            buckets=job.buckets,
-            cache_dtype=model.cache or model.dtype,
-            drafts=model.drafts,
-        )
-        with waiting("packing weights"):
-            engine, drafter = engine_of(model, served, limits, mesh, held, job.adapters)
+    with waiting("reading", model.model):
+        served = load(model, mesh)
+    limits = limits_of(
+        served.decoder,
+        context=_find_context(job, served.decoder.context),
+        cache_bytes=int(model.cache_gib * 2**30),
+        running=job.running,
+        buckets=job.buckets,
+        cache_dtype=model.cache or model.dtype,
+        drafts=model.drafts,
+    )
+    with waiting("packing weights"):
+        engine, drafter = engine_of(model, served, limits, mesh, job.adapters)
     grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
     embeds = served.decoder.embeds
     engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters), later=ranks == 1)

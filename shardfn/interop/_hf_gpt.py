@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -71,24 +71,41 @@ def gpt_from_hf(
             f"gpt_from_hf(keep_codes=True) must have layers one by one and heads in one dim, got"
             f" stacked={config.stacked}, per_head={config.per_head}."
         )
-    kind = read_config(directory)["model_type"]
+    return config, params_of_archive(archive, config, read_config(directory)["model_type"], dtype, codes)
+
+
+def params_of_archive(
+    archive: Any, config: gpt.Config, kind: str, dtype: torch.dtype | None, codes: Collection[str] = ()
+) -> gpt.Params:
+    """Returns deferred parameters of a model from tensors under the names of transformers.
+
+    Args:
+        archive: `Archive` of the files, or another mapping from names to shapes and dtypes with a method `box`.
+        config: config of the model.
+        kind: model type of transformers, which has the layout.
+        dtype: dtype of the parameters. None: the dtype of the tensors.
+        codes: names of weights that stay blocks of codes, of a `QuantizedArchive`.
+
+    Raises:
+        ValueError: tensors are missing, left over, or of another shape or dtype. The message lists all.
+    """
     table = rows(config, kind)
     prefix = _name_prefix(archive, table)
     _check_names(archive, table, config, prefix, dtype)
-    dtype = dtype or archive[prefix(table[0].name)].dtype
+    made: torch.dtype = dtype or archive[prefix(table[0].name)].dtype
 
     def draw_leaf(row: Row, i: int | None = None) -> Draw:
         name = prefix(row.name if i is None else row.name.format(i))
         if isinstance(archive, QuantizedArchive) and name in codes and row.path[-1] != "embed":
             return _draw_blocks(archive, name)
         shape = _leaf_shape(config, row)
-        return Draw(lambda at: _read_block(archive, name, row, shape, at).to(dtype), shape, dtype, torch.device("cpu"))
+        return Draw(lambda at: _read_block(archive, name, row, shape, at).to(made), shape, made, torch.device("cpu"))
 
     params: dict[str, Any] = {row.path[0]: draw_leaf(row) for row in table if len(row.path) == 1}
     per_block = [row for row in table if len(row.path) == 2]
     layers = [{row.path[1]: draw_leaf(row, i) for row in per_block} for i in range(config.num_layers)]
     params["blocks"] = {n: _stack_layers([x[n] for x in layers]) for n in layers[0]} if config.stacked else layers
-    return config, params
+    return params
 
 
 def gpt_to_hf(
@@ -288,4 +305,4 @@ def _check_leaves(leaves: dict[tuple[str, ...], Any], config: gpt.Config, table:
         shapes = {tuple(y.shape) for y in x} if isinstance(x, list) else {None if x is None else tuple(x.shape)}
         if shapes != {shape}:
             problems.append(f"params/{'/'.join(row.path)} is {sorted(map(str, shapes))}, but {shape} by the config")
-    raise_all(ValueError, "gpt_to_hf: these leaves do not fit; pass the config that they were made with:", problems)
+    raise_all(ValueError, "gpt_to_hf: these leaves do not fit. Pass the config that they were made with:", problems)

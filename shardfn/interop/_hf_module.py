@@ -201,7 +201,7 @@ def module_to_hf(
     kept = set(state_names(module))
     written = {name: buffers.get(name, x) for name, x in named_buffers(module) if name in kept}
     problems += [
-        f"{n} is a buffer on meta; pass its value in buffers=" for n, x in written.items() if x.device.type == "meta"
+        f"{n} is a buffer on meta. Pass its value in buffers=" for n, x in written.items() if x.device.type == "meta"
     ]
     raise_all(ValueError, f"module_to_hf: these are not the parameters of the {type(module).__name__}:", problems)
     kinds = dtype if isinstance(dtype, Mapping) else dict.fromkeys(params, dtype)

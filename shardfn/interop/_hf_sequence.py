@@ -123,7 +123,7 @@ def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[..., Weig
             return apply.within(forward, params, batch["targets"], **given)
         if "index" not in batch:
             raise ValueError(
-                'causal_lm_loss with a key: dropout needs the samples\' global numbers; give the batch an "index",'
+                'causal_lm_loss with a key: dropout needs the samples\' global numbers. Give the batch an "index",'
                 " int64 [B], on one device torch.arange(B)."
             )
         return apply.keyed(key, batch["index"], forward)(params, batch["targets"], **given)

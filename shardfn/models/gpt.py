@@ -399,7 +399,8 @@ def stages_and_seen(
         x_BTD = _dropout(config, cut, key, x_BTD, index_B)
         h = {"x": x_BTD, "position": positions_T}
         h |= {name: batch[name] for name in ("segment_ids", "mask") if name in batch}
-        h |= {"balance": x_BTD.new_zeros(())} if config.experts else {}
+        # A sum of no tokens is 0, and varies along the axes of the tokens, as the balance of layers does.
+        h |= {"balance": tokens_BT.flatten()[:0].sum().to(x_BTD.dtype)} if config.experts else {}
         if "routes" in batch:  # each layer takes the first ones and puts them last; NCCL sends no int16
             h["routes"] = _by_layer(config, batch["routes"], tokens_BT).int().contiguous()
         return h | ({} if key is None or index_B is None else {"index": index_B})

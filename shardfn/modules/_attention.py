@@ -225,7 +225,7 @@ def routed_attention(
         ValueError,
         f"{type(module).__name__} with attention={call.body}:",
         [
-            *(["a mask is not known for all tokens; leave attention_mask out"] if attention_mask is not None else []),
+            *(["a mask is not known for all tokens. Leave attention_mask out"] if attention_mask is not None else []),
             *([f"{n} is not computed by a body" for n in _UNKNOWN if kwargs.get(n) is not None]),
             *(["a window that looks ahead is not computed"] if window is not None and not causal else []),
             *_problems_of_positions(module, call.body, query.shape[2]),
@@ -264,7 +264,7 @@ def _problems_of_positions(module: Any, body: AttentionBackend, num_tokens: int)
         return []
     return [
         f"attn_temperature_tuning scales queries from position {module.floor_scale} - 1 on, by the number of a token on"
-        " its rank; take shorter rows, or turn it off in the config"
+        " its rank. Take shorter rows, or turn it off in the config"
     ]
 
 
@@ -322,7 +322,7 @@ def configs_of(config: Any) -> Iterator[Any]:
 
 def _find_problems(module: nn.Module, models: list[Any], towers: list[Any], body: AttentionBackend) -> list[str]:
     if not models:
-        return ["there is no model of transformers in it, whose attention could be routed; call nn.attention in it"]
+        return ["there is no model of transformers in it, whose attention could be routed. Call nn.attention in it"]
     out = []
     for model in models:
         name, config = type(model).__name__, model.config
@@ -351,7 +351,7 @@ def _problems_of_call(given: dict[str, Any], *, cut: bool) -> list[str]:
     out = []
     if given.get("attention_mask") is not None:
         out.append(
-            "attention_mask is not routed; pad rows on the right with labels of -100, or pack documents and give"
+            "attention_mask is not routed. Pad rows on the right with labels of -100, or pack documents and give"
             " position_ids that start again"
         )
     if given.get("past_key_values") is not None:
@@ -381,7 +381,7 @@ def _refuse_no_tokens(model: Any, body: AttentionBackend, rows: Sequence[Any], l
         num = axis_size(body.axes)
         raise ValueError(
             f"{type(model).__name__} with attention={body}: of {length} tokens over {num} ranks this rank has no token,"
-            f" and models of transformers do not run without tokens; pad rows to a multiple of {num} tokens, with"
+            f" and models of transformers do not run without tokens. Pad rows to a multiple of {num} tokens, with"
             " labels of -100, or take fewer ranks along the sequence."
         )
 

@@ -25,7 +25,7 @@ from shardfn.core import (
 from ._call import ModuleCall, Replacement
 
 HOOKS = (
-    "a step keeps parameters elsewhere, and a rank's gradient is a part of the mean; remove the hook, and change the"
+    "a step keeps parameters elsewhere, and a rank's gradient is a part of the mean. Remove the hook, and change the"
     " gradients in the optimizer: optim.chain(your transformation, ...)"
 )
 MAX_NORM = (

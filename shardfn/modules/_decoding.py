@@ -283,7 +283,7 @@ def _find_other_layers(module: Any) -> Iterator[str]:
         yield f"its layers have experts ({name}={value}) that are not in transformers' ExpertsInterface"
     for path, m in experts_in(module).items():
         if m._is_expert_parallel:
-            yield f"{path} is cut by transformers itself; load the model without its expert parallelism"
+            yield f"{path} is cut by transformers itself. Load the model without its expert parallelism"
     if missing := [n for n in _ARGUMENTS if n not in _arguments_of(module)]:
         yield f"its forward does not take {', '.join(missing)}{_suggest_head(module)}"
     if numbers_tokens(module):
@@ -291,7 +291,7 @@ def _find_other_layers(module: Any) -> Iterator[str]:
     if getattr(config, "max_position_embeddings", None) is None:
         yield "its config has no max_position_embeddings, the most tokens of a sequence"
     if module.training:
-        yield "it is in training mode; call eval()"
+        yield "it is in training mode. Call eval()"
 
 
 def _arguments_of(module: Any) -> set[str]:
@@ -318,7 +318,7 @@ def _weight_problems(module: nn.Module, params: Mapping[str, Tensor] | None) -> 
     shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
     if params is None:
         if any(p.device.type == "meta" for p in module.parameters()):
-            yield "its parameters are on meta; load its weights first, or pass them: params=module_from_hf(model, ...)"
+            yield "its parameters are on meta. Load its weights first, or pass them: params=module_from_hf(model, ...)"
         return
     for name, shape in shapes.items():
         if name not in params:

@@ -124,7 +124,7 @@ class Draws:
         if x.dim() < 2 or x.shape[1] != num:
             raise ValueError(
                 f"{what}(p={p}) in the forward of the module drops from a tensor of shape {tuple(x.shape)}, whose dim 1"
-                f" is not this rank's {num} of {length} tokens, so its mask would depend on how they are cut; set this"
+                f" is not this rank's {num} of {length} tokens, so its mask would depend on how they are cut. Set this"
                 " dropout to 0."
             )
         return dropout_of_rows(key, x, p, index_B, own, length)

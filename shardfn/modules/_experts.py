@@ -136,7 +136,7 @@ def _problems_of(module: Any) -> list[str]:
         if name in own and (own[name].itemsize < 2 or not own[name].is_floating_point())
     ]
     if module._is_expert_parallel:
-        out.append("is cut by transformers itself; load the model without its expert parallelism")
+        out.append("is cut by transformers itself. Load the model without its expert parallelism")
     return out
 
 

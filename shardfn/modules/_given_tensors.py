@@ -102,7 +102,7 @@ def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, T
         elif name not in parts.params or name not in firsts:
             problems.append(f"{name!r} is no parameter of the module{did_you_mean(name, firsts)}")
         elif firsts[name] in leaves and leaves[firsts[name]][1] is not x:
-            problems.append(f"{name!r} and {leaves[firsts[name]][0]!r} are one parameter; give one value, or the same")
+            problems.append(f"{name!r} and {leaves[firsts[name]][0]!r} are one parameter. Give one value, or the same")
         else:
             leaves[firsts[name]] = name, x
     problems += [
@@ -234,7 +234,7 @@ def one_thread(module: nn.Module, caller: int) -> Iterator[None]:
         if thread != me and caller == me:
             raise RuntimeError(
                 f"this {type(module).__name__} is running in another thread, and a module has one place for each of its"
-                " tensors; give each thread a module of its own: from_module(copy.deepcopy(module))."
+                " tensors. Give each thread a module of its own: from_module(copy.deepcopy(module))."
             )
         _RUNNING[id(module)] = thread, depth + 1
     try:

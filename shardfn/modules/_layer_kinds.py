@@ -58,8 +58,8 @@ class LayerKinds(NamedTuple):
             found.setdefault(frozenset((name, x.shape, x.dtype) for name, x in leaves.items()), []).append(i)
         raise_all(
             ValueError,
-            f"{path!r} has layers that are frozen and layers that are not, and a stacked leaf is trained as a whole;"
-            " set requires_grad alike in all layers of a kind, or leave out layers=:",
+            f"{path!r} has layers that are frozen and layers that are not, and a stacked leaf is trained as a whole."
+            " Set requires_grad alike in all layers of a kind, or leave out layers=:",
             [
                 f"{path}.{i}.{name}.requires_grad is {x.requires_grad},"
                 f" {path}.{rows[0]}.{name}.requires_grad is {y.requires_grad}"

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -51,10 +52,10 @@ class ModuleReplay(Replacement):
         if chosen.ndim < 3 or chosen.shape[-2] != len(found):
             raise ValueError(
                 f"replaying: chosen has shape {tuple(chosen.shape)}, and {len(found)} layers of this {name} have"
-                f" experts; pass [B, T, {len(found)}, k]: the routes of an engine of this model."
+                f" experts. Pass [B, T, {len(found)}, k]: the routes of an engine of this model."
             )
         parts = dict(named_modules(module))
-        chosen_mSk = chosen.flatten(0, -3).movedim(1, 0)
+        chosen_mSk = rearrange(chosen, "... m k -> m (...) k")
         self._layers = [
             (parts[path.rpartition(".")[0]], _Chosen(path, experts.num_experts, own_Sk.long()))
             for own_Sk, (path, experts) in zip(chosen_mSk, found.items(), strict=True)

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,6 @@ from ._needs import join_needs, refuse_phases, resolve_masks
 from ._pair import as_transformation, owners
 from ._types import OptState, Pair, Params, Specs, Updates
 
-Code = Literal["dynamic", "linear"]
 # Fields of states that are averages, by sign. Other fields, such as copies of parameters, keep their precision.
 _SIGNED = frozenset({"mu", "m1", "m2", "trace", "ema", "exp_avg", "grad_sum"})
 _POSITIVE = frozenset({"nu", "sum_of_squares", "exp_avg_sq"})
@@ -60,7 +59,7 @@ class LowPrecisionState(NamedTuple):
 
 
 def quantize_states(
-    inner: GradientTransformation | Pair, *, code: Code = "dynamic", block_size: int = 256, min_size: int = 4096
+    inner: GradientTransformation | Pair, *, code: str = "dynamic", block_size: int = 256, min_size: int = 4096
 ) -> GradientTransformation:
     """Keeps the averages of `inner` in 8 bits: `block = scale * table[codes]`, with the block's largest value as scale.
 
@@ -180,6 +179,7 @@ class _LeafPlace(NamedTuple):
         return block_slices(self.shape, self.spec, mesh.shape, mesh.coords)
 
 
+@runtime_checkable
 class _StateCodec(Protocol):
     def kept(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
         """Returns the first codes of a leaf of zeros, and the scales or ()."""
@@ -197,7 +197,7 @@ class _StateCodec(Protocol):
 class _BlockCodes(NamedTuple):
     """Codes of 8 bits, with a scale for each block of the last dim."""
 
-    code: Code
+    code: str
     size: int
 
     def table(self, signed: bool, device: torch.device) -> Tensor:

@@ -17,6 +17,9 @@ def layers_of(value: StoredValue) -> Sequence[StoredValue]:
     if isinstance(value, QuantizedBlocks):
         return value.layers()
     shape = torch.Size(value.shape[1:])
+    if not shape.numel():
+        # Reads of several layers stay different values in a graph, as other ranks read elements there.
+        return [StoredSlice(_read_stored(value), i, shape) for i in range(value.shape[0])]
     return slices_of(value, [shape] * value.shape[0])
 
 

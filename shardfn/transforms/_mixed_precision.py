@@ -60,7 +60,7 @@ def mixed_precision(
     if loss_scale is not None and policy.accum == torch.float16:
         raise ValueError(
             "Policy(accum=torch.float16) with a loss scale: gradients are divided by the scale in the dtype they are"
-            " added up in, where they would become 0 again; use accum=torch.float32."
+            " added up in, where they would become 0 again. Use accum=torch.float32."
         )
     check_state("mixed_precision", loss, has_state=has_state)
     return Mixed(loss, policy, loss_scale, has_state)

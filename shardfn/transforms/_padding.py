@@ -106,7 +106,7 @@ class Padding:
         at = bisect.bisect_left(self.sizes, length)
         if at == len(self.sizes):
             raise ValueError(
-                f"bucketed: a length of {length} is above the largest of sizes={self.sizes}; add {length}, or call the"
+                f"bucketed: a length of {length} is above the largest of sizes={self.sizes}. Add {length}, or call the"
                 " function for parts."
             )
         return self.sizes[at]

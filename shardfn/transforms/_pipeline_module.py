@@ -102,7 +102,7 @@ def pipeline_module(
     if adapters is not None and len(function.kinds.kinds) > 1:
         raise ValueError(
             f"pipeline_module(adapters=...): the layers are of {len(function.kinds.kinds)} kinds, and adapters are of"
-            " one; write the layers as functions: sf.pipeline(first, block, last)."
+            " one. Write the layers as functions: sf.pipeline(first, block, last)."
         )
     table, path, per_stage = schedule_of(schedule, 1), function.path, per_stage_of(layers_per_stage, 1)
     whole = loss.inner if isinstance(loss, Partitioned) else loss
@@ -126,7 +126,7 @@ def _find_layers(path: str, params: PyTree) -> PyTree:
 def _adapt_params(path: str, adapters: LeafAdapters, params: PyTree) -> PyTree:
     if set(params) != {"base", "lora"}:
         raise ValueError(
-            f"pipeline_module(adapters=...): params have {sorted(params)}; pass {{'base': params, 'lora': adapters}}."
+            f"pipeline_module(adapters=...): params have {sorted(params)}. Pass {{'base': params, 'lora': adapters}}."
         )
     own = {name: params["lora"][name] for name, site in adapters.sites.items() if site.entries[0] == path}
     return {"base": _find_layers(path, params["base"]), "lora": own}

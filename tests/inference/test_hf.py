@@ -228,7 +228,7 @@ def test_mistakes_are_refused() -> None:
     with pytest.raises(TypeError, match="made of a model of transformers, and this is a Linear"):
         hf_decoder(torch.nn.Linear(2, 2))
     model = MODELS["llama"]()
-    with pytest.raises(ValueError, match=r"training mode; call eval\(\)"):
+    with pytest.raises(ValueError, match=r"training mode. Call eval\(\)"):
         hf_decoder(model.train())
     with pytest.raises(ValueError, match=r"LlamaModel cannot be served:\n.*logits_to_keep; load it by .*a LlamaForCau"):
         hf_decoder(model.eval().model)

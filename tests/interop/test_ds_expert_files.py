@@ -277,7 +277,7 @@ def test_groups_that_deepspeed_does_not_split_are_refused_by_name(tmp_path: path
 
 
 def test_a_universal_checkpoint_has_no_experts(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ValueError, match=r"(?s)load the same experts; pass job=.*moes\.0\.deepspeed_moe\.experts"):
+    with pytest.raises(ValueError, match=r"(?s)load the same experts. Pass job=.*moes\.0\.deepspeed_moe\.experts"):
         interop.save_deepspeed(tmp_path, fresh(), "tag", learning_rate=0.1, names=names)
     with pytest.raises(ValueError, match="weights_only=True, and the job has no experts"):
         interop.save_deepspeed(tmp_path, step_of({"dp": 1}).init(start()), "tag", learning_rate=0.1, weights_only=True)

@@ -253,7 +253,7 @@ def test_leaves_without_their_specs_are_refused() -> None:
     params, apply = sf.from_module(model_of("mixtral"), experts=moe.AllToAll("ep"))
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
         step = sf.sharded_step(loss_of(apply), sf.optim.sgd(0.1), mesh=mesh, batch=sf.P("ep"))
-        with pytest.raises((ValueError, sf.RankError), match=r"model.layers.0.mlp.experts: with Tokens.*P\('ep'\)"):
+        with pytest.raises((ValueError, sf.RankError), match=r"model.layers.0.mlp.experts: with AllToAll.*P\('ep'\)"):
             step(step.init(params), own_rows(BATCHES[0], sf.P("ep"), mesh))
 
 

@@ -124,7 +124,7 @@ def test_choices_that_do_not_fit_are_refused() -> None:
     model = model_of("mixtral").eval()
     params, apply = sf.from_module(model)
     given = torch.zeros(SHAPE, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"shape \(4, 7, 2, 2\), and 1 layers.*pass \[B, T, 1, k\]"):
+    with pytest.raises(ValueError, match=r"shape \(4, 7, 2, 2\), and 1 layers.*Pass \[B, T, 1, k\]"):
         apply.replaying(given.expand(4, 7, 2, 2))
     with pytest.raises(TypeError, match=r"chosen is torch.float32; pass numbers of experts"):
         apply.replaying(given.float())

@@ -1,6 +1,6 @@
 """Covers AdEMAMix, ADOPT, Prodigy, SAM, Sophia, GaLore and states of low precision in sharded steps; and refusals."""
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,7 +246,7 @@ def test_mistakes_are_named() -> None:
         (lambda: optim.sam(optim.sgd(0.1), 0.0), r"sam: rho=0.0 must be a finite number > 0"),
         (lambda: optim.sam(optim.onebit_adam(0.1, freeze_step=1)), "sam takes no rule that averages gradients"),
         (
-            lambda: optim.quantize_states(optim.adamw(0.1), code=cast(Any, "nf4")),
+            lambda: optim.quantize_states(optim.adamw(0.1), code="nf4"),
             "code must be 'dynamic' or 'linear', got 'nf4'",
         ),
         (lambda: optim.quantize_states(optim.adamw(0.1), block_size=0), "block_size=0 must be an int >= 1"),

@@ -139,3 +139,10 @@ def test_a_block_in_codes_is_its_codes(kind: MemoryKind) -> None:
     assert torch.equal(fetch(value, kind, CPU), load(codes)) and codes_of(codes) is codes
     assert torch.equal(load(with_codes(value, load(codes).clone(), kind)), load(value))
     assert torch.equal(load(encode(x, at)), load(value)) and encode(x, Placement()) is x
+
+
+def test_layers_without_elements_are_different_reads(pool: Pool) -> None:
+    """In a graph two reads with equal arguments are one value, though other ranks read elements of two layers."""
+    parts = layers_of(_stored("disk", pool, torch.empty(3, 0, 2)))
+    assert [vars(x)["_start"] for x in parts] == [0, 1, 2]
+    assert all(load(x).shape == (0, 2) for x in parts)

@@ -405,6 +405,15 @@ def test_random_programs_equal_one_device(part: int, tmp_path: pathlib.Path) -> 
     assert not lines, f"{len(lines)} parts of {len(seeds)} programs:\n" + "\n".join(lines)
 
 
+# Programs that were wrong once: a balance that begins to vary in a scan, and layers of which a rank has no elements.
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [1005, 1011])
+def test_programs_that_were_wrong_once(seed: int, tmp_path: pathlib.Path) -> None:
+    case, counts = Case.of(seed), Counter[str]()
+    assert not wrong([case], tmp_path, counts)
+    assert counts["parts equal"] == 6
+
+
 def test_a_program_is_a_function_of_its_seed() -> None:
     assert [Case.of(seed) for seed in range(50)] == [Case.of(seed) for seed in range(50)]
     assert {Case.of(seed).world for seed in range(50)} == set(WORLDS)

@@ -221,7 +221,7 @@ def _read_experts(
             f" in axis=('dp', {expert_axis!r})"
         )
     if size < 1 or ranks % size:
-        reading.problems.append(f"expert_parallel.autoep_size = {size} does not divide {ranks} ranks; pass ranks=")
+        reading.problems.append(f"expert_parallel.autoep_size = {size} does not divide {ranks} ranks. Pass ranks=")
     if reading.problems:
         return None, {}
     sizes = {others[0]: ranks // size, expert_axis: size}
@@ -272,7 +272,7 @@ def _undetermined_sizes(given: Mapping[str, Any], ranks: int) -> list[str]:
         BATCH[2]: rows and micro,
     }
     return [
-        f'{name} is "auto", and does not follow from the other two; give a value'
+        f'{name} is "auto", and does not follow from the other two. Give a value'
         f" ({BATCH[0]} = {BATCH[1]} x {BATCH[2]} x {ranks} ranks)"
         for name in auto
         if not known[name]

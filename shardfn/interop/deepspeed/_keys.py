@@ -94,7 +94,7 @@ _ZERO |= dict.fromkeys(
 )
 
 _FOUND = "experts are found by transformers' own table: `sf.from_module(experts=)`"
-_ROUTER = Refused("the module's own router chooses; set it in the module's config", (None, "auto"))
+_ROUTER = Refused("the module's own router chooses. Set it in the module's config", (None, "auto"))
 _EXPERTS: dict[str, Any] = {
     "enabled": TAKEN,
     "autoep_size": TAKEN,

@@ -89,7 +89,7 @@ def find_checkpoint(directory: pathlib.Path, tag: str | None) -> pathlib.Path:
     if tag is None:
         tags = [directory / name for name in ("latest", "latest_universal") if (directory / name).is_file()]
         if not tags:
-            raise FileNotFoundError(f"{directory} has no file 'latest' that names a checkpoint; pass tag=.")
+            raise FileNotFoundError(f"{directory} has no file 'latest' that names a checkpoint. Pass tag=.")
         tag = tags[0].read_text().strip()
     if not _TAG.fullmatch(tag) or tag in (".", ".."):
         raise ValueError(f"{tag!r} is no name of a checkpoint in {directory}.")

@@ -104,7 +104,7 @@ def _find_files(place: pathlib.Path) -> _Paths:
     if any(int(m[3]) for m in matches):
         raise ValueError(f"{place} is of several model-parallel ranks, whose parts of experts are not joined.")
     if old := [name for name in names if _OLD.fullmatch(name)]:
-        raise ValueError(f"{place} has files such as {old[0]}, of no layer; load and save it by a newer DeepSpeed.")
+        raise ValueError(f"{place} has files such as {old[0]}, of no layer. Load and save it by a newer DeepSpeed.")
     return {(int(m[1]), int(m[2])): place / m[0] for m in matches}
 
 
@@ -257,7 +257,7 @@ def _read_stage_zero(place: pathlib.Path, model: Mapping[str, Any], weights: Dee
         optim = load_file(files[rank])["optimizer"]
         if optim is None or "param_groups" not in optim:
             raise ValueError(
-                f"{files[rank]} has no states of a plain optimizer; read weights, or save at stage 1 or 2."
+                f"{files[rank]} has no states of a plain optimizer. Read weights, or save at stage 1 or 2."
             )
         for name, number in _param_numbers(files[rank], optim, weights, rank, len(files)).items():
             own = optim["state"].get(number, {})

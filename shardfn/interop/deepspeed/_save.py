@@ -134,7 +134,7 @@ def save_deepspeed(
                 " load_checkpoint(load_module_only=True) takes the weights."
             )
         if is_writer(leaves) and place.exists():
-            raise FileExistsError(f"{place} is there already; take another tag, or remove it.")
+            raise FileExistsError(f"{place} is there already. Take another tag, or remove it.")
     agree_on_step(comms.control, "interop.save_deepspeed", (f"{tag}: {_describe_entries(entries)}", ()))
     with torch.no_grad():
         if cut is None or counters is None:
@@ -245,7 +245,7 @@ def _check_states(parts: Mapping[StatePart, Any]) -> None:
     raise_all(
         ValueError,
         "a universal checkpoint has the name of an expert on one rank alone, so that all ranks would load the same"
-        " experts; pass job= with its ep_size:",
+        " experts. Pass job= with its ep_size:",
         experts,
     )
     states = {part.kind for part in parts} - {"fp32", "buffer"}

@@ -118,7 +118,7 @@ class Archive(Mapping[str, SafetensorsEntry]):
         while done < len(data):
             got = os.preadv(fd, [data[done:].data], kept.start + start + done)
             if not got:
-                raise DamagedError(f"{kept.file} ends before its tensors do; fetch it again.")
+                raise DamagedError(f"{kept.file} ends before its tensors do. Fetch it again.")
             done += got
         self.read_bytes += len(data)
 

@@ -1,0 +1,252 @@
+"""Reads GGUF files: settings and tensors in place, without a copy of the file in memory.
+
+The format is that of ggml (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), versions 2 and 3, in either
+order of bytes. A header is not trusted: each count, length and offset is compared with the size of the file before it
+is used, so that a damaged file is an error with its place and never a crash or a huge allocation.
+"""
+
+import math
+import mmap
+import os
+import pathlib
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.core import first_of
+from shardfn.memory import DamagedError
+
+from ._gguf_blocks import BlockKind, decode_gguf_blocks, gguf_kind
+
+_MAGIC = b"GGUF"
+_STRING, _ARRAY = 8, 9
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_MAX_DIMS, _MAX_NESTING, _MAX_NAME = 4, 2, 65_535
+
+
+class GGUFEntry(NamedTuple):
+    """Place of a tensor in a GGUF file.
+
+    Attributes:
+        kind: kind of the tensor's blocks.
+        shape: dims in torch's order. The last dim is contiguous in the file.
+        start: offset of the first byte in the file.
+        num_bytes: number of bytes.
+    """
+
+    kind: BlockKind
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+class GGUFFile(Mapping[str, GGUFEntry]):
+    """Settings and tensors of a GGUF file. The file is mapped, and a tensor's bytes are read at their use.
+
+    Args:
+        path: path of the file.
+
+    Attributes:
+        path: path of the file.
+        fields: settings by name: numbers, texts, and lists of these.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        DamagedError: the file is not a GGUF file, was cut short, or has a count, an offset or a kind of blocks that
+            the format does not know. The message has the place.
+
+    Example:
+        >>> import pathlib, struct, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "tiny.gguf"
+        >>> name = struct.pack("<Q", 1) + b"w"
+        >>> tensor = name + struct.pack("<IQIQ", 1, 2, 0, 0)  # one dim of 2, of kind F32, at offset 0
+        >>> head = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + tensor
+        >>> _ = path.write_bytes(head.ljust(-len(head) % 32 + len(head), b"x") + struct.pack("<2f", 1.0, 2.0))
+        >>> GGUFFile(path).load("w")
+        tensor([1., 2.])
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = pathlib.Path(path)
+        with self.path.open("rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise DamagedError(f"{self.path} is empty, and no GGUF file.")
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.fields, self._entries = _Header(self.path, self._data).parse()
+
+    def __getitem__(self, name: str) -> GGUFEntry:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def blocks(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """Returns the bytes of rows of a tensor, without change.
+
+        Args:
+            name: name of the tensor.
+            first: first row. A row has the tensor's last dim.
+            last: row after the last row. Default: all rows.
+
+        Returns:
+            Blocks of bytes, uint8, of shape (rows, bytes of a row).
+        """
+        entry = self._entries[name]
+        rows = math.prod(entry.shape[:-1])
+        last = rows if last is None else last
+        size = entry.num_bytes // max(rows, 1)
+        start = entry.start + first * size
+        data = bytearray(self._data[start : start + (last - first) * size])
+        return torch.frombuffer(data, dtype=torch.uint8).view(last - first, size) if data else _no_rows(size)
+
+    def load(self, name: str) -> Tensor:
+        """Returns a tensor, decoded to float32."""
+        entry = self._entries[name]
+        return decode_gguf_blocks(self.blocks(name), entry.kind).view(entry.shape)
+
+
+def _no_rows(size: int) -> Tensor:
+    return torch.empty(0, size, dtype=torch.uint8)
+
+
+class _Header:
+    """Parser of a header. `_at` is the offset of the next byte."""
+
+    def __init__(self, path: pathlib.Path, data: mmap.mmap) -> None:
+        self._path, self._data, self._size, self._at = path, data, len(data), 4
+        self._order = "<"
+        self._read: dict[int, Callable[[], Any]] = {
+            kind: self._number_reader(code) for kind, code in _NUMBERS.items()
+        } | {_STRING: self._text}
+
+    def parse(self) -> tuple[dict[str, Any], dict[str, GGUFEntry]]:
+        if self._data[:4] != _MAGIC:
+            raise DamagedError(f"{self._path} begins with {self._data[:4]!r}, and a GGUF file begins with {_MAGIC!r}.")
+        self._take_version()
+        num_tensors, num_fields = self._count("tensors", 24), self._count("settings", 13)
+        fields: dict[str, Any] = {}
+        for _ in range(num_fields):
+            name = self._name("setting")
+            if name in fields:
+                self._fail(f"the setting {name!r} stands twice")
+            fields[name] = self._value(self._unsigned("I"), name, 0)
+        return fields, self._parse_tensors(num_tensors, _alignment(self._path, fields))
+
+    def _take_version(self) -> None:
+        version = self._unsigned("I")
+        if version > 0xFFFF:  # the other order of bytes
+            self._order, self._at = ">", 4
+            self._read = {kind: self._number_reader(code) for kind, code in _NUMBERS.items()} | {_STRING: self._text}
+            version = self._unsigned("I")
+        if version not in (2, 3):
+            raise DamagedError(f"{self._path} has version {version} of GGUF. Versions 2 and 3 are known.")
+        if self._order == ">":
+            raise DamagedError(f"{self._path} is written for processors with the other order of bytes. Convert it.")
+
+    def _parse_tensors(self, num: int, alignment: int) -> dict[str, GGUFEntry]:
+        told: list[tuple[str, BlockKind, tuple[int, ...], int]] = []
+        for _ in range(num):
+            name = self._name("tensor")
+            num_dims = self._unsigned("I")
+            if not 1 <= num_dims <= _MAX_DIMS:
+                self._fail(f"the tensor {name!r} has {num_dims} dims, and 1 to {_MAX_DIMS} are known")
+            shape = tuple(reversed([self._unsigned("Q") for _ in range(num_dims)]))
+            told.append((name, self._kind(name), shape, self._unsigned("Q")))
+        begin = -(-self._at // alignment) * alignment
+        entries: dict[str, GGUFEntry] = {}
+        problems: list[str] = []
+        for name, kind, shape, offset in told:
+            if name in entries:
+                problems.append(f"the tensor {name!r} stands twice")
+            elif shape[-1] % kind.size:
+                problems.append(
+                    f"{name!r} has rows of {shape[-1]}, and blocks of {kind.name} have {kind.size} elements"
+                )
+            elif offset % alignment:
+                problems.append(f"{name!r} begins at offset {offset}, which {alignment} does not divide")
+            else:
+                num_bytes = math.prod(shape) // kind.size * kind.bytes
+                if begin + offset + num_bytes > self._size:
+                    end = begin + offset + num_bytes
+                    problems.append(f"{name!r} ends at byte {end}, and the file has {self._size} bytes")
+                entries[name] = GGUFEntry(kind, shape, begin + offset, num_bytes)
+        if problems:
+            raise DamagedError("\n".join([f"{self._path} is damaged, or was cut short:", *first_of(problems, 20)]))
+        return entries
+
+    def _kind(self, name: str) -> BlockKind:
+        number = self._unsigned("I")
+        try:
+            return gguf_kind(number)
+        except ValueError as error:
+            raise DamagedError(f"{self._path}: the tensor {name!r} {error}") from None
+
+    def _value(self, kind: int, name: str, depth: int) -> Any:
+        if kind != _ARRAY:
+            if kind not in self._read:
+                self._fail(f"the setting {name!r} is of kind {kind}, which the format does not know")
+            return self._read[kind]()
+        if depth >= _MAX_NESTING:
+            self._fail(f"the setting {name!r} has lists in lists in lists")
+        inner = self._unsigned("I")
+        size = 8 if inner == _STRING else 12 if inner == _ARRAY else struct.calcsize(_NUMBERS.get(inner, "B"))
+        num = self._count(f"elements of {name!r}", size)
+        if inner in _NUMBERS:
+            code = f"{self._order}{num}{_NUMBERS[inner]}"
+            self._need(struct.calcsize(code))
+            values = struct.unpack_from(code, self._data, self._at)
+            self._at += struct.calcsize(code)
+            return list(values)
+        return [self._value(inner, name, depth + 1) for _ in range(num)]
+
+    def _count(self, what: str, least: int) -> int:
+        num = self._unsigned("Q")
+        if num * least > self._size - self._at:
+            self._fail(f"the file has {num} {what}, by its header, and {self._size - self._at} bytes are left")
+        return num
+
+    def _name(self, what: str) -> str:
+        at, text = self._at, self._text()
+        if len(text) > _MAX_NAME or not text:
+            self._at = at
+            self._fail(f"the name of a {what} has {len(text)} characters")
+        return text
+
+    def _text(self) -> str:
+        length = self._unsigned("Q")
+        self._need(length)
+        start, self._at = self._at, self._at + length
+        return self._data[start : self._at].decode("utf-8", errors="replace")
+
+    def _unsigned(self, code: str) -> int:
+        return self._number_reader(code)()
+
+    def _number_reader(self, code: str) -> Callable[[], Any]:
+        packed = struct.Struct(self._order + code)
+
+        def read_number() -> Any:
+            self._need(packed.size)
+            self._at += packed.size
+            return packed.unpack_from(self._data, self._at - packed.size)[0]
+
+        return read_number
+
+    def _need(self, num: int) -> None:
+        if num > self._size - self._at:
+            self._fail(f"{num} bytes are needed, and {self._size - self._at} are left")
+
+    def _fail(self, problem: str) -> None:
+        raise DamagedError(f"{self._path} is damaged, or was cut short, at byte {self._at} of its header: {problem}.")
+
+
+def _alignment(path: pathlib.Path, fields: Mapping[str, Any]) -> int:
+    told = fields.get("general.alignment", 32)
+    if type(told) is not int or told < 1 or told & (told - 1) or told > 1 << 20:
+        raise DamagedError(f"{path}: general.alignment is {told!r:.60}; it must be a power of two of at most 2^20.")
+    return told

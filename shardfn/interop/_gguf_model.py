@@ -1,0 +1,201 @@
+"""Models of GGUF files as parameters of `models.gpt`: Llama, Mistral and Qwen2."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.core import raise_all
+from shardfn.kernels import BLOCK_BYTES, Quantization
+from shardfn.models import gpt
+
+from ._gguf import GGUFFile
+from ._hf_config import gpt_config
+from ._hf_gpt import params_of_archive
+
+_TYPES = {"llama": "llama", "qwen2": "qwen2"}
+# Settings of a file, after the architecture's name -> settings of transformers.
+_SETTINGS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "context_length": "max_position_embeddings",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_OPTIONAL = {
+    "attention.head_count_kv": "num_key_value_heads",
+    "rope.freq_base": "rope_theta",
+    "attention.sliding_window": "sliding_window",
+    "attention.key_length": "head_dim",
+}
+_OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_INNER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+# Kinds of blocks that linear layers of the engine read as they are.
+_READ: dict[str, Quantization] = {"Q8_0": "int8", "Q4_1": "int4"}
+
+
+class _Stored(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class GGUFArchive(Mapping[str, _Stored]):
+    """Tensors of a GGUF file under the names of transformers, with rows in the order of transformers.
+
+    Args:
+        file: file of a model.
+        heads: number of heads of queries and of keys whose rows alternate between the halves of a head, as in files
+            of Llama. None: rows have transformers' order.
+
+    Attributes:
+        directory: path of the file.
+    """
+
+    def __init__(self, file: GGUFFile, heads: tuple[int, int] | None) -> None:
+        self.directory, self._file = file.path, file
+        self._heads = {} if heads is None else {"attn_q": heads[0], "attn_k": heads[1]}
+        self._names = {_name_in_transformers(name): name for name in file}
+
+    def __getitem__(self, name: str) -> _Stored:
+        return _Stored(torch.float32, self._file[self._names[name]].shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def box(self, name: str, box: Sequence[tuple[int, int]], shape: Sequence[int] | None = None) -> Tensor:
+        """Returns a box of a tensor in float32, as `Archive.box` does."""
+        whole = self._order(name, self._file.load(self._names[name]))
+        return whole.view(tuple(shape or whole.shape))[tuple(slice(lo, hi) for lo, hi in box)]
+
+    def served_blocks(self, name: str) -> Tensor | None:
+        """Returns the rows of a tensor as blocks of bytes, or None where layers do not read blocks of the kind."""
+        entry = self._file[self._names[name]]
+        if entry.kind.name not in _READ:
+            return None
+        assert entry.kind.bytes == BLOCK_BYTES[_READ[entry.kind.name]]
+        return self._order(name, self._file.blocks(self._names[name]))
+
+    def _order(self, name: str, rows: Tensor) -> Tensor:
+        found = _IN_BLOCK.fullmatch(self._names[name])
+        heads = self._heads.get(found[2]) if found else None
+        if heads is None:
+            return rows
+        return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def gpt_from_gguf(
+    path: str | os.PathLike[str] | GGUFFile, *, dtype: torch.dtype | None = None, blocks: bool = False, **changes: Any
+) -> tuple[gpt.Config, gpt.Params]:
+    """Returns the model of a GGUF file as a `Config` and parameters that are read at their use.
+
+    The header is read here, and a tensor when its leaf is used: no float32 copy of the model is in memory. Kinds of
+    tensors are F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, and Q2_K to Q6_K.
+
+    Args:
+        path: path of a file with a Llama, Mistral or Qwen2, or the file.
+        dtype: dtype of the parameters. Default: float32, to which blocks are decoded without rounding of ours.
+        blocks: whether weights of linear layers in blocks of Q8_0 and Q4_1 stay blocks, uint8 of shape (rows, bytes
+            of a row). An engine serves these as they are, with the bits of the decoded weights.
+        **changes: other fields of the `Config`, such as `batch_invariant=True`.
+
+    Returns:
+        The config, and a tree as of `gpt.init(config, key)`.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        DamagedError: the file is damaged, or was cut short. The message has the place.
+        ValueError: the model is of another architecture, or tensors are missing, left over, or of another shape. The
+            message lists all.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "empty.gguf"
+        >>> _ = path.write_bytes(b"GGUF" + bytes([3, *[0] * 19]))
+        >>> gpt_from_gguf(path)
+        Traceback (most recent call last):
+        ValueError: ...empty.gguf: general.architecture is None; it must be one of ['llama', 'qwen2'].
+    """
+    file = path if isinstance(path, GGUFFile) else GGUFFile(path)
+    settings = gguf_config(file)
+    config = gpt_config(settings, **changes)
+    permuted = (config.num_heads, config.kv_heads) if settings["model_type"] == "llama" else None
+    archive = GGUFArchive(file, permuted)
+    params: Any = params_of_archive(archive, config, settings["model_type"], dtype)
+    if not blocks:
+        return config, params
+    if config.stacked:
+        raise ValueError("gpt_from_gguf: blocks=True of stacked layers. Layers that read blocks are not stacked.")
+    layers = [
+        {name: _served_leaf(archive, name, x, f"model.layers.{i}.") for name, x in layer.items()}
+        for i, layer in enumerate(params["blocks"])
+    ]
+    head = "embed" if config.tie_embeddings else "head"
+    table = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+    found = archive.served_blocks(table)
+    return config, params | {"blocks": layers, head: params[head] if found is None else found}
+
+
+_LINEAR = {"wq": "attn_q", "wk": "attn_k", "wv": "attn_v", "wo": "attn_output"}
+_LINEAR |= {"w_gate": "ffn_gate", "w_up": "ffn_up", "w_down": "ffn_down"}
+
+
+def _served_leaf(archive: GGUFArchive, name: str, leaf: Any, layer: str) -> Any:
+    if name not in _LINEAR:
+        return leaf
+    found = archive.served_blocks(f"{layer}{_INNER[_LINEAR[name]]}.weight")
+    # Heads and features are one dim of the leaf, so that rows of blocks are the leaf's first dim.
+    return leaf if found is None or len(leaf.shape) != 2 else found
+
+
+def gguf_config(file: GGUFFile) -> dict[str, Any]:
+    """Returns the settings of a GGUF file under the names of `config.json` of transformers.
+
+    Raises:
+        ValueError: the architecture is another, or settings are missing. The message lists all.
+    """
+    kind = file.fields.get("general.architecture")
+    if not isinstance(kind, str) or kind not in _TYPES:
+        raise ValueError(f"{file.path}: general.architecture is {kind!r:.60}; it must be one of {sorted(_TYPES)}.")
+    missing = [f"{kind}.{name}" for name in _SETTINGS if f"{kind}.{name}" not in file.fields]
+    missing += [] if "token_embd.weight" in file else ["the tensor token_embd.weight"]
+    raise_all(ValueError, f"{file.path} has a {kind}, but lacks:", missing)
+    told = {new: file.fields[f"{kind}.{name}"] for name, new in _SETTINGS.items()}
+    told |= {new: file.fields[f"{kind}.{name}"] for name, new in _OPTIONAL.items() if f"{kind}.{name}" in file.fields}
+    told |= {"model_type": _TYPES[kind], "vocab_size": file["token_embd.weight"].shape[0]}
+    told |= {"tie_word_embeddings": "output.weight" not in file}
+    told |= {"use_sliding_window": "sliding_window" in told} if kind == "qwen2" else {}
+    if kind == "llama" and "blk.0.attn_q.bias" in file:
+        told["attention_bias"] = True
+    scaling = file.fields.get(f"{kind}.rope.scaling.type", "none")
+    if "rope_freqs.weight" in file or scaling != "none":
+        told["rope_scaling"] = {"rope_type": scaling if scaling != "none" else "llama3"}
+    return told
+
+
+def _name_in_transformers(name: str) -> str:
+    found = _IN_BLOCK.fullmatch(name)
+    if found and found[2] in _INNER:
+        return f"model.layers.{found[1]}.{_INNER[found[2]]}.{found[3]}"
+    return _OUTER.get(name, name)
