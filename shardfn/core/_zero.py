@@ -247,7 +247,8 @@ class Zero:
         disk: the directory for "disk"; None if no field is "disk".
         reduction: "by_rank", or "canonical": the global batch is cut into `reduction_chunks` chunks, which run one by
             one and are summed by a fixed tree, so that a step is bitwise identical on any number of ranks (on one kind
-            of processor). Rank r of n passes the rows of chunks r C // n to (r + 1) C // n.
+            of processor). Rank r of n passes the rows of chunks r C // n to (r + 1) C // n. `accumulate(loss, k)` cuts
+            each chunk in k.
         reduction_chunks: C, a power of two, at least the number of ranks.
 
     Raises:
@@ -348,12 +349,9 @@ class Zero:
             raise ValueError(f"Zero(reduction_chunks={chunks}): the tree has a power of two of them.")
         if not self.is_canonical:
             return
-        waits = "a state that waits elsewhere is measured piece by piece"
         wrong = {
             "travel=Travel(reduce=)": (self.travel.reduce is not None, "codes round by rank"),
             "travel=Travel(secondary_axis=)": (self.travel.secondary_axis is not None, "sums go axis by axis"),
-            "grads=": (self.grads != "device", waits),
-            "optimizer=": (self.optimizer != "device", waits),
         }
         given = [f"{name} ({why})" for name, (is_given, why) in wrong.items() if is_given]
         if given:

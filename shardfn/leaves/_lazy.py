@@ -23,9 +23,9 @@ from shardfn.capture import alias, capturing, mark, plumbing
 from shardfn.collectives import same_axes, transforming
 from shardfn.core import Ambient, MetadataTensor, tree_map
 
-from ._inner import LeafEnds, gradients, hooks_at_rest
+from ._inner_autograd import LeafEnds, gradients, hooks_at_rest
 from ._layout import LeafLayout
-from ._taking import TAKING, taken_layers
+from ._stack_indexing import TAKING, taken_layers
 from ._writes import DATA, Watch, refused_write
 
 LeafSource = Callable[[int], Tensor]

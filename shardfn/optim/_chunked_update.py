@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from shardfn.core import (
+    P,
     PyTree,
     raise_all,
     tree_entries,
@@ -32,7 +33,7 @@ from ._base import GradientTransformation
 from ._inplace import inplace
 from ._leaves import spec_leaves
 from ._needs import bind_stats, resolve_masks
-from ._norm import over_blocks
+from ._norm import block_squares, is_exact, leaf_squares, over_blocks
 from ._types import Grain, OptState, Pair, Params, Specs, Updates
 
 Entries = tuple[tuple[Any, ...], ...]
@@ -47,8 +48,9 @@ class Pieces(NamedTuple):
 
     Attributes:
         granularity: "element", "leaf", or "tree": then the only part is the whole.
-        measure: `measure(grad) -> Tensor`, 0-d: the number that `begin` needs of each leaf's gradient (the local block,
-            whole). None: no number is needed.
+        measure: `measure(grad, spec=None) -> Tensor`, 0-d: the number that `begin` needs of each leaf's gradient (the
+            local block, whole). None: no number is needed. Inside `sum_exactly` a sum of squares is over all blocks
+            of the leaf, of that spec, and so collective.
         begin: `begin(state, stats=(), *, specs=None) -> token`, once a step, before any `apply`: `stats` are the
             measures in the order of the leaves. The counters are read from `state`, whole or a part. `begin` includes
             the `psum`. With `stats=None`, for a rule that measures ahead, there is no `psum`, and the token is only for
@@ -60,7 +62,7 @@ class Pieces(NamedTuple):
     """
 
     granularity: Grain
-    measure: Callable[[Tensor], Tensor] | None
+    measure: Callable[..., Tensor] | None
     begin: Callable[..., "Token"]
     apply: Callable[..., tuple[Params, OptState]]
     end: Callable[["Token", OptState], OptState]
@@ -113,6 +115,7 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
     whole = tree_map(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"), params)
     tx = resolve_masks(tx, whole)
     granularity, measure = tx.needs.granularity, tx.needs.measure
+    squares = measure is not None and measure.of is block_squares
     check = _make_checker(whole, granularity)
     if granularity == "tree":
         return _step_whole(tx, check)
@@ -123,7 +126,8 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
     def begin_fn(state: OptState, stats: Sequence[Tensor] | None = (), *, specs: Specs = None) -> Token:
         if stats is None and measure is not None and not (measure.ahead and measure.ahead(state)):
             raise ValueError("begin got no measures, but the rule needs the measures of this step's gradients.")
-        rule = bind_stats(tx, whole, _measure_tree(whole, stats, specs) if measure else None)
+        cuts = None if squares and is_exact() else specs  # else the measures are over all blocks already
+        rule = bind_stats(tx, whole, _measure_tree(whole, stats, cuts) if measure else None)
         old = tuple(c.clone() for c in _read_counters(state, entries))
         # A step of no leaves: only the counters advance, as in the whole step.
         nothing = tree_map(lambda p: None, whole)
@@ -146,7 +150,13 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
             raise ValueError("this token was begun without measures. End with a token of a `begin` with measures.")
         return _write_counters(state, entries, token.new)
 
-    return Pieces(granularity, measure and measure.of, begin_fn, apply_fn, end_fn)
+    def measure_fn(grad: Tensor, spec: P | None = None) -> Tensor:
+        assert measure is not None
+        if squares and is_exact():
+            return leaf_squares([grad], None if spec is None else [spec])[0]
+        return measure.of(grad)
+
+    return Pieces(granularity, measure and measure_fn, begin_fn, apply_fn, end_fn)
 
 
 def _step_whole(tx: GradientTransformation, check: Callable[[PyTree], None]) -> Pieces:

@@ -1,6 +1,6 @@
 """The state of a step between calls, in pieces and in other memories, and the streamed update."""
 
-from ._ahead import Ahead as Ahead, Promised as Promised
+from ._overlapped_update import OverlappedUpdate as OverlappedUpdate, Promised as Promised
 from ._origin import check_origins as check_origins, cuts_of as cuts_of, origin_of as origin_of
 from ._storage import (
     Likeness as Likeness,
@@ -28,9 +28,19 @@ from ._storage import (
     zero_block as zero_block,
 )
 from ._masters import widest as widest
-from ._passed import check_passed as check_passed
-from ._state import TrainState as TrainState, check_alive as check_alive, looked_at as looked_at, scale_of as scale_of
+from ._state import check_passed as check_passed
+from ._state import (
+    TrainState as TrainState,
+    check_alive as check_alive,
+    peek_blocks as peek_blocks,
+    scale_of as scale_of,
+)
 from ._state import state_owners as state_owners, taken as taken, version_of as version_of
 from ._views import layers_of as layers_of, slices_of as slices_of, stack_values as stack_values
-from ._columns import Column as Column, Done as Done, LeafRows as LeafRows, Update as Update
+from ._operands import (
+    UpdateOperand as UpdateOperand,
+    UpdatedLeaves as UpdatedLeaves,
+    LeafRows as LeafRows,
+    Update as Update,
+)
 from ._stream import stream as stream

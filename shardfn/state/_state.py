@@ -1,4 +1,4 @@
-"""`TrainState`: the state that a step takes and returns."""
+"""`TrainState`, the state that a step takes and returns, and the checks of a state that a user passes to a step."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +81,7 @@ def scale_of(state: TrainState) -> Tensor | None:
     return state.loss_scale.scale if state.loss_scale else None
 
 
-def looked_at(tree: PyTree) -> PyTree:
+def peek_blocks(tree: PyTree) -> PyTree:
     """Every `GlobalTensor` of a tree as this rank's block, in its stored form. It must not be written to."""
     return _map_held(lambda x: x.held, tree)
 
@@ -247,3 +247,25 @@ def _find_placed(
     like = optimizer.init(tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), params))
     pairs = zip(tree_entries(like), tree_leaves(like), strict=True)
     return frozenset(path for path, x in pairs if isinstance(x, GlobalTensor))
+
+
+def check_passed(state: Any, other: Any = (), *, call: str = "step(state, batch)") -> None:
+    """Refuses other values than a state.
+
+    Args:
+        state: the argument.
+        other: the argument after it.
+        call: the right call, for the message.
+
+    Raises:
+        TypeError: `state` is not a `TrainState`; the message names its type and the remedy.
+    """
+    if isinstance(state, TrainState):
+        return
+    if isinstance(other, TrainState):
+        remedy = f"The arguments are swapped: write {call}."
+    elif isinstance(state, tuple) and state and isinstance(state[0], TrainState):
+        remedy = "This is the pair that a step returns; unpack it: state, metrics = step(state, batch)."
+    else:
+        remedy = "Make one from parameters first: state = step.init(params)."
+    raise TypeError(f"{call} takes the TrainState that init or a step returned, got {type(state).__name__}. {remedy}")

@@ -18,7 +18,7 @@ from shardfn.core import MemoryKind, Pending, PyTree, StoredValue, is_device, is
 from shardfn.memory import host_empty
 from shardfn.optim import in_pieces
 
-from ._columns import Column, Done, LeafRows, Update
+from ._operands import LeafRows, Update, UpdatedLeaves, UpdateOperand
 from ._storage import Successor, bring_rows, in_memory, replace
 
 PAGE = 4096
@@ -28,7 +28,7 @@ AHEAD, BEHIND = 3, 2
 PARTS = (AHEAD + 1 + BEHIND) // 3
 
 
-def stream(update: Update, done: Done) -> tuple[list[StoredValue | None], PyTree]:
+def stream(update: Update, done: UpdatedLeaves) -> tuple[list[StoredValue | None], PyTree]:
     """Runs an update. The values before are consumed, but for those on disk.
 
     Args:
@@ -46,7 +46,7 @@ def stream(update: Update, done: Done) -> tuple[list[StoredValue | None], PyTree
     return params, out.end(token, tree_unflatten(update.state_treedef, state))
 
 
-def stream_some(update: Update, order: Sequence[LeafRows]) -> Done:
+def stream_some(update: Update, order: Sequence[LeafRows]) -> UpdatedLeaves:
     """Steps some leaves, whose new values are new files and new host memory; counters do not change.
 
     No measure is known, so the rule takes none, or measures ahead.
@@ -60,7 +60,9 @@ def stream_some(update: Update, order: Sequence[LeafRows]) -> Done:
     leaves = list(dict.fromkeys(rows.leaf for rows in order))
     params = [(i, update.params[i]) for i in leaves]
     state = [(k, update.state[k]) for i in leaves for k in out.owned(i)]
-    return Done({i: out.finished(c) for i, c in params if c is not None}, {k: out.finished(c) for k, c in state})
+    return UpdatedLeaves(
+        {i: out.finished(c) for i, c in params if c is not None}, {k: out.finished(c) for k, c in state}
+    )
 
 
 class _Stream:
@@ -115,7 +117,7 @@ class _Stream:
         """Returns the leaves of the optimizer's state that belong to a leaf of params."""
         return self._owned.get(leaf, [])
 
-    def successor(self, column: Column) -> Successor:
+    def successor(self, column: UpdateOperand) -> Successor:
         """Returns the writer of the new value of a leaf."""
         made = self._successors.get(id(column))
         if made is None:
@@ -123,11 +125,11 @@ class _Stream:
             self._successors[id(column)] = made
         return made
 
-    def finished(self, column: Column, done: StoredValue | None = None) -> StoredValue:
+    def finished(self, column: UpdateOperand, done: StoredValue | None = None) -> StoredValue:
         """Returns the new value of a leaf; `done`, in its place, if it was stepped before."""
         return self.successor(column).finish() if done is None else replace(column.held, column.home, done)
 
-    def measures(self, done: Done) -> list[Tensor]:
+    def measures(self, done: UpdatedLeaves) -> list[Tensor]:
         """Returns the optimizer's measure of each gradient; known already for leaves that have been stepped."""
         u, measure = self._u, self._pieces.measure
         out: list[Tensor] = []
@@ -137,7 +139,7 @@ class _Stream:
             if i not in done.measures:
                 assert grad is not None
                 x = load(grad.held)
-                done.measures[i] = measure(x if u.scale is None else x * u.scale.to(x.device))
+                done.measures[i] = measure(x if u.scale is None else x * u.scale.to(x.device), u.specs[i])
             out.append(done.measures[i].to(u.device))
         return out
 
@@ -194,7 +196,7 @@ class _Stream:
         place = "host" if self.on_host(leaf) else "device"
         return any(c.home != place for c in self.columns(leaf))
 
-    def columns(self, leaf: int) -> list[Column]:
+    def columns(self, leaf: int) -> list[UpdateOperand]:
         """Parameter, gradient and state of a leaf, in this order."""
         param, grad = self._u.params[leaf], self._u.grads[leaf]
         assert param is not None and grad is not None
@@ -270,7 +272,7 @@ class _Chunk:
         self._buffers.append(x)
         return x
 
-    def _bring_rows(self, rows: LeafRows, column: Column) -> Tensor | Pending[Tensor]:
+    def _bring_rows(self, rows: LeafRows, column: UpdateOperand) -> Tensor | Pending[Tensor]:
         """Brings rows to where they are stepped; a view of those that are there already."""
         held = column.held
         # The memory of the new value, if the rows can be stepped there.

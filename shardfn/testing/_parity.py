@@ -5,6 +5,7 @@ The loop shares no code with `sharded_step` except the optimizer's mathematics.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,17 +59,19 @@ def one_device(
     *,
     trainable: PyTree = None,
     key: Tensor | None = None,
+    count: bool = False,
     parts: int = 1,
 ) -> Run:
     """Runs the plain loop on global batches. A loss of `mixed_precision` runs in the policy, with the loss scale.
 
     Args:
-        loss: `loss(params, batch)`, or `loss(params, batch, key)` when `key` is given.
+        loss: `loss(params, batch)`, or `loss(params, batch, key)` when `key` is given, with `step=` under `count`.
         optimizer: the optimizer.
         params: tree of whole tensors, not changed.
         batches: global batches, one for each step.
         trainable: prefix tree of bools. Default: all leaves but frozen ones.
         key: key to fold with the step's number.
+        count: whether the loss takes the number of the step.
         parts: number of pieces of each batch, with gradients added up. Use ranks times microbatches to compare 16-bit
             results more closely than their rounding.
     """
@@ -87,7 +90,8 @@ def one_device(
         args = () if key is None else (fold_in(key, n),)
         by = None if scaling is None else scaling.scale
         kept = [x.to(d.param) for x, d in zip(leaves, how.dtypes, strict=True)]
-        value, own = how.differentiate(treedef, kept, train, batch, args, parts, by)
+        counted = how._replace(loss=functools.partial(how.loss, step=torch.tensor(n))) if count else how
+        value, own = counted.differentiate(treedef, kept, train, batch, args, parts, by)
         norm = torch.sqrt(sum((g.double() ** 2).sum() for g, t in zip(own, train, strict=True) if t))  # pyright: ignore
         metrics.append({"loss": value, "grad_norm": norm.float()})
         if how.scale is not None:
@@ -280,6 +284,7 @@ def assert_parity(
     parts: int = 1,
     trainable: PyTree = None,
     key: Tensor | None = None,
+    count: bool = False,
     zero: Zero | None = None,
     **options: Any,
 ) -> Run:
@@ -297,6 +302,7 @@ def assert_parity(
         parts: number of pieces of the batch in the one-device loop. See `one_device`.
         trainable: prefix tree of bools. Default: all leaves but frozen ones.
         key: key for losses with a key.
+        count: whether the loss takes the number of the step.
         zero: ZeRO rule.
         **options: further options of `sharded_step`.
 
@@ -315,14 +321,18 @@ def assert_parity(
         tensor([0.9000, 0.8000])
     """
     trainable = trained_leaves(loss) if trainable is None else trainable
-    want = one_device(reference or loss, optimizer, params, batches, trainable=trainable, key=key, parts=parts)
-    got = on_mesh(loss, optimizer, params, batches, mesh=mesh, trainable=trainable, key=key, zero=zero, **options)
+    want = one_device(
+        reference or loss, optimizer, params, batches, trainable=trainable, key=key, count=count, parts=parts
+    )
+    got = on_mesh(
+        loss, optimizer, params, batches, mesh=mesh, trainable=trainable, key=key, count=count, zero=zero, **options
+    )
     try:
         assert_same(got, want)
     except AssertionError as error:
         num = _num_parts(loss, mesh, options)
         even = all(x.ndim and len(x) % num == 0 for whole in batches for x in tree_leaves(whole))
-        how: dict[str, Any] = {"trainable": trainable, "key": key, "parts": num}
+        how: dict[str, Any] = {"trainable": trainable, "key": key, "count": count, "parts": num}
         plain = reference or loss
         if 1 == parts < num and even and _are_same(got, one_device(plain, optimizer, params, batches, **how)):
             error.add_note(

@@ -42,6 +42,7 @@ def sharded_step(
     batch: PyTree = None,
     zero: Zero | int | None = None,
     key: Tensor | None = None,
+    count: bool = False,
     has_aux: bool = False,
     has_state: bool = False,
     state_specs: PyTree = P(),
@@ -71,6 +72,10 @@ def sharded_step(
             a spec.
         zero: ZeRO rule, or only the stage. Default: stage 0.
         key: key from `sf.key(seed)`. The loss then takes a third argument, `fold_in(key, step)`, the same on all ranks.
+        count: whether the loss takes the number of the step, `loss(params, batch[, key], step=step)`: an int64 0-d
+            tensor, 0 in the first step, the same on all ranks and in all microbatches. The number is an input of a
+            captured step, so that one graph serves all steps. A skipped step is not counted. Of the functions of a
+            `pipeline`, `last` takes the number.
         has_aux: whether the loss returns `(loss, aux)`. The aux is a dict of scalars, averaged into the metrics.
         has_state: whether the loss is `loss(params, model_state, batch[, key]) -> (loss[, aux], model_state)`. The
             model state is a tree of tensors other than parameters, such as running statistics. `init(params,
@@ -116,7 +121,13 @@ def sharded_step(
     References:
         Rajbhandari et al., ZeRO, 2019, https://arxiv.org/abs/1910.02054
     """
-    flags = {"has_aux": has_aux, "has_state": has_state, "donate": donate, "skip_nonfinite": skip_nonfinite}
+    flags = {
+        "count": count,
+        "has_aux": has_aux,
+        "has_state": has_state,
+        "donate": donate,
+        "skip_nonfinite": skip_nonfinite,
+    }
     return build_step(
         loss,
         optimizer,

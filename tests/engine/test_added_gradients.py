@@ -14,7 +14,7 @@ import shardfn as sf
 from shardfn import P, Sharding, Zero, optim
 from shardfn.collectives import SumWire
 from shardfn.engine.transfers import _gradient_store
-from shardfn.engine.transfers._local_sums import LocalSums
+from shardfn.engine.transfers._gradient_store import LocalSums
 from shardfn.state import stack_values
 from shardfn.testing import distributed
 

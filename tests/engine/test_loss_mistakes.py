@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import shardfn
 from shardfn import P, optim
-from shardfn.engine.loss._noted import noting_leaves
+from shardfn.engine.loss._error_context import noting_leaves
 from shardfn.graph import AxisTypeError
 from shardfn.testing import distributed
 from tests.mistakes import Mistake, batch_of, cases, check, check_on_all_ranks, loss_of, made, mesh_of, params_of, run

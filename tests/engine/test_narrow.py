@@ -1,4 +1,4 @@
-"""Covers shardfn/engine/plan/_narrow.py: a warning of parameters of 16 bits that are updated without wider copies."""
+"""Covers shardfn/engine/plan/_checks.py: a warning of parameters of 16 bits that are updated without wider copies."""
 
 import warnings
 from typing import Any

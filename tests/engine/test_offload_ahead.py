@@ -15,7 +15,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.memory import _io
-from shardfn.state import _ahead
+from shardfn.state import _overlapped_update
 from shardfn.testing import assert_same, distributed, on_mesh
 
 SHAPES = {"a": (7, 6), "b": (6, 6), "c": (6,), "s": (3, 6, 6), "large": (40, 6)}
@@ -41,13 +41,13 @@ def _batch(n: int) -> Tensor:
 def _counted() -> Iterator[list[int]]:
     """The units that go into an update that runs already."""
     units: list[int] = []
-    take = _ahead.Ahead.take
+    take = _overlapped_update.OverlappedUpdate.take
 
-    def counting(self: _ahead.Ahead, unit: int, *rest: Any) -> Any:
+    def counting(self: _overlapped_update.OverlappedUpdate, unit: int, *rest: Any) -> Any:
         units.append(unit)
         return take(self, unit, *rest)
 
-    with mock.patch.object(_ahead.Ahead, "take", counting):
+    with mock.patch.object(_overlapped_update.OverlappedUpdate, "take", counting):
         yield units
 
 

@@ -9,9 +9,9 @@ import torch
 
 from shardfn.capture import capture
 from shardfn.engine import prepare
-from shardfn.engine.partition._partition_search import Search
-from shardfn.engine.partition._partition_states import Draft, Held, NumberedChange, SearchChoice, SearchState
-from shardfn.engine.partition._partition_values import Scope, scope_of
+from shardfn.engine.partition._search import Search
+from shardfn.engine.partition._states import Draft, Held, NumberedChange, SearchChoice, SearchState
+from shardfn.engine.partition._values import Scope, scope_of
 from shardfn.graph._forms import WHOLE, Form, cut
 
 SIZE = 12

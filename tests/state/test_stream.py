@@ -14,7 +14,7 @@ from shardfn import optim
 from shardfn.core import MemoryKind, P, Stored, load, tree_flatten, tree_leaves, tree_map
 from shardfn.memory import Pool
 from shardfn.state import _stream
-from shardfn.state._columns import Column, Done, LeafRows, Update
+from shardfn.state._operands import LeafRows, Update, UpdatedLeaves, UpdateOperand
 from shardfn.state._state import state_owners
 from shardfn.state._stream import stream, stream_some
 
@@ -32,8 +32,8 @@ def _values(seed: int) -> list[Tensor]:
     return [torch.randn(s, generator=draw) for s in SHAPES]
 
 
-def _column(x: Tensor, home: MemoryKind, pool: Pool, **how: bool) -> Column:
-    return Column(pool.write(x.clone()).result() if home == "disk" else x.clone(), home, **how)
+def _column(x: Tensor, home: MemoryKind, pool: Pool, **how: bool) -> UpdateOperand:
+    return UpdateOperand(pool.write(x.clone()).result() if home == "disk" else x.clone(), home, **how)
 
 
 def _update(rule: Any, homes: list[tuple[MemoryKind, ...]], pool: Pool, chunk: int, scale: Tensor | None) -> Update:
@@ -78,7 +78,7 @@ def test_chunks_give_the_bits_of_one_go(name: str, tmp_path: pathlib.Path) -> No
             scale = draw.choice((None, torch.tensor(0.5)))
             update = _update(rule, homes, pool, draw.choice((1, 300, 3000, 1 << 20)), scale)
             before = [load(c.held).clone() for c in update.params if c is not None]
-            rows, state = stream(update, Done())
+            rows, state = stream(update, UpdatedLeaves())
             new, after = _in_one_go(rule, scale)
             for got, want in zip([*rows, *tree_leaves(state)], [*new, *after], strict=True):
                 assert got is not None and torch.equal(load(got), want), (seed, homes)
@@ -99,8 +99,8 @@ def test_leaves_that_were_stepped_before_go_home_and_are_not_stepped_again(tmp_p
         pairs = zip(update.state, update.owners, strict=True)
         kept = dataclasses.replace(
             update,
-            params=[Column(c.held, c.home, kept=True) for c in update.params if c is not None],
-            state=[c if k is None else Column(c.held, c.home, kept=True) for c, k in pairs],
+            params=[UpdateOperand(c.held, c.home, kept=True) for c in update.params if c is not None],
+            state=[c if k is None else UpdateOperand(c.held, c.home, kept=True) for c, k in pairs],
         )
         done = stream_some(kept, [LeafRows(0), LeafRows(4, 0, 20), LeafRows(4, 20, 33)])
         assert sorted(done.params) == some
@@ -139,7 +139,7 @@ def test_no_more_is_in_memory_than_three_chunks(tmp_path: pathlib.Path) -> None:
         mock.patch.multiple(_stream._Chunk, __init__=begin, settle=settle, step=apply),
     ):
         update = _update(rule, homes, pool, 600, None)
-        stream(update, Done())
+        stream(update, UpdatedLeaves())
     assert len(seen) > 6 and not alive
     assert max(seen) <= 3 * 600, seen
 

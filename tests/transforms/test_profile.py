@@ -12,7 +12,7 @@ import shardfn as sf
 from shardfn.core import RankError
 from shardfn.engine.agreement import _profiled
 from shardfn.engine.step import _lower
-from shardfn.engine.transfers import _gathered
+from shardfn.engine.transfers import _gather
 from shardfn.graph import cluster
 from shardfn.testing import distributed
 from shardfn.transforms import ShardedStep, StepProfile
@@ -42,7 +42,7 @@ class _Clock:
 @distributed(world=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_gather_that_is_slow_shows_at_its_leaf(world: int) -> None:
     clock, step_state = _Clock(), _step(3)
-    arrive = _gathered.GatheredUnit.arrive
+    arrive = _gather.GatheredUnit.arrive
 
     def slowly(unit: Any) -> None:
         if unit._pending is not None and unit._wire.packing.leaves[0].whole == (5, 7):  # the second leaf
@@ -51,7 +51,7 @@ def test_a_gather_that_is_slow_shows_at_its_leaf(world: int) -> None:
 
     fake: Any = types.SimpleNamespace(perf_counter=clock.perf_counter)
     with mock.patch.object(_profiled, "time", fake), mock.patch.object(_lower, "time", fake):
-        with mock.patch.object(_gathered.GatheredUnit, "arrive", slowly):
+        with mock.patch.object(_gather.GatheredUnit, "arrive", slowly):
             _, found = step_state[0].profile(step_state[1], torch.ones(2, 8), steps=2)
     slow = {paths: spent.seconds for (what, paths), spent in found.leaves.items() if what == "gather"}
     assert slow[("params['second']",)] == found.phases["gather"].seconds == 2 * found.seconds >= 2

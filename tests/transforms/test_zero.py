@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.collectives import GatherWire
-from shardfn.engine.transfers._gathered import GatheredUnit
+from shardfn.engine.transfers._gather import GatheredUnit
 from shardfn.testing import distributed
 
 

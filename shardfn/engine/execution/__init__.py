@@ -45,6 +45,7 @@ from ._step_programs import (
 )
 from ._step_run import (
     UpdateArgs as UpdateArgs,
+    exact as exact,
 )
 from ._update import (
     own_rows as own_rows,

@@ -33,6 +33,7 @@ from shardfn.graph import (
     check_types,
     collective_events,
     compare_events,
+    resolve_backend,
 )
 from shardfn.memory import AnyPool, bind_pool
 
@@ -140,6 +141,10 @@ class Graphs:
             gm = self._jitted.scheduled(program.gm, choice and choice.schedule)
         self._jitted.count_capture(time.perf_counter() - start)
         return dataclasses.replace(program, gm=gm), choice or self._jitted.schedule
+
+    def resolve(self, backend: str | None) -> str:
+        """Returns the back end of a graph that is compiled for this one, None = the one of `jit`."""
+        return resolve_backend(backend or self._jitted.backend)
 
     def compile(self, program: CapturedProgram, backend: str | None, comms: Comms) -> Ready:
         """Returns a lowered program, ready to run. Collective."""

@@ -31,33 +31,35 @@ from shardfn.engine.loss import (
     Value,
     microbatches,
     naming_used_up,
+    num_microbatches,
     refuse_negative,
     taking_early,
     warning_of_draws,
 )
 from shardfn.engine.pipeline import Staged, pipelined_in
-from shardfn.engine.plan import Plan, UseOrder
+from shardfn.engine.plan import Chunks, Plan, UseOrder
 from shardfn.engine.transfers import (
     DONE,
     IDLE,
     BackwardResult,
-    Course,
+    ChunkStates,
     Gatherer,
+    LocalRunner,
+    MicrobatchRunner,
     Reducer,
     StepParts,
-    Whole,
     accumulation,
     agree_on_outcome,
     check_capture,
     chunks_of,
     enter,
+    make_write_detector,
     outcome_of,
-    watch_of,
 )
 from shardfn.leaves import LeafBook, opened
 from shardfn.nn import DeferredGradients
 from shardfn.schedules import Action, split_backwards
-from shardfn.state import Ahead
+from shardfn.state import OverlappedUpdate
 
 from ._step_parts import check_canonical
 
@@ -80,21 +82,24 @@ class Performer:
         gatherer: serves whole leaves.
         book: keeps them out of graphs.
         ahead: see `run_backward`.
+        chunks: chunks that are run in place of microbatches, in a step with canonical sums.
     """
 
     def __init__(
         self,
         plan: Plan,
         comms: Comms,
-        course: Course,
+        course: MicrobatchRunner,
         num_microbatches: int,
         gatherer: Gatherer,
         book: LeafBook,
-        ahead: Ahead | None,
+        ahead: OverlappedUpdate | None,
+        chunks: Chunks | None,
     ) -> None:
         self._plan, self._comms, self._course, self._num = plan, comms, course, num_microbatches
         self._gatherer, self._book, self._ahead = gatherer, book, ahead
-        self._reducer = Reducer(plan, comms.channels, plan.learnt.reduce_order, course.late_axes, plan.chunks)
+        self._chunks = chunks
+        self._reducer = Reducer(plan, comms.channels, plan.learnt.reduce_order, course.late_axes, chunks)
         self._split = split_backwards(course.actions)
         # The two parts of a split backward give gradients when they have them.
         self._at_end = frozenset[int]() if self._split else plan.sent_last()
@@ -121,6 +126,7 @@ class Performer:
     ) -> None:
         """Lets the leaves and the model state enter."""
         self._model_state = ModelState(model_state)
+        self._states = None if self._chunks is None else ChunkStates(model_state, self._chunks)
         if not self._plan.captured:
             self._book.watch.keep(named_leaves(model_state, "model_state"))
         self._even, self._loss_scale = even, loss_scale
@@ -147,8 +153,13 @@ class Performer:
         kept = self._book.keep_out_of_graph() if plan.gather_units else contextlib.nullcontext()
         first = self._performed == 0 and self._compares
         drawing = warning_of_draws(plan.mesh.device) if first else contextlib.nullcontext()
-        with kept, self._model_state.through(), self._record_products(action), drawing, plan.follows():
+        state, states = self._model_state, self._states
+        if states is not None:
+            state.now = states.start_part(action.microbatch, state.now)
+        with kept, state.through(), self._record_products(action), drawing, plan.follows():
             value = self._course.forward(action, self._params)
+        if states is not None:
+            states.end_part(action.microbatch, state.now)
         self._book.watch.check("the loss")
         if value is not None and self._compares:
             refuse_negative(value.weight)
@@ -224,8 +235,8 @@ class Performer:
 
     def _make_cotangent(self, total: Tensor, weight: Tensor | None) -> Tensor:
         """Returns the cotangent of a microbatch's loss."""
-        chunks = self._plan.chunks
-        terms = self._plan.mesh.axis_size(self._plan.batch_axes) * self._num if chunks is None else chunks.total
+        chunks, ranks = self._chunks, self._plan.mesh.axis_size(self._plan.batch_axes)
+        terms = ranks * self._num if chunks is None else chunks.total * chunks.parts
         seed = torch.full_like(total, 1.0 / terms if weight is None else 1.0)
         return seed if self._loss_scale is None else seed * self._loss_scale.to(seed)
 
@@ -248,7 +259,8 @@ class Performer:
             raise NoGradientError(plan.trained)
         comms.mark("update")
         values = self._course.values([self._seen[k] for k in sorted(self._seen)])
-        out = outcome_of(values, self._num, self._reducer, self._course.kept(self._model_state.now))
+        now = self._model_state.now if self._states is None else self._states.join_ranks(plan.batch_axes)
+        out = outcome_of(values, self._num, self._reducer, self._course.kept(now))
         if not plan.learnt.reduce_order:
             first: Any = rounds_of(comms, plan).gather(self._reducer.queue.seen)[0]
             plan.learnt.take_reduce_order(first)
@@ -260,7 +272,7 @@ def run_forward(plan: Plan, comms: Comms, blocks: Sequence[StoredValue], key: An
     """`f(params)` without gradients, with the leaves as a loss sees them. Leaves that it returns come whole."""
     open_channels(comms, plan)
     kept, blocks = blocks, plan.by_layer(blocks)
-    watch = watch_of(plan, kept, first=key not in plan.learnt.use_orders)
+    watch = make_write_detector(plan, kept, first=key not in plan.learnt.use_orders)
     gatherer = _make_gatherer(plan, comms, blocks, plan.learnt.use_order(key), keep=False)
     book = LeafBook(gatherer.whole, plan.layers, watch)
     with _sending_errors(gatherer, comms), torch.no_grad():
@@ -284,7 +296,7 @@ def run_backward(
     even: bool,
     model_state: PyTree = (),
     loss_scale: Tensor | None = None,
-    ahead: Ahead | None = None,
+    ahead: OverlappedUpdate | None = None,
 ) -> BackwardResult:
     """Returns the loss and the summed gradients of one global batch, by the actions of the step's schedule.
 
@@ -300,18 +312,19 @@ def run_backward(
         ahead: an update that uses gradients as soon as they are complete; stopped if they must be divided by a weight.
     """
     open_channels(comms, plan, _late_axes(plan, parts))
-    watch, blocks = watch_of(plan, blocks, first=not plan.learnt.compared), plan.by_layer(blocks)
+    watch, blocks = make_write_detector(plan, blocks, first=not plan.learnt.compared), plan.by_layer(blocks)
     gatherer = _make_gatherer(plan, comms, blocks, plan.learnt.use_order("step"))
     check_canonical(plan, parts)
     chunks = plan.chunks
     if chunks is None:
         loss, batches = microbatches(parts.loss, args[0])
     else:
-        loss, batches = parts.loss, chunks_of(plan, chunks, args[0], even=even)
+        chunks = chunks._replace(parts=num_microbatches(parts.loss))
+        loss, batches = chunks_of(plan, chunks, parts.loss, args[0], even=even)
         parts = dataclasses.replace(parts, schedule=accumulation(len(batches)))
     course = _make_runner(plan, comms, parts, loss, batches, args[1:], model_state)
     book = LeafBook(gatherer.whole, plan.layers, watch)
-    performer = Performer(plan, comms, course, len(batches), gatherer, book, ahead)
+    performer = Performer(plan, comms, course, len(batches), gatherer, book, ahead, chunks)
     with _sending_errors(gatherer, comms), torch.enable_grad():
         performer.enter(blocks, even=even, model_state=model_state, loss_scale=loss_scale)
         for action in course.actions:
@@ -328,9 +341,9 @@ def _make_runner(
     batches: list[Any],
     rest: tuple[Any, ...],
     model_state: PyTree,
-) -> Course:
+) -> MicrobatchRunner:
     if parts.table is None:
-        return Whole(loss, batches, rest, parts.has_aux, parts.schedule)
+        return LocalRunner(loss, batches, rest, parts.has_aux, parts.schedule)
     return Staged(plan, comms, loss, parts.table, batches, rest, parts.has_aux, model_state)
 
 

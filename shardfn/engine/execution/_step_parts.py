@@ -4,10 +4,19 @@ from torch import Tensor
 
 from shardfn.collectives import transforming
 from shardfn.core import Mesh, PyTree, describe, raise_all
-from shardfn.engine.loss import Finish, Unwrapped, check_scaled, describe_step, num_microbatches, with_masters
+from shardfn.engine.loss import (
+    Finish,
+    Unwrapped,
+    check_scaled,
+    cuts_by_function,
+    describe_step,
+    num_microbatches,
+    with_masters,
+)
 from shardfn.engine.pipeline import check_stages, pipelined_in, table_of
 from shardfn.engine.plan import Plan
 from shardfn.engine.transfers import StepParts, accumulation
+from shardfn.graph import resolve_backend
 from shardfn.optim import GradientTransformation, find_ascending
 from shardfn.schedules import as_text
 
@@ -38,12 +47,14 @@ def step_lines(
     unwrapped: Unwrapped, parts: StepParts, plan: Plan, key: Tensor | None, state_specs: PyTree
 ) -> list[str]:
     """Returns the facts that ranks agree on before the first transfer, besides the layout, one a line."""
-    flags = f"donate {parts.donate} skip_nonfinite {parts.skip_nonfinite} has_aux {parts.has_aux}"
+    flags = f"donate {parts.donate} skip_nonfinite {parts.skip_nonfinite} has_aux {parts.has_aux} count {parts.count}"
     kept = [f"state_specs {state_specs}"] if parts.has_state else []
     kept += [] if parts.finish is None else describe(parts.finish, "finish")
     seed = f"key {None if key is None else key.tolist()}"
     made = describe_step(unwrapped, decided_on(plan, parts.optimizer))
-    check_canonical(plan, parts, jitted=unwrapped.jitted is not None)
+    check_canonical(plan, parts)
+    if unwrapped.jitted is not None:
+        check_backend(plan, resolve_backend(unwrapped.jitted.backend))
     staged = pipelined_in(parts.loss)
     if parts.table is not None and staged is not None:
         check_stages(plan, staged)
@@ -51,7 +62,7 @@ def step_lines(
     return [flags, seed, *made, f"schedule {as_text(parts.schedule)}", *kept]
 
 
-def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> None:
+def check_canonical(plan: Plan, parts: StepParts) -> None:
     """Refuses features that cannot be combined with canonical sums.
 
     Raises:
@@ -67,10 +78,11 @@ def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> No
     problems = {
         f"{plan.chunks.ranks} ranks share {plan.chunks.total} chunks; raise reduction_chunks": plan.chunks.num == 0
         or plan.chunks.ranks > plan.chunks.total,
-        "jit and lower: leave them out": jitted or plan.captured,
         "a pipeline: its microbatches are added up in another order": staged,
-        "accumulate: the chunks are the microbatches; leave it out": num_microbatches(parts.loss) > 1 and not staged,
-        "model state: it would be changed chunk by chunk": parts.has_state,
+        "accumulate(split=): it cuts a rank's rows, whose number depends on the number of ranks": cuts_by_function(
+            parts.loss
+        ),
+        "finish=: the states of chunks are joined before it, and it would add them up again": parts.finish is not None,
         "torch.func: its sums are made in order of ranks": transforming(),
         "an optimizer that averages gradients itself": parts.optimizer.needs.phases is not None,
         f"{', '.join(elsewhere)}: sharded along some axes of the batch only; Zero(axis={plan.batch_axes})": bool(
@@ -85,6 +97,22 @@ def check_canonical(plan: Plan, parts: StepParts, *, jitted: bool = False) -> No
         "Zero(reduction='canonical') does not go with these; leave them out, or the reduction:",
         [text for text, is_wrong in problems.items() if is_wrong],
     )
+
+
+def check_backend(plan: Plan, backend: str) -> None:
+    """Refuses canonical sums in compiled graphs.
+
+    A compiler chooses the order of the sums in an operation by the graph around it, and a rank with fewer chunks has
+    another graph.
+
+    Raises:
+        ValueError: names the back end and the remedy.
+    """
+    if plan.chunks is not None and backend != "graph":
+        raise ValueError(
+            f"Zero(reduction='canonical') needs the operations of the eager step, got backend={backend!r}, which fuses"
+            " them by the graph around, and so by the number of chunks of a rank. Use jit(loss, backend='graph')."
+        )
 
 
 def check_descends(rule: GradientTransformation) -> None:

@@ -27,7 +27,8 @@ from shardfn.state import TrainState, apart, as_graph_value, scale_of, taken
 
 from ._graphs import Graphs, ProgramCall, Ready, signature
 from ._program import CapturedProgram, Input, Program, ProgramResults, capture_program
-from ._step_run import StepRun, UpdateArgs, found_of, one_step, run_gradients, run_step, run_update, skipped
+from ._step_parts import check_backend
+from ._step_run import StepRun, UpdateArgs, exact, found_of, one_step, run_gradients, run_step, run_update, skipped
 from ._update import blocks_of, decided_on, next_state, update, update_blocks, whole
 
 Result = TypeVar("Result")
@@ -130,7 +131,12 @@ class StepPrograms:
     def compile(
         self, program: CapturedProgram, backend: str | None, comms: Comms
     ) -> Callable[[Plan, TrainState, tuple[Any, ...]], ProgramCall[Stepped]]:
-        """Returns a lowered step, which is called as `step` is. Collective."""
+        """Returns a lowered step, which is called as `step` is. Collective.
+
+        Raises:
+            ValueError: sums are canonical, and the back end is not "graph".
+        """
+        check_backend(program.plan, self.graphs.resolve(backend))
         ready = self.graphs.compile(program, backend, comms)
 
         def call(plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[Stepped]:
@@ -265,7 +271,7 @@ def update_program(
 
     def run(plan: Plan, comms: Comms, values: list[Any]) -> ProgramResults:
         blocks, opt_state, own, kept = tree_unflatten(treedef, values)
-        with torch.no_grad():
+        with torch.no_grad(), exact(plan):
             comms.mark("update")
             kept = finished(finish, kept)
             blocks, opt_state = update_blocks(
@@ -301,10 +307,10 @@ def _list_other_inputs(model_state: PyTree, *, donated: bool) -> list[Input]:
 
 
 def _loss_inputs(plan: Plan, args: tuple[Any, ...], scale: Tensor | None) -> list[Input]:
-    """Returns the inputs of a program for the other arguments of a loss: batch, key, and the factor of the loss."""
+    """Returns the inputs of a program for the other arguments of a loss: batch, key, number of the step, loss scale."""
     named = zip(tree_paths(args[0], "batch"), tree_leaves(args[0]), strict=True)
     out = [Input(path, "batch", x, plan.batch_axes) for path, x in named]
-    out += [Input("key", "other", x) for x in args[1:]]
+    out += [Input("key" if x.ndim else "step", "other", x) for x in args[1:]]
     return out if scale is None else [*out, Input("loss_scale", "other", scale)]
 
 

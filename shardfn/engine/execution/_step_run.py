@@ -28,11 +28,11 @@ from shardfn.engine.transfers import (
     by_leaf,
     measured,
     scaled,
-    summed_squares,
-    summed_values,
+    sum_all_squares,
+    sum_values,
 )
 from shardfn.optim import sum_exactly
-from shardfn.state import Ahead, TrainState, looked_at, scale_of, taken
+from shardfn.state import OverlappedUpdate, TrainState, peek_blocks, scale_of, taken
 
 from ._run_backward import run_backward
 from ._update import StateBlocks, blocks_of, early, next_state, update_in
@@ -95,7 +95,7 @@ class StepRun:
     args: tuple[Any, ...]
     loss_scale: Tensor | None
     even: bool
-    ahead: Ahead | None = None
+    ahead: OverlappedUpdate | None = None
     metrics: Metrics = dataclasses.field(default_factory=dict)
     received: bool = False
 
@@ -124,7 +124,7 @@ class StepRun:
         """Returns the run of a step on a state, which an update consumes if the step donates."""
 
         def read() -> tuple[Sequence[StoredValue], PyTree]:
-            return [x.held for x in tree_leaves(state.params)], looked_at(state.model_state)
+            return [x.held for x in tree_leaves(state.params)], peek_blocks(state.model_state)
 
         def write() -> AbstractContextManager[StateBlocks]:
             return taken(blocks_of(state), donate=parts.donate)
@@ -148,7 +148,8 @@ class StepRun:
         return out
 
     def measure(self, out: BackwardResult) -> tuple[Metrics, Tensor | None]:
-        self.metrics, scale = measure(self.plan, out, self.loss_scale)
+        with exact(self.plan):
+            self.metrics, scale = measure(self.plan, out, self.loss_scale)
         return self.metrics, scale
 
     def choose(self, metrics: Metrics, update: Callable[[], StateBlocks]) -> StateBlocks:
@@ -160,7 +161,7 @@ class StepRun:
         with named_range("reduce"), torch.no_grad():
             grads = out.reducer.gradients()
         parts, channels = self.parts, self.comms.channels
-        with named_range("update"):
+        with named_range("update"), exact(self.plan):
             return update_in(
                 self.plan,
                 channels,
@@ -221,7 +222,7 @@ def run_step(
     known = not parts.skips and parts.table is None
     before = contextlib.nullcontext() if plan.at_home else early(plan, parts.optimizer, state, decided=known)
     try:
-        with before as run.ahead, exact(plan):
+        with before as run.ahead:
             new, metrics = one_step(run)
     except StoppedError as stopped:
         return skipped(state, tuple(run.metrics), stopped)
@@ -232,8 +233,7 @@ def run_gradients(
     parts: StepParts, plan: Plan, comms: Comms, state: TrainState, args: tuple[Any, ...], even: bool
 ) -> FoundGradients:
     """Computes the gradients of one global batch, and does not change the state; for arguments see `run_step`."""
-    with exact(plan):
-        grads, kept, metrics = StepRun.of_state(parts, plan, comms, state, args, even=even).gradients()
+    grads, kept, metrics = StepRun.of_state(parts, plan, comms, state, args, even=even).gradients()
     return found_of(plan, grads, kept, state, metrics)
 
 
@@ -310,8 +310,8 @@ def measure(plan: Plan, out: BackwardResult, loss_scale: Tensor | None = None) -
     count = torch.tensor(float(out.num_microbatches), dtype=torch.float64, device=like.device)
     row = [out.total, count if out.weight is None else out.weight]
     row += [x for pair in out.aux.values() for x in pair]
-    if plan.chunks is not None:
-        return _measure_chunks(plan, plan.chunks, out, loss_scale)
+    if out.reducer.chunks is not None:
+        return _measure_chunks(plan, out.reducer.chunks, out, loss_scale)
     squares = _sum_squares(plan, out)
     # Values that are summed over the batch's axes, nearly always all of them, travel together.
     own = squares.pop(plan.batch_axes, torch.zeros_like(count))
@@ -342,14 +342,12 @@ def _measure_chunks(
 ) -> tuple[Metrics, Tensor | None]:
     """`measure`, with sums that do not depend on the number of ranks."""
     store = out.reducer.store
-    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+    by_axes: dict[tuple[str, ...], list[StoredValue]] = {}
     for unit in store.units:
-        x = store.share(unit)
-        assert isinstance(x, Tensor)
-        by_axes.setdefault(plan.units_by_norm[unit], []).append(x)
-    squares = [summed_squares(x, axes) for axes, x in sorted(by_axes.items())]
+        by_axes.setdefault(plan.units_by_norm[unit], []).append(store.share(unit))
+    squares = [sum_all_squares(x, axes) for axes, x in sorted(by_axes.items())]
     norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
-    return _compute_metrics(plan, out, summed_values(out.values, chunks, plan.batch_axes), norm, loss_scale)
+    return _compute_metrics(plan, out, sum_values(out.values, chunks, plan.batch_axes), norm, loss_scale)
 
 
 def named(loss: Tensor, norm: Tensor, aux: Iterable[tuple[str, Tensor]], loss_scale: Tensor | None) -> Metrics:

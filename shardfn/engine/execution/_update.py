@@ -32,17 +32,17 @@ from shardfn.engine.transfers import WEIGHTED, StepParts, pool_of, refresh
 from shardfn.leaves import LeafLayout, Unit
 from shardfn.optim import GradientTransformation, WholeLeaf, bind_stats, inplace, resolve_masks
 from shardfn.state import (
-    Ahead,
-    Column,
-    Done,
     LeafRows,
+    OverlappedUpdate,
     Promised,
     TrainState,
     Update,
+    UpdatedLeaves,
+    UpdateOperand,
     in_memory,
     kind_when_loaded,
     load_at,
-    looked_at,
+    peek_blocks,
     state_owners,
     stream,
     taken,
@@ -93,7 +93,7 @@ def update_in(
     model_state: PyTree,
     finish: Finish | None,
     scale: Tensor | None,
-    ahead: Ahead | None = None,
+    ahead: OverlappedUpdate | None = None,
 ) -> StateBlocks:
     """Returns the new blocks of a state, made in the memory of the old blocks; for arguments see `update`.
 
@@ -111,7 +111,7 @@ def update_in(
     # Before anything is written, as it may raise.
     model_state = finished(finish, model_state)
     # First: its thread reads the state, which is written to from here on.
-    done = Done() if ahead is None else ahead.finish()
+    done = UpdatedLeaves() if ahead is None else ahead.finish()
     with write as (params, opt_state, kept), torch.no_grad():
         blocks, opt_state = update_blocks(plan, channels, optimizer, tree_leaves(params), opt_state, take, scale, done)
         return blocks, opt_state, put_in(kept, model_state)
@@ -142,11 +142,11 @@ def update_blocks(
     opt_state: PyTree,
     take: Take,
     scale: Tensor | None,
-    done: Done | None = None,
+    done: UpdatedLeaves | None = None,
 ) -> tuple[list[StoredValue], PyTree]:
     """This rank's blocks and optimizer state after the update. All arguments are consumed, except blocks on disk."""
     if not plan.at_home:
-        done = done or Done()
+        done = done or UpdatedLeaves()
         rows, opt_state = stream(_update_as_stream(plan, optimizer, blocks, opt_state, take, scale, done), done)
         return refresh(plan, channels, blocks, rows, pool_of(plan)), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
@@ -175,12 +175,12 @@ def _update_as_stream(
     opt_state: PyTree,
     take: Take,
     scale: Tensor | None,
-    done: Done,
+    done: UpdatedLeaves,
 ) -> Update:
     train = [leaf if leaf.trainable else None for leaf in plan.leaves]
     params = [None if leaf is None else _make_column(plan, leaf, b) for leaf, b in zip(train, blocks, strict=True)]
     own = [
-        None if leaf is None or i in done.params else Column(take(i), leaf.ways.summed.memory_kind)
+        None if leaf is None or i in done.params else UpdateOperand(take(i), leaf.ways.summed.memory_kind)
         for i, leaf in enumerate(train)
     ]
     return whole_update(plan, optimizer, params, own, opt_state, scale)
@@ -189,8 +189,8 @@ def _update_as_stream(
 def whole_update(
     plan: Plan,
     optimizer: GradientTransformation,
-    params: Sequence[Column | None],
-    grads: Sequence[Column | None],
+    params: Sequence[UpdateOperand | None],
+    grads: Sequence[UpdateOperand | None],
     opt_state: PyTree,
     scale: Tensor | None,
 ) -> Update:
@@ -201,7 +201,7 @@ def whole_update(
     homes: list[MemoryKind] = [leaf.ways.state.memory_kind for leaf in plan.leaves if leaf.trainable]
     index = [i for i, leaf in enumerate(plan.leaves) if leaf.trainable]
     owners = state_owners(opt_state, held, rule)
-    state = [Column(x, homes[k] if k is not None else "device") for x, k in zip(leaves, owners, strict=True)]
+    state = [UpdateOperand(x, homes[k] if k is not None else "device") for x, k in zip(leaves, owners, strict=True)]
     return Update(
         optimizer=rule,
         treedef=plan.treedef,
@@ -219,14 +219,14 @@ def whole_update(
     )
 
 
-def _make_column(plan: Plan, leaf: LeafLayout, block: StoredValue) -> Column:
+def _make_column(plan: Plan, leaf: LeafLayout, block: StoredValue) -> UpdateOperand:
     """Returns a parameter's rows in the update. Rows that are gathered afterwards are written to memory."""
     # Where there is a master copy the parameter is its cast, and only written.
     read = leaf.dtypes.param == leaf.dtypes.master
     if not leaf.refreshed:
-        return Column(block, leaf.home, read)
+        return UpdateOperand(block, leaf.home, read)
     with in_memory(leaf.home):
-        return Column(own_rows(plan, leaf, load_at(block, leaf.home)), kind_when_loaded(leaf.home), read)
+        return UpdateOperand(own_rows(plan, leaf, load_at(block, leaf.home)), kind_when_loaded(leaf.home), read)
 
 
 def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
@@ -283,8 +283,10 @@ def _wrap_blocks(tree: PyTree, old: PyTree) -> PyTree:
 
 
 @contextlib.contextmanager
-def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, decided: bool) -> Iterator[Ahead | None]:
-    """An update of the leaves that can be updated beside the backward, or None if no leaf can be.
+def early(
+    plan: Plan, optimizer: GradientTransformation, state: TrainState, *, decided: bool
+) -> Iterator[OverlappedUpdate | None]:
+    """Yields an update of the leaves that can be updated beside the backward, or None if no leaf can be.
 
     Args:
         plan: the layout. The order in which gradients come is known after the first step.
@@ -293,6 +295,8 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
         decided: whether it is known beforehand that the step is not skipped, and that gradients are not rescaled.
     """
     ahead = None
+    # Squares of canonical sums are added up by all ranks together, and so not by the thread of such an update.
+    decided = decided and plan.chunks is None
     # A rule of a coarser grain may sum over ranks, and wants the whole tree, or leaves in one piece. Not in the first
     # step, and not where gradients are divided by a weight that the last microbatch makes known.
     decided = decided and plan.learnt.outcome is not None and not plan.learnt.outcome.startswith(WEIGHTED)
@@ -313,8 +317,10 @@ def early(plan: Plan, optimizer: GradientTransformation, state: TrainState, *, d
             ahead.stop()
 
 
-def _start_early_update(plan: Plan, optimizer: GradientTransformation, state: TrainState, units: list[int]) -> Ahead:
-    params, opt_state = looked_at((state.params, state.opt_state))
+def _start_early_update(
+    plan: Plan, optimizer: GradientTransformation, state: TrainState, units: list[int]
+) -> OverlappedUpdate:
+    params, opt_state = peek_blocks((state.params, state.opt_state))
     where = _index_layers(plan)
     layers = {
         u: [
@@ -324,8 +330,8 @@ def _start_early_update(plan: Plan, optimizer: GradientTransformation, state: Tr
         for u in units
     }
     going = {rows.leaf for own in layers.values() for rows, _ in own}
-    columns: list[Column | None] = []
-    grads: list[Column | None] = []
+    columns: list[UpdateOperand | None] = []
+    grads: list[UpdateOperand | None] = []
     for i, (leaf, block) in enumerate(zip(plan.leaves, tree_leaves(params), strict=True)):
         shape, dtypes = leaf.pieces.shapes[plan.zero_rank(leaf)], leaf.dtypes
         held = torch.empty(shape, dtype=dtypes.param, device="meta")
@@ -334,11 +340,11 @@ def _start_early_update(plan: Plan, optimizer: GradientTransformation, state: Tr
             held = block if cut is None else block.narrow(*cut)
         # Blocks in memory stay unchanged until the step is sure to end: their new rows are kept beside them.
         kept = not leaf.ways.kept.is_stored
-        columns.append(Column(held, leaf.home, dtypes.param == dtypes.master, kept) if leaf.trainable else None)
+        columns.append(UpdateOperand(held, leaf.home, dtypes.param == dtypes.master, kept) if leaf.trainable else None)
         promised = Promised(i, shape, dtypes.accum, bool(leaf.layers)) if i in going else None
-        grads.append(None if promised is None else Column(promised, "host"))
+        grads.append(None if promised is None else UpdateOperand(promised, "host"))
     update = whole_update(plan, optimizer, columns, grads, opt_state, None)
-    return Ahead(update, [rows for own in layers.values() for rows, _ in own], layers)
+    return OverlappedUpdate(update, [rows for own in layers.values() for rows, _ in own], layers)
 
 
 def _knows_its_measures(optimizer: GradientTransformation, state: TrainState) -> bool:
@@ -346,7 +352,7 @@ def _knows_its_measures(optimizer: GradientTransformation, state: TrainState) ->
     measure = optimizer.needs.measure
     if measure is None:
         return True
-    return measure.ahead is not None and measure.ahead(looked_at(state.opt_state))  # looked at, not loaded
+    return measure.ahead is not None and measure.ahead(peek_blocks(state.opt_state))  # looked at, not loaded
 
 
 def _find_early_units(plan: Plan, *, measures: bool) -> list[int]:

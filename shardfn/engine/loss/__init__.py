@@ -1,6 +1,6 @@
 """A loss and the transforms around: order, microbatches, precision, model state, checks."""
 
-from ._abstract import (
+from ._model_state import (
     abstract_leaves as abstract_leaves,
     is_abstract as is_abstract,
 )
@@ -9,13 +9,15 @@ from ._accumulated import (
     Split as Split,
     cut_ahead as cut_ahead,
     cut_rows as cut_rows,
+    cuts_by_function as cuts_by_function,
     fold as fold,
     microbatches as microbatches,
     num_microbatches as num_microbatches,
     of_whole_batch as of_whole_batch,
 )
-from ._bounded_cache import BoundedCache as BoundedCache
+from ._graph_cache import BoundedCache as BoundedCache
 from ._callable import (
+    check_count as check_count,
     check_loss as check_loss,
     check_metrics as check_metrics,
     function_name as function_name,
@@ -35,11 +37,11 @@ from ._check import (
     is_spec as is_spec,
     told_before as told_before,
 )
-from ._describe_step import (
+from ._unwrap import (
     describe_function as describe_function,
     describe_step as describe_step,
 )
-from ._finish import (
+from ._model_state import (
     Finish as Finish,
     check_finish as check_finish,
     finished as finished,
@@ -96,14 +98,14 @@ from ._model_state import (
     shapes_of as shapes_of,
     wrapped_like as wrapped_like,
 )
-from ._noted import (
+from ._error_context import (
     noting_exceptions as noting_exceptions,
 )
-from ._splice import (
+from ._scan_copy import (
     copied_loop as copied_loop,
     taking_early as taking_early,
 )
-from ._template import (
+from ._layer_trace import (
     differing as differing,
     without_data as without_data,
 )
@@ -112,11 +114,12 @@ from ._transform_order import (
     check_order as check_order,
     taken_over as taken_over,
 )
-from ._unequal import (
+from ._check import (
     UnequalBatchesError as UnequalBatchesError,
     naming_unequal as naming_unequal,
 )
 from ._unwrap import (
+    pass_count as pass_count,
     trained_leaves as trained_leaves,
     Unwrapped as Unwrapped,
     check_state as check_state,

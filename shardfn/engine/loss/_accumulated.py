@@ -106,12 +106,16 @@ def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
 
 def cut_ahead(loss: Loss, batch: PyTree) -> PyTree:
     """Returns the batch for a step: already cut, if the user's function cuts the batch."""
-    around = loss
-    while isinstance(around, Accumulated):
-        if around.split is not None:
-            return Microbatches(tuple(microbatches(loss, batch)[1]))
-        around = around.inner
-    return batch
+    return Microbatches(tuple(microbatches(loss, batch)[1])) if cuts_by_function(loss) else batch
+
+
+def cuts_by_function(loss: Loss) -> bool:
+    """Returns whether a user's function cuts the batch."""
+    while isinstance(loss, Accumulated):
+        if loss.split is not None:
+            return True
+        loss = loss.inner
+    return False
 
 
 def fold(loss: Loss, batch: PyTree, one: Callable[[Loss, PyTree], Sum], add: Callable[[Sum, Sum], Sum]) -> Sum:

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,13 +54,14 @@ def module_name(x: Any) -> str | None:
     return type(x).__name__ if isinstance(x, nn.Module) else None
 
 
-def check_loss(loss: Any, *, key: bool, has_state: bool) -> None:
+def check_loss(loss: Any, *, key: bool, has_state: bool, count: bool) -> None:
     """Refuses a loss that cannot be called as a step calls it.
 
     Args:
         loss: the loss, perhaps in transforms.
         key: whether the step has a key. The loss then takes the key.
         has_state: whether the loss takes a model state.
+        count: whether the loss takes the number of the step.
 
     Raises:
         TypeError: lists the loss's arguments, the arguments that the step passes, and the remedy.
@@ -74,12 +75,33 @@ def check_loss(loss: Any, *, key: bool, has_state: bool) -> None:
         )
     inner = _innermost_function(loss)
     given = ["params", *(["model_state"] if has_state else []), "batch", *(["key"] if key else [])]
-    takes = _signature_of(inner)
-    if takes is None or _accepts_arguments(takes, len(given)):
+    # A pipeline has checked the function that takes the number.
+    takes, named = _signature_of(inner), ["step"] if count and not hasattr(inner, "with_count") else []
+    if takes is not None and not _accepts_arguments(takes, len(given), named):
+        name = function_name(inner)
+        call = ", ".join([*given, *(f"{x}={x}" for x in named)])
+        remedy = _count_remedy(takes, len(given), count=count)
+        remedy = remedy or _signature_remedy(takes, len(given), key=key, has_state=has_state)
+        raise TypeError(f"{name}{takes} cannot be called as this step calls it, {name}({call}). {remedy}")
+
+
+def check_count(who: str, f: Any) -> None:
+    """Refuses a function that does not take the number of the step.
+
+    Args:
+        who: the function in words, such as "last of a pipeline".
+        f: the function, perhaps in transforms.
+
+    Raises:
+        TypeError: lists the function's arguments, and the remedy.
+    """
+    takes = _signature_of(inner := _innermost_function(f))
+    if takes is None or "step" in takes.parameters or any(p.kind is p.VAR_KEYWORD for p in takes.parameters.values()):
         return
-    name = function_name(inner)
-    calls = f"{name}{takes} cannot be called as this step calls it, {name}({', '.join(given)})"
-    raise TypeError(f"{calls}. {_signature_remedy(takes, len(given), key=key, has_state=has_state)}")
+    raise TypeError(
+        f"{who} takes the number of the step under count=True, got {function_name(inner)}{takes}. Add the argument"
+        " step, as in last(params, h, batch, *, step), or drop count=."
+    )
 
 
 def check_metrics(metrics: Callable[..., Any], *, has_state: bool) -> None:
@@ -103,6 +125,20 @@ def check_metrics(metrics: Callable[..., Any], *, has_state: bool) -> None:
         else "A model state is passed by a step with has_state=True, and a key by none. Bind other arguments before."
     )
     raise TypeError(f"{name}{takes} cannot be called as evaluate(metrics=) calls it, {name}({call}). {remedy}")
+
+
+def _count_remedy(takes: inspect.Signature, num: int, *, count: bool) -> str:
+    """Returns the remedy for a loss that takes the number of the step where the step passes none, or the reverse."""
+    if count and _accepts_arguments(takes, num):
+        return (
+            "With count=True a loss takes the number of the step by name, loss(params, batch, *, step), or drop count=."
+        )
+    if not count and "step" in takes.parameters and _accepts_arguments(takes, num, ["step"]):
+        return (
+            "Is 'step' the number of the step? Then pass sharded_step(..., count=True). If not, bind it before:"
+            " functools.partial(loss, step=...)."
+        )
+    return ""
 
 
 def _signature_remedy(takes: inspect.Signature, num: int, *, key: bool, has_state: bool) -> str:
@@ -139,9 +175,9 @@ def _signature_of(f: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _accepts_arguments(takes: inspect.Signature, num: int) -> bool:
+def _accepts_arguments(takes: inspect.Signature, num: int, named: Sequence[str] = ()) -> bool:
     try:
-        takes.bind(*range(num))
+        takes.bind(*range(num), **dict.fromkeys(named))
     except TypeError:
         return False
     return True

@@ -1,12 +1,14 @@
-"""Checks of the arguments of a step, made before anything is sent."""
+"""Checks of the arguments of a step, made before anything is sent, and errors about batches of which ranks differ."""
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardfn.collectives import Agreed, AnyControl, Constant, chosen_channel
 from shardfn.core import (
@@ -18,9 +20,11 @@ from shardfn.core import (
     RankError,
     Sharding,
     Zero,
+    a_kind,
     broadcast_prefix,
     did_you_mean,
     draw_block,
+    first_of,
     is_disk,
     named_leaves,
     raise_all,
@@ -28,8 +32,110 @@ from shardfn.core import (
     tree_paths,
 )
 
-from ._no_tensor import no_tensors
-from ._unequal import remedy_of_absent
+_SHOWN = 20
+_INDICES = re.compile(r"(\[\d+\])+$")
+
+
+def no_tensors(tree: PyTree, name: str) -> list[str]:
+    """Returns a line for each leaf of a tree, called `name`, that is not a tensor, with the remedy.
+
+    Lists are trees here. For a list of numbers, at any depth, there is a single line, with the first number.
+
+    Example:
+        >>> no_tensors({"x": [[1, 2], [3, 4]]}, "batch")
+        ["batch['x'] is a list of numbers (batch['x'][0][0] is an int). Write torch.tensor(batch['x'])"]
+    """
+    if _are_named(tree):
+        return [f"{name} is a {type(tree).__name__} of pairs of a name and a tensor. Write dict({name})"]
+    told: dict[str, str] = {}
+    named = named_leaves(tree, name)
+    mixed = {_INDICES.sub("", path) for path, x in named if not isinstance(x, int | float)}
+    for path, x in named:
+        if isinstance(x, Tensor):
+            continue
+        of = _INDICES.sub("", path)
+        if isinstance(x, int | float) and of != path and of not in mixed:
+            told.setdefault(of, f"{of} is a list of numbers ({path} is {a_kind(x)}). Write torch.tensor({of})")
+        else:
+            told[path] = f"{path} is {a_kind(x)}{_leaf_remedy(path, x)}"
+    return first_of(list(told.values()), _SHOWN)
+
+
+def _are_named(tree: PyTree) -> bool:
+    """Returns whether a tree is the list that a module's `named_parameters()` yields."""
+    pairs = isinstance(tree, list | tuple) and bool(tree) and all(isinstance(x, tuple) and len(x) == 2 for x in tree)
+    return pairs and all(isinstance(k, str) and isinstance(x, Tensor) for k, x in tree)
+
+
+def _leaf_remedy(path: str, x: Any) -> str:
+    if isinstance(x, numpy.ndarray | numpy.generic):
+        make = f"torch.from_numpy({path})" if isinstance(x, numpy.ndarray) else f"torch.tensor({path})"
+        return f". Write {make}"
+    if isinstance(x, bool | int | float | complex):
+        return f". Write torch.tensor({x!r})"
+    if isinstance(x, str | bytes):
+        return ", which no rank can compute with. Leave it out"
+    if isinstance(x, nn.Module):
+        return ". For a module write params, apply = sf.from_module(module)"
+    if isinstance(x, Mapping):
+        return f", a mapping that is no dict. Write dict({path})"
+    if callable(x):
+        return ". Unpack the result of from_module: params, apply = sf.from_module(module)"
+    if hasattr(x, "__iter__"):
+        if path == "batch":
+            return ", which is not one batch but an iterable: pass its items, for batch in ...: step(state, batch)"
+        return ". For a module write params, apply = sf.from_module(module)"
+    return ""
+
+
+_LEAF = re.compile(r"(batch.*): (torch\.\w+) (\[.*\])")
+
+
+def remedy_of_absent(texts: list[str]) -> str:
+    """Returns the remedy for leaves of a batch that only some ranks have, empty without such leaves."""
+    found = [{m[1]: m for line in text.splitlines() if (m := _LEAF.fullmatch(line))} for text in texts]
+    if not all(found):  # a rank without a batch is at another call
+        return ""
+    lines = []
+    for path in dict.fromkeys(path for leaves in found for path in leaves):
+        without = [rank for rank, leaves in enumerate(found) if path not in leaves]
+        if without:
+            _, dtype, dims = next(leaves[path] for leaves in found if path in leaves).groups()
+            sizes = ", ".join(n.strip("' ").replace("*", "0") for n in dims[1:-1].split(",")) + "," * ("," not in dims)
+            lines.append(
+                f"\n{path} is missing on ranks {without}. A batch has the same leaves on all ranks. A rank without rows"
+                f" of one passes an empty tensor: torch.zeros(({sizes}), dtype={dtype})."
+            )
+    return "".join(first_of(lines, 3))
+
+
+class UnequalBatchesError(ValueError):
+    """Error of batches of different sizes on ranks with a loss that is a plain mean."""
+
+
+@contextlib.contextmanager
+def naming_unequal(batch: PyTree, specs: PyTree, mesh: Mesh, sizes: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Names, in a step's error, the leaves of a batch by which ranks differ, if the loss cannot take such batches.
+
+    Args:
+        batch: this rank's rows.
+        specs: cut of the global batch.
+        mesh: the mesh.
+        sizes: sizes by rank, from `describe_batch`, empty if equal.
+    """
+    try:
+        yield
+    except UnequalBatchesError as error:
+        cuts = broadcast_prefix(specs, batch, lambda x: isinstance(x, P), names=("batch spec", "batch"))
+        named = zip(tree_paths(batch, "batch"), tree_leaves(batch), cuts, strict=True)
+        dims = [(path, d) for path, x, spec in named for d in range(x.ndim) if mesh.axes(spec.dim_axes(d))]
+        lines = [
+            f"{path}: dim {d} is {', '.join(f'{n} on rank {rank}' for rank, n in enumerate(by_rank))}"
+            for (path, d), by_rank in zip(dims, zip(*sizes, strict=True), strict=True)
+            if len(set(by_rank)) > 1
+        ]
+        raise_all(ValueError, f"{error} They differ in:", lines)
+        raise
 
 
 def is_spec(x: Any) -> bool:

@@ -30,7 +30,7 @@ from shardfn.memory import bind_pool
 from shardfn.nn import looping
 
 from ._graph_cache import MAX_GRAPHS, GraphCache, argument_shapes
-from ._splice import copied_loop
+from ._scan_copy import copied_loop
 from ._transform_order import Transform
 
 log = logging.getLogger("shardfn.jit")

@@ -16,7 +16,7 @@ from shardfn.capture import mark
 from shardfn.collectives import AxisTypeError, current_axis_types
 from shardfn.core import PyTree
 
-from ._noted import noting_leaves
+from ._error_context import noting_leaves
 
 Loss = Callable[..., Any]
 

@@ -11,8 +11,8 @@ from shardfn.modules import computing_in
 from shardfn.optim import GradientTransformation, LossScale, master_weights
 
 from ._accumulated import of_whole_batch
+from ._error_context import noting_exceptions
 from ._loss import Loss, WeightedMean
-from ._noted import noting_exceptions
 from ._transform_order import Transform
 
 

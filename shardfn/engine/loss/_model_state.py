@@ -3,20 +3,26 @@
 For example running statistics, or the biases of a router. A step takes the state and gives it back.
 
     loss(params, model_state, batch[, key]) -> (loss[, aux], model_state)
+    finish(model_state) -> model_state
 
 The transforms around a loss (`jit`, `accumulate`, `mixed_precision`) pass only a batch. So the state bypasses the
 transforms: each forward finds the state that the previous forward has left.
+
+`finish` is the end of a step for the state: a pure function, called once, after the last microbatch. The function sees
+this rank's blocks, and may call collectives over the axes of the mesh. Every executor calls the function before an
+update writes anything. So an error inside leaves the state unchanged, and a skipped step never calls the function.
 """
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn._torch import FakeTensorMode
+from shardfn._torch import FAKE, FakeTensor, FakeTensorMode, dispatch_mode
+from shardfn.capture import fakes
 from shardfn.collectives import AnyControl, GlobalTensor, shard, transforming
 from shardfn.core import (
     Ambient,
@@ -36,9 +42,24 @@ from shardfn.core import (
     tree_unflatten,
 )
 
-from ._abstract import is_abstract
 from ._check import is_spec
 from ._loss import Loss, WeightedMean
+
+
+def is_abstract(leaves: list[Any]) -> bool:
+    """Returns whether any of these tensors has no data, or torch's fake mode is on, in which no tensor has."""
+    active = dispatch_mode(FAKE) is not None
+    return active or any(isinstance(x, FakeTensor) or x.device.type == "meta" for x in leaves)
+
+
+def abstract_leaves(tree: PyTree, device: torch.device) -> PyTree:
+    """Returns the tree, with its tensors replaced by tensors without data.
+
+    Tensors on "meta" count as being on `device`.
+    """
+    leaves, treedef = tree_flatten(tree)
+    return tree_unflatten(treedef, fakes(leaves, device))
+
 
 # The difference of ranks' states, relative to their size, that is accepted: ranks may round differently.
 APART = 1e-3
@@ -292,3 +313,58 @@ def _is_near(a: tuple[float, float], b: tuple[float, float]) -> bool:
     if not all(map(math.isfinite, (*a, *b))):
         return math.isfinite(a[1]) == math.isfinite(b[1])
     return abs(a[0] - b[0]) <= APART * max(a[1], b[1])
+
+
+Finish = Callable[[PyTree], PyTree]
+
+
+def check_finish(finish: Any, *, has_state: bool) -> None:
+    """Refuses a value that cannot be the end of a step.
+
+    Raises:
+        TypeError: the value is not a function.
+        ValueError: the step has no model state.
+    """
+    if finish is None:
+        return
+    if not callable(finish):
+        raise TypeError(
+            "sharded_step(finish=...) takes a function, finish(model_state) -> model_state, and this is of type"
+            f" {type(finish).__name__}."
+        )
+    if not has_state:
+        raise ValueError(
+            "sharded_step(finish=f) has no effect without a model state, which f(model_state) takes and returns. Pass"
+            " has_state=True, or drop finish=."
+        )
+
+
+def finished(finish: Finish | None, model_state: PyTree) -> PyTree:
+    """Returns the model state after the end of a step, or the same without a function. The mesh must be bound.
+
+    Args:
+        finish: the function.
+        model_state: a tree of this rank's blocks, after the last microbatch.
+
+    Raises:
+        TypeError: a leaf of the result is not a tensor.
+        ValueError: the function returns another tree, or leaves of other shapes or dtypes, or writes to the argument.
+            Every such leaf is listed by path.
+    """
+    if finish is None:
+        return model_state
+    if transforming():  # a derivative may pass through the end, and tensors of a transform count no writes
+        new = finish(model_state)
+        check_returned(model_state, new, "finish")
+        return new
+    named = named_leaves(model_state, "model_state")
+    versions = [x._version for _, x in named]
+    with torch.no_grad():
+        new = finish(model_state)
+    raise_all(
+        ValueError,
+        "finish writes to the model state that it is given. Return new tensors, x + 1 in place of x.add_(1):",
+        [path for (path, x), was in zip(named, versions, strict=True) if x._version != was],
+    )
+    check_returned(model_state, new, "finish")
+    return tree_map(Tensor.detach, new)

@@ -1,24 +1,24 @@
 """Tensor parallelism of losses that name no axis: capture, plan, run, proposed specs."""
 
-from ._bound import (
+from ._bind import (
     bind as bind,
 )
-from ._partition_capture import (
+from ._capture import (
     in_section as in_section,
 )
-from ._partition_prepare import (
+from ._capture import (
     prepare as prepare,
 )
 from ._partitioned import (
     Partitioned as Partitioned,
 )
-from ._proposal import (
+from ._spec_search import (
     HeldBytes as HeldBytes,
 )
-from ._propose import (
+from ._spec_search import (
     Proposer as Proposer,
 )
-from ._proposed import (
+from ._propose_specs import (
     SpecSearch as SpecSearch,
     Unplaced as Unplaced,
 )

@@ -5,7 +5,7 @@ forward of the loss once a signature, with the shapes that the leaves have as wh
 planned by the sharding rules of the op table, and run on the blocks. The program is made of torch operations and the
 primitives of the table, so that the backward, ZeRO, remat and a surrounding capture treat the program as any other
 loss. So does the capture for a second axis, whose graph has the primitives of the first as operations
-(`_partition_axes.py`).
+(`_run.py`).
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from shardfn.engine.loss import MAX_GRAPHS, BoundedCache, Loss, Transform
 from shardfn.engine.plan import LeafView, LeafViews
 from shardfn.graph import Strategy
 
-from ._crossings import EveryRank, of_several_sizes
-from ._partition_plan import LossCall
-from ._partition_program import PartitionProgram
-from ._partition_run import run_program
+from ._other_axis_ops import EveryRank, of_several_sizes
+from ._plan import LossCall
+from ._program import PartitionProgram
+from ._run import run_program
 
 # The cost of a byte of a value that a rank holds where values are to stay cut, in bytes sent. High enough that the sums
 # of a norm's small gradients do not decide, and low enough that nothing large is sent instead.

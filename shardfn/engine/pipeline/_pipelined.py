@@ -26,7 +26,7 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.engine.loss import Loss, Transform, Unwrapped, taken_over, varying_along
+from shardfn.engine.loss import Loss, Transform, Unwrapped, check_count, pass_count, taken_over, varying_along
 from shardfn.engine.plan import (
     LeafView,
     LeafViews,
@@ -92,10 +92,13 @@ class Pipelined(Transform):
         per_stage: number of layers of each rank in a stack with unused rows. None: every row is a layer, and the stack
             is cut evenly.
         has_state: whether functions take and return parts of a model state, inside `ModelState.through`.
+        count: whether the last argument is the number of the step, for the end of the loss and not for its layers.
         views: leaves of a step's parameters. None: the loss is not bound to leaves yet.
     """
 
     transform: ClassVar[str] = "pipeline"
+    # Field of the function that returns the loss.
+    ends: ClassVar[str]
 
     blocks: Callable[[PyTree], Any]
     axis: str
@@ -104,6 +107,7 @@ class Pipelined(Transform):
     turns: bool
     per_stage: tuple[int, ...] | None
     has_state: bool = dataclasses.field(default=False, kw_only=True)
+    count: bool = dataclasses.field(default=False, kw_only=True)
     views: LeafViews | None = dataclasses.field(default=None, kw_only=True, repr=False, compare=False)
 
     @abc.abstractmethod
@@ -239,6 +243,21 @@ class Pipelined(Transform):
         """Returns the loss for a step with a model state. Each function takes a part."""
         return dataclasses.replace(self, has_state=True)
 
+    def with_count(self) -> "Pipelined":
+        """Returns the loss for a step that passes the step's number behind all other arguments.
+
+        Raises:
+            TypeError: the function that returns the loss takes no argument `step`.
+        """
+        function = getattr(self, self.ends)
+        check_count(f"{self.ends} of a pipeline", function)
+        own = {self.ends: pass_count(function)}
+        return dataclasses.replace(self, count=True, **own)
+
+    def keys(self, rest: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Returns the key, or (), from the arguments behind the batch."""
+        return rest[: len(rest) - self.count]
+
     def shared_layers(self, state: PipelineState, stage: int, here: bool) -> PipelineState:
         """Returns the model state with the layers' part from the ranks that ran the layers.
 
@@ -306,6 +325,8 @@ class Enclosed(Pipelined):
         last: `last(params, h, batch[, key]) -> loss`.
     """
 
+    ends: ClassVar[str] = "last"
+
     first: Callable[..., PyTree]
     last: Callable[..., Any]
 
@@ -318,8 +339,8 @@ class Enclosed(Pipelined):
         """Runs `first`."""
         own = self.without_stacks(params)
         if self.has_state:
-            return with_part(self.first, "first", "h", own, (batch, *key))
-        return self.first(own, batch, *key)
+            return with_part(self.first, "first", "h", own, (batch, *self.keys(key)))
+        return self.first(own, batch, *self.keys(key))
 
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
         """Runs `first` or takes the given values, then runs the layers, and at the last stage `last`."""
@@ -378,7 +399,7 @@ class PipelinedLayers(Enclosed):
             return h, stacks[-1]
         back = self.reverses(place.chunk)
         numbers = [place.row - i if back else place.row + i for i in range(num)]
-        keys = (fold_in(k, torch.tensor(numbers, device=k.device)) for k in key)
+        keys = (fold_in(k, torch.tensor(numbers, device=k.device)) for k in self.keys(key))
         # Lambdas only over this loss, so that a capture recognises the functions from microbatch to microbatch.
         layer: Callable[..., Any] = lambda h, x: (self.block(x[0], h, *x[1:]), None)  # noqa: E731
         if self.has_state:

@@ -74,7 +74,7 @@ class PipelinedFunctions(Enclosed):
         del batch
         owned, states = self._leaves_by_function(params), self._state_by_function()
         for i in self._functions_of(place.row):
-            own = [fold_in(k, i) for k in key]
+            own = [fold_in(k, i) for k in self.keys(key)]
             if self.has_state:
                 h, states[i] = apart(self.functions[i](owned[i], states[i], h, *own), f"function {i}", "h")
             else:

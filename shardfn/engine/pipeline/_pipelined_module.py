@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -37,6 +37,8 @@ class PipelinedModule(Pipelined):
         function: module that the loss calls.
         adapters: adapters of the module's leaves, or None. Adapters of layers lie on the ranks of the layers.
     """
+
+    ends: ClassVar[str] = "loss"
 
     loss: Callable[..., Any]
     function: LayeredFunction

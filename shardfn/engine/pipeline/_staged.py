@@ -40,7 +40,7 @@ from shardfn.engine.loss import (
     varying_along,
 )
 from shardfn.engine.plan import ActivationShapes, LeafView, Plan
-from shardfn.engine.transfers import Ends, Seed
+from shardfn.engine.transfers import BackwardRoots, Seed
 from shardfn.schedules import Action, PipelineSchedule
 
 from ._pipelined import (
@@ -71,7 +71,7 @@ class _Underway:
 
 
 class Staged:
-    """`Course` whose stages lie on the ranks along an axis.
+    """`MicrobatchRunner` whose stages lie on the ranks along an axis.
 
     Args:
         plan: layout.
@@ -134,7 +134,7 @@ class Staged:
         self._line.send(action, outputs)
         return None
 
-    def ends(self, action: Action, seed: Seed) -> Ends:
+    def ends(self, action: Action, seed: Seed) -> BackwardRoots:
         """Returns the loss, or the tensors that were sent on and the gradients that came back."""
         opened = self._open.pop(action[1:])
         if opened.value is not None:
@@ -143,7 +143,7 @@ class Staged:
             floats = [x for x in opened.outputs if x.is_floating_point()]
             pairs = list(zip(floats, self._arrived, strict=True))
         pairs = [(x, g) for x, g in pairs if x.requires_grad]
-        return Ends([x for x, _ in pairs], [g for _, g in pairs], opened.inputs)
+        return BackwardRoots([x for x, _ in pairs], [g for _, g in pairs], opened.inputs)
 
     def send_back(self, action: Action, grads: list[Tensor | None]) -> None:
         """Sends the gradients of the received tensors back to the sender, and zeros for a tensor without a gradient."""

@@ -1,6 +1,6 @@
 """The plan of a step: layout of each leaf, chunks, orders of use, phases of an optimizer."""
 
-from ._check_nonempty import (
+from ._checks import (
     check_has_rows as check_has_rows,
     check_has_values as check_has_values,
     check_trains as check_trains,
@@ -17,7 +17,7 @@ from ._leaf_views import (
     Pick as Pick,
     every_leaf as every_leaf,
 )
-from ._narrow import (
+from ._checks import (
     warn_of_narrow_updates as warn_of_narrow_updates,
 )
 from ._order import (

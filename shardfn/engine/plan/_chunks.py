@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from shardfn.capture import capturing
 from shardfn.core import Mesh
 
 # First and last chunk, and their sum.
@@ -18,11 +19,13 @@ class Chunks(NamedTuple):
         total: how many there are, a power of two.
         ranks: how many ranks share them.
         rank: which this is.
+        parts: into how many microbatches the loss cuts each chunk.
     """
 
     total: int
     ranks: int
     rank: int
+    parts: int = 1
 
     @staticmethod
     def of(total: int, mesh: Mesh, axes: tuple[str, ...]) -> "Chunks":
@@ -77,7 +80,8 @@ def push(stack: list[Node], node: Node) -> None:
     stack.append(node)
     while _are_siblings(stack):
         (start, middle, left), (_, stop, right) = stack[-2:]
-        stack[-2:] = [(start, stop, left.add_(right) if middle - start > 1 else left + right)]
+        own = middle - start > 1 and not capturing()  # a graph's memory is planned when it is compiled
+        stack[-2:] = [(start, stop, left.add_(right) if own else left + right)]
 
 
 def _are_siblings(stack: Sequence[tuple[Any, ...]]) -> bool:

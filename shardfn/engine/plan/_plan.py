@@ -26,8 +26,8 @@ from shardfn.leaves import (
 )
 from shardfn.state import layers_of
 
+from ._check_batch_axis import blocks_of_batch_axes, exchanging
 from ._chunks import Chunks
-from ._exchanged import blocks_of_batch_axes, exchanging
 from ._learnt import Learnt
 from ._order import UseOrder
 

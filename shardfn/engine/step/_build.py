@@ -54,23 +54,23 @@ def build_step(
         zero: a rule or a stage.
         key: None for losses without randomness.
         state_specs: state specs of the model state.
-        flags: `has_aux`, `has_state`, `donate`, `skip_nonfinite`.
+        flags: `count`, `has_aux`, `has_state`, `donate`, `skip_nonfinite`.
         trainable: a prefix tree of bools, or None.
         finish: the end of a step for the model state, or None.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
     """
-    has_state = flags["has_state"]
+    has_state, count = flags["has_state"], flags["count"]
     _check_flags(flags, trainable)
     check_finish(finish, has_state=has_state)
     losses = _named_losses(loss)
     if trainable is None:
         own = {name: trained_leaves(x.loss) if x.trainable is None else x.trainable for name, x in losses.items()}
         losses = {name: x._replace(trainable=own[name]) for name, x in losses.items()}
-    unwrapped = {name: unwrap(x.loss, has_state=has_state) for name, x in losses.items()}
+    unwrapped = {name: unwrap(x.loss, has_state=has_state, count=count) for name, x in losses.items()}
     for x in losses.values():
-        check_loss(x.loss, key=key is not None, has_state=has_state)
+        check_loss(x.loss, key=key is not None, has_state=has_state, count=count)
     update = as_transformation(optimizer)
     check_descends(update)
     if key is not None:

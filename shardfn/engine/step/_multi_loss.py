@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.collectives import Agreed, AnyControl
 from shardfn.core import PyTree, raise_all, tree_leaves
-from shardfn.engine.execution import ProgramCall, StepPrograms, global_mean, step_lines
+from shardfn.engine.execution import ProgramCall, StepPrograms, exact, global_mean, step_lines
 from shardfn.engine.loss import Loss, Unwrapped
 from shardfn.engine.plan import Plan, Planner
 from shardfn.engine.transfers import (
@@ -153,7 +153,7 @@ def combined(
         state: the state.
     """
     total: Blocks = {}
-    with torch.no_grad():
+    with torch.no_grad(), exact(plan):
         for own in calls:
             leaves = [x.donate() for x in tree_leaves(found[own.name].grads)]
             total = added(plan, total, by_leaf(own.plan, leaves))

@@ -32,6 +32,7 @@ from shardfn.engine.transfers import (
     FoundGradients,
     StepParts,
     advanced,
+    check_chunk_states,
     check_gradients,
     commit,
     describe_rows,
@@ -80,6 +81,8 @@ class Admission:
         check_alive(state)
         plan = reduced_for(self.planner.plan_of(state), self.parts.optimizer, state.opt_state)
         self._check_kept(state)
+        if plan.chunks is not None:
+            check_chunk_states(state.model_state, plan.batch_axes)
         return plan
 
     def pure(self, state: TrainState) -> Plan:
@@ -110,11 +113,13 @@ class Admission:
         Raises:
             ValueError: the loss takes a key, but the state does not hold a key.
         """
+        # A copy, as a loss may write to its arguments.
+        number = [state.step.to(self.planner.mesh.device, copy=True)] if self.parts.count else []
         if self.key is None:
-            return (batch,)
+            return batch, *number
         if not isinstance(state.key, Tensor):
             raise ValueError("the step was built with a key, but the state has no key; make it with this step's init.")
-        return batch, fold_in(state.key, state.step)
+        return batch, fold_in(state.key, state.step), *number
 
     def passed(self, plan: Plan, state: TrainState, passed: UpdateArgs) -> None:
         """Refuses gradients, or a model state passed with them, that do not fit a plan.

@@ -328,8 +328,9 @@ class ShardedStep(Transform):
         plan = reduced_for(self._planner.plan_of(given), self._optimizer, given.opt_state, phase)
         check_scale(given, self._loss_scale)
         describe_batch(batch, self._planner.batch, self.mesh)
-        keys = () if self._key is None else (self._key,)
-        return plan, given, abstract_leaves((cut_ahead(self._parts.loss, batch), *keys), self.mesh.device)
+        rest = [] if self._key is None else [self._key]
+        rest += [torch.zeros((), dtype=torch.int64)] if self._parts.count else []
+        return plan, given, abstract_leaves((cut_ahead(self._parts.loss, batch), *rest), self.mesh.device)
 
     @uncollected()
     def gradients(self, state: TrainState, batch: PyTree) -> tuple[PyTree, dict[str, Tensor]]:
@@ -437,7 +438,7 @@ class ShardedStep(Transform):
 
         return self._calls.pure("the update of a step", pure_update, state, prepare)
 
-    def loss(self, params: PyTree, batch: PyTree, *key: Tensor, model_state: PyTree = ()) -> Tensor:
+    def loss(self, params: PyTree, batch: PyTree, *rest: Tensor, model_state: PyTree = ()) -> Tensor:
         """Returns the mean loss of the global batch, the same on all ranks: a pure function of the sharded parameters.
 
         `torch.func.grad`, `vmap`, `jvp` and their compositions pass through it. A gradient is a tree of `GlobalTensor`
@@ -447,7 +448,7 @@ class ShardedStep(Transform):
         Args:
             params: a state's params.
             batch: this rank's rows.
-            *key: the key, if the loss takes one. It is passed on unchanged.
+            *rest: the key, if the loss takes a key, and with `count` the number of the step, both passed on unchanged.
             model_state: with `has_state`, a state's. The new one is dropped.
 
         Returns:
@@ -461,7 +462,7 @@ class ShardedStep(Transform):
             >>> torch.func.grad(step.loss)(state.params, torch.tensor([1.0, 3.0])).full_tensor()
             tensor(2.)
         """
-        return self._loss.pure(params, *([model_state] if self._parts.has_state else []), batch, *key)
+        return self._loss.pure(params, *([model_state] if self._parts.has_state else []), batch, *rest)
 
     def rows(self, num: int) -> slice:
         """Returns the rows of a global batch of `num` that this rank passes, if the batch is cut along dim 0 alone.
@@ -548,8 +549,8 @@ class ShardedStep(Transform):
             self._planner.plan_of(state)
             check_alive(state)
         agree_on_step(comms.control, "step.evaluate")
-        keys = () if self._key is None or metrics is not None else self._admission.args(state, None)[1:]
-        return self._measures.evaluate(metrics, state, batches, keys)
+        rest = () if metrics is not None else self._admission.args(state, None)[1:]
+        return self._measures.evaluate(metrics, state, batches, rest)
 
     def specs(self, params: PyTree) -> PyTree:
         """Returns the storage `Sharding` of each leaf of a parameter tree. Only shapes and dtypes are used."""

@@ -1,10 +1,12 @@
 """Transfers of one step: gathers, reductions, sums of gradients, refreshes."""
 
 from ._canonical import (
+    ChunkStates as ChunkStates,
+    check_chunk_states as check_chunk_states,
     chunks_of as chunks_of,
     describe_rows as describe_rows,
-    summed_squares as summed_squares,
-    summed_values as summed_values,
+    sum_all_squares as sum_all_squares,
+    sum_values as sum_values,
 )
 from ._gather import (
     DONE as DONE,
@@ -25,15 +27,15 @@ from ._gradients import (
 from ._lazy_params import (
     check_capture as check_capture,
     enter as enter,
-    watch_of as watch_of,
+    make_write_detector as make_write_detector,
 )
 from ._microbatch_runner import (
-    Course as Course,
-    Ends as Ends,
+    MicrobatchRunner as MicrobatchRunner,
+    BackwardRoots as BackwardRoots,
     Seed as Seed,
-    Whole as Whole,
+    LocalRunner as LocalRunner,
 )
-from ._outcome import (
+from ._reduce import (
     BackwardResult as BackwardResult,
     WEIGHTED as WEIGHTED,
     agree_on_outcome as agree_on_outcome,
@@ -62,7 +64,7 @@ from ._reduce import (
 from ._refresh import (
     refresh as refresh,
 )
-from ._schedule import (
+from ._step import (
     accumulation as accumulation,
     check_schedule as check_schedule,
 )

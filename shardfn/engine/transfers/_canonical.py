@@ -22,9 +22,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.collectives import pmax, psum
-from shardfn.core import Pending, PyTree, broadcast_prefix, raise_all, tree_leaves, tree_paths
-from shardfn.engine.loss import Value, cut_rows, describe_batch, is_spec
+from shardfn.collectives import GlobalTensor, current_mesh, pmax, psum
+from shardfn.core import (
+    Pending,
+    PyTree,
+    StoredValue,
+    broadcast_prefix,
+    load,
+    named_leaves,
+    raise_all,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+)
+from shardfn.engine.loss import Loss, Value, cut_rows, describe_batch, is_spec, microbatches
 from shardfn.engine.plan import (
     Chunks,
     Node,
@@ -36,10 +48,11 @@ from shardfn.optim import exact_limbs, join_limbs, max_abs
 
 
 class ChunkSums:
-    """The gradients of this rank's chunks, added up along the tree, leaf by leaf.
+    """Gradients of this rank's chunks, added up along the tree, leaf by leaf.
 
-    Backwards run in the order of chunks: `begin`, then `add` at most once per leaf. A leaf without a gradient counts as
-    zeros. After the last chunk, `take` returns the nodes of a leaf, and drops them.
+    Backwards run in the order of chunks, `chunks.parts` of each: `begin`, then `add` at most once per leaf. The parts
+    of a chunk are added up in order. A leaf without a gradient counts as zeros. After the last chunk, `take` returns
+    the nodes of a leaf, and drops them.
 
     Args:
         chunks: chunks of this rank.
@@ -49,26 +62,44 @@ class ChunkSums:
     def __init__(self, chunks: Chunks, zeros: Callable[[int], Tensor]) -> None:
         self.chunks, self._zeros = chunks, zeros
         # By leaf, the nodes of all chunks up to the last that gave it a gradient: (start, stop, sum), in order, each as
-        # large as the tree allows. `_next` is the chunk whose backward runs.
+        # large as the tree allows; and the chunk whose parts are being added up, with the sum so far.
         self._nodes: dict[int, list[Node]] = {}
-        self._next = chunks.bounds[0] - 1
+        self._open: dict[int, tuple[int, Tensor]] = {}
+        self._begun = 0
 
     def begin(self) -> None:
-        """Begins the backward of the next chunk."""
-        self._next += 1
+        """Begins the backward of the next part of a chunk."""
+        self._begun += 1
 
     def add(self, leaf: int, grad: Tensor) -> None:
-        """Adds a leaf's gradient of the current chunk; dropped if the chunk was run before."""
-        stack, (_, stop) = self._nodes.setdefault(leaf, []), self.chunks.bounds
-        if self._next < stop:
-            self._fill_tree(leaf, stack, self._next)
-            push(stack, (self._next, self._next + 1, grad))
+        """Adds a leaf's gradient of the current part; dropped if the chunk was run before."""
+        start, stop = self.chunks.bounds
+        chunk = start + (self._begun - 1) // self.chunks.parts
+        if chunk >= stop:
+            return
+        before = self._open.get(leaf)
+        if before is not None and before[0] == chunk:
+            grad = before[1] + grad
+        else:
+            self._close(leaf)
+        self._open[leaf] = chunk, grad
+        if self.chunks.parts == 1:
+            self._close(leaf)
 
     def take(self, leaf: int) -> list[Tensor]:
         """Returns the nodes of a leaf, in order."""
+        self._close(leaf)
         stack = self._nodes.pop(leaf, [])
         self._fill_tree(leaf, stack, self.chunks.bounds[1])
         return [x for _, _, x in stack]
+
+    def _close(self, leaf: int) -> None:
+        """Moves the sum of a chunk into the tree."""
+        if (done := self._open.pop(leaf, None)) is not None:
+            chunk, grad = done
+            stack = self._nodes.setdefault(leaf, [])
+            self._fill_tree(leaf, stack, chunk)
+            push(stack, (chunk, chunk + 1, grad))
 
     def send(self, leaves: Sequence[int], send: Callable[[list[Tensor]], Pending[Tensor]]) -> Pending[Tensor]:
         """Sends the nodes of leaves that travel together, one message each; zeros where other ranks have more nodes.
@@ -124,6 +155,73 @@ class JoinedNodes(Pending[Tensor]):
             x.wait()
 
 
+class ChunkStates:
+    """Model states that the chunks of this rank return, each from the state of the step, and their sum over ranks.
+
+        float leaves      the mean over all chunks, summed by the tree: for example running statistics
+        other leaves      old + the sum of the changes, which are integers: for example counts
+
+    Args:
+        start: model state of the step, this rank's blocks.
+        chunks: chunks of this rank.
+    """
+
+    def __init__(self, start: PyTree, chunks: Chunks) -> None:
+        self._start, self._chunks = start, chunks
+        self._states: list[list[Tensor]] = []
+
+    def start_part(self, part: int, now: PyTree) -> PyTree:
+        """Returns the state that part number `part` takes: the first part of a chunk takes the state of the step."""
+        return now if part % self._chunks.parts else self._start
+
+    def end_part(self, part: int, now: PyTree) -> None:
+        """Takes the state that a part returns. The states of a chunk that was run before are dropped."""
+        chunk, last = divmod(part + 1, self._chunks.parts)
+        if not last and chunk <= self._chunks.num:
+            self._states.append(tree_leaves(now))
+
+    def join_ranks(self, axes: tuple[str, ...]) -> PyTree:
+        """Returns the model state after the step. Collective."""
+        leaves, treedef = tree_flatten(self._start)
+        columns = zip(*self._states, strict=True)
+        pairs = zip(leaves, columns, strict=True)
+        return tree_unflatten(treedef, [self._join_leaf(old, new, axes) for old, new in pairs])
+
+    def _join_leaf(self, old: Tensor, new: Sequence[Tensor], axes: tuple[str, ...]) -> Tensor:
+        if not old.is_floating_point():
+            return old + psum(torch.stack([x - old for x in new]).sum(0), axes).to(old.dtype)
+        (start, stop), total = self._chunks.bounds, self._chunks.total
+        zeros = torch.zeros(old.shape, dtype=torch.float64, device=old.device)
+        rows = [zeros] * start + [x.double() for x in new] + [zeros] * (total - stop)
+        summed = psum(torch.stack(rows), axes)  # for each row, all ranks but one have added zeros
+        ((_, _, mean),) = tree_sum([(k, k + 1, row) for k, row in enumerate(summed.unbind())])
+        return (mean / total).to(old.dtype)
+
+
+def check_chunk_states(tree: PyTree, axes: tuple[str, ...]) -> None:
+    """Refuses a model state that chunks cannot be joined in.
+
+    Args:
+        tree: tree of `GlobalTensor`s.
+        axes: axes of the batch.
+
+    Raises:
+        ValueError: leaves are bools or complex, or are cut along axes of the batch. All are listed.
+    """
+    named = named_leaves(tree, "model_state")
+    raise_all(
+        ValueError,
+        "Zero(reduction='canonical') takes the mean of the float leaves of a model state over chunks of the batch, and"
+        " adds the changes of integers; got leaves for which there is neither. Keep bools as int8, complex numbers as"
+        " torch.view_as_real, and blocks along another axis than those of the batch:",
+        [f"{path} of {x.dtype}, {x.spec!r}" for path, x in named if not _is_joinable(x, axes)],
+    )
+
+
+def _is_joinable(x: GlobalTensor, axes: tuple[str, ...]) -> bool:
+    return x.dtype != torch.bool and not x.dtype.is_complex and not set(axes) & set(x.spec.axes)
+
+
 def describe_rows(plan: Plan, batch: PyTree) -> tuple[str, tuple[int, ...]]:
     """Returns the description of a batch that ranks compare before a step. See `describe_batch`.
 
@@ -149,12 +247,15 @@ def describe_rows(plan: Plan, batch: PyTree) -> tuple[str, tuple[int, ...]]:
     return text, tuple(n // chunks.num for n in sizes)
 
 
-def chunks_of(plan: Plan, chunks: Chunks, batch: PyTree, *, even: bool) -> list[PyTree]:
-    """This rank's chunks of a batch from `describe_rows`. The last is repeated where other ranks have more.
+def chunks_of(plan: Plan, chunks: Chunks, loss: Loss, batch: PyTree, *, even: bool) -> tuple[Loss, list[PyTree]]:
+    """Returns the loss of a part of a chunk, and the parts of this rank's chunks of a batch from `describe_rows`.
+
+    The last chunk is repeated where other ranks have more.
 
     Args:
         plan: the layout. Leaves of the batch that it does not cut are the same for all chunks, as for all ranks.
         chunks: the chunks that this rank runs.
+        loss: loss of a chunk, perhaps accumulated over parts of it.
         batch: this rank's rows.
         even: whether ranks have equal numbers of rows a chunk.
 
@@ -165,7 +266,9 @@ def chunks_of(plan: Plan, chunks: Chunks, batch: PyTree, *, even: bool) -> list[
         rows = [f"{path} has {n} rows" for path, n in _count_rows(plan, batch)]
         raise_all(ValueError, f"{_describe_chunks(chunks)}; other ranks pass other numbers:", rows)
     own = cut_rows(batch, chunks.num, _is_cut(plan, batch))
-    return own + own[-1:] * (chunks.most - chunks.num)
+    cut = [microbatches(loss, chunk) for chunk in own]
+    parts = [part for _, of_chunk in cut for part in of_chunk]
+    return cut[0][0], parts + cut[-1][1] * (chunks.most - chunks.num)
 
 
 def _is_cut(plan: Plan, batch: PyTree) -> list[bool]:
@@ -187,25 +290,29 @@ def _describe_chunks(chunks: Chunks) -> str:
     )
 
 
-def summed_values(values: Sequence[Value], chunks: Chunks, axes: tuple[str, ...]) -> Tensor:
+def sum_values(values: Sequence[Value], chunks: Chunks, axes: tuple[str, ...]) -> Tensor:
     """Returns the sums over all chunks of loss, weight (1 for a plain mean) and the pairs of aux, in float64.
 
     Collective.
     """
     first, (start, _) = values[0], chunks.bounds
     rows = torch.zeros(chunks.total, 2 + 2 * len(first.aux), dtype=torch.float64, device=first.total.device)
-    for k, value in enumerate(values[: chunks.num]):
+    for k, value in enumerate(values[: chunks.num * chunks.parts]):
         row = [value.total, torch.ones_like(value.total) if value.weight is None else value.weight]
         row += [x for name in sorted(value.aux) for x in value.aux[name]]
-        rows[start + k] = torch.stack([x.to(rows) for x in row])
+        rows[start + k // chunks.parts] += torch.stack([x.to(rows) for x in row])
     rows = psum(rows, axes)  # for each row, all ranks but one have added zeros
     ((_, _, total),) = tree_sum([(k, k + 1, row) for k, row in enumerate(rows.unbind())])
     return total
 
 
-def summed_squares(parts: Sequence[Tensor], axes: tuple[str, ...]) -> Tensor:
-    """Returns the sum of squares of all ranks' parts, in float64: summed as integers, so in any order. Collective."""
-    top = torch.stack([max_abs(x) for x in parts]).max() if parts else torch.zeros((), dtype=torch.float64)
+def sum_all_squares(parts: Sequence[StoredValue], axes: tuple[str, ...]) -> Tensor:
+    """Returns the sum of squares of all ranks' parts, in float64: summed as integers, so in any order. Collective.
+
+    A part that is kept elsewhere is loaded twice, first for the largest value, so that one part at a time is here.
+    """
+    device = current_mesh().device
+    top = torch.stack([max_abs(load(x)).to(device) for x in parts]).max()
     top = pmax(top, axes)
-    limbs = [exact_limbs(x, top) for x in parts] or [torch.zeros(2, dtype=torch.int64, device=top.device)]
+    limbs = [exact_limbs(x := load(part), top.to(x.device)).to(device) for part in parts]
     return join_limbs(psum(torch.stack(limbs).sum(0), axes), top)

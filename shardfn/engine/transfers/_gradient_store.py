@@ -1,4 +1,8 @@
-"""This rank's shares of the summed gradients, from their arrival to the update, each in the memory where it waits."""
+"""Sums of gradients on this rank: of backwards that are not sent, and its shares of the sums over ranks.
+
+LocalSums        gradients that are added up before any of them is sent, by leaf
+GradientStore    shares from their arrival to the update, each in the memory where it waits
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -8,17 +12,118 @@ import torch
 from torch import Tensor
 
 from shardfn.capture import capturing, traced_once
-from shardfn.collectives import Packing, SumWire, dealt, is_sole_owner, psum
+from shardfn.collectives import Packing, SumWire, dealt, is_sole_owner, may_be_added_to, psum
 from shardfn.core import IN_FLIGHT_BYTES, MemoryKind, Pending, StoredValue, is_device, is_host, load
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Plan
 from shardfn.leaves import LeafLayout
 from shardfn.memory import on_host, to_host
 from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares
-from shardfn.state import Ahead, fetch, slices_of, stack_values, store
+from shardfn.state import OverlappedUpdate, fetch, slices_of, stack_values, store
 
-from ._local_sums import added
 from ._pools import pool_of
+
+
+def added(before: Tensor | None, part: Tensor, key: int, summed: set[int]) -> Tensor:
+    """Returns `before + part`; adds in place where no other tensor shares the memory of `before`.
+
+    A sum that was made here has its own memory. The first summand is autograd's, or came in a message: the caller holds
+    an alias of it, and others may hold tensors that share its memory.
+
+    Args:
+        before: sum so far. None: `part` is the first summand.
+        part: next summand, of the same dtype.
+        key: key of the sum.
+        summed: keys whose sum so far was made here; is changed.
+    """
+    if before is None:
+        summed.discard(key)
+        return part
+    if capturing():  # a graph's memory is planned when it is compiled
+        return before + part
+    out = before.add_(part) if key in summed or may_be_added_to(before) else before + part
+    summed.add(key)
+    return out
+
+
+class LocalSums:
+    """One step's sums of backwards that did not send. Gradients must be aliases that only the caller has.
+
+    The first gradient of a leaf is kept without a copy, since others may hold its memory. The second is added to it in
+    place if no other does, and all others in place. Sums of the layers of one stack that are not sent lie side by side
+    in memory of their own, so that they need not be joined: the second gradient's sum is written there.
+
+    Args:
+        plan: the layout.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._leaves = plan, plan.layers
+        self._at: dict[int, Tensor] = {}
+        # The leaves whose sum has been made here, so that its memory is this step's alone. See `added`.
+        self._made: set[int] = set()
+        self._stacks: dict[int, Tensor] = {}
+
+    def __bool__(self) -> bool:
+        """Returns whether anything has been added up."""
+        return bool(self._at or self._made)
+
+    def add(self, leaf: int, grad: Tensor, *, stays: bool) -> None:
+        """Adds a gradient.
+
+        Args:
+            leaf: the leaf's number.
+            grad: the gradient.
+            stays: whether the sum is not sent.
+        """
+        before = self._at.get(leaf)
+        if before is not None and leaf in self._made:  # as nearly always, of many microbatches
+            before.add_(grad.to(before.dtype))
+            return
+        self._at[leaf] = self._add_gradient(before, leaf, grad, stays)
+
+    def total(self, leaf: int, grad: Tensor, *, stays: bool) -> Tensor:
+        """Returns the sum with a last gradient, which is let go. A gradient that is alone is as it came."""
+        before = self._at.pop(leaf, None)
+        if before is None:
+            self._made.discard(leaf)
+            return grad
+        return self._add_gradient(before, leaf, grad, stays)
+
+    def pop(self, leaf: int) -> Tensor | None:
+        """Returns the sum so far, which is let go, or None if nothing was added."""
+        return self._at.pop(leaf, None)
+
+    def has_made(self, leaf: int) -> bool:
+        """Returns whether the last sum of a leaf was made here."""
+        return leaf in self._made
+
+    def _add_gradient(self, before: Tensor | None, leaf: int, grad: Tensor, stays: bool) -> Tensor:
+        # Gradients are added up in the dtype of sums.
+        grad = grad.to(self._leaves[leaf].dtypes.accum)
+        first = stays and leaf not in self._made and type(before) is Tensor and type(grad) is Tensor
+        row = self._find_row(leaf, grad) if first else None
+        if before is None or row is None:
+            return added(before, grad, leaf, self._made)
+        self._made.add(leaf)
+        return torch.add(before, grad, out=row)
+
+    def _find_row(self, leaf: int, like: Tensor) -> Tensor | None:
+        """Returns the place of the sum of a stack's layer, or None for other leaves."""
+        place = self._find_places.get(leaf)
+        if place is None:
+            return None
+        first, num = place
+        if first not in self._stacks:
+            self._stacks[first] = like.new_empty((num, *like.shape))
+        return self._stacks[first][leaf - first]
+
+    @functools.cached_property
+    def _find_places(self) -> dict[int, tuple[int, int]]:
+        """Returns the first layer of its stack and how many it has, by layer."""
+        stacks = [(first, len(x.layers)) for first, x in zip(self._plan.first_layers, self._plan.leaves, strict=True)]
+        return {first + k: (first, num) for first, num in stacks for k in range(num)}
+
 
 # Bytes of shares that may be on their way: the device holds them until they are on the host, which holds those that
 # go on to the disk until they are there.
@@ -53,14 +158,14 @@ class GradientStore:
         # A unit that is kept elsewhere than on the device is in `_coming` (with the sum so far in `_at`, if there is
         # a sum), then in `_writing` if it goes on to disk, then in `_at`. A unit that the update has taken early is in
         # `_taken` only. `_leaving` are the bytes that the way of each still holds, the oldest first. The thread of an
-        # update touches none of them: it gets its gradients by `Ahead.take`.
+        # update touches none of them: it gets its gradients by `OverlappedUpdate.take`.
         self._at: dict[int, StoredValue] = {}
         self._coming: dict[int, Pending[Tensor]] = {}
         self._writing: dict[int, Pending[StoredValue]] = {}
         self._leaving: dict[int, int] = {}
         # The units whose tensor in `_at` is a sum. See `added`.
         self._summed: set[int] = set()
-        self._ahead: Ahead | None = None
+        self._ahead: OverlappedUpdate | None = None
         self._taken: dict[int, Pending[Any]] = {}
         # By unit that is wanted whole, its sum: here, or on its way. By layer, the parts for the optimizer.
         self._wholes: dict[int, Tensor | Pending[Tensor]] = {}
@@ -74,7 +179,7 @@ class GradientStore:
         """Returns the units that have a share here, or have gone into an update that runs already; sorted."""
         return sorted({*self._at, *self._coming, *self._writing, *self._taken})
 
-    def give_to(self, ahead: Ahead) -> None:
+    def give_to(self, ahead: OverlappedUpdate) -> None:
         """From now on gives complete gradients to an update that runs already, if it takes them."""
         self._ahead = ahead
 

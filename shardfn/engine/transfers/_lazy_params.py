@@ -68,7 +68,7 @@ def enter(
     return tree_unflatten(plan.treedef, tree), handles
 
 
-def watch_of(plan: Plan, blocks: Sequence[StoredValue], *, first: bool) -> Watch:
+def make_write_detector(plan: Plan, blocks: Sequence[StoredValue], *, first: bool) -> Watch:
     """Detects writes to the blocks that the loss gets without a copy; the first time, by their bits too."""
     watch = Watch(bits=first and not plan.captured)
     if not plan.captured:

@@ -1,4 +1,4 @@
-"""The interface by which the engine runs a microbatch on a rank: `Course`, for whole losses and for stages."""
+"""`MicrobatchRunner`: the interface by which the engine runs a microbatch on a rank, for whole losses and stages."""
 
 import contextlib
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from shardfn.schedules import Action, Actions
 Seed = Callable[[Tensor, Tensor | None], Tensor]
 
 
-class Ends(NamedTuple):
+class BackwardRoots(NamedTuple):
     """The start of a backward: outputs and their cotangents, and the further inputs whose gradients it computes.
 
     Attributes:
@@ -28,7 +28,7 @@ class Ends(NamedTuple):
     inputs: list[Tensor]
 
 
-class Course(Protocol):
+class MicrobatchRunner(Protocol):
     """One step's microbatches on this rank. Made anew each step.
 
     For each action of `actions`, in order, the engine calls `receive` and then `forward`, or `receive`, `ends` and
@@ -52,7 +52,7 @@ class Course(Protocol):
         """Runs the forward of an action, and returns the loss, or None if another stage has it."""
         ...
 
-    def ends(self, action: Action, seed: Seed) -> Ends:
+    def ends(self, action: Action, seed: Seed) -> BackwardRoots:
         """Returns the start of a microbatch's backward; the course drops it."""
         ...
 
@@ -77,8 +77,8 @@ class Course(Protocol):
         ...
 
 
-class Whole:
-    """A `Course` of whole losses: each rank runs all of its microbatches by itself.
+class LocalRunner:
+    """A `MicrobatchRunner` of whole losses: each rank runs all of its microbatches by itself.
 
     Args:
         loss: loss of one microbatch.
@@ -104,12 +104,12 @@ class Whole:
         value = self._open[k] = evaluate(self._loss, params, (self._batches[k], *self._rest), self._has_aux)
         return value
 
-    def ends(self, action: Action, seed: Seed) -> Ends:
+    def ends(self, action: Action, seed: Seed) -> BackwardRoots:
         """Returns the loss, if it has a gradient."""
         value = self._open.pop(action.microbatch)
         if not value.total.requires_grad:
-            return Ends([], [], [])
-        return Ends([value.total], [seed(value.total, value.weight)], [])
+            return BackwardRoots([], [], [])
+        return BackwardRoots([value.total], [seed(value.total, value.weight)], [])
 
     def send_back(self, action: Action, grads: list[Tensor | None]) -> None:
         """Nothing."""

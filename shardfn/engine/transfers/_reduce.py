@@ -7,8 +7,10 @@ this rank's loss did not use contributes zeros, so ranks may take different bran
     LocalSums, ChunkSums   gradients that are added up on this rank before they are sent, by leaf
     SendQueue              units on their way, in the agreed order
     GradientStore          this rank's shares of the sums, until the update takes them
+    BackwardResult         the sums over the microbatches of a step, before the update
 """
 
+import dataclasses
 import enum
 import functools
 from collections.abc import Sequence
@@ -18,13 +20,13 @@ from torch import Tensor
 
 from shardfn.capture import mark, traced_once
 from shardfn.collectives import AnyChannels, SumWire
-from shardfn.core import Pending
-from shardfn.engine.agreement import named_range
+from shardfn.core import Pending, PyTree
+from shardfn.engine.agreement import Comms, named_range
+from shardfn.engine.loss import Value, WeightedMean, totals
 from shardfn.engine.plan import Chunks, Plan
 
 from ._canonical import ChunkSums
-from ._gradient_store import GradientStore
-from ._local_sums import LocalSums
+from ._gradient_store import GradientStore, LocalSums
 from ._send_queue import Keep, SendQueue
 
 
@@ -60,6 +62,7 @@ class Reducer:
         stage: stage.
         queue: the units on their way.
         store: the sums.
+        chunks: chunks of this rank, or None.
         received: whether any leaf has got a gradient on this rank, in any backward so far.
     """
 
@@ -75,6 +78,7 @@ class Reducer:
         ways = [plan.layers[unit.leaves[0]].ways.reduce for unit in plan.reduce_units]
         self._wires = [SumWire(channels, way, x.packing) for way, x in zip(ways, plan.reduce_units, strict=True)]
         self._local = LocalSums(plan)
+        self.chunks = chunks
         self._chunks = None if chunks is None else ChunkSums(chunks, functools.partial(_make_zeros, plan))
         self.store = GradientStore(plan, self._wires, late_axes)
         self.queue = SendQueue(order)
@@ -214,3 +218,38 @@ class Reducer:
 def _make_zeros(plan: Plan, leaf: int, dtype: torch.dtype | None = None) -> Tensor:
     layout = plan.layers[leaf]
     return torch.zeros(layout.block, dtype=dtype or layout.dtypes.accum, device=plan.mesh.device)
+
+
+# How the outcome of a plan begins where gradients must be divided by the weight of the whole batch.
+WEIGHTED = "a WeightedMean"
+
+
+@dataclasses.dataclass
+class BackwardResult:
+    """The sums over this rank's microbatches, the gradients summed over ranks, and the last model state."""
+
+    total: Tensor
+    weight: Tensor | None
+    aux: dict[str, WeightedMean]
+    num_microbatches: int
+    reducer: Reducer
+    model_state: PyTree
+    values: list[Value]
+
+
+def outcome_of(values: list[Value], num: int, reducer: Reducer, model_state: PyTree) -> BackwardResult:
+    """Returns the outcome of the values of `num` microbatches, whose gradients `reducer` has summed."""
+    total, weight = totals(values)
+    aux: dict[str, WeightedMean] = {}
+    for name in sorted(values[0].aux):
+        pairs = [v.aux[name] for v in values]
+        aux[name] = WeightedMean(sum(p.total for p in pairs), sum(p.weight for p in pairs))  # pyright: ignore[reportArgumentType]
+    return BackwardResult(total, weight, aux, num, reducer, model_state, values)
+
+
+def agree_on_outcome(plan: Plan, comms: Comms, out: BackwardResult) -> None:
+    """Compares the kinds of values that the losses of the ranks return, in the first step of a plan."""
+    if plan.learnt.outcome is None:
+        outcome = f"{'a mean' if out.weight is None else WEIGHTED} and aux {sorted(out.aux)}"
+        plan.learnt.take_outcome(outcome)
+        comms.control.agree("the result of the loss", outcome)

@@ -1,12 +1,23 @@
-"""The parts of a step, and the loss scale of the next step."""
+"""The parts of a step, the schedule of its microbatches, and the loss scale of the next step.
+
+A schedule is the forwards and backwards of a step's microbatches, in order, as a list.
+
+    accumulation(2) == F0 B0 F1 B1
+
+All ranks run one list, and agree on it before the first transfer: each action is a phase of the order of use. A list
+may keep any number of forwards open, and close them in any order, at the cost of activation memory.
+"""
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 
 from torch import Tensor
 
+from shardfn.core import raise_all
 from shardfn.engine.loss import Finish, Loss
 from shardfn.optim import GradientTransformation, LossScale
-from shardfn.schedules import Actions, PipelineSchedule
+from shardfn.schedules import Action, Actions, PipelineSchedule, as_text
 from shardfn.state import TrainState
 
 Metrics = dict[str, Tensor]
@@ -27,6 +38,7 @@ class StepParts:
         schedule: the forwards and backwards of the microbatches, in the order in which all ranks run them.
         table: table in a pipeline, the actions that each rank runs instead, or None if all ranks run the same.
         finish: the end of the step for the model state, or None for a step without one.
+        count: whether the loss takes the number of the step.
     """
 
     loss: Loss
@@ -39,6 +51,7 @@ class StepParts:
     schedule: Actions
     table: PipelineSchedule | None = None
     finish: Finish | None = None
+    count: bool = False
 
     @property
     def skips(self) -> bool:
@@ -64,3 +77,31 @@ def advanced(new: TrainState, old: TrainState, rule: LossScale | None, metrics: 
     new = rescaled(new, old, rule, metrics)
     rule.check(new.loss_scale)
     return new
+
+
+def accumulation(num_microbatches: int) -> Actions:
+    """Returns each backward right after its forward, so that one microbatch's activations are alive at a time.
+
+    Example:
+        >>> as_text(accumulation(2))
+        'F0 B0 F1 B1'
+    """
+    return tuple(Action(kind, k) for k in range(num_microbatches) for kind in ("forward", "backward"))
+
+
+def check_schedule(schedule: Sequence[Action], num_microbatches: int) -> None:
+    """Refuses a list that is not the schedule of a step with this number of microbatches.
+
+    Raises:
+        ValueError: lists the actions that are missing, repeated, of no microbatch, or before their forward.
+    """
+    counts = Counter(schedule)
+    wanted = dict.fromkeys(accumulation(num_microbatches))
+    problems = [f"{a} is there {counts[a]} times, not once" for a in wanted if counts[a] != 1]
+    problems += [f"{a} is of no microbatch" for a in counts if a not in wanted]
+    at = {a: i for i, a in reversed([*enumerate(schedule)])}
+    for k in range(num_microbatches):
+        f, b = Action("forward", k), Action("backward", k)
+        if f in at and b in at and at[b] < at[f]:
+            problems.append(f"{b} comes before {f}")
+    raise_all(ValueError, f"the schedule {as_text(schedule)} is no step of {num_microbatches} microbatches:", problems)

@@ -11,7 +11,7 @@ the body's price counts for every run. Values read from outside are brought into
 A leaf that the leaf's spec cuts is gathered only if there is no other way, since the spec asks for the cut.
 
 A leaf with a spec still to be found is free: the first op that uses the leaf decides the form, and pays for the part
-that a rank then holds (`_propose.py`).
+that a rank then holds (`_spec_search.py`).
 """
 
 import itertools
@@ -37,9 +37,8 @@ from shardfn.graph import (
     whole,
 )
 
-from ._crossings import EveryRank
-from ._partition_moves import needed_form
-from ._partition_states import (
+from ._other_axis_ops import EveryRank
+from ._states import (
     Change,
     Draft,
     Held,
@@ -49,7 +48,7 @@ from ._partition_states import (
     SearchPrices,
     SearchState,
 )
-from ._partition_values import LoopValues, PlannedValue, Scope, results, seen
+from ._values import LoopValues, PlannedValue, Scope, needed_form, results, seen
 
 
 class Search:

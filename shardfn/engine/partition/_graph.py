@@ -1,9 +1,8 @@
 """`partition_graph`: cuts a program of a single device along a mesh axis, by a form for each value and conversions.
 
-The rules of the op table offer strategies for each op, and a search chooses (`_partition_search.py`). Three rules
-connect the choices. A value is converted once to each form, and kept for other uses. Views cost nothing, so the source
-of a view is sent, once, and the view is made again. And sums are taken late: partial values stay partial through linear
-ops.
+The rules of the op table offer strategies for each op, and a search chooses (`_search.py`). Three rules connect the
+choices. A value is converted once to each form, and kept for other uses. Views cost nothing, so the source of a view is
+sent, once, and the view is made again. And sums are taken late: partial values stay partial through linear ops.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +13,11 @@ from torch.fx import Graph, Node
 
 from shardfn.graph import PARTIAL, WHOLE, Form, whole_look
 
-from ._crossings import EveryRank
-from ._partition_moves import FormMove, move_to, needed_form, sent_by
-from ._partition_program import Compute, Conversion, Convert, Loop, PartitionProgram, Step, last_uses, passages
-from ._partition_search import Search, name_of
-from ._partition_states import Held, SearchChoice, SearchedPlan
-from ._partition_values import LoopValues, PlannedValue, Scope, is_look, scope_of
+from ._other_axis_ops import EveryRank
+from ._program import Compute, Conversion, Convert, Loop, PartitionProgram, Step, last_uses, passages
+from ._search import Search, name_of
+from ._states import Held, SearchChoice, SearchedPlan
+from ._values import FormMove, LoopValues, PlannedValue, Scope, is_look, move_to, needed_form, scope_of, sent_by
 
 # States that the search keeps.
 WIDTH = 16

@@ -1,17 +1,127 @@
-"""Equal layers of a program: repeated operations, each time on other leaves.
+"""The rules by which a search for specs begins and is kept short.
+
+    alternate          Megatron's layout for any program: weights of products are cut by columns and by rows, in turn
+    free_leaf          a leaf whose form the search chooses on the way
+    tie_equal_layers   equal layers: operations that are repeated, each time on other leaves
+
+Megatron: a weight that multiplies a whole value is cut by columns, and so is the result. The next weight multiplies the
+result, and is cut by rows, and the products are summed. For example, the first layer of an MLP is cut by columns and
+the second by rows. A lookup table is cut by rows. The search prices this layout like any other, so the layout need not
+be good.
 
 A program of many equal layers is searched as a program of two. For example, of 32 layers the second represents layers 2
 to 32, and the second layer's bytes are counted 31 times. This is exact for plans in which all layers but the first do
 the same, and leaves at the same place of equal layers have the same form.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
-from ._partition_values import PlannedValue, Scope, find_last_uses, results
+from shardfn.graph import WHOLE, Form, cut
+
+from ._states import Held, SearchedPlan
+from ._values import PlannedValue, Scope, find_last_uses, results
+
+_ATEN = torch.ops.aten
+_PRODUCTS = {_ATEN.mm, _ATEN.bmm}
+_POINTWISE = {_ATEN.add, _ATEN.mul, _ATEN.sub}
+
+
+def alternate(scope: Scope, num: int) -> dict[PlannedValue, Form]:
+    """Returns forms of the inputs of a scope that this layout covers. See above."""
+    found: dict[PlannedValue, Form] = {}
+    spread: set[PlannedValue] = set()  # values computed from a product that is cut by columns, before the next product
+
+    def settle_form(value: PlannedValue, dim: int) -> Form:
+        leaf, dims = _leaf_of(value, scope)
+        if leaf is None or dims[dim] is None:
+            return WHOLE
+        size = leaf.seen.shape[dims[dim]]
+        return found.setdefault(leaf, cut(dims[dim], size, num) if size > 1 else WHOLE)
+
+    for node in scope.nodes:
+        operands, packet = scope.operands[node], getattr(node.target, "overloadpacket", None)
+        wide = any(v in spread for v in operands)
+        weight = operands[1] if packet in _PRODUCTS and _leaf_of(operands[1], scope)[0] else None
+        if weight is not None:
+            settle_form(weight, -2 if operands[0] in spread else -1)
+            wide = operands[0] not in spread
+        elif packet is _ATEN.embedding:
+            settle_form(operands[0], 0)
+        elif packet in _POINTWISE and wide:
+            for value in operands:
+                if value not in spread and len(value.seen.shape) == 1:
+                    settle_form(value, 0)
+        if wide:
+            spread.update(v for v in scope.made[node] if v is not None)
+    return found
+
+
+def _leaf_of(value: PlannedValue, scope: Scope) -> tuple[PlannedValue | None, list[Any]]:
+    """Returns the input that a value is a transposed view or cast of, and the input's dim for each dim of the value."""
+    turns: list[Node] = []
+    while value.part_of is not None:
+        turns.append(value.node)
+        value = value.part_of
+    if value not in scope.inputs:
+        return None, []
+    dims: list[Any] = list(range(len(value.seen.shape)))
+    for node in reversed(turns):
+        args: Any = node.args
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet is _ATEN.t:
+            dims.reverse()
+        elif packet is _ATEN.transpose:
+            dims[args[1]], dims[args[2]] = dims[args[2]], dims[args[1]]
+        elif packet is _ATEN.permute:
+            dims = [dims[d] for d in args[1]]
+        elif packet is _ATEN.unsqueeze:
+            dims.insert(args[1] % (len(dims) + 1), None)
+        elif packet not in (_ATEN._to_copy, _ATEN.alias, _ATEN.clone, _ATEN.expand):
+            return None, []
+    return value, dims
+
+
+_UNBIND = torch.ops.aten.unbind
+
+
+def free_leaf() -> Held:
+    """Returns a leaf with a form still to be found."""
+    return Held(WHOLE, frozenset(), free=True)
+
+
+def settled(plan: SearchedPlan, scope: Scope, start: Mapping[PlannedValue, Held], num: int) -> dict[PlannedValue, Form]:
+    """Returns the forms in which the first operations that read free leaves take them."""
+    found: dict[PlannedValue, Form] = {}
+    for node in scope.nodes:
+        choice = plan.choices[node]
+        loop = scope.loops.get(node)
+        read = list(zip(scope.operands[node] if loop is None else loop.carry, choice.strategy.ins, strict=True))
+        if choice.plan is not None:
+            read += [(v.outer, f) for v, f in choice.plan.outside if v.outer is not None]
+        for value, form in read:
+            if value in start and start[value].free and value not in found:
+                size = value.seen.shape[form.dim] if form.kind == "cut" else 0
+                found[value] = cut(form.dim, size, num) if form.kind == "cut" else WHOLE
+    return found
+
+
+def leaves_of_loops(scope: Scope) -> set[PlannedValue]:
+    """Returns the inputs that are split into the layers of a loop, and read by nothing else."""
+    users: dict[PlannedValue, list[Node]] = {}
+    for node in scope.nodes:
+        for value in scope.operands[node]:
+            users.setdefault(value, []).append(node)
+
+    def is_apart(node: Node) -> bool:
+        of_layers: bool = getattr(node.target, "overloadpacket", None) is _UNBIND and (*node.args[1:], 0)[0] in (0,)
+        made = [v for v in scope.made[node] if v is not None]
+        return of_layers and all(n in scope.loops for v in made for n in users.get(v, [node]))
+
+    return {v for v in scope.inputs if v in users and all(map(is_apart, users[v]))}
 
 
 class _Repetition(NamedTuple):

@@ -16,11 +16,11 @@ from shardfn.core import MemoryKind, Pending, Stored, StoredValue, adopting, loa
 from shardfn.memory import background, host_empty
 from shardfn.optim import sum_squares
 
-from ._columns import Done, LeafRows, Update
+from ._operands import LeafRows, Update, UpdatedLeaves
 from ._stream import stream_some
 
 
-class Ahead:
+class OverlappedUpdate:
     """One step's update of some leaves, in a thread.
 
     Args:
@@ -45,7 +45,7 @@ class Ahead:
         self._change = threading.Condition()
         self._wanted = self._over = self._stopped = False
         self._error: BaseException | None = None
-        self._done = Done()
+        self._done = UpdatedLeaves()
         self._thread: threading.Thread | None = None
         for column in update.grads:
             if column is not None and isinstance(column.held, Promised):
@@ -87,7 +87,7 @@ class Ahead:
                 raise self._error or AssertionError(unit)
             return self._squares[unit]
 
-    def finish(self) -> Done:
+    def finish(self) -> UpdatedLeaves:
         """Waits for the end of the update. Nothing if it never began, or was stopped.
 
         Raises:
@@ -181,7 +181,7 @@ class Promised:
 
     def __init__(self, leaf: int, shape: torch.Size, dtype: torch.dtype, stacked: bool) -> None:
         self.shape, self.dtype = shape, dtype
-        self.ahead: Ahead | None = None
+        self.ahead: OverlappedUpdate | None = None
         self._leaf, self._stacked = leaf, stacked
 
     @property

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shardfn import optim
 from shardfn.core import P, Pending, load, tree_flatten, tree_leaves, tree_unflatten
-from shardfn.state._ahead import Ahead, Promised
-from shardfn.state._columns import Column, LeafRows, Update
+from shardfn.state._operands import LeafRows, Update, UpdateOperand
+from shardfn.state._overlapped_update import OverlappedUpdate, Promised
 from shardfn.state._state import state_owners
 
 STACK, PLAIN = (3, 4, 2), (5,)  # three layers, and a leaf of its own
@@ -34,21 +34,21 @@ def _values(seed: int) -> list[Tensor]:
     return [torch.randn(s, generator=draw) for s in (STACK, PLAIN)]
 
 
-def _ahead(rule: optim.GradientTransformation) -> tuple[Ahead, Update]:
+def _ahead(rule: optim.GradientTransformation) -> tuple[OverlappedUpdate, Update]:
     """Units 0 to 2 are the layers from the last to the first, unit 3 is the plain leaf."""
     params = _values(0)
     leaves, treedef = tree_flatten(rule.init(params))
     promised = [Promised(i, x.shape, x.dtype, stacked=i == 0) for i, x in enumerate(params)]
     owners = state_owners(rule.init(params), params, rule)
     counters = [k is None for k in owners]
-    state = [Column(x, "device" if c else "host", kept=not c) for x, c in zip(leaves, counters, strict=True)]
+    state = [UpdateOperand(x, "device" if c else "host", kept=not c) for x, c in zip(leaves, counters, strict=True)]
     update = Update(
         optimizer=rule,
         treedef=tree_flatten(params)[1],
         specs=[P(), P()],
         numels=[x.numel() for x in params],
-        params=[Column(x, "host", kept=True) for x in params],
-        grads=[Column(x, "host") for x in promised],
+        params=[UpdateOperand(x, "host", kept=True) for x in params],
+        grads=[UpdateOperand(x, "host") for x in promised],
         state=state,
         state_treedef=treedef,
         owners=owners,
@@ -59,7 +59,7 @@ def _ahead(rule: optim.GradientTransformation) -> tuple[Ahead, Update]:
     )
     layer, plain = torch.Size(STACK[1:]), torch.Size(PLAIN)
     units = {u: [(LeafRows(0, 2 - u, 3 - u), layer)] for u in range(3)} | {3: [(LeafRows(1), plain)]}
-    return Ahead(update, [rows for u in range(4) for rows, _ in units[u]], units), update
+    return OverlappedUpdate(update, [rows for u in range(4) for rows, _ in units[u]], units), update
 
 
 def _shares() -> dict[int, Tensor]:
@@ -135,7 +135,7 @@ def test_a_promised_gradient_is_stored_and_lets_go_of_rows_that_were_read() -> N
     grad = Promised(0, torch.Size(PLAIN), torch.float32, stacked=False)
     assert (grad.kind, grad.nbytes, grad.dtype) == ("host", 20, torch.float32)
 
-    class Known(Ahead):
+    class Known(OverlappedUpdate):
         def __init__(self) -> None:
             self.dropped: list[Any] = []
 

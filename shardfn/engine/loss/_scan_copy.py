@@ -24,7 +24,7 @@ from shardfn.graph import storage_of, tensors_in
 from shardfn.leaves import LazyLeaf, packs_leaves
 from shardfn.nn import Run, ScanBody, plain_loop, splitting
 
-from ._template import (
+from ._layer_trace import (
     Template,
     Unfit,
     arrived,

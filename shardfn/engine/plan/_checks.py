@@ -1,14 +1,22 @@
-"""Refuses steps that would train nothing, or have no rows or values, at `init` or at the first step."""
+"""Refuses or warns of plans with which a step would do something else than its caller means, at its first call.
 
+trains nothing      no leaf is trained, or the batch has no rows or no values
+sends nothing       an axis of the batch cuts a leaf in blocks, and the loss exchanges nothing along that axis, so that
+each rank would apply its own block to its own rows alone: experts that no other rank reaches
+narrow              an optimizer updates parameters of 16 bits without wider copies
+"""
+
+import warnings
 from typing import Any
 
 from torch import Tensor
 
 from shardfn.core import PyTree, named_leaves, raise_all, tree_leaves, tree_paths
+from shardfn.optim import MasterState
 
 from ._plan import Plan
 
-_SHOWN = 6
+_SHOWN_LEAVES = 6
 
 
 def check_trains(plan: Plan, trainable: PyTree) -> None:
@@ -25,7 +33,7 @@ def check_trains(plan: Plan, trainable: PyTree) -> None:
             " as its first argument; of a module, params, apply = sf.from_module(module)."
         )
     whole = [leaf for leaf in plan.leaves if leaf.dtypes.param.is_floating_point]
-    shown = ", ".join(leaf.path for leaf in (whole or plan.leaves)[:_SHOWN])
+    shown = ", ".join(leaf.path for leaf in (whole or plan.leaves)[:_SHOWN_LEAVES])
     if not whole:
         raise ValueError(
             f"no parameter is of floating point, so there is nothing to train: {shown} is"
@@ -83,4 +91,31 @@ def check_has_values(batch: PyTree, device: Any) -> None:
         "the batch is on the device 'meta', where tensors have no values; step.lower takes it, a step does not. Make it"
         f" on {device}, where this rank computes:",
         [f"{path} of shape {tuple(x.shape)}" for path, x in named_leaves(batch, "batch") if x.is_meta],
+    )
+
+
+_SHOWN_NARROW = 3
+
+
+def warn_of_narrow_updates(plan: Plan, opt_state: PyTree, *, has_policy: bool) -> None:
+    """Warns where trained leaves have 16 bits, no policy decides their precision and the optimizer keeps no copies.
+
+    Args:
+        plan: plan of the parameters.
+        opt_state: the first state of the optimizer.
+        has_policy: whether the loss is one of `mixed_precision`.
+    """
+    narrow = [leaf for leaf in plan.leaves if leaf.trainable and leaf.dtypes.master.itemsize < 4]
+    copies = tree_leaves(opt_state, is_leaf=lambda x: isinstance(x, MasterState))
+    if has_policy or not narrow or any(isinstance(x, MasterState) for x in copies):
+        return
+    shown = ", ".join(leaf.path for leaf in narrow[:_SHOWN_NARROW])
+    more = f" and {len(narrow) - _SHOWN_NARROW} more" if len(narrow) > _SHOWN_NARROW else ""
+    warnings.warn(
+        f"{shown}{more}: trained in {narrow[0].dtypes.master} without a policy, so the optimizer's state has that dtype"
+        " too, and small updates are rounded away. Use sf.mixed_precision(loss, sf.Policy.bf16()), which keeps float32"
+        " master copies, or pass init wider weights: module.float() before from_module, module_from_hf(dtype="
+        "torch.float32). Policy.bf16(master=None) trains in 16 bits without this warning.",
+        UserWarning,
+        stacklevel=5,
     )

@@ -13,7 +13,7 @@ from shardfn.optim import GradientTransformation
 
 
 @dataclasses.dataclass(frozen=True)
-class Column:
+class UpdateOperand:
     """One leaf that takes part in an update: a parameter, a gradient, or a leaf of the optimizer's state.
 
     Attributes:
@@ -71,9 +71,9 @@ class Update:
     treedef: Any
     specs: Sequence[P]
     numels: Sequence[int]
-    params: Sequence[Column | None]
-    grads: Sequence[Column | None]
-    state: Sequence[Column]
+    params: Sequence[UpdateOperand | None]
+    grads: Sequence[UpdateOperand | None]
+    state: Sequence[UpdateOperand]
     state_treedef: Any
     owners: Sequence[int | None]
     scale: Tensor | None
@@ -83,7 +83,7 @@ class Update:
 
 
 @dataclasses.dataclass
-class Done:
+class UpdatedLeaves:
     """The new values of leaves stepped so far, by leaf of params and of the optimizer's state, and their measures."""
 
     params: dict[int, StoredValue] = dataclasses.field(default_factory=dict)

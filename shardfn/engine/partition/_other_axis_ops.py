@@ -13,8 +13,8 @@ from torch.fx import Graph, Node
 from shardfn.collectives import pmax, psum, pvary
 from shardfn.graph import Form, Strategy, blocks, sent_along
 
-from ._partition_program import Compute, Convert, Loop, PartitionProgram
-from ._partition_values import operands_of, results
+from ._program import Compute, Convert, Loop, PartitionProgram
+from ._values import operands_of, results
 
 _TARGETS = (sent_along, psum, pmax, pvary)
 

@@ -1,30 +1,56 @@
 """Chooses which leaves of a program to cut along an axis, and where: for the fewest bytes sent, within a rank's memory.
 
-Forms of leaves cost the bytes that the plan of `partition` with these forms sends (`_partition_search.py`). The forms
-are found in two steps. First leaves are free, and a byte that a rank holds has a price: the search for a plan then
-chooses forms on the way. At a low price all leaves are whole and no bytes are sent, at a high price all leaves are cut.
-Another starting point is columns and rows in turn (`_alternate.py`). Then the cheapest forms are improved, leaf by leaf
-and two by two, as long as a change sends less and fits.
+Forms of leaves cost the bytes that the plan of `partition` with these forms sends (`_search.py`). The forms are found
+in two steps. First leaves are free, and a byte that a rank holds has a price: the search for a plan then chooses forms
+on the way. At a low price all leaves are whole and no bytes are sent, at a high price all leaves are cut. Another
+starting point is columns and rows in turn (`_spec_rules.py`). Then the cheapest forms are improved, leaf by leaf and
+two by two, as long as a change sends less and fits.
 
-Leaves at the same place of equal layers have the same form (`_repeats.py`), for example the first weight of each MLP.
+Leaves at the same place of equal layers have the same form (`_spec_rules.py`), for example the first weight of each
+MLP.
 """
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from shardfn.graph import WHOLE, Form, cut
 
-from ._alternate import alternate
-from ._free_leaves import free_leaf, leaves_of_loops, settled
-from ._partition import WIDTH, held_at_start
-from ._partition_search import Search
-from ._partition_states import SearchedPlan, held_elements
-from ._partition_values import PlannedValue, scope_of
-from ._proposal import HeldBytes, Proposal
-from ._repeats import tie_equal_layers
+from ._graph import WIDTH, held_at_start
+from ._search import Search
+from ._spec_rules import alternate, free_leaf, leaves_of_loops, settled, tie_equal_layers
+from ._states import SearchedPlan, held_elements
+from ._values import PlannedValue, scope_of
+
+
+class HeldBytes(NamedTuple):
+    """Bytes kept for a leaf, including the optimizer state.
+
+    Attributes:
+        per_element: bytes an element, of values that are cut with the leaf.
+        fixed: bytes of values that each rank has whole.
+    """
+
+    per_element: float
+    fixed: float = 0.0
+
+
+class Proposal(NamedTuple):
+    """Proposed cuts of leaves.
+
+    Attributes:
+        forms: forms by leaf.
+        held: bytes of leaves kept by the rank with the most.
+        sent: bytes that a rank sends, forward and backward, and operations, if operations have a price.
+    """
+
+    forms: dict[Node, Form]
+    held: float
+    sent: float
+
 
 # The bounds of the price of a byte that a rank holds in the first step, in bytes that are sent.
 _LEAST_PRICE, _MOST_PRICE, _HALVINGS = 1e-4, 1e6, 5

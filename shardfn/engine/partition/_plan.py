@@ -16,12 +16,10 @@ from shardfn.engine.plan import LeafView
 from shardfn.graph import cut
 from shardfn.nn import as_ops, looping
 
-from ._crossings import EveryRank
-from ._partition import partition_graph
-from ._partition_capture import Noting, apart, refuse_functions
-from ._partition_loop import noted_loop
-from ._partition_prepare import prepare
-from ._partition_program import PartitionProgram
+from ._capture import Noting, apart, noted_loop, prepare, refuse_functions
+from ._graph import partition_graph
+from ._other_axis_ops import EveryRank
+from ._program import PartitionProgram
 
 
 @dataclasses.dataclass

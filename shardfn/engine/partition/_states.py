@@ -1,4 +1,4 @@
-"""State of a search of plans at a point of a program, and the changes by an op (`_partition_search.py`)."""
+"""State of a search of plans at a point of a program, and the changes by an op (`_search.py`)."""
 
 import dataclasses
 import math
@@ -15,8 +15,7 @@ from shardfn.graph import (
     cut,
 )
 
-from ._partition_moves import move_to, needed_form, sent_by
-from ._partition_values import PlannedValue, Scope
+from ._values import PlannedValue, Scope, move_to, needed_form, sent_by
 
 # The price of a byte of a leaf that the leaf's spec cuts.
 _KEPT_CUT = 1e6

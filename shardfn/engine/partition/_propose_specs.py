@@ -38,10 +38,9 @@ from shardfn.graph import (
     node_flops,
 )
 
-from ._partition_plan import LossCall, constants_of
 from ._partitioned import Partitioned
-from ._proposal import HeldBytes, Proposal
-from ._propose import Proposer
+from ._plan import LossCall, constants_of
+from ._spec_search import HeldBytes, Proposal, Proposer
 
 # The bytes that a rank may hold where no limit is given, as a multiple of an even share.
 _SHARE = 1.25
