@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardfn.core import tree_map
 from shardfn.inference import decoder, limits_of
-from shardfn.inference._cache import DTYPES, alone
+from shardfn.inference._cache import DTYPES, make_single_bodies
 from shardfn.interop import gpt_from_hf
 from shardfn.models import gpt
 
@@ -44,7 +44,7 @@ def main() -> None:
 @torch.no_grad()
 def _log_probabilities(config: gpt.Config, packed: gpt.Params, ids_T: Tensor, dtype: str) -> Tensor:
     at_T = torch.arange(len(ids_T), dtype=torch.int32)
-    bodies = alone(decoder(config).cache, len(ids_T), dtype=dtype)
+    bodies = make_single_bodies(decoder(config).cache, len(ids_T), dtype=dtype)
     return gpt.decode(config, packed, ids_T, at_T, at_T, bodies).logits.log_softmax(-1)
 
 

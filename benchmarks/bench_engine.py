@@ -59,13 +59,13 @@ def decode_part(params: Any, args: argparse.Namespace) -> str:
     """Steps of running sequences alone, over a read floor."""
     limits = limits_of(MODEL, context=512, running=32, buckets=(1, 8, 32, 64, 256))
     engine = Engine(MODEL, params, limits=limits)
-    weights = core.tree_leaves(engine.weights)
+    weights = core.tree_leaves(engine.core.weights)
     rows = []
     for num in (1, 8, 32):
         times: dict[str, list[float]] = {"step": [], "floor": []}
         for _ in range(args.rounds):
             names = [engine.add([7] * 100, Sampling(max_tokens=60, temperature=GREEDY, seed=i)) for i in range(num)]
-            while engine.counts()["waiting"]:
+            while engine.stats.counts["waiting"]:
                 engine.step()
             for _ in range(8):
                 engine.step()
@@ -103,7 +103,7 @@ def trace_part(params: Any, args: argparse.Namespace) -> str:
         engine = Engine(MODEL, params, limits=limits, runner=runner)
         samplings = [Sampling(max_tokens=n, temperature=GREEDY) for _, n in trace]
         made = engine.generate([prompt for prompt, _ in trace], samplings)
-        padding.append(engine.padding)
+        padding.append(engine.stats.padding)
         return sum(len(one.tokens) for one in made)
 
     peers: dict[str, Callable[[], int]] = {"shardfn": ours}
@@ -190,7 +190,7 @@ def split_part(params: Any, args: argparse.Namespace) -> str:
         gaps, last = [], time.perf_counter()
         for i in range(3):
             engine.add([100 + i] * 1800, Sampling(max_tokens=2, temperature=GREEDY), name=f"long{i}")
-        while any(name.startswith("long") for name in engine.names):
+        while any(name.startswith("long") for name in engine.core.requests):
             told = engine.step()
             now = time.perf_counter()
             gaps += [now - last] * sum(token.name.startswith("short") for token in told)
@@ -224,7 +224,7 @@ def share_part(params: Any, args: argparse.Namespace) -> str:
         engine = Engine(model, weights, limits=limits)
         for num in (1, 32):
             names = [engine.add([7] * 100, Sampling(max_tokens=400, temperature=GREEDY)) for _ in range(num)]
-            while engine.counts()["waiting"] or engine.step()[-1:] == []:
+            while engine.stats.counts["waiting"] or engine.step()[-1:] == []:
                 engine.step()
             found = [_parts(engine) for _ in range(args.rounds * 10)]
             for one in names:

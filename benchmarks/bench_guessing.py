@@ -23,7 +23,7 @@ import torch
 from _report import publish, table
 
 from shardfn import core
-from shardfn.inference import Drafter, Engine, Guesses, Ngram, Runner, Sampling, Suffix, decoder, limits_of
+from shardfn.inference import Drafter, Engine, Ngram, Runner, Sampling, SpeculationStats, Suffix, decoder, limits_of
 from shardfn.models import gpt
 
 CONFIG = gpt.Config.llama_like(
@@ -40,7 +40,7 @@ class Run(NamedTuple):
 
     seconds: float
     steps: int
-    guesses: Guesses
+    guesses: SpeculationStats
     made: list[Any]
 
 
@@ -87,7 +87,7 @@ def _rows(engine: Engine) -> str:
     found = []
     for num in (1, 2, 4, 8, 16):
         names = [engine.add([7 + i] * 20, Sampling(max_tokens=60, temperature=0.0)) for i in range(num)]
-        while engine.counts()["waiting"]:
+        while engine.stats.counts["waiting"]:
             engine.step()
         times = []
         for _ in range(25):
@@ -109,7 +109,7 @@ def _run(trace: list[Request], at_once: int, params: Any, runner: Runner, drafte
     for at in range(0, len(trace), at_once):
         part = trace[at : at + at_once]
         made += engine.generate([prompt for prompt, _ in part], [how for _, how in part])
-    return Run(time.process_time() - start, engine._state.step, engine.guesses, made)
+    return Run(time.process_time() - start, engine.core._state.step, engine.stats.speculation, made)
 
 
 def _compared(trace: list[Request], at_once: int, params: Any, runner: Runner, rounds: int) -> str:
@@ -122,7 +122,7 @@ def _compared(trace: list[Request], at_once: int, params: Any, runner: Runner, r
     for name, mine in runs.items():
         ratios = sorted(one.seconds / other.seconds for one, other in zip(plain, mine, strict=True))
         low, mid, high = statistics.quantiles(ratios, n=4, method="inclusive") if rounds > 1 else ratios * 3
-        steps, drafted, accepted = mine[0].guesses
+        steps, drafted, accepted = mine[0].speculation
         each = (f"{drafted / steps:.2f}", f"{accepted / steps:.2f}") if steps else ("", "")
         least = f"{min(one.seconds for one in mine):.2f}"
         lines.append((name, least, f"{mid:.2f}", f"{low:.2f} .. {high:.2f}", mine[0].steps, steps, *each))

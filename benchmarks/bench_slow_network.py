@@ -150,7 +150,7 @@ def _break_even(found: dict[str, dict[str, Measured]], other: str) -> str:
 def _plot(path: str, found: dict[str, dict[str, dict[str, Measured]]]) -> None:
     import matplotlib
 
-    matplotlib.use("Agg")
+    matplotlib.cache_stats("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, len(found), figsize=(6 * len(found), 4.2), squeeze=False)

@@ -78,7 +78,7 @@ def _step(engine: Engine, rows: int, rounds: int, how: dict[str, Any]) -> float:
     """The least processor time of a step in which all rows draw; requests that end are replaced."""
     times, added = [], 0
     while len(times) < rounds + 5:
-        while engine.counts()["running"] + engine.counts()["waiting"] < rows:
+        while engine.stats.counts["running"] + engine.stats.counts["waiting"] < rows:
             sampling = Sampling(max_tokens=100, seed=added, **how)
             engine.add([added % VOCAB, 5], sampling)
             added += 1
@@ -86,7 +86,7 @@ def _step(engine: Engine, rows: int, rounds: int, how: dict[str, Any]) -> float:
         start = time.process_time()
         engine.step()
         took = time.process_time() - start
-        if len(engine._drawn_tokens) == rows:
+        if len(engine.core._drawn_tokens) == rows:
             times.append(took)
     return min(times[5:])
 

@@ -109,7 +109,8 @@ def _prepare_job(job: GenerateJob) -> Ready:
     adapters = {} if job.adapter is None else {_ADAPTER: job.adapter}
     with waiting("packing weights"):
         engine, drafter = engine_of(job, served, limits, mesh, adapters)
-    engine.check(prompts[0].ids, prompts[0].sampling, adapter=_adapter_name(job))
+    # A grammar that the vocabulary cannot write is refused before graphs are captured.
+    engine.core.admit(Request(tuple(prompts[0].ids), prompts[0].sampling))
     engine.warm_up(grammars=job.sampling.grammar is not None, penalties=job.sampling.extended)
     lines = about(job, served, engine, drafter)  # of all ranks, which may capture together
     if mesh.rank == 0:
@@ -200,8 +201,8 @@ def _run_job(ready: Ready) -> None:
     seconds = time.monotonic() - start
     if ready.engine.mesh.rank == 0:
         rate = f"{drawn} tokens in {seconds:.1f} s, {drawn / seconds:.1f} a second"
-        if guesses := ready.engine.guesses.drafted:
-            rate += f"; {ready.engine.guesses.accepted} of {guesses} drafts accepted"
+        if guesses := ready.engine.stats.speculation.drafted:
+            rate += f"; {ready.engine.stats.speculation.accepted} of {guesses} drafts accepted"
         print(rate, file=sys.stderr, flush=True)
 
 
@@ -215,7 +216,7 @@ def _stream_completion(ready: Ready) -> int:
     writes, drawn = ready.engine.mesh.rank == 0, 0
     for token in ready.engine.stream(prompt.ids, prompt.sampling, adapter=_adapter_name(ready.job)):
         end_start()
-        if token.finish == "error":
+        if token.finish_reason == "error":
             raise FloatingPointError(f"prompt 1: {_error_reason(ready)} after {drawn} tokens")
         drawn += token.token is not None
         if writes:
@@ -232,7 +233,7 @@ def _print_completions(ready: Ready) -> int:
     made = ready.engine.generate([p.ids for p in prompts], how, adapter=_adapter_name(ready.job))
     end_start()
     each = [[found] if isinstance(found, Completion) else found for found in made]
-    broken = [i + 1 for i, choices in enumerate(each) if any(choice.finish == "error" for choice in choices)]
+    broken = [i + 1 for i, choices in enumerate(each) if any(choice.finish_reason == "error" for choice in choices)]
     if ready.engine.mesh.rank == 0:
         for i, (prompt, choices) in enumerate(zip(prompts, each, strict=True)):
             for k, choice in enumerate(choices):
@@ -251,4 +252,4 @@ def _error_reason(ready: Ready) -> str:
 
 def _format_line(prompt: Prompt, k: int, choice: Completion) -> str:
     row = {"prompt": prompt.asked, "choice": k, "text": choice.text, "tokens": choice.tokens}
-    return json.dumps(row | {"logprobs": choice.logprobs, "finish": choice.finish})
+    return json.dumps(row | {"logprobs": choice.logprobs, "finish": choice.finish_reason})

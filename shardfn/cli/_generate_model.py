@@ -158,7 +158,7 @@ def engine_of(
     more = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _disk_of(job)}
     engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, cache=job.cache_memory, **more)
     for name, place in adapters.items():
-        engine.add_adapter(name, load_peft(place, served.params))
+        engine.adapters.add(name, load_peft(place, served.params))
     return engine, drafter
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardfn.core import RankError, make_mesh
 from shardfn.inference import Engine, limits_of
 from shardfn.memory import DamagedError
-from shardfn.serve import Ready, run_rank
+from shardfn.serve import Ready, run_worker
 from shardfn.waits import end_start, waiting
 
 from ._generate import one_line
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         job = parse_serve(args)
         engine, ready = _warm_up(job)
-        run_rank(engine, end, ready)
+        run_worker(engine, end, ready)
         return 0
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("RANK", "0") == "0":
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _warm_up(job: ServeJob) -> tuple[Engine, Ready]:
-    """Returns an engine with captured graphs. On one rank only the first, as `run_rank` captures the rest."""
+    """Returns an engine with captured graphs. On one rank only the first, as `run_worker` captures the rest."""
     ranks, model = job.model.ranks, job.model
     mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
     with waiting("reading", model.model):

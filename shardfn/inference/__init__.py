@@ -7,25 +7,29 @@ from ._limits import Limits as Limits
 from ._grammar import Grammar as Grammar
 from ._matchers import Compiler as Compiler
 from ._requests import Request as Request, Sampling as Sampling, check_request as check_request
-from ._guesses import Guesses as Guesses
-from ._cache_use import CacheUse as CacheUse
-from ._trees import Tree as Tree
-from ._drafters import Computes as Computes, Context as Context, Drafter as Drafter, Ngram as Ngram
-from ._suffixes import Suffix as Suffix
+from ._options import JsonKind as JsonKind
+from ._requests import SAMPLING_OPTIONS as SAMPLING_OPTIONS, encode_sampling as encode_sampling
+from ._stats import CacheStats as CacheStats, EngineStats as EngineStats, SpeculationStats as SpeculationStats
+from ._draft_tree import DraftTree as DraftTree
+from ._drafters import BatchDrafter as BatchDrafter, Context as Context, Drafter as Drafter, Ngram as Ngram
+from ._suffix_drafter import Suffix as Suffix
 from ._events import Add as Add, Cancel as Cancel, Clock as Clock, Drain as Drain, Event as Event
 from ._events import Stop as Stop, Weights as Weights
-from ._pool import Pool as Pool
+from ._pool import BlockPool as BlockPool
 from ._state import State as State, start as start
 from ._plan import StepPlan as StepPlan
 from ._schedule import Output as Output, advance as advance
 from ._digest import digest as digest, field_digests as field_digests, first_difference as first_difference
-from ._cache import CacheLayout as CacheLayout, Paged as Paged
-from ._decoder import Decoder as Decoder, Outputs as Outputs, decoder as decoder
-from ._of_hf import hf_decoder as hf_decoder
-from ._fitted import fit_quantization as fit_quantization
+from ._cache import CacheLayout as CacheLayout, PagedAttention as PagedAttention
+from ._layout import Layout as Layout, Outputs as Outputs
+from ._decoder import Decoder as Decoder, decoder as decoder
+from ._hf_decoder import hf_decoder as hf_decoder
+from ._fit_codes import fit_quantization as fit_quantization
 from ._runner import MemoryPlan as MemoryPlan, Runner as Runner, limits_of as limits_of
 from ._draft_model import DraftModel as DraftModel
-from ._detokenize import Detokenizer as Detokenizer, Growing as Growing, detokenizer as detokenizer
+from ._detokenize import Detokenizer as Detokenizer, DecodeStream as DecodeStream, detokenizer as detokenizer
 from ._results import Completion as Completion, Token as Token
+from ._processors import check_names as check_names
+from ._engine_core import EngineCore as EngineCore
 from ._engine import Engine as Engine
-from ._score import logprobs as logprobs, widened as widened
+from ._logprobs import logprobs as logprobs, widen_floats as widen_floats

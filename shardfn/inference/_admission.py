@@ -1,17 +1,19 @@
 """Checks of the arguments of an engine and of its calls."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ._adapters import Adapters
 from ._decoder import Decoder
-from ._drafters import Computes, Drafter
+from ._drafters import BatchDrafter, Drafter
 from ._limits import DRAFTS, Limits
-from ._requests import Request, Sampling, check_request, ids_of
+from ._options import Encode
+from ._requests import Request, Sampling, check_request, encode_sampling, ids_of
 from ._runner import limits_of
 
 
-def sizes_of(decoder: Decoder, limits: Limits | None, drafter: Drafter | None) -> Limits:
+def choose_limits(decoder: Decoder, limits: Limits | None, drafter: Drafter | None) -> Limits:
     """Returns the limits of an engine, with room for the drafts of its drafter.
 
     Raises:
@@ -23,15 +25,22 @@ def sizes_of(decoder: Decoder, limits: Limits | None, drafter: Drafter | None) -
         raise ValueError(
             f"limits.drafts is 0, and the drafter is {drafter!r:.80}. Try limits_of(..., drafts={DRAFTS})."
         )
-    if isinstance(drafter, Computes):
+    if isinstance(drafter, BatchDrafter):
         drafter.check(limits)
     return limits
 
 
-def request_of(
-    prompt: Sequence[int], sampling: Sampling | None, limits: Limits, adapters: Adapters, more: dict[str, Any]
+def make_request(
+    prompt: Sequence[int],
+    sampling: Sampling | None,
+    limits: Limits,
+    adapters: Adapters,
+    encode: Encode | None,
+    more: dict[str, Any],
 ) -> Request:
     """Returns a request within the limits. An adapter is named in `more`, and the request has the adapter's digest.
+
+    Words of the sampling are encoded by `encode`.
 
     Raises:
         TypeError: an argument is of a wrong type, or unknown.
@@ -45,10 +54,13 @@ def request_of(
         raise TypeError(f"sampling is a {type(sampling).__name__}. Pass a Sampling.")
     request = Request(ids_of(prompt), sampling or Sampling(), **fields)
     check_request(request, limits)
+    if (encoded := encode_sampling(request.sampling, encode)) is not request.sampling:
+        request = replace(request, sampling=encoded)
+        check_request(request, limits)
     return request
 
 
-def sampling_of_each(sampling: Any, num: int) -> list[Sampling]:
+def split_sampling(sampling: Any, num: int) -> list[Sampling]:
     """Returns the sampling of each prompt. A single `Sampling` is for all prompts.
 
     Raises:

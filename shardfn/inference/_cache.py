@@ -19,8 +19,8 @@ from shardfn.core import Axes, MemoryKind, Mesh, P, Sharding, is_device, is_host
 from shardfn.memory import Pool
 from shardfn.state import change, zero_block
 
+from ._host_cache import HostCacheBlocks
 from ._limits import Limits
-from ._moved import Moved
 
 DTYPES = {
     "float32": torch.float32,
@@ -139,7 +139,7 @@ class CacheLayout:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Paged(nn.Local):
+class PagedAttention(nn.Local):
     """Attention over keys and values in blocks of a cache.
 
     The cache grows by the keys and values of the tokens at hand.
@@ -151,7 +151,7 @@ class Paged(nn.Local):
         sequences: sequence of each token.
         tables: blocks of each sequence.
         tree: where drafts may branch, the drafts that each token sees in their slots. See `kernels.ragged_attention`.
-        moved: moved part of a cache on the host. None where the cache is on the device.
+        host_blocks: part of a cache on the host. None where the cache is on the device.
     """
 
     cache: Shaped[Tensor, "blocks 2 g block row"]
@@ -160,7 +160,7 @@ class Paged(nn.Local):
     sequences: Int[Tensor, " t"]
     tables: Int[Tensor, "s width"]
     tree: Bool[Tensor, "t t"] | None = None
-    moved: Moved | None = None
+    host_blocks: HostCacheBlocks | None = None
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
         """Returns the attention of one row of tokens, each over its sequence."""
@@ -209,13 +209,15 @@ class Paged(nn.Local):
     @contextlib.contextmanager
     def _load_cache(self) -> Iterator[Tensor]:
         """Yields the cache on the device. Rows written there are copied back to a cache on the host."""
-        here = self.cache if self.moved is None else self.moved.brought(self.cache, self.slots.device)
+        here = self.cache if self.host_blocks is None else self.host_blocks.load_blocks(self.cache, self.slots.device)
         yield here
-        if self.moved is not None:
-            self.moved.keep(here, self.cache)
+        if self.host_blocks is not None:
+            self.host_blocks.store_rows(here, self.cache)
 
 
-def alone(layout: CacheLayout, num: int, *, ranks: int = 1, dtype: str = "float32") -> list[Paged]:
+def make_single_bodies(
+    layout: CacheLayout, num: int, *, ranks: int = 1, dtype: str = "float32"
+) -> list[PagedAttention]:
     """Returns the bodies of one forward of a single sequence, with a cache for this forward only.
 
     An engine's attention has the same bits.
@@ -227,10 +229,10 @@ def alone(layout: CacheLayout, num: int, *, ranks: int = 1, dtype: str = "float3
         dtype: key of `DTYPES`.
 
     Example:
-        >>> len(alone(CacheLayout(layers=2, heads=4, head_dim=8), 5))
+        >>> len(make_single_bodies(CacheLayout(layers=2, heads=4, head_dim=8), 5))
         2
     """
     at_T = torch.arange(num, dtype=torch.int32)
     plan = at_T + num, at_T, torch.zeros_like(at_T), torch.ones(1, 1, dtype=torch.int32)  # block 1 of two
     shape = layout.layer_shape(2, num, ranks=ranks, dtype=dtype)
-    return [Paged(torch.zeros(shape, dtype=DTYPES[dtype]), *plan) for _ in range(layout.layers)]
+    return [PagedAttention(torch.zeros(shape, dtype=DTYPES[dtype]), *plan) for _ in range(layout.layers)]

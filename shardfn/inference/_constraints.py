@@ -1,4 +1,8 @@
-"""Grammars of all choices in progress: permitted tokens, and ends of complete texts."""
+"""Tokens that the choices in progress may draw: by grammars, which also end complete texts, and by options with a rule.
+
+A row's tokens follow from the tokens before the row's place, drafts included. So they do not depend on batches,
+preemption or drafts.
+"""
 
 from collections.abc import Sequence
 
@@ -6,18 +10,19 @@ import numpy as np
 from jaxtyping import Bool
 
 from ._detokenize import Detokenizer
+from ._draft_tree import DraftTree
 from ._drafters import Context
-from ._drawn import Choice, Ends, SampledToken
-from ._follower import Follower
+from ._hooks import EngineHooks
 from ._matchers import Allowed, Compiler, Matcher, MatcherAhead
-from ._requests import Request
+from ._options import Rule
+from ._requests import Request, list_rules
+from ._sampled_tokens import Choice, Ends, SampledToken, list_drawing_rows
 from ._schedule import Output
-from ._state import PrefillChunk, State
-from ._trees import Tree
+from ._state import State
 
 
 class Constraints:
-    """Follower of the tokens of choices that have a grammar.
+    """EngineHooks of the tokens of choices that have a grammar.
 
     Args:
         detokenizer: detokenizer of the engine's tokenizer.
@@ -30,11 +35,12 @@ class Constraints:
         self._matchers: dict[Choice, Matcher] = {}
         self._ahead: dict[Choice, MatcherAhead] = {}  # of choices that had drafts
         self._after: dict[Choice, list[Allowed]] = {}  # of the next plan's drafts
+        self._ruled: dict[Choice, list[Rule]] = {}
 
     @property
-    def follower(self) -> Follower:
+    def hooks(self) -> EngineHooks:
         """Returns the hooks."""
-        return Follower(
+        return EngineHooks(
             admit=self.compile,
             begin=self.begin,
             ends=lambda drawn, ends: self.take(drawn),
@@ -54,8 +60,8 @@ class Constraints:
         if self._compiler is None:
             self._compiler = Compiler(self._detokenizer, self._vocab)
 
-    def compile(self, request: Request) -> list[Matcher]:
-        """Returns a matcher for each choice of a request, or an empty list for a request without a grammar.
+    def compile(self, request: Request) -> tuple[Request, list[Matcher]]:
+        """Returns a request with a matcher for each choice, or with no matcher if the request has no grammar.
 
         Raises:
             ImportError: llguidance is missing.
@@ -63,13 +69,16 @@ class Constraints:
         """
         how = request.sampling
         if how.grammar is None:
-            return []
+            return request, []
         self.prepare()
         assert self._compiler is not None
-        return [self._compiler.compile(how.grammar, how.stop_tokens) for _ in range(how.n)]
+        return request, [self._compiler.compile(how.grammar, how.stop_tokens) for _ in range(how.n)]
 
-    def begin(self, name: str, matchers: Sequence[Matcher]) -> None:
-        """Takes the matchers of a request that was added."""
+    def begin(self, name: str, compiled: tuple[Request, Sequence[Matcher]]) -> None:
+        """Takes a request that was added, and the request's matchers."""
+        request, matchers = compiled
+        if rules := list_rules(request.sampling):
+            self._ruled.update({(name, choice): rules for choice in range(request.sampling.n)})
         self._matchers.update({(name, choice): one for choice, one in enumerate(matchers)})
 
     def take(self, drawn: Sequence[SampledToken]) -> Ends:
@@ -84,7 +93,7 @@ class Constraints:
                 ended.add(choice)
         return ends
 
-    def cut(self, context: Context, drafts: Tree) -> Tree:
+    def cut(self, context: Context, drafts: DraftTree) -> DraftTree:
         """Returns the drafts that the grammar of a choice permits, in the order given.
 
         Drafts below an excluded draft are excluded, too.
@@ -100,8 +109,8 @@ class Constraints:
     def drop(self, outputs: Sequence[Output]) -> None:
         """Forgets the choices that have ended."""
         for output in outputs:
-            if output.finish is not None:
-                for kept in (self._matchers, self._ahead, self._after):
+            if output.finish_reason is not None:
+                for kept in (self._matchers, self._ahead, self._after, self._ruled):
                     kept.pop((output.name, output.choice), None)
 
     def allowed(self, state: State, rows: int) -> Bool[np.ndarray, "rows vocab"] | None:
@@ -110,10 +119,14 @@ class Constraints:
         None if all rows may draw all tokens.
         """
         found: dict[int, Allowed] = {}
-        for chunk, one, first in state.rows_in_flight() if self._matchers else ():
-            if chunk.positions and chunk.positions[-1] + 1 >= len(one.tokens):
-                masks = self._make_masks((one.name, one.choice), chunk)
-                found.update(enumerate(masks, first + len(chunk.positions) - len(masks)))
+        for one in list_drawing_rows(state) if self._matchers or self._ruled else ():
+            mask = self._find_mask(one.choice, one.draft)
+            for rule in self._ruled.get(one.choice, ()):
+                if len(forbidden := rule(one.request.sampling, one.output, self._vocab)):
+                    mask = np.ones(self._vocab, bool) if mask is None else mask.copy()
+                    mask[np.asarray(forbidden)] = False
+            if mask is not None:
+                found[one.row] = mask
         self._after.clear()
         if not found:
             return None
@@ -122,8 +135,11 @@ class Constraints:
             allowed[row] = mask
         return allowed
 
-    def _make_masks(self, choice: Choice, chunk: PrefillChunk) -> list[Allowed]:
-        """Returns the masks of a chunk's last rows: of the last known token, and of its drafts."""
+    def _find_mask(self, choice: Choice, draft: int) -> Allowed | None:
+        """Returns the tokens that a grammar permits after a draft, or after the last known token. None is all."""
         if choice not in self._matchers:
-            return []
-        return [self._matchers[choice].allowed, *self._after.get(choice, [])[: len(chunk.drafts)]]
+            return None
+        if draft < 0:
+            return self._matchers[choice].allowed
+        after = self._after.get(choice, [])
+        return after[draft] if draft < len(after) else None

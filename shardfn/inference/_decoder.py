@@ -3,31 +3,19 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.core import P, PyTree, QuantizationPolicy
+from shardfn.core import P, PyTree, QuantizationPolicy, tree_leaves
 from shardfn.models import gpt
 
 from ._cache import CacheLayout
+from ._layout import Layout, Outputs
+from ._limits import DEFAULT_LAYOUT
 from ._low_rank import Linear, LowRank
-
-
-class Outputs(NamedTuple):
-    """Results of a decoder for T tokens, with R rows wanted.
-
-    Attributes:
-        logits: [R, V].
-        hidden: [R, D], the states that the head multiplies. None from a decoder without `embeds`.
-        experts: [T, m, k], the experts of each token in the m layers with experts. None from a decoder without
-            `routes`.
-    """
-
-    logits: Tensor
-    hidden: Tensor | None = None
-    experts: Tensor | None = None
+from ._sequence_layout import make_sequence_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +35,9 @@ class Decoder:
             tokens.
         embeds: whether `outputs` has hidden states. False: the engine embeds no prompt.
         linear: layers that may have adapters, by name.
-        routes: number of layers with experts, and of a token's choices in each, which an engine with `routes=True`
-            records. (0, 0) if `outputs` has no experts.
+        expert_shape: number of layers with experts, and of a token's choices in each: `Engine(record_experts=True)`.
+            (0, 0) if `outputs` has no experts.
+        more_layouts: further layouts by name. `outputs`, `specs`, `pack` and `packed` are the layout "tp".
     """
 
     vocab: int
@@ -61,7 +50,20 @@ class Decoder:
     batch_invariant: bool = False
     embeds: bool = False
     linear: Mapping[str, Linear] = dataclasses.field(default_factory=dict)
-    routes: tuple[int, int] = (0, 0)
+    expert_shape: tuple[int, int] = (0, 0)
+    more_layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Returns all layouts by name, "tp" first."""
+        return {DEFAULT_LAYOUT: Layout(self.outputs, self.specs, self.pack, self.packed), **self.more_layouts}
+
+    @property
+    def axes(self) -> set[str]:
+        """Returns the mesh axes that the cache or a layout uses."""
+        specs = [x for layout in self.layouts.values() for x in tree_leaves((layout.specs, layout.packed))]
+        cut = [P(self.cache.axis), *(P(x.tokens) for x in self.layouts.values())]
+        return {axis for x in (*cut, *specs) if isinstance(x, P) for axis in x.axes}
 
     def logits(self, weights: PyTree, *rest: Any) -> Tensor:
         """Returns the logits of `outputs`, [R, V]."""
@@ -73,7 +75,9 @@ def decoder(config: gpt.Config, *, tp: str | None = None, quantization: Quantiza
 
     Args:
         config: shape of the model. With `batch_invariant=True`, logits equal the logits of `gpt.apply`, bit for bit.
-        tp: mesh axis that cuts heads, features and vocabulary. The axis divides the number of key heads.
+        tp: mesh axis that cuts heads, features and vocabulary. The axis divides the number of key heads. A
+            batch-invariant config without experts then also has the layout "sp", which cuts the tokens of a step along
+            the axis.
         quantization: "int8" or "int4" for the weights of linear layers, or codes by regular expressions found in names
             such as "blocks.0.wq" and "embed", for example `{"embed|head": "int8", "": "int4"}`. Logits equal the logits
             of the rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or
@@ -121,5 +125,13 @@ def decoder(config: gpt.Config, *, tp: str | None = None, quantization: Quantiza
         batch_invariant=config.batch_invariant,
         embeds=True,
         linear=linear,
-        routes=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
+        expert_shape=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
+        more_layouts=_list_more(config, tp, quantization),
     )
+
+
+def _list_more(config: gpt.Config, tp: str | None, quantization: QuantizationPolicy) -> dict[str, Layout]:
+    """Returns the layouts beside "tp"."""
+    if tp is None or not config.batch_invariant or config.experts is not None:
+        return {}
+    return {"sp": make_sequence_layout(config, tp, quantization)}

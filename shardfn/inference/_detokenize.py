@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from shardfn.data import BPETokenizer, ByteTokenizer
@@ -24,7 +24,7 @@ _HALF = "\ufffd"  # decoders write the mark for bytes without a character, such 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
-class Growing(Protocol):
+class DecodeStream(Protocol):
     """Text of one sequence."""
 
     def add(self, token: int) -> str:
@@ -51,15 +51,17 @@ class Detokenizer:
         bytes_of: bytes of a token by its id, with None for a token without bytes. None for a tokenizer whose tokens
             depend on their neighbours.
         digest: digest of the vocabulary, equal on all ranks.
+        encode: function from a text to its token ids, without special tokens. None for a tokenizer that only decodes.
     """
 
     size: int
     decode: Callable[[Sequence[int]], str]
-    empty: Callable[[], Growing]
+    empty: Callable[[], DecodeStream]
     bytes_of: Callable[[int], bytes | None] | None
     digest: bytes
+    encode: Callable[[str], list[int]] | None = None
 
-    def start(self, prompt: Sequence[int] = ()) -> Growing:
+    def start(self, prompt: Sequence[int] = ()) -> DecodeStream:
         """Returns the text after a prompt. A character that begins in the prompt belongs to the text.
 
         Example:
@@ -96,6 +98,22 @@ def detokenizer(tokenizer: Any, *, special: bool = False) -> Detokenizer:
     """
     if isinstance(tokenizer, Detokenizer):
         return tokenizer
+    return replace(_make_detokenizer(tokenizer, special), encode=_find_encode(tokenizer))
+
+
+def _find_encode(tokenizer: Any) -> Callable[[str], list[int]] | None:
+    """Returns the way from a text to token ids without special tokens, if there is one."""
+    encode = getattr(tokenizer, "encode", None)
+    if encode is None:
+        return None
+    if hasattr(tokenizer, "id_to_token"):  # of `tokenizers`
+        return lambda text: encode(text, add_special_tokens=False).ids
+    if hasattr(tokenizer, "all_special_ids"):  # of transformers
+        return lambda text: encode(text, add_special_tokens=False)
+    return lambda text: list(map(int, encode(text)))
+
+
+def _make_detokenizer(tokenizer: Any, special: bool) -> Detokenizer:
     if isinstance(tokenizer, ByteTokenizer):
         return _make_byte_detokenizer([bytes([i]) for i in range(tokenizer.vocab_size)])
     if isinstance(tokenizer, list | tuple) and all(x is None or isinstance(x, bytes) for x in tokenizer):

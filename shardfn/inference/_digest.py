@@ -55,8 +55,8 @@ def _list_fields(state: State) -> Iterator[tuple[str, bytes]]:
     for name in plain.split():
         yield name, repr(getattr(state, name)).encode()
     yield "drafter", b"" if state.drafter is None else state.drafter.digest()
-    yield "guesses", _encode_ints(state.guesses)
-    yield "use", _encode_ints(state.use)
+    yield "speculation", _encode_ints(state.speculation)
+    yield "cache_stats", _encode_ints(state.cache_stats)
     yield "names", repr(sorted(state.names.items())).encode()
     yield "running", _encode_ints(s.serial for s in state.running)
     for priority in sorted(state.waiting):
@@ -89,7 +89,7 @@ def _encode_sequence(sequence: Sequence) -> Iterator[tuple[str, bytes]]:
         f"{of}.request",
         _encode_ints(r.prompt) + repr((r.sampling, r.priority, r.deadline, r.adapter, r.salt)).encode(),
     )
-    for name in ("arrived", "key", "scored", "computed", "recorded", "begun", "preempted", "trust"):
+    for name in ("arrived", "key", "scored", "computed", "recorded", "begun", "preempted", "draft_length"):
         yield f"{of}.{name}", repr(getattr(sequence, name)).encode()
     yield f"{of}.tokens", sequence.tokens.tobytes()
     yield f"{of}.blocks", _encode_ints(sequence.blocks)

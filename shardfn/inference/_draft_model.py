@@ -20,14 +20,14 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import PyTree
 
 from ._decoder import Decoder
+from ._draft_tree import DraftTree
 from ._drafters import Context
 from ._limits import Limits
-from ._plan import Rows, make_plan, wanted
-from ._pool import Pool, PrefixScope, extend_contents
+from ._plan import Rows, find_wanted, make_plan
+from ._pool import BlockPool, PrefixScope, extend_contents
 from ._requests import Request
 from ._runner import Cache, MemoryPlan, Runner, limits_of
 from ._state import Sequence
-from ._trees import Tree
 
 
 class DraftModel:
@@ -58,16 +58,16 @@ class DraftModel:
         >>> how = Sampling(max_tokens=8, temperature=0.0)
         >>> engine.generate([[5, 6, 7]], how) == Engine(decoder(large), params).generate([[5, 6, 7]], how)
         True
-        >>> engine.guesses.drafted > 0
+        >>> engine.stats.speculation.drafted > 0
         True
     """
 
     def __init__(self, decoder: Decoder, params: PyTree, *, limits: Limits | None = None) -> None:
         self.limits = limits_of(decoder) if limits is None else limits
         self._runner = Runner(decoder, self.limits)
-        self._weights = self._runner.packed(params)
+        self._weights = self._runner.pack_weights(params)
         self._cache: Cache | None = None  # an engine takes a copy with a separate cache
-        self._pool = Pool(self.limits.blocks)
+        self._pool = BlockPool(self.limits.blocks)
         self._own: OrderedDict[int, Sequence] = OrderedDict()  # by serial number, those without drafts for long first
 
     def check(self, limits: Limits) -> None:
@@ -93,11 +93,11 @@ class DraftModel:
         cache = self._runner.empty_cache() if self._cache is None else self._cache
         return self._runner.memory(self._weights, cache)
 
-    def propose(self, context: Context, most: int) -> Tree:
+    def propose(self, context: Context, most: int) -> DraftTree:
         """Returns the tokens that the draft model draws after the last token."""
         return self.propose_all([(context, most)])[0]
 
-    def propose_all(self, asks: Seq[tuple[Context, int]]) -> list[Tree]:
+    def propose_all(self, asks: Seq[tuple[Context, int]]) -> list[DraftTree]:
         """Returns the proposals of `propose` for several sequences, whose rows share steps."""
         num = self.limits.running
         return [tree for i in range(0, len(asks), num) for tree in self._draft_tokens(asks[i : i + num])]
@@ -127,7 +127,7 @@ class DraftModel:
         found.update(self._pool.free.tobytes() + array("q", self._pool.cached).tobytes())
         return found.digest()
 
-    def _draft_tokens(self, asks: Seq[tuple[Context, int]]) -> list[Tree]:
+    def _draft_tokens(self, asks: Seq[tuple[Context, int]]) -> list[DraftTree]:
         busy = {context.serial for context, _ in asks}
         ends: dict[int, int] = {}  # the number of tokens that each sequence may reach
         for context, most in asks:
@@ -136,7 +136,7 @@ class DraftModel:
             self._draw_drafts(chunks, ends)
         for context, _ in asks:
             self._record_blocks(self._own[context.serial], len(context.tokens), context.salt)
-        return [Tree.chain(self._own[context.serial].tokens[len(context.tokens) :]) for context, _ in asks]
+        return [DraftTree.chain(self._own[context.serial].tokens[len(context.tokens) :]) for context, _ in asks]
 
     def _follow_context(self, context: Context) -> Sequence:
         """Returns the sequence with the tokens of the engine.
@@ -203,7 +203,7 @@ class DraftModel:
         left, chunks = self.limits.budget, list[Rows]()
         for own in (self._own[serial] for serial, end in ends.items() if len(self._own[serial].tokens) < end):
             if count := min(left, len(own.tokens) - own.computed):
-                chunks.append(Rows(own, count, wanted(own, count)))
+                chunks.append(Rows(own, count, find_wanted(own, count)))
                 left -= count
         return chunks
 

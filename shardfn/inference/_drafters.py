@@ -13,9 +13,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from ._draft_tree import DraftTree
 from ._limits import Limits
 from ._requests import Sampling
-from ._trees import Tree
 
 
 class Context(NamedTuple):
@@ -45,7 +45,7 @@ class Context(NamedTuple):
 class Drafter(Protocol):
     """Proposer of tokens. Proposals depend only on the calls so far: on no clock, set, or random number of Python."""
 
-    def propose(self, context: Context, most: int) -> Seq[int] | Tree:
+    def propose(self, context: Context, most: int) -> Seq[int] | DraftTree:
         """Returns at most `most` tokens that may follow, as a chain or a tree. An empty chain is no proposal."""
         ...
 
@@ -63,10 +63,10 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class Computes(Drafter, Protocol):
+class BatchDrafter(Drafter, Protocol):
     """Drafter whose proposals take time, asked for all sequences at once, and not beyond `Limits.drafts`."""
 
-    def propose_all(self, asks: Seq[tuple[Context, int]]) -> list[Seq[int] | Tree]:
+    def propose_all(self, asks: Seq[tuple[Context, int]]) -> list[Seq[int] | DraftTree]:
         """Returns a proposal for each sequence, within the sequence's number of tokens."""
         ...
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from jaxtyping import Float32, Float64
 from torch import Tensor
 
-from ._follower import Follower
+from ._hooks import EngineHooks
 from ._plan import StepPlan
 from ._requests import Sampling
 from ._runner import StepResults
@@ -78,9 +78,9 @@ class Embeddings:
         self._hidden: Tensor | None = None  # of the rows of the plan in flight
 
     @property
-    def follower(self) -> Follower:
+    def hooks(self) -> EngineHooks:
         """Returns the hooks."""
-        return Follower(take=self.take, columns=lambda state, plan: {"hidden": self.wanted(state)}, ran=self.ran)
+        return EngineHooks(take=self.take, columns=lambda state, plan: {"hidden": self.wanted(state)}, ran=self.ran)
 
     def __contains__(self, name: str) -> bool:
         return name in self._pooled
@@ -116,7 +116,7 @@ class Embeddings:
             if output.name in self._pooled and output.row is not None:
                 assert states is not None
                 self._pooled[output.name].take(states[output.row])
-            if output.finish not in (None, "length"):
+            if output.finish_reason not in (None, "length"):
                 self.forget(output.name)
 
     def result(self, name: str, normalize: bool) -> Float32[Tensor, " d"]:

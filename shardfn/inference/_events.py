@@ -91,8 +91,8 @@ class Stop:
         name: name of the request.
         choice: choice of the request.
         at: position of the token in its sequence.
-        finish: "stop" where a stop string or a grammar is complete, "error" where the token is not in the grammar. Such
-            a token is dropped.
+        finish_reason: "stop" where a stop string or a grammar is complete, "error" where the token is not in the
+            grammar. Such a token is dropped.
 
     Example:
         >>> Stop(5, "a", choice=0, at=7).at
@@ -103,7 +103,7 @@ class Stop:
     name: str
     choice: int
     at: int
-    finish: str = "stop"
+    finish_reason: str = "stop"
 
 
 def check_time(time: Any) -> None:

@@ -3,10 +3,14 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
+from shardfn.core import explains_fields
+
 DRAFTS = 15  # of an engine with a drafter
-_LEAST = {"vocab": 1, "context": 2, "blocks": 2, "block": 1, "running": 1, "age": 0, "drafts": 0}
+DEFAULT_LAYOUT = "tp"  # the first layout of each decoder
+_LEAST = {"vocab": 1, "context": 2, "blocks": 2, "block": 1, "running": 1, "starvation_steps": 0, "drafts": 0}
 
 
+@explains_fields(age="starvation_steps={value!r}")
 @dataclass(frozen=True)
 class Limits:
     """Sizes from which every plan follows.
@@ -20,10 +24,12 @@ class Limits:
             step.
         running: most sequences that hold blocks at a time. Fewer than the budget, so that a prompt always advances next
             to the decodes (chunked prefill).
-        age: number of steps after its arrival from which a sequence comes before all later arrivals, whatever their
-            priorities.
+        starvation_steps: number of steps after its arrival from which a sequence comes before all later arrivals,
+            whatever their priorities.
         cache_dtype: "float32", "bfloat16", "int8" or "fp8", part of the key of a block's content. The last two are
             codes of one byte, with a scale for each token and key head. "float64" is for parameters in float64.
+        layouts: layouts of the decoder, each with the number of rows from which a step has it, ascending from 1. For
+            example (("tp", 1), ("sp", 64)). A step with adapters has the first layout.
         drafts: most drafts of a step with one row. Each further row takes the place of a draft. Where no place is left,
             drafts only fill rows that would be padding. 0 is no speculative decoding.
 
@@ -42,9 +48,10 @@ class Limits:
     block: int = 16
     buckets: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256)
     running: int = 32
-    age: int = 512
+    starvation_steps: int = 512
     cache_dtype: str = "float32"
     drafts: int = 0
+    layouts: tuple[tuple[str, int], ...] = ((DEFAULT_LAYOUT, 1),)
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -63,6 +70,13 @@ class Limits:
             raise ValueError(
                 f"running is {self.running}, but the largest bucket has {sizes[-1]} rows: one more than `running` at"
                 " least, so that a prompt advances beside all decodes. Add a larger bucket or lower `running`."
+            )
+
+        rows = [rows for _, rows in self.layouts]
+        if rows[:1] != [1] or any(a >= b for a, b in pairwise(rows)):
+            raise ValueError(
+                "layouts must be pairs of a name and a number of rows, ascending from 1, such as"
+                f" (('tp', 1), ('sp', 64)), got {self.layouts}."
             )
 
     @property
@@ -91,6 +105,21 @@ class Limits:
     def bucket_of(self, rows: int) -> int:
         """Returns the smallest bucket with at least a number of rows."""
         return next(size for size in self.buckets if size >= rows)
+
+    def layout_of(self, bucket: int, *, adapters: bool = False) -> str:
+        """Returns the layout of a step.
+
+        Args:
+            bucket: number of rows with padding.
+            adapters: whether a row has an adapter.
+
+        Example:
+            >>> limits = Limits(vocab=100, context=64, blocks=9, running=4, layouts=(("tp", 1), ("sp", 64)))
+            >>> limits.layout_of(32), limits.layout_of(64), limits.layout_of(64, adapters=True)
+            ('tp', 'sp', 'tp')
+        """
+        fitting = [name for name, rows in self.layouts if rows <= bucket]
+        return fitting[0 if adapters else -1]
 
     def excess(self, rows: int, least: int) -> int:
         """Returns the rows beyond the next smaller bucket if dropping them saves more padding than rows, else 0.

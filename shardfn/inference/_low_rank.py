@@ -114,7 +114,7 @@ class Adapter:
         return max(f.a.shape[0] for f in self.sites.values())
 
 
-def adapter_of(lora: LoRA, tree: Mapping[str, Mapping[str, Tensor]], linear: Mapping[str, Linear]) -> Adapter:
+def make_adapter(lora: LoRA, tree: Mapping[str, Mapping[str, Tensor]], linear: Mapping[str, Linear]) -> Adapter:
     """Returns the adapter of a tree of `shardfn.lora`, for the layers of a decoder.
 
     Args:
@@ -128,7 +128,7 @@ def adapter_of(lora: LoRA, tree: Mapping[str, Mapping[str, Tensor]], linear: Map
 
     Example:
         >>> lora = LoRA.of({"w": torch.ones(4, 3)}, ["w"], rank=2)
-        >>> made = adapter_of(lora, {"w": {"a": torch.ones(2, 3), "b": torch.ones(4, 2)}}, {"w": Linear(3, 4)})
+        >>> made = make_adapter(lora, {"w": {"a": torch.ones(2, 3), "b": torch.ones(4, 2)}}, {"w": Linear(3, 4)})
         >>> made.rank, len(made.digest)
         (2, 16)
     """
@@ -187,7 +187,9 @@ def _digest_sites(sites: Mapping[str, Factors]) -> bytes:
     return whole.digest()
 
 
-def stacked(adapters: Sequence[Adapter], linear: Mapping[str, Linear], device: torch.device) -> dict[str, Factors]:
+def stack_adapters(
+    adapters: Sequence[Adapter], linear: Mapping[str, Linear], device: torch.device
+) -> dict[str, Factors]:
     """Returns the factors of several adapters, with zeros where an adapter does not have a layer."""
     rank = _CHUNKS * -(-max(adapter.rank for adapter in adapters) // _CHUNKS)
     sites = {}
@@ -211,7 +213,7 @@ def _spread_summands(rank: int, padded: int) -> Tensor:
     return torch.tensor([start + i for start, num in chunks for i in range(num)], dtype=torch.int64)
 
 
-def low_rank(
+def make_low_rank(
     sequences: array, adapters: Sequence[bytes], slots: Mapping[bytes, int], sites: dict[str, Factors]
 ) -> LowRank:
     """Returns the adapters of a plan's tokens.

@@ -17,8 +17,8 @@ import numpy as np
 from jaxtyping import Bool
 
 from ._detokenize import Detokenizer
+from ._draft_tree import NO_DRAFTS, DraftTree
 from ._grammar import Grammar, check_grammar
-from ._trees import NO_DRAFTS, Tree
 
 # About 50 of the first and 14 of the second take a microsecond.
 _LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "verbose_errors": False}
@@ -86,7 +86,7 @@ class MatcherAhead:
         self._num = 0  # tokens that were drawn
         self._path: list[int] = []  # drafts that were consumed after the drawn tokens
 
-    def cut(self, tokens: Sequence[int], allowed: Allowed, drafts: Tree) -> tuple[Tree, list[Allowed]]:
+    def cut(self, tokens: Sequence[int], allowed: Allowed, drafts: DraftTree) -> tuple[DraftTree, list[Allowed]]:
         """Returns the drafts that the grammar permits.
 
         Args:
@@ -97,7 +97,7 @@ class MatcherAhead:
         Returns:
             The drafts, and for each draft the permitted next tokens.
         """
-        kept: Tree = NO_DRAFTS
+        kept: DraftTree = NO_DRAFTS
         masks: list[Allowed] = []
         places = {-1: -1}  # of kept drafts
         if self._is_usable and not self._inner.consume_tokens(list(tokens[self._num :])):
@@ -107,7 +107,7 @@ class MatcherAhead:
             at = places.get(parent)
             if at is None or not (allowed if at < 0 else masks[at])[token]:
                 continue
-            tree = Tree((*kept.tokens, token), (*kept.parents, at))
+            tree = DraftTree((*kept.tokens, token), (*kept.parents, at))
             if (after := self._compute_after(tree)) is None:
                 break
             places[i], kept = len(kept), tree
@@ -119,7 +119,7 @@ class MatcherAhead:
     def _is_usable(self) -> bool:
         return not self._inner.is_error()
 
-    def _compute_after(self, tree: Tree) -> Allowed | None:
+    def _compute_after(self, tree: DraftTree) -> Allowed | None:
         """Returns the tokens that may come after the last draft: none where the text ends. None beyond a limit."""
         path = tree.ancestors(len(tree) - 1)
         shared = 0

@@ -5,10 +5,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ._limits import Limits
+from ._draft_tree import NO_DRAFTS, DraftTree
+from ._limits import DEFAULT_LAYOUT, Limits
 from ._requests import Sampling
 from ._state import Sequence
-from ._trees import NO_DRAFTS, Tree
 
 _Arrays = tuple[array, array, array, array, array, array, array, array, array, array]
 
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     sequence: Sequence
     num: int
     positions: Seq[int]
-    drafts: Tree = NO_DRAFTS
+    drafts: DraftTree = NO_DRAFTS
 
     def before(self, wanted: int) -> array:
         """Returns the tokens before the place of a wanted row, drafts included."""
@@ -67,6 +67,7 @@ class StepPlan:
         branches: row of the first draft and parents of all drafts, for each sequence with branching drafts. A draft
             sees its ancestors in the drafts' slots, not the slots of the positions.
         moves: slots whose content moves before the step writes, and the new slots, which may be slots that move, too.
+        layout: layout of the decoder in which the step runs.
     """
 
     step: int
@@ -90,6 +91,7 @@ class StepPlan:
     adapters: tuple[bytes, ...] = ()
     branches: tuple[tuple[int, tuple[int, ...]], ...] = ()
     moves: tuple[tuple[int, int], ...] = ()
+    layout: str = DEFAULT_LAYOUT
 
     def arrays(self) -> _Arrays:
         """Returns all arrays but histories, in the order of the attributes."""
@@ -129,6 +131,7 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int, moves:
         adapters=adapters if any(adapters) else (),
         branches=tuple(columns.branches),
         moves=tuple(moves),
+        layout=limits.layout_of(bucket, adapters=any(adapters)),
     )
 
 
@@ -202,21 +205,21 @@ def _make_histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tupl
     return histories, prompts
 
 
-def padding(bucket: int, limits: Limits, *, extended: bool = False) -> StepPlan:
+def make_padding(bucket: int, limits: Limits, *, extended: bool = False) -> StepPlan:
     """Returns a plan of a bucket that has no tokens.
 
     The plan writes only to block 0. If `extended`, the plan has histories, too.
     """
     num = limits.wanted(bucket)
     past = _make_empty_histories(num, limits.context) if extended else (None, None)
-    return StepPlan(0, 0, bucket, 0, 0, *_Columns().padded(bucket, limits), (), *past)
+    return StepPlan(0, 0, bucket, 0, 0, *_Columns().padded(bucket, limits), (), *past, layout=limits.layout_of(bucket))
 
 
 def _make_empty_histories(num: int, context: int) -> tuple[array, array]:
     return array("i", [-1]) * (num * context), array("i", [0] * num)
 
 
-def wanted(sequence: Sequence, count: int) -> range:
+def find_wanted(sequence: Sequence, count: int) -> range:
     """Returns the positions of the next `count` tokens whose logits are wanted.
 
     Scored tokens, and the last known token.

@@ -48,11 +48,11 @@ def _make_key(fields: dict[str, bytes]) -> bytes:
     return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
 
-class Pool:
+class BlockPool:
     """Blocks 1 to `blocks - 1`. Methods change the pool in place. `copy` keeps a pool.
 
     Example:
-        >>> pool = Pool(4)
+        >>> pool = BlockPool(4)
         >>> a, b = pool.take(), pool.take()
         >>> a, b, pool.counts()
         (1, 2, {'free': 1, 'held': 2, 'cached': 0})
@@ -133,9 +133,9 @@ class Pool:
             self.free.append(block)
         self.cached.clear()
 
-    def copy(self) -> "Pool":
+    def copy(self) -> "BlockPool":
         """Returns a separate pool, equal to this pool."""
-        new = Pool(1)
+        new = BlockPool(1)
         new.free, new.references, new.cached = self.free[:], self.references[:], self.cached.copy()
         new.contents, new.index = dict(self.contents), dict(self.index)
         return new

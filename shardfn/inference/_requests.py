@@ -1,15 +1,36 @@
-"""Requests, and the one table of ranges for admission."""
+"""Requests, and the one table of their options, from which admission, rows, kernels and the server follow."""
 
-import math
+import dataclasses
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 from shardfn.core import explains_fields
 
 from ._grammar import Grammar
 from ._limits import Limits
+from ._options import (
+    BadWords,
+    Encode,
+    Names,
+    Range,
+    Rule,
+    TokenNumbers,
+    check_allowed,
+    check_flag,
+    check_tokens,
+    encode_words,
+    forbid_bad_words,
+    forbid_ends,
+    forbid_others,
+    list_options,
+    option,
+)
+
+MOST_STOPS, LONGEST_STOP = 16, 256
+MOST_MATCHERS, MOST_TEXT = 16, 4 << 16
+MOST_BIASES, MOST_TOP, MOST_WORDS = 1024, 20, 256
 
 # Keywords of vLLM, transformers and TRL, and their counterparts here.
 _GRAMMAR = "grammar=, an inference.Grammar"
@@ -37,7 +58,22 @@ _MEANT = {
     "structured_outputs": _GRAMMAR,
     "response_format": _GRAMMAR,
     "pad_token_id": "nothing: prompts have their own lengths",
+    "min_new_tokens": "min_tokens={value!r}",
+    "bad_words_ids": "bad_words={value!r}, a tuple of tuples",
+    "logits_processor": "logits_processors=, names of Engine(logits_processors=)",
 }
+
+
+def _clamp_top_k(value: int, limits: Limits) -> int:
+    """Returns 0, which is all tokens, for a number that the vocabulary does not exceed."""
+    return value if value < limits.vocab else 0
+
+
+def check_grammar(name: str, value: Any, limits: Limits) -> None:
+    """Refuses a value that is neither None nor a `Grammar`."""
+    del limits
+    if not isinstance(value, Grammar | None):
+        raise ValueError(f"{name} is {value!r:.80}. Make one by Grammar.json_schema(...) or .regex.")
 
 
 @explains_fields(**_MEANT)
@@ -69,29 +105,43 @@ class Sampling:
         logit_bias: pairs of a token and a number from -100 to 100, added to the token's logit after the penalties,
             before temperature and filters. Each token once, at most 1024.
         top_logprobs: number of most probable tokens that are wanted at each position, at most 20, under the raw logits.
+        min_tokens: number of tokens before which neither stop tokens are drawn, nor stop strings end a choice. At most
+            `max_tokens`. A grammar may end a text before.
+        bad_words: words that are never completed: of each word's tokens the last is not drawn after the other tokens,
+            where these are drawn tokens too. A word is a string, which needs the engine's tokenizer and is also
+            forbidden after a space, or a tuple of token ids. For example ("fool", (17, 4)).
+        allowed_token_ids: tokens that may be drawn, or None for all. A stop token is drawn only if it is among them.
+        logits_processors: names of functions of `Engine(logits_processors=)`, applied in this order to the raw logits
+            of each draw, before penalties.
 
     Example:
         >>> Sampling(max_tokens=4, temperature=0.0)
         Sampling(max_tokens=4, temperature=0.0)
     """
 
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    n: int = 1
-    stop_tokens: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    grammar: Grammar | None = None
-    prompt_logprobs: bool = False
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    top_logprobs: int = 0
+    max_tokens: int = option(16, Range(1, 1 << 24, integer=True))
+    temperature: float = option(1.0, Range(0, 100), draw="temperature", padding=0.0, http="number")
+    top_k: int = option(0, Range(0, 1 << 24, integer=True), draw="top_k", convert=_clamp_top_k, http="integer")
+    top_p: float = option(1.0, Range(0, 1, above=True), draw="top_p", http="number")
+    min_p: float = option(0.0, Range(0, 1), draw="min_p", http="number")
+    presence_penalty: float = option(0.0, Range(-2, 2), penalise="presence", http="number")
+    frequency_penalty: float = option(0.0, Range(-2, 2), penalise="frequency", http="number")
+    repetition_penalty: float = option(1.0, Range(0.01, 100), penalise="repetition", http="number")
+    seed: int = option(0, Range(0, (1 << 64) - 1, integer=True), http="integer")
+    n: int = option(1, Range(1, 128, integer=True), http="integer")
+    stop_tokens: tuple[int, ...] = option((), check_tokens)
+    stop: tuple[str, ...] = option((), Names(MOST_STOPS, LONGEST_STOP))
+    include_stop: bool = option(False, check_flag)
+    grammar: Grammar | None = option(None, check_grammar)  # noqa: RUF009 - a field of a dataclass, as all of these
+    prompt_logprobs: bool = option(False, check_flag)
+    logit_bias: tuple[tuple[int, float], ...] = option((), TokenNumbers(MOST_BIASES, Range(-100, 100)))
+    top_logprobs: int = option(0, Range(0, MOST_TOP, integer=True))
+    min_tokens: int = option(0, Range(0, 1 << 24, integer=True), rule=forbid_ends, http="integer")
+    bad_words: tuple[str | tuple[int, ...], ...] = option(
+        (), BadWords(MOST_WORDS, 256), rule=forbid_bad_words, encode=encode_words, http="strings"
+    )
+    allowed_token_ids: tuple[int, ...] | None = option(None, check_allowed, rule=forbid_others, http="integers")
+    logits_processors: tuple[str, ...] = option((), Names(16, 256), http="strings")
 
     @property
     def extended(self) -> bool:
@@ -115,7 +165,7 @@ class Request:
     Args:
         prompt: token ids.
         sampling: rule of drawing tokens.
-        priority: number by which larger come first, until `Limits.age` steps have passed.
+        priority: number by which larger come first, until `Limits.starvation_steps` steps have passed.
         deadline: reading of the engine's clock, in milliseconds, at which the request ends as "deadline".
         adapter: digest of the adapter's content, or empty: part of the key of a block's content.
         salt: caller's bytes. Requests share blocks only with requests of the same salt.
@@ -133,44 +183,22 @@ class Request:
     salt: bytes = b""
 
 
-class _Range(NamedTuple):
-    low: float
-    high: float
-    integer: bool = False
-    above: bool = False  # `low` itself is out of range
-
-    def __contains__(self, value: object) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int if self.integer else int | float):
-            return False
-        return (self.low < value if self.above else self.low <= value) and value <= self.high
-
-    def __str__(self) -> str:
-        kind = "an integer" if self.integer else "a number"
-        if math.isinf(self.high):
-            return f"{kind} of at least {self.low}"
-        return (
-            f"{kind} {'above' if self.above else 'from'} {self.low} {'and at most' if self.above else 'to'} {self.high}"
-        )
+SAMPLING_OPTIONS = list_options(Sampling)
+DRAW, PENALTIES = ({getattr(x, of): x for x in SAMPLING_OPTIONS if getattr(x, of)} for of in ("draw", "penalise"))
+_RULED = tuple(x for x in SAMPLING_OPTIONS if x.rule is not None)
+_ENCODED = tuple(x for x in SAMPLING_OPTIONS if x.encode is not None)
+_PRIORITY = Range(-100, 100, integer=True)
 
 
-MOST_STOPS, LONGEST_STOP = 16, 256
-MOST_MATCHERS, MOST_TEXT = 16, 4 << 16
-MOST_BIASES, MOST_TOP = 1024, 20
-_BIAS = _Range(-100, 100)
-RANGES = {
-    "max_tokens": _Range(1, 2**24, integer=True),
-    "temperature": _Range(0, 100),
-    "top_k": _Range(0, 2**24, integer=True),
-    "top_p": _Range(0, 1, above=True),
-    "min_p": _Range(0, 1),
-    "presence_penalty": _Range(-2, 2),
-    "frequency_penalty": _Range(-2, 2),
-    "repetition_penalty": _Range(0.01, 100),
-    "seed": _Range(0, 2**64 - 1, integer=True),
-    "n": _Range(1, 128, integer=True),
-    "top_logprobs": _Range(0, MOST_TOP, integer=True),
-    "priority": _Range(-100, 100, integer=True),
-}
+def list_rules(sampling: Sampling) -> list[Rule]:
+    """Returns the rules of the options that a sampling sets.
+
+    Example:
+        >>> len(list_rules(Sampling())), len(list_rules(Sampling(min_tokens=2, bad_words=((5,),))))
+        (0, 2)
+    """
+    fields = Sampling.__dataclass_fields__
+    return [x.rule for x in _RULED if x.rule is not None and getattr(sampling, x.name) != fields[x.name].default]
 
 
 def ids_of(prompt: Sequence[int]) -> tuple[int, ...]:
@@ -204,64 +232,50 @@ def check_request(request: Request, limits: Limits) -> None:
         Traceback (most recent call last):
         ValueError: top_p must be a number above 0 and at most 1, got 0.0.
     """
-    for name, allowed in RANGES.items():
-        value = getattr(request if name == "priority" else request.sampling, name)
-        if value not in allowed:
-            raise ValueError(f"{name} must be {allowed}, got {value!r}.")
-    _check_tokens("prompt", request.prompt, limits)
-    _check_tokens("stop_tokens", request.sampling.stop_tokens, limits)
+    sampling = request.sampling
+    for one in SAMPLING_OPTIONS:
+        one.check(one.name, getattr(sampling, one.name), limits)
+    _PRIORITY("priority", request.priority, limits)
+    check_tokens("prompt", request.prompt, limits)
     for name in ("adapter", "salt"):
         if not isinstance(getattr(request, name), bytes):
             raise ValueError(f"{name} must be bytes, got {getattr(request, name)!r}.")
     if request.deadline is not None and type(request.deadline) is not int:
         raise ValueError(f"deadline must be an integer, in milliseconds, or None, got {request.deadline!r}.")
-    for name in ("prompt_logprobs", "include_stop"):
-        if type(getattr(request.sampling, name)) is not bool:
-            raise ValueError(f"{name} must be True or False, got {getattr(request.sampling, name)!r}.")
-    _check_biases(request.sampling.logit_bias, limits)
-    _check_stop(request.sampling.stop)
-    _check_grammar(request.sampling.grammar, request.sampling.n)
-    _check_size(len(request.prompt), request.sampling.max_tokens, limits)
+    _check_matchers(sampling.grammar, sampling.n)
+    if sampling.min_tokens > sampling.max_tokens:
+        raise ValueError(f"min_tokens must be at most max_tokens={sampling.max_tokens}, got {sampling.min_tokens}.")
+    _check_size(len(request.prompt), sampling.max_tokens, limits)
 
 
-def _check_tokens(name: str, tokens: tuple[int, ...], limits: Limits) -> None:
-    if not isinstance(tokens, tuple):
-        raise ValueError(f"{name} must be a tuple of token ids, got a {type(tokens).__name__}.")
-    for i, token in enumerate(tokens):
-        if type(token) is not int or not 0 <= token < limits.vocab:
-            raise ValueError(f"{name}[{i}] must be an integer from 0 to {limits.vocab - 1}, got {token!r}.")
+def encode_sampling(sampling: Sampling, encode: Encode | None) -> Sampling:
+    """Returns a sampling whose words are token ids.
+
+    Args:
+        sampling: sampling of a request.
+        encode: function from a text to token ids, without special tokens, or None without a tokenizer.
+
+    Raises:
+        ValueError: there are words, and no tokenizer.
+
+    Example:
+        >>> encode_sampling(Sampling(bad_words=("ab",)), lambda text: list(text.encode())).bad_words
+        ((97, 98),)
+    """
+    changes = dict[str, Any]()
+    for one in _ENCODED:
+        value = getattr(sampling, one.name)
+        if not isinstance(value, tuple) or not any(isinstance(word, str) for word in value):
+            continue
+        if encode is None:
+            text = f"{one.name} is {value!r:.60}, and there is no tokenizer that encodes text. Pass Engine(tokenizer=),"
+            raise ValueError(f"{text} or token ids, such as ((5, 6),).")
+        assert one.encode is not None
+        changes[one.name] = one.encode(value, encode)
+    return dataclasses.replace(sampling, **changes) if changes else sampling
 
 
-def _check_biases(biases: tuple[tuple[int, float], ...], limits: Limits) -> None:
-    pairs = isinstance(biases, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in biases)
-    if not pairs:
-        raise ValueError(f"logit_bias must be a tuple of pairs, such as ((5, -100.0),), got {biases!r:.80}.")
-    if len(biases) > MOST_BIASES:
-        raise ValueError(f"logit_bias must have at most {MOST_BIASES} tokens, got {len(biases)}.")
-    seen = set[int]()
-    for token, bias in biases:
-        if type(token) is not int or not 0 <= token < limits.vocab:
-            raise ValueError(f"logit_bias must have tokens from 0 to {limits.vocab - 1}, integers, got {token!r:.60}.")
-        if token in seen:
-            raise ValueError(f"logit_bias has token {token} twice. Give each token one bias.")
-        if bias not in _BIAS:
-            raise ValueError(f"logit_bias of token {token} must be {_BIAS}, got {bias!r:.60}.")
-        seen.add(token)
-
-
-def _check_stop(stop: tuple[str, ...]) -> None:
-    if not isinstance(stop, tuple) or not all(isinstance(text, str) for text in stop):
-        raise ValueError(f"stop must be a tuple of strings, such as ({str(stop)[:20]!r},), got {stop!r}.")
-    if len(stop) > MOST_STOPS:
-        raise ValueError(f"stop must have at most {MOST_STOPS} strings, got {len(stop)}.")
-    for i, text in enumerate(stop):
-        if not 1 <= len(text) <= LONGEST_STOP:
-            raise ValueError(f"stop[{i}] must have from 1 to {LONGEST_STOP} characters, got {len(text)}.")
-
-
-def _check_grammar(grammar: Grammar | None, n: int) -> None:
-    if not isinstance(grammar, Grammar | None):
-        raise ValueError(f"grammar is {grammar!r:.80}. Make one by Grammar.json_schema(...) or .regex.")
+def _check_matchers(grammar: Grammar | None, n: int) -> None:
     if grammar is not None and (n > MOST_MATCHERS or n * len(grammar.text) > MOST_TEXT):
         raise ValueError(
             f"n is {n}, and the grammar has {len(grammar.text)} characters: each choice compiles it, so n must be at"

@@ -17,10 +17,10 @@ class Token(NamedTuple):
         token: id, or None for an end without a token.
         logprob: log probability under the softmax of the raw logits, or None without a token.
         version: version of the weights that computed the token.
-        finish: "stop", "length", "cancelled", "deadline", "error" or "refused" with the last token of a choice.
+        finish_reason: "stop", "length", "cancelled", "deadline", "error" or "refused" with the last token of a choice.
         text: text that is certain with the token, after the text of the tokens before, empty in an engine without a
             tokenizer. A part of a character, and text that may begin a stop string, come with a later token.
-        routes: experts of all tokens before the last token of a choice, in an engine with `routes=True`.
+        expert_ids: experts of all tokens before the last token of a choice, in an engine with `record_experts=True`.
         top: most probable tokens at the position, as many as the request wants, and their log probabilities.
     """
 
@@ -30,10 +30,10 @@ class Token(NamedTuple):
     token: int | None
     logprob: float | None
     version: int
-    finish: str | None
+    finish_reason: str | None
     text: str = ""
     top: tuple[tuple[int, float], ...] = ()
-    routes: Int16[Tensor, "t m k"] | None = None
+    expert_ids: Int16[Tensor, "t m k"] | None = None
 
 
 class Completion(NamedTuple):
@@ -42,29 +42,30 @@ class Completion(NamedTuple):
     Attributes:
         tokens: tokens drawn after the prompt.
         logprobs: log probabilities of `tokens`, under the softmax of the raw logits.
-        finish: "stop", "length", "cancelled", "deadline", "error" or "refused".
+        finish_reason: "stop", "length", "cancelled", "deadline", "error" or "refused".
         versions: versions of the weights that computed each token.
         prompt_logprobs: log probabilities of the prompt's tokens but the first, empty unless the request wants them.
         prompt_versions: versions of the weights that computed each of `prompt_logprobs`.
         text: text after the prompt's, up to a stop string, empty in an engine without a tokenizer.
-        routes: experts of each token of prompt and answer but the last token, which was never computed, in an engine
-            with `routes=True`: [tokens, layers with experts, choices]. None if the choice did not end by a token.
+        expert_ids: experts of each token of prompt and answer but the last token, which was never computed, in an
+            engine with `record_experts=True`: [tokens, layers with experts, choices]. None if the choice did not end by
+            a token.
         top_logprobs: most probable tokens at each of `tokens`, and their log probabilities, empty unless the request
             wants them.
     """
 
     tokens: list[int]
     logprobs: list[float]
-    finish: str | None
+    finish_reason: str | None
     versions: list[int]
     prompt_logprobs: list[float]
     prompt_versions: list[int]
     text: str = ""
     top_logprobs: Sequence[tuple[tuple[int, float], ...]] = ()
-    routes: Int16[Tensor, "t m k"] | None = None
+    expert_ids: Int16[Tensor, "t m k"] | None = None
 
 
-def append(made: list[Completion], token: Token, prompt: int) -> bool:
+def append_token(made: list[Completion], token: Token, prompt: int) -> bool:
     """Adds a token to its choice, and returns whether the choice ends."""
     one = made[token.choice] = made[token.choice]._replace(text=made[token.choice].text + token.text)
     if token.token is not None and token.logprob is not None:
@@ -79,6 +80,6 @@ def append(made: list[Completion], token: Token, prompt: int) -> bool:
                 one = made[token.choice] = one._replace(top_logprobs=one.top_logprobs or [])
                 assert isinstance(one.top_logprobs, list)
                 one.top_logprobs.append(token.top)
-    if token.finish is not None:
-        made[token.choice] = one._replace(finish=token.finish, routes=token.routes)
-    return token.finish is not None
+    if token.finish_reason is not None:
+        made[token.choice] = one._replace(finish_reason=token.finish_reason, expert_ids=token.expert_ids)
+    return token.finish_reason is not None

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,21 +29,19 @@ from shardfn.core import (
 from shardfn.engine import BoundCall, Donated, Sharded, reshard, sharded
 from shardfn.transforms import jit
 
-from ._cache import DTYPES, Paged, check_memory
+from ._cache import DTYPES, PagedAttention, check_memory
 from ._decoder import Decoder
+from ._draw_rows import LogitsEdit, Top, draw_tokens, edit_logits, find_top, read_tops
+from ._layout import Layout
 from ._limits import Limits
 from ._low_rank import LowRank
-from ._meant import MEANT_BY_LIMITS
-from ._plan import StepPlan, padding
-from ._requests import MOST_TOP
-from ._score import widened
-from ._tensors import StepTensors, tensors
-from ._weights import WeightSource, bytes_in, packed_apart, packed_shapes, without_copies, zero_of
+from ._peer_keywords import MEANT_BY_LIMITS
+from ._plan import StepPlan, make_padding
+from ._tensors import StepTensors, make_tensors
+from ._weights import WeightSource, count_bytes, drop_copies, find_packed_shapes, make_zero, pack_leafwise
 
 Cache = list[GlobalTensor]
-# The numbers of further results that a step has, by the last of them.
-_FURTHER = {"": 0, "hidden": 1, "routed": 2}
-Top = tuple[tuple[int, float], ...]  # tokens and their log probabilities, the most probable first
+Weights = dict[str, PyTree]  # served forms by layout
 
 
 @explains_keywords(**MEANT_BY_LIMITS)
@@ -126,9 +124,10 @@ class GraphKind(NamedTuple):
     hidden: bool = False
     low: LowRank | None = None
     routed: bool = False
+    layout: str = ""
 
 
-def graph_kinds(
+def list_graph_kinds(
     bucket: int, *, extended: bool, grammars: bool, hidden: bool, low: LowRank | None, routed: bool = False
 ) -> list[GraphKind]:
     """Returns the graphs of a bucket: the plain graph first, and graphs of these kinds, without and with adapters."""
@@ -191,86 +190,98 @@ class Runner:
     ) -> None:
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
         _check_decoder(decoder, limits, mesh)
-        self._decoder, self._limits, self.mesh = decoder, limits, mesh
-        self._zero = zero_of(weights, disk)
+        self._decoder, self.limits, self.mesh = decoder, limits, mesh
+        self._zero = make_zero(weights, disk)
         self._cache: MemoryKind = check_memory(cache)
         # The work of a batch-invariant decoder is in kernels.
         self._threads = kernels.threads_for_kernels if decoder.batch_invariant else contextlib.nullcontext
-        self._pack = sharded(decoder.pack, mesh=mesh, specs=decoder.specs, out_specs=decoder.packed)
+        self._layouts = find_layouts(decoder, limits)
+        if not is_device(weights) and len(self._layouts) > 1:
+            raise ValueError(f"engine: weights={weights!r} are served in one layout, got {[*self._layouts]}.")
+        self._pack = {
+            name: sharded(x.pack, mesh=mesh, specs=x.specs, out_specs=x.packed) for name, x in self._layouts.items()
+        }
         # With a budget of 0 bytes the next layer's cache is brought, and nothing else.
-        self._run = self._make_step(prefetch=None if is_device(cache) else 0)
-        # By bucket, whether rows are extended or have grammars, their adapters, and the further results.
-        self._bound: dict[tuple[int, bool, bool, Any, str], BoundCall] = {}
+        self._prefetch = None if is_device(cache) else 0
+        self._steps: dict[tuple[str, tuple[str, ...]], Sharded] = {}  # by layout and further results
+        self._bound: dict[Any, BoundCall] = {}
 
-    def _make_step(self, prefetch: int | None = None) -> dict[str, Sharded]:
-        """Returns the pure step over sharded weights, by the results that are wanted in addition to tokens."""
-        schedule: dict[str, Any] = {} if prefetch is None else {"prefetch": prefetch, "passes": (without_copies,)}
+    def _step_of(self, layout: str, further: tuple[str, ...] = ()) -> Sharded:
+        """Returns the pure step over weights in a layout, with some further results of the decoder."""
+        if (layout, further) in self._steps:
+            return self._steps[layout, further]
+        ahead = self._prefetch
+        schedule: dict[str, Any] = {} if ahead is None else {"prefetch": ahead, "passes": (drop_copies,)}
         # Its bits are torch's on every back end, and what lies between its kernels is not worth a compiler's time.
         backend = "graph" if self._decoder.batch_invariant else None
-        return {
-            more: sharded(
-                jit(functools.partial(_run_step, self._decoder, num), backend=backend, **schedule),
-                mesh=self.mesh,
-                specs=self._decoder.packed,
-                zero=self._zero,
-                in_specs=(self._decoder.cache.kept(self._cache), None),
-                out_specs=(None, None, Donated(1), None, *[None] * num),
-                donate=1,
-            )
-            for more, num in _FURTHER.items()
-        }
+        made = self._steps[layout, further] = sharded(
+            jit(functools.partial(_run_step, self._layouts[layout], further), backend=backend, **schedule),
+            mesh=self.mesh,
+            specs=self._layouts[layout].packed,
+            zero=self._zero,
+            in_specs=(self._decoder.cache.kept(self._cache), None),
+            out_specs=(None, None, Donated(1), None, *[None] * len(further)),
+            donate=1,
+        )
+        return made
 
     def check(self, decoder: Decoder, limits: Limits, mesh: Mesh | None) -> None:
         """Refuses a model, limits or a mesh that the graphs do not fit.
 
         Raises:
-            ValueError: the decoder or the mesh is different, or limits differ in more than `age`, or fewer blocks.
+            ValueError: the decoder or the mesh is different, or limits differ in more than `starvation_steps`, or in
+                fewer blocks.
         """
         if decoder is not self._decoder or (mesh is not None and mesh is not self.mesh):
             other = "decoder" if decoder is not self._decoder else "mesh"
             raise ValueError(f"engine: the runner is of another {other}. Pass the one that it was made with.")
-        if limits.blocks > self._limits.blocks or replace(limits, blocks=2, age=0) != replace(
-            self._limits, blocks=2, age=0
+        if limits.blocks > self.limits.blocks or replace(limits, blocks=2, starvation_steps=0) != replace(
+            self.limits, blocks=2, starvation_steps=0
         ):
-            raise ValueError(f"engine: limits are {limits}, and its runner's are {self._limits}. Make another runner.")
+            raise ValueError(f"engine: limits are {limits}, and its runner's are {self.limits}. Make another runner.")
 
-    def packed(self, params: PyTree, *, like: PyTree | None = None) -> PyTree:
-        """Returns the served form of parameters.
+    def pack_weights(self, params: PyTree, *, like: Weights | None = None) -> Weights:
+        """Returns the served form of parameters in each layout.
 
         Raises:
             ValueError: only the cache or only the parameters of a batch-invariant decoder are in float64, or the
                 parameters have other leaves than `like`, the served form of earlier parameters.
         """
-        leaves = tree_leaves(params)
-        _check_cache(self._decoder, self._limits, leaves)
+        _check_cache(self._decoder, self.limits, tree_leaves(params))
+        return {x: self._pack_layout(x, params, None if like is None else like[x]) for x in self._layouts}
+
+    def _pack_layout(self, layout: str, params: PyTree, like: PyTree | None) -> PyTree:
+        leaves, pack = tree_leaves(params), self._pack[layout]
         if not is_device(self._zero.params) or any(isinstance(x, Draw) for x in leaves):
-            return self._packed_apart(params, like)
+            return self._pack_leafwise(layout, params, like)
         if all(isinstance(x, GlobalTensor) for x in leaves):
-            held = reshard(params, self._pack.specs(params), mesh=self.mesh)
+            held = reshard(params, pack.specs(params), mesh=self.mesh)
         else:
-            held = self._pack.init(params)
-        out = self._pack(held)
+            held = pack.init(params)
+        out = pack(held)
         if like is not None:
             _check_alike(like, out)
         return out
 
-    def _packed_apart(self, params: PyTree, like: PyTree | None) -> PyTree:
-        source = WeightSource(self._decoder, params, self._pack.specs(params), self.mesh)
-        shapes = packed_shapes(source)
+    def _pack_leafwise(self, layout: str, params: PyTree, like: PyTree | None) -> PyTree:
+        source = WeightSource(self._layouts[layout], params, self._pack[layout].specs(params), self.mesh)
+        shapes = find_packed_shapes(source)
         if like is not None:
             _check_alike(like, shapes.tree)
         elif not is_device(self._zero.params) and not self._bound:
-            self._run = self._make_step(prefetch=shapes.ahead(self._decoder.cache.layers))
-        return packed_apart(source, shapes, self._run[""].specs(shapes.tree), self._run[""].pool)
+            self._prefetch = shapes.ahead(self._decoder.cache.layers)
+            self._steps.clear()
+        step = self._step_of(layout)
+        return pack_leafwise(source, shapes, step.specs(shapes.tree), step.pool)
 
     def empty_cache(self) -> Cache:
         """Returns a cache without content."""
-        return self._decoder.cache.init(self._limits, self.mesh, self._cache)
+        return self._decoder.cache.init(self.limits, self.mesh, self._cache)
 
     def bind(
         self,
         bucket: int,
-        weights: PyTree,
+        weights: Weights,
         cache: Cache,
         step: StepTensors | None = None,
         *,
@@ -279,41 +290,36 @@ class Runner:
         hidden: bool = False,
         low: LowRank | None = None,
         routed: bool = False,
+        edited: bool = False,
+        layout: str = "",
     ) -> BoundCall:
         """Returns the graph of a bucket, captured at the first call. The first call is collective."""
         if step is None:
-            plan = padding(bucket, self._limits, extended=extended)
-            allowed = np.ones((len(plan.rows), self._limits.vocab), bool) if grammars else None
-            step = tensors(plan, self._limits, self.mesh.device, allowed, low, cache=self._cache)
+            plan = make_padding(bucket, self.limits, extended=extended)
+            allowed = np.ones((len(plan.rows), self.limits.vocab), bool) if grammars else None
+            step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
+        layout = layout or self.limits.layout_of(bucket, adapters=step.low is not None)
         sites = None if step.low is None else tuple((name, f.a.shape) for name, f in step.low.sites.items())
-        key = (
-            bucket,
-            step.penalties is not None,
-            step.allowed is not None,
-            sites,
-            "routed" if routed else "hidden" if hidden else "",
-        )
+        further = list_further(hidden=hidden, routed=routed, edited=edited)
+        key = layout, bucket, step.penalties is not None, step.allowed is not None, sites, further
         if key not in self._bound:
             # Engines compare their states before each step, so calls need no check of their own.
             with self._threads():
-                self._bound[key] = self._run[key[-1]].bind(weights, cache, step, check_every=0)
+                call = self._step_of(layout, further).bind(weights[layout], cache, step, check_every=0)
+                self._bound[key] = call
         return self._bound[key]
 
-    def bind_kind(self, kind: "GraphKind", weights: PyTree, cache: Cache) -> BoundCall:
-        """Captures the graph of a bucket and a kind."""
-        more: dict[str, Any] = kind._asdict()
-        return self.bind(more.pop("bucket"), weights, cache, **more)
-
-    def memory(self, weights: PyTree, cache: Cache) -> MemoryPlan:
+    def memory(self, weights: Weights, cache: Cache) -> MemoryPlan:
         """Returns the bytes that this rank needs. Captures the graph of the largest bucket."""
-        graph = self.bind(self._limits.budget, weights, cache).memory_analysis()
-        held, cached = bytes_in(weights, "device", "host"), bytes_in(cache, "device", "host")
+        graph = self.bind(self.limits.budget, weights, cache).memory_analysis()
+        held, cached = count_bytes(weights, "device", "host"), count_bytes(cache, "device", "host")
+        own = count_bytes(weights[self.limits.layout_of(self.limits.budget)], "device", "host")
         device, host = graph.by_memory.get("device", 0), graph.by_memory.get("host", 0)
-        return MemoryPlan(held, cached, max(device + host - held - cached, 0), host)
+        return MemoryPlan(held, cached, max(device + host - own - cached, 0), host)
 
     def run(
         self,
-        weights: PyTree,
+        weights: Weights,
         cache: Cache,
         plan: StepPlan,
         allowed: Bool[np.ndarray, "rows vocab"] | None = None,
@@ -321,6 +327,7 @@ class Runner:
         low: LowRank | None = None,
         hidden: bool = False,
         routed: bool = False,
+        edits: Sequence[LogitsEdit] = (),
     ) -> StepResults:
         """Returns the results of the plan's rows.
 
@@ -332,39 +339,68 @@ class Runner:
             low: adapters of the plan's tokens.
             hidden: whether the hidden states of the rows are wanted.
             routed: whether the experts of the plan's tokens are wanted, and hidden states.
+            edits: changes of the logits of rows by processors. The step then draws all rows outside of its graph, with
+                the same bits.
         """
-        cache = list(self._decoder.cache.move(cache, plan.moves))
-        step = tensors(plan, self._limits, self.mesh.device, allowed, low, cache=self._cache)
-        call = self.bind(plan.bucket, weights, cache, step, hidden=hidden, routed=routed)
+        if plan.moves:
+            cache = list(self._decoder.cache.move(cache, plan.moves))
+        step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
+        kind: dict[str, bool] = {"hidden": hidden, "routed": routed, "edited": bool(edits)}
+        call, further = self.bind(plan.bucket, weights, cache, step, layout=plan.layout, **kind), list_further(**kind)
         with self._threads():
-            tokens, logprobs, cache, top, *more = call(weights, cache, step)
-        states = more[0][: plan.num_rows].float() if more else None
+            tokens, logprobs, cache, top, *more = call(weights[plan.layout], cache, step)
+            found = dict(zip(further, more, strict=True))
+            if edits:
+                with torch.no_grad():
+                    tokens, logprobs = draw_tokens(found["logits"], step, edit_logits(found["logits"], edits))
+        states = found["hidden"][: plan.num_rows].float() if "hidden" in found else None
+        experts = found["experts"][: plan.num_tokens] if routed else None
         tokens, logprobs = tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist()
-        experts = more[1][: plan.num_tokens] if routed else None
-        return StepResults(tokens, logprobs, cache, states, _read_tops(plan, top), experts)
+        return StepResults(tokens, logprobs, cache, states, read_tops(plan, top), experts)
 
     def close(self) -> None:
         """Drops the graphs, and releases the directory on disk. Weights in the directory cannot be used any more."""
         self._bound.clear()
-        for one in (self._pack, *self._run.values()):
+        for one in (*self._pack.values(), *self._steps.values()):
             one.close()
 
 
+def list_further(*, hidden: bool, routed: bool, edited: bool) -> tuple[str, ...]:
+    """Returns the names of the results of a decoder that a step has in addition to tokens."""
+    names = {"hidden": hidden or routed, "experts": routed, "logits": edited}
+    return tuple(name for name, wanted in names.items() if wanted)
+
+
 def _run_step(
-    decoder: Decoder, num: int, weights: PyTree, cache: list[Tensor], step: StepTensors
+    layout: Layout, further: tuple[str, ...], weights: PyTree, cache: list[Tensor], step: StepTensors
 ) -> tuple[Tensor, Tensor, list[Tensor], Any, *tuple[Tensor | None, ...]]:
     """Runs the pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top, *further results)`.
 
-    `top` has the most probable tokens and their log probabilities in an extended step, and is empty otherwise. The
-    further results are the first `num` of hidden states and experts.
+    `top` has the most probable tokens and their log probabilities in an extended step, and is empty otherwise.
     """
     bodies = _make_bodies(cache, step)
-    found = decoder.outputs(weights, step.tokens, step.positions, step.rows, bodies, step.low)
-    drawn = _draw_tokens(found.logits, step)
-    return *drawn, cache, _find_top(found.logits, step), *(found.hidden, found.experts)[:num]
+    found = layout.outputs(weights, step.tokens, step.positions, step.rows, bodies, step.low)
+    drawn = draw_tokens(found.logits, step)
+    return *drawn, cache, find_top(found.logits, step), *(getattr(found, name) for name in further)
 
 
-def runner_of(
+def find_layouts(decoder: Decoder, limits: Limits) -> dict[str, Layout]:
+    """Returns the layouts that limits name.
+
+    Raises:
+        ValueError: the decoder does not offer a layout.
+    """
+    names = dict.fromkeys(name for name, _ in limits.layouts)
+    missing = [name for name in names if name not in decoder.layouts]
+    if missing:
+        raise ValueError(
+            f"engine: limits.layouts has {missing}, but this decoder offers {[*decoder.layouts]}. Use these layouts, or"
+            " a decoder that offers more."
+        )
+    return {name: decoder.layouts[name] for name in names}
+
+
+def make_runner(
     runner: Runner | None,
     decoder: Decoder,
     limits: Limits,
@@ -389,41 +425,10 @@ def runner_of(
     return runner
 
 
-def _make_bodies(cache: list[Tensor], step: StepTensors) -> list[Paged]:
-    return [Paged(x, step.slots, step.positions, step.sequences, step.tables, step.tree, step.moved) for x in cache]
-
-
-def _draw_tokens(logits_RV: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
-    """Returns tokens of the rows, and their log probabilities."""
-    given = widened(logits_RV)
-    changed = given if step.penalties is None else kernels.penalise(given, **step.penalties._asdict())
-    if step.biases is not None:
-        changed = changed.scatter_add(1, step.biases.tokens, step.biases.values.to(changed.dtype))
-    if step.allowed is not None:
-        changed = torch.where(step.allowed, changed, -torch.inf)
-    uniforms = kernels.draw_uniforms(step.keys, step.places)
-    how = {name: getattr(step, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    tokens, logprobs = kernels.draw(changed, uniforms, **how, targets=step.targets)
-    if changed is not given:  # log probabilities are those of the raw logits
-        _, logprobs = kernels.draw(given, uniforms, **how, targets=tokens)
-    return tokens, logprobs
-
-
-def _find_top(logits_RV: Tensor, step: StepTensors) -> tuple[Tensor, ...]:
-    """Returns the most probable tokens of the rows of an extended step, under the raw logits."""
-    if step.biases is None:
-        return ()
-    return kernels.top_logprobs(widened(logits_RV), min(MOST_TOP, logits_RV.shape[1]))
-
-
-def _read_tops(plan: StepPlan, top: tuple[Tensor, ...]) -> list[Top]:
-    """Returns the most probable tokens that each row wants, without tokens that the model excludes."""
-    if not any(one.top_logprobs for one in plan.sampling):
-        return []
-    rows = zip(plan.sampling, *(x[: plan.num_rows].tolist() for x in top), strict=True)
+def _make_bodies(cache: list[Tensor], step: StepTensors) -> list[PagedAttention]:
     return [
-        tuple([pair for pair in zip(*found, strict=True) if pair[1] > -math.inf][: how.top_logprobs])
-        for how, *found in rows
+        PagedAttention(x, step.slots, step.positions, step.sequences, step.tables, step.tree, step.host_blocks)
+        for x in cache
     ]
 
 
@@ -432,14 +437,15 @@ def _check_decoder(decoder: Decoder, limits: Limits, mesh: Mesh) -> None:
     problems = _list_misfits(decoder, limits)
     if heads % ranks:
         problems.append(f"{ranks} ranks of {decoder.cache.axis!r} do not divide the {heads} key heads of the model")
-    if ranks != mesh.size and decoder.cache.axis is None:
+    used = decoder.axes
+    if mesh.size > 1 and not used:
         problems.append(
             f"the mesh {dict(mesh.shape)} has {mesh.size} ranks, and this decoder's specs cut it over no axis; give it"
             " an axis if it takes one (tp=), or run it on one rank"
         )
-    elif ranks != mesh.size:
+    elif idle := [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]:
         problems.append(
-            f"the mesh {dict(mesh.shape)} has axes beside {decoder.cache.axis!r}; an engine's has no others"
+            f"the mesh {dict(mesh.shape)} has axes {idle} that no layout of the decoder uses: {sorted(used)}"
         )
     raise_all(ValueError, "engine:", problems)
 

@@ -18,12 +18,11 @@ from typing import NamedTuple
 
 from shardfn.core import DonatedError
 
-from ._arrange import arrange
-from ._drafting import Permit, add_drafts, take_drafts
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
-from ._plan import Rows, StepPlan, make_plan, wanted
+from ._plan import Rows, StepPlan, find_wanted, make_plan
 from ._pool import extend_contents
-from ._requests import check_request
+from ._select import select_chunks
+from ._speculate import Permit, add_drafts, take_drafts
 from ._state import PrefillChunk, Sequence, State
 
 
@@ -37,7 +36,7 @@ class Output(NamedTuple):
         token: drawn or scored token, or None for an end without a token.
         row: row of the plan that was in flight, for the log probability, or None without a token.
         version: version of the parameters that computed the token.
-        finish: "stop", "length", "cancelled", "deadline", "error" or "refused" for the last output of a choice.
+        finish_reason: "stop", "length", "cancelled", "deadline", "error" or "refused" for the last output of a choice.
     """
 
     name: str
@@ -46,7 +45,7 @@ class Output(NamedTuple):
     token: int | None
     row: int | None
     version: int
-    finish: str | None
+    finish_reason: str | None
 
 
 def advance(
@@ -56,7 +55,7 @@ def advance(
 
     Args:
         state: state, which is donated: it cannot be advanced again. `state.copy()` keeps a state.
-        events: events numbered from `state.number` on.
+        events: events numbered from `state.number` on. Requests have passed `check_request`.
         drawn: drawn token for each wanted row of the last plan, any token id for a row that scores, and -1 where logits
             were not finite: such a choice ends as "error".
         cut: function `(context, drafts) -> drafts` that keeps the drafts that a sequence's grammar permits. The result
@@ -66,7 +65,7 @@ def advance(
         The next state, the plan, or None if there is nothing to compute, and outputs in the order of the plan's rows.
 
     Raises:
-        ValueError: an event's number, name, request or time, or the drawn tokens are wrong. The state is unchanged.
+        ValueError: an event's number, name or time, or the drawn tokens are wrong. The state is unchanged.
         DonatedError: the state was advanced before.
 
     Example:
@@ -78,23 +77,24 @@ def advance(
         >>> list(plan.tokens[: plan.num_tokens]), outputs
         ([7, 8, 9], [])
         >>> state, plan, outputs = advance(state, drawn=[50])
-        >>> list(plan.tokens[: plan.num_tokens]), outputs[0].token, outputs[0].finish
+        >>> list(plan.tokens[: plan.num_tokens]), outputs[0].token, outputs[0].finish_reason
         ([50], 50, None)
         >>> state, plan, outputs = advance(state, drawn=[51])
-        >>> plan, outputs[0].token, outputs[0].finish, state.idle
+        >>> plan, outputs[0].token, outputs[0].finish_reason, state.idle
         (None, 51, 'length', True)
     """
     _check_step(state, events, drawn)
     state.consumed, state = True, dataclasses.replace(state)
     outputs: list[Output] = []
-    stops = {(event.name, event.choice, event.at): event.finish for event in events if isinstance(event, Stop)}
+    stops = {(event.name, event.choice, event.at): event.finish_reason for event in events if isinstance(event, Stop)}
     _settle_plan(state, drawn, stops, outputs)
     for event in events:
         _take_event(state, event, outputs)
     _finish_sequences(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
     if state.pending is not None and not any(s.begun for s in state.sequences.values()):
         _renew_version(state, state.pending)
-    chunks = add_drafts(state, [Rows(s, count, wanted(s, count)) for s, count in arrange(state)], cut)
+    chunks = [Rows(s, count, find_wanted(s, count)) for s, count in select_chunks(state)]
+    chunks = chunks if state.drafter is None else add_drafts(state, chunks, cut)
     plan = make_plan(chunks, state.limits, state.step, state.version, state.moves) if chunks else None
     state.moves = [] if chunks else state.moves
     state.flight = [PrefillChunk(s.serial, s.computed, num, positions, drafts) for s, num, positions, drafts in chunks]
@@ -123,7 +123,6 @@ def _check_step(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
             if event.name in state.names or event.name in names:
                 raise ValueError(f"a request named {event.name!r} is in progress. Give the new one another name.")
             names.add(event.name)
-            check_request(event.request, state.limits)
         elif isinstance(event, Clock):
             check_time(event.time)
         elif isinstance(event, Weights):
@@ -131,8 +130,8 @@ def _check_step(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
                 raise ValueError(f"version must be above {version}, the last version, got {event.version}.")
             version = event.version
         elif isinstance(event, Stop):
-            if event.finish not in ("stop", "error"):
-                raise ValueError(f"{event}: finish must be 'stop' or 'error'.")
+            if event.finish_reason not in ("stop", "error"):
+                raise ValueError(f"{event}: finish_reason must be 'stop' or 'error'.")
             if not _is_drawn(state, event, drawn):
                 raise ValueError(f"{event}: the plan in flight draws no token of that choice at {event.at}.")
 
@@ -264,4 +263,5 @@ def _link_chain(state: State, events: Seq[Event], drawn: Seq[int], plan: StepPla
             link.update(a)
         if plan.branches or plan.moves:
             link.update(repr((plan.branches, plan.moves)).encode())
+        link.update(plan.layout.encode())
     return link.digest()

@@ -8,14 +8,56 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
-from ._cache_use import CacheUse
+from ._draft_tree import NO_DRAFTS, DraftTree
 from ._drafters import Context, Drafter
-from ._guesses import Guesses, Trust
 from ._limits import Limits
-from ._pool import BlockContent, Pool, PrefixScope
+from ._pool import BlockContent, BlockPool, PrefixScope
 from ._requests import Request
-from ._trees import NO_DRAFTS, Tree
+from ._stats import CacheStats, SpeculationStats
+
+_FIRST, _LONGEST_PAUSE = 4, 5
+
+
+class DraftLength(NamedTuple):
+    """Number of a sequence's next drafts, by the drafts that were accepted before.
+
+    Attributes:
+        width: most drafts of the next step. The width doubles when all drafts that could be accepted are, for example
+            from 4 to 8. Otherwise it becomes the number of accepted drafts plus one, and in proportion for drafts that
+            branch.
+        strikes: number of last steps with only rejected drafts.
+        resume: number of tokens from which the sequence has drafts again. Each strike doubles the pause.
+
+    Example:
+        >>> DraftLength().after(4, 4, num_tokens=20)
+        DraftLength(width=8, strikes=0, resume=0)
+        >>> DraftLength().after(4, 0, num_tokens=20).after(1, 0, num_tokens=22)
+        DraftLength(width=1, strikes=2, resume=26)
+        >>> DraftLength().after(12, 2, num_tokens=20, height=4)
+        DraftLength(width=9, strikes=0, resume=0)
+    """
+
+    width: int = _FIRST
+    strikes: int = 0
+    resume: int = 0
+
+    def after(self, drafted: int, accepted: int, *, num_tokens: int, height: int = 0) -> "DraftLength":
+        """Returns the number after a step.
+
+        Args:
+            drafted: number of drafts.
+            accepted: number of accepted drafts.
+            num_tokens: number of tokens that the sequence has then.
+            height: most drafts of a tree that could be accepted. 0 is all.
+        """
+        if accepted:
+            height = height or drafted
+            part = -(-drafted * (accepted + 1) // height)
+            return DraftLength(max(self.width, 2 * drafted) if accepted == height else part, 0, 0)
+        strikes = min(self.strikes + 1, _LONGEST_PAUSE)
+        return DraftLength(1, strikes, num_tokens + (1 << strikes))
 
 
 @dataclass(slots=True)
@@ -29,7 +71,7 @@ class PrefillChunk:
     start: int
     count: int
     positions: Seq[int]
-    drafts: Tree = NO_DRAFTS
+    drafts: DraftTree = NO_DRAFTS
 
     def own(self, drawn: Seq[int], first: int) -> Seq[int]:
         """Returns the chunk's tokens among the tokens of all rows of the plan, from the number of its first row on."""
@@ -77,7 +119,7 @@ class Sequence:
     recorded: int = 0  # blocks whose content the pool was given
     begun: bool = False
     preempted: int = -1  # last step of a preemption
-    trust: Trust = field(default_factory=Trust)  # in its drafts
+    draft_length: DraftLength = field(default_factory=DraftLength)  # in its drafts
 
     @property
     def reusable(self) -> int:
@@ -121,14 +163,14 @@ class State:
         waiting: serial numbers of waiting sequences, ascending, by priority.
         flight: chunks of the plan in flight.
         moves: slots whose content the next plan moves first, and their new slots.
-        guesses: counts of drafts so far.
-        use: counts of the cache's use so far.
+        speculation: counts of drafts so far.
+        cache_stats: counts of the cache's use so far.
         chain: eight bytes of all inputs and plans so far: equal on two ranks if these were equal.
         consumed: whether `advance` has taken this state.
     """
 
     limits: Limits
-    pool: Pool
+    pool: BlockPool
     tokenizer: bytes = b""
     drafter: Drafter | None = None
     step: int = 0
@@ -144,8 +186,8 @@ class State:
     waiting: dict[int, list[int]] = field(default_factory=dict)
     flight: list[PrefillChunk] = field(default_factory=list)
     moves: list[tuple[int, int]] = field(default_factory=list)
-    guesses: Guesses = field(default_factory=Guesses)
-    use: CacheUse = field(default_factory=CacheUse)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    cache_stats: CacheStats = field(default_factory=CacheStats)
     chain: bytes = bytes(8)
     consumed: bool = False
 
@@ -184,7 +226,7 @@ class State:
 
     def rank(self, sequence: Sequence) -> tuple[int, int, int]:
         """Returns a sequence's place in order: old sequences by arrival, then the rest by priority and arrival."""
-        if self.step - sequence.arrived >= self.limits.age:
+        if self.step - sequence.arrived >= self.limits.starvation_steps:
             return 0, 0, sequence.serial
         return 1, -sequence.request.priority, sequence.serial
 
@@ -247,7 +289,7 @@ class State:
         self.running.remove(sequence)
         self._take_blocks(sequence)
         sequence.preempted = self.step
-        self.use = self.use.preempted()
+        self.cache_stats = self.cache_stats.preempted()
         self.wait(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -286,7 +328,7 @@ def start(limits: Limits, tokenizer: bytes = b"", drafter: Drafter | None = None
     drafter = None if drafter is None else drafter.copy()
     data = tokenizer + (b"" if drafter is None else drafter.digest())
     chain = hashlib.blake2b(data, digest_size=8).digest() if data else bytes(8)
-    return State(limits, Pool(limits.blocks), tokenizer, drafter, chain=chain)
+    return State(limits, BlockPool(limits.blocks), tokenizer, drafter, chain=chain)
 
 
 def draw_key(seed: int, choice: int) -> int:

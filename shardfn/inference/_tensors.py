@@ -1,44 +1,25 @@
 """A plan as tensors, of sizes that follow only from its bucket."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Float64, Int
+from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
 from shardfn.core import MemoryKind, is_host
 
+from ._host_cache import HostCacheBlocks, find_host_blocks
 from ._limits import Limits
 from ._low_rank import LowRank
-from ._moved import Moved, moved_by
+from ._options import Option
 from ._plan import StepPlan
-from ._requests import MOST_BIASES, Sampling
-
-_NEUTRAL = Sampling(temperature=0.0)
+from ._requests import DRAW, MOST_BIASES, PENALTIES, Sampling
 
 
-class Penalties(NamedTuple):
-    """Arguments of `kernels.penalise`.
-
-    Attributes:
-        history: int32 [R, context], tokens before a row's place, then -1.
-        prompts: int32 [R], number of prompt tokens among them.
-        repetition: float64 [R].
-        presence: float64 [R].
-        frequency: float64 [R].
-    """
-
-    history: Int[Tensor, "r context"]
-    prompts: Int[Tensor, " r"]
-    repetition: Float64[Tensor, " r"]
-    presence: Float64[Tensor, " r"]
-    frequency: Float64[Tensor, " r"]
-
-
-class Biases(NamedTuple):
+class RowBiases(NamedTuple):
     """Numbers that are added to logits. Rows with fewer biases add 0 to the logit of token 0.
 
     Attributes:
@@ -63,16 +44,15 @@ class StepTensors(NamedTuple):
         keys: int64 [R].
         places: int64 [R].
         targets: int64 [R].
-        temperature: float64 [R].
-        top_k: int64 [R].
-        top_p: float64 [R].
-        min_p: float64 [R].
-        penalties: penalties where a row has an extended sampling, else None.
+        draw: arguments of `kernels.draw` by name, [R] each, as the options of `Sampling` have them.
+        penalties: arguments of `kernels.penalise` by name, [R] each, with `history`, int32 [R, context], tokens before
+            a row's place, then -1, and `prompts`, int32 [R], number of prompt tokens among them. None where no row has
+            an extended sampling.
         biases: biases where a row has an extended sampling, else None.
         allowed: bool [R, vocab] where a row has a grammar, else None. The tokens that a row may draw.
         low: adapters where a row has an adapter, else None.
         tree: bool [B, B] in an engine that has drafts, else None. See `kernels.ragged_attention`.
-        moved: places of the step where the cache is on the host, else None.
+        host_blocks: blocks of the step where the cache is on the host, else None.
     """
 
     tokens: Int[Tensor, " b"]
@@ -84,19 +64,16 @@ class StepTensors(NamedTuple):
     keys: Int[Tensor, " r"]
     places: Int[Tensor, " r"]
     targets: Int[Tensor, " r"]
-    temperature: Float64[Tensor, " r"]
-    top_k: Int[Tensor, " r"]
-    top_p: Float64[Tensor, " r"]
-    min_p: Float64[Tensor, " r"]
-    penalties: Penalties | None = None
-    biases: Biases | None = None
+    draw: dict[str, Tensor]
+    penalties: dict[str, Tensor] | None = None
+    biases: RowBiases | None = None
     allowed: Bool[Tensor, "r vocab"] | None = None
     low: LowRank | None = None
     tree: Bool[Tensor, "b b"] | None = None
-    moved: Moved | None = None
+    host_blocks: HostCacheBlocks | None = None
 
 
-def tensors(
+def make_tensors(
     plan: StepPlan,
     limits: Limits,
     device: torch.device,
@@ -110,46 +87,37 @@ def tensors(
     Tensors on a CPU share the memory of the plan's arrays.
     """
     num_rows = len(plan.rows)
-    sampling = [*plan.sampling, *[_NEUTRAL] * (num_rows - len(plan.sampling))]
 
-    def make_floats(name: str) -> Tensor:
-        return _make_tensor(array("d", [getattr(s, name) for s in sampling]), torch.float64, device)
+    def make_columns(options: Mapping[str, Option]) -> dict[str, Tensor]:
+        columns = {name: option.column(plan.sampling, num_rows, limits) for name, option in options.items()}
+        return {name: _make_tensor(x, options[name].dtype, device) for name, x in columns.items()}
 
-    top_k = array("q", [s.top_k if s.top_k < limits.vocab else 0 for s in sampling])
     ints = (plan.tokens, plan.positions, plan.sequences, plan.slots, plan.tables, plan.rows)
     tokens, positions, sequences, slots, tables, rows = (_make_tensor(a, torch.int32, device) for a in ints)
     places, targets = (_make_tensor(a, torch.int32, device).long() for a in (plan.places, plan.targets))
     penalties = biases = None
     if plan.histories is not None and plan.prompts is not None:
         history, prompts = (_make_tensor(a, torch.int32, device) for a in (plan.histories, plan.prompts))
-        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        penalties = Penalties(history.view(-1, limits.context), prompts, *map(make_floats, names))
-        biases = _make_biases(sampling, device)
+        penalties = {"history": history.view(-1, limits.context), "prompts": prompts, **make_columns(PENALTIES)}
+        biases = _make_biases(plan.sampling, num_rows, device)
     return StepTensors(
         *(tokens, positions, sequences, slots, tables.view(-1, limits.width), rows),
-        *(_make_tensor(plan.keys, torch.int64, device), places, targets),
-        *(
-            make_floats("temperature"),
-            _make_tensor(top_k, torch.int64, device),
-            make_floats("top_p"),
-            make_floats("min_p"),
-        ),
+        *(_make_tensor(plan.keys, torch.int64, device), places, targets, make_columns(DRAW)),
         penalties=penalties,
         biases=biases,
         allowed=None if allowed is None else torch.from_numpy(allowed).to(device),
         low=low,
         tree=_make_tree(plan).to(device) if limits.drafts else None,
-        moved=moved_by(plan, limits, device) if is_host(cache) else None,
+        host_blocks=find_host_blocks(plan, limits, device) if is_host(cache) else None,
     )
 
 
-def _make_biases(sampling: Sequence[Sampling], device: torch.device) -> Biases:
-    tokens = np.zeros((len(sampling), MOST_BIASES), np.int64)
-    values = np.zeros((len(sampling), MOST_BIASES), np.float32)
+def _make_biases(sampling: Sequence[Sampling], num: int, device: torch.device) -> RowBiases:
+    tokens, values = np.zeros((num, MOST_BIASES), np.int64), np.zeros((num, MOST_BIASES), np.float32)
     for row, one in enumerate(sampling):
-        if num := len(one.logit_bias):
-            tokens[row, :num], values[row, :num] = zip(*one.logit_bias, strict=True)
-    return Biases(*(torch.from_numpy(x).to(device) for x in (tokens, values)))
+        if own := len(one.logit_bias):
+            tokens[row, :own], values[row, :own] = zip(*one.logit_bias, strict=True)
+    return RowBiases(*(torch.from_numpy(x).to(device) for x in (tokens, values)))
 
 
 def _make_tree(plan: StepPlan) -> Tensor:

@@ -36,7 +36,7 @@ from shardfn.engine import agree_on_step, comms_of, losing_no_peer, reshard
 from shardfn.engine.agreement import check_replicas
 from shardfn.memory import Pool, trim_heap
 
-from ._decoder import Decoder
+from ._layout import Layout
 
 # Bytes of parameters that are packed at a time, if a leaf is not larger.
 TOGETHER = 16 << 20
@@ -44,7 +44,7 @@ TOGETHER = 16 << 20
 SMALL = 1024
 
 
-def zero_of(weights: MemoryKind, disk: Disk | None) -> Zero:
+def make_zero(weights: MemoryKind, disk: Disk | None) -> Zero:
     """Returns the rule of weights in a memory.
 
     Raises:
@@ -77,15 +77,15 @@ class Shapes(NamedTuple):
         return -(-sum(x.nbytes for x in tree_leaves(self.tree)) // (3 * layers))
 
 
-def packed_shapes(source: "WeightSource") -> Shapes:
+def find_packed_shapes(source: "WeightSource") -> Shapes:
     """Returns the shapes of the served form. Collective.
 
     Raises:
         RankError: ranks have different parameters.
     """
     source.compare()
-    decoder, mesh, tree = source.decoder, source.mesh, source.packed(())
-    specs = broadcast_prefix(decoder.packed, tree, _is_spec, names=("packed", "weights"))
+    mesh, tree = source.mesh, source.packed(())
+    specs = broadcast_prefix(source.layout.packed, tree, _is_spec, names=("packed", "weights"))
     blocks = tree_leaves(tree)
     own = [x.shape for x in blocks]
     ranks: list[Any] = comms_of(mesh).control.gather(own) if mesh.size > 1 else [own]
@@ -100,7 +100,7 @@ def packed_shapes(source: "WeightSource") -> Shapes:
     return Shapes(tree_unflatten(tree_flatten(tree)[1], [get_whole(k) for k in range(len(blocks))]), specs)
 
 
-def packed_apart(source: "WeightSource", shapes: Shapes, kept: PyTree, pool: Pool | None) -> PyTree:
+def pack_leafwise(source: "WeightSource", shapes: Shapes, kept: PyTree, pool: Pool | None) -> PyTree:
     """Returns the served form, each leaf in separate memory before the next leaves are made. Collective.
 
     Args:
@@ -139,16 +139,16 @@ class WeightSource:
     """Parameters of a model. Some have values, and the rest are shapes.
 
     Args:
-        decoder: model.
+        layout: layout of the model.
         params: whole tensors, deferred draws, or `GlobalTensor`s.
-        layout: `Sharding` of each parameter.
+        shardings: `Sharding` of each parameter.
         mesh: mesh.
     """
 
-    def __init__(self, decoder: Decoder, params: PyTree, layout: PyTree, mesh: Mesh) -> None:
-        self.decoder, self.mesh = decoder, mesh
+    def __init__(self, layout: Layout, params: PyTree, shardings: PyTree, mesh: Mesh) -> None:
+        self.layout, self.mesh = layout, mesh
         self._leaves, self._treedef = tree_flatten(params)
-        self._layout: list[Sharding] = tree_leaves(layout, is_leaf=_is_sharding)
+        self._shardings: list[Sharding] = tree_leaves(shardings, is_leaf=_is_sharding)
         self._paths = tree_paths(params, "params")
 
     @property
@@ -187,10 +187,10 @@ class WeightSource:
         """Returns the served form, with values where it is made only of the leaves of a group."""
         blocks = [self._load_block(i) if i in group else self._get_shape(i) for i in range(len(self._leaves))]
         with bind_mesh(self.mesh), torch.no_grad():
-            return self.decoder.pack(tree_unflatten(self._treedef, blocks))
+            return self.layout.pack(tree_unflatten(self._treedef, blocks))
 
     def _get_slices(self, i: int) -> tuple[slice, ...]:
-        return block_slices(tuple(self._leaves[i].shape), self._layout[i].spec, self.mesh.shape, self.mesh.coords)
+        return block_slices(tuple(self._leaves[i].shape), self._shardings[i].spec, self.mesh.shape, self.mesh.coords)
 
     def _get_shape(self, i: int) -> Tensor:
         sizes = [s.stop - s.start for s in self._get_slices(i)]
@@ -199,7 +199,7 @@ class WeightSource:
     def _load_block(self, i: int) -> Tensor:
         x = self._leaves[i]
         if isinstance(x, GlobalTensor):
-            return reshard(x, self._layout[i], mesh=self.mesh).local
+            return reshard(x, self._shardings[i], mesh=self.mesh).local
         return draw_block(x, self._get_slices(i)).to(self.mesh.device)
 
 
@@ -211,7 +211,7 @@ def _is_sharding(x: Any) -> bool:
     return isinstance(x, Sharding)
 
 
-def without_copies(gm: GraphModule) -> GraphModule:
+def drop_copies(gm: GraphModule) -> GraphModule:
     """Returns a captured program that uses values from the disk in the host's memory, where that is the device's."""
     ops, graph = torch.ops.shardfn_memory, Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
@@ -233,6 +233,6 @@ def _find_started(node: Node, op: Any) -> Node | None:
     return start if isinstance(start, Node) and start.target is op else None
 
 
-def bytes_in(weights: PyTree, *kinds: MemoryKind) -> int:
+def count_bytes(weights: PyTree, *kinds: MemoryKind) -> int:
     """Returns the bytes of weights on this rank in some memories."""
     return sum(x.held.nbytes for x in tree_leaves(weights) if x.memory_kind in kinds)

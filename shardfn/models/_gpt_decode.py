@@ -5,7 +5,7 @@ T tokens of all sequences, R rows whose logits are wanted, D model, H heads, V v
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -47,6 +47,7 @@ def decode(
     *,
     axis: Axes = None,
     then: Mapping[str, nn.Then] = MappingProxyType({}),
+    gather_tokens: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> Decoded:
     """Returns logits of some of the tokens of several sequences, and the hidden states and experts behind the logits.
 
@@ -62,8 +63,10 @@ def decode(
         rows_R: tokens whose logits are wanted.
         bodies: bodies of attention, one for each layer.
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
-        then: functions for weights of a batch-invariant config, by names such as "blocks.0.wq". Each is an
+        then: functions for weights of a batch-invariant config, by names such as "blocks.0.wq". Each is a
             `BatchInvariantWeight.then`.
+        gather_tokens: function from rows of `tokens_T` to the rows that `rows_R` counts, where ranks have parts of the
+            tokens.
 
     Returns:
         Logits of the whole vocabulary on all ranks.
@@ -106,7 +109,7 @@ def decode(
     for p, body in zip(params["blocks"], bodies, strict=True):
         x_1TD, seen = block(config, along, None, p, x_1TD, tables | {"how": nn.Attending(mask, body)}, None, None)
         experts += [] if seen is None else [seen.experts]
-    x_RD = norm(config, along, x_1TD[0][rows_R], params["norm_w"], params.get("norm_b"))
+    x_RD = norm(config, along, gather_tokens(x_1TD[0])[rows_R], params["norm_w"], params.get("norm_b"))
     own_RV = nn.column_linear(x_RD, params[_get_head(config)], features=config.vocab_size, axis=axis)
     logits_RV = all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size)
     experts_Tmk = torch.stack(experts, 1) if experts else tokens_T.new_zeros(len(tokens_T), 0, 0)

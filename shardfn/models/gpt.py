@@ -76,7 +76,8 @@ def apply(
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
         sequence: whether between blocks each rank of `axis` has only some tokens (Megatron's sequence parallelism).
         chosen: experts of each token in each layer with experts, in place of the routers' choices, such as the experts
-            of `rl.Rollout.routes`. -1 is a choice without an expert. The routers' weights and gradients are as before.
+            of `rl.Rollout.expert_ids`. -1 is a choice without an expert. The routers' weights and gradients are as
+            before.
         bias: biases of the experts in each of the m layers with experts, used only in the choice: `model_state["bias"]`
             of `models.moe`, which a config with `bias_rate` needs.
         at: positions of each row whose logits are returned, such as `rl.completion_positions`. The head multiplies only

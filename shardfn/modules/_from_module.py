@@ -164,8 +164,8 @@ class ModuleFunction:
         be the tokens of `chosen`, in the same order.
 
         Args:
-            chosen: the k experts of each token in each of the m layers with experts, such as `rollout.routes` of an
-                `Engine(routes=True)` of the model; -1 leaves a token to the router.
+            chosen: the k experts of each token in each of the m layers with experts, such as `rollout.expert_ids` of an
+                `Engine(record_experts=True)` of the model; -1 leaves a token to the router.
 
         Raises:
             TypeError: `chosen` has no integers.

@@ -48,7 +48,7 @@ class ModuleReplay(Replacement):
                 " function itself, without choices."
             )
         if chosen.is_floating_point() or chosen.dtype == torch.bool:
-            raise TypeError(f"replaying: chosen is {chosen.dtype}; pass numbers of experts, as of rollout.routes.")
+            raise TypeError(f"replaying: chosen is {chosen.dtype}; pass numbers of experts, as of rollout.expert_ids.")
         if chosen.ndim < 3 or chosen.shape[-2] != len(found):
             raise ValueError(
                 f"replaying: chosen has shape {tuple(chosen.shape)}, and {len(found)} layers of this {name} have"

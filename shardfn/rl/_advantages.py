@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfn.collectives import all_gather, axis_index, psum
 from shardfn.core import Axes, explains_keywords
-from shardfn.inference import widened
+from shardfn.inference import widen_floats
 
 from ._completions import completion_mask, masked
 from ._meant import ADVANTAGES
@@ -86,7 +86,7 @@ def group_advantages(
     if scale_rewards == "batch":
         of_all = of_all / (_deviate(whole.double()) + eps)
     start = 0 if axis is None else int(axis_index(axis)) * len(rewards_B)
-    return of_all[start : start + len(rewards_B)].to(widened(rewards_B).dtype)
+    return of_all[start : start + len(rewards_B)].to(widen_floats(rewards_B).dtype)
 
 
 @explains_keywords(**ADVANTAGES)
@@ -149,7 +149,7 @@ def decoupled_advantages(
     sums = torch.where(known, sums, torch.nan)
     of_all = _compare_groups(sums[None], False, eps).flatten()
     start = 0 if axis is None else int(axis_index(axis)) * len(rewards_BR)
-    return of_all[start : start + len(rewards_BR)].to(widened(rewards_BR).dtype)
+    return of_all[start : start + len(rewards_BR)].to(widen_floats(rewards_BR).dtype)
 
 
 @explains_keywords(**ADVANTAGES)
@@ -188,7 +188,7 @@ def whiten(
     check_lengths("whiten", x_BT.shape[1], lengths_B=lengths_B)
     check_numbers("whiten", eps=eps)
     mask_BT = completion_mask(lengths_B, x_BT.shape[1])
-    x = masked(widened(x_BT).detach(), mask_BT).double()
+    x = masked(widen_floats(x_BT).detach(), mask_BT).double()
 
     def sum_all(value: Tensor) -> Tensor:
         return value if axis is None else psum(value, axis)
@@ -198,7 +198,7 @@ def whiten(
     centred = masked(x - mean, mask_BT)
     variance = sum_all(centred.square().sum()) / (num - 1).clamp(min=1)
     out = centred * (variance + eps).rsqrt()
-    return masked(out if shift_mean else out + mean, mask_BT).to(widened(x_BT).dtype)
+    return masked(out if shift_mean else out + mean, mask_BT).to(widen_floats(x_BT).dtype)
 
 
 def _warn_without_rewards(rewards: Tensor) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shardfn.engine import WeightedMean
-from shardfn.inference import logprobs, widened
+from shardfn.inference import logprobs, widen_floats
 
 from ._shapes import check_lengths, check_places, check_shapes
 
@@ -58,7 +58,7 @@ def token_mean(x_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -> Weig
 
 def counted_mean(x_BT: Tensor, lengths_B: Tensor) -> WeightedMean:
     """Returns `token_mean` of tensors that are checked."""
-    mask_BT, x_BT = completion_mask(lengths_B, x_BT.shape[1]), widened(x_BT)  # 16 bits have no count of 257
+    mask_BT, x_BT = completion_mask(lengths_B, x_BT.shape[1]), widen_floats(x_BT)  # 16 bits have no count of 257
     return WeightedMean(masked(x_BT, mask_BT).sum(), mask_BT.sum().to(x_BT.dtype))
 
 
@@ -72,7 +72,7 @@ def row_mean(x_B: Float[Tensor, " b"]) -> WeightedMean:
         >>> row_mean(torch.tensor([1.0, 3.0])).mean()
         tensor(2.)
     """
-    x_B = widened(x_B)
+    x_B = widen_floats(x_B)
     return WeightedMean(x_B.sum(), x_B.new_tensor(len(x_B)))
 
 
@@ -312,7 +312,7 @@ def _find_before(
 
 
 def _take_rows(logits_BLV: Tensor, places_BT: Tensor) -> Tensor:
-    return widened(logits_BLV).gather(1, places_BT[..., None].expand(-1, -1, logits_BLV.shape[-1]))
+    return widen_floats(logits_BLV).gather(1, places_BT[..., None].expand(-1, -1, logits_BLV.shape[-1]))
 
 
 def _compute_drawn(rows_BTV: Tensor, ids_BL: Tensor, before_BT: Tensor, lengths_B: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Rollout(NamedTuple):
         ended: whether the answer ended by a stop token, and not by its length.
         places: place of each token in `ids` [B, T]. 0 from the end on. Tokens of `sample` follow their prompts. Between
             tokens of `converse` are the tokens of a tool, which no loss learns from.
-        routes: experts of each token in `ids` in each of m layers, of an engine with `routes=True`, for
+        expert_ids: experts of each token in `ids` in each of m layers, of an engine with `record_experts=True`, for
             `gpt.apply(chosen=)`: [B, L, m, k], int16. -1 from the last token on, whose successor is not known. [B, L,
             0, 0] otherwise.
         failed: number of the failure in `FAILURES`, from 1 on, for which `score` has no reward, or 0.
@@ -52,7 +52,7 @@ class Rollout(NamedTuple):
     rewards: Float[Tensor, " b"]
     ended: Bool[Tensor, " b"]
     places: Int[Tensor, "b t"]
-    routes: Int16[Tensor, "b l m k"]
+    expert_ids: Int16[Tensor, "b l m k"]
     failed: Int8[Tensor, " b"]
 
     @property
@@ -79,7 +79,7 @@ def empty_rollout(
     length: int,
     width: int,
     *,
-    routes: tuple[int, int] = (0, 0),
+    expert_shape: tuple[int, int] = (0, 0),
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Rollout:
@@ -89,7 +89,7 @@ def empty_rollout(
         rows: B.
         length: L.
         width: T.
-        routes: m and k: `engine.routes`.
+        expert_shape: m and k: `engine.expert_shape`.
         dtype: dtype of log probabilities, `engine.dtype`, and of rewards, which have at least 32 bits.
         device: device of the tensors.
 
@@ -107,7 +107,7 @@ def empty_rollout(
         rewards=torch.full((rows,), torch.nan, dtype=torch.promote_types(dtype, torch.float32), device=device),
         ended=torch.zeros(rows, dtype=torch.bool, device=device),
         places=torch.zeros(rows, width, dtype=torch.int64, device=device),
-        routes=torch.full((rows, length, *routes), -1, dtype=torch.int16, device=device),
+        expert_ids=torch.full((rows, length, *expert_shape), -1, dtype=torch.int16, device=device),
         failed=torch.zeros(rows, dtype=torch.int8, device=device),
     )
 

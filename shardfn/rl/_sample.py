@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from shardfn.core import PyTree, check_key, fold_in
-from shardfn.inference import Completion, Decoder, Engine, Outputs, Sampling, widened
+from shardfn.inference import Completion, Decoder, Engine, Outputs, Sampling, widen_floats
 
 from ._rollout import Rollout, empty_rollout
 
@@ -47,11 +47,15 @@ def with_temperature(decoder: Decoder, temperature: float) -> Decoder:
             " Sampling(temperature=0.0) draws the most probable tokens."
         )
 
-    def compute_outputs(weights: PyTree, *rest: Any) -> Outputs:
-        found = decoder.outputs(weights, *rest)
-        return found._replace(logits=widened(found.logits) / temperature)
+    def divide_logits(outputs: Callable[..., Outputs]) -> Callable[..., Outputs]:
+        def compute_outputs(weights: PyTree, *rest: Any) -> Outputs:
+            found = outputs(weights, *rest)
+            return found._replace(logits=widen_floats(found.logits) / temperature)
 
-    return dataclasses.replace(decoder, outputs=compute_outputs)
+        return compute_outputs
+
+    more = {name: x._replace(outputs=divide_logits(x.outputs)) for name, x in decoder.more_layouts.items()}
+    return dataclasses.replace(decoder, outputs=divide_logits(decoder.outputs), more_layouts=more)
 
 
 def sample(
@@ -118,7 +122,7 @@ def sample(
 
 def rollout_for(engine: Engine, rows: int, length: int, width: int) -> Rollout:
     """Returns the empty rollout for answers of an engine."""
-    return empty_rollout(rows, length, width, routes=engine.routes, dtype=engine.dtype)
+    return empty_rollout(rows, length, width, expert_shape=engine.expert_shape, dtype=engine.dtype)
 
 
 def seeds_of(key: Tensor, start: int, num: int) -> list[int]:
@@ -141,7 +145,7 @@ def check_sampling(who: str, sampling: Sampling) -> None:
             " form a low reward; engine.generate draws answers for an evaluation."
         )
     names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-    names += ("logit_bias",)
+    names += ("logit_bias", "min_tokens", "bad_words", "allowed_token_ids", "logits_processors")
     for name in names:
         value, usual = getattr(sampling, name), getattr(plain, name)
         if value != usual:
@@ -183,7 +187,7 @@ def _make_rollout(
     for i, (prompt, one) in enumerate(rows):
         check_end("sample", i, one)
         start, num = len(prompt), len(one.tokens)
-        out.prompts[i], out.lengths[i], out.ended[i] = start, num, one.finish == "stop"
+        out.prompts[i], out.lengths[i], out.ended[i] = start, num, one.finish_reason == "stop"
         out.ids[i, : start + num] = torch.tensor([*prompt, *one.tokens])
         out.logprobs[i, :num] = torch.tensor(one.logprobs, dtype=engine.dtype)
         out.versions[i, :num] = torch.tensor(one.versions) + since
@@ -194,8 +198,8 @@ def _make_rollout(
 
 def put_routes(out: Rollout, row: int, one: Completion) -> None:
     """Copies the experts of an answer, if the engine has recorded experts."""
-    if one.routes is not None:
-        out.routes[row, : len(one.routes)] = one.routes
+    if one.expert_ids is not None:
+        out.expert_ids[row, : len(one.expert_ids)] = one.expert_ids
 
 
 def check_end(who: str, row: int, one: Completion) -> None:
@@ -204,8 +208,12 @@ def check_end(who: str, row: int, one: Completion) -> None:
     Raises:
         RuntimeError: names the row, and the reason of the end.
     """
-    if one.finish not in ("stop", "length"):
+    if one.finish_reason not in ("stop", "length"):
         raise RuntimeError(
-            f"{who}: the answer of row {row} ended as {one.finish!r} after {len(one.tokens)} tokens; "
-            + ("its logits are not finite: look at the parameters." if one.finish == "error" else "draw it again.")
+            f"{who}: the answer of row {row} ended as {one.finish_reason!r} after {len(one.tokens)} tokens; "
+            + (
+                "its logits are not finite: look at the parameters."
+                if one.finish_reason == "error"
+                else "draw it again."
+            )
         )

@@ -4,7 +4,7 @@ from ._settings import POOLINGS as POOLINGS, Settings as Settings
 from ._keys import Keys as Keys, read_keys as read_keys
 from ._errors import ApiError as ApiError
 from ._model import Text as Text
-from ._link import Ready as Ready
-from ._rank import run_rank as run_rank
+from ._ipc import Ready as Ready
+from ._worker import run_worker as run_worker
 from ._load import Arrival as Arrival, Delays as Delays, measure as measure, trace as trace
-from ._front import Front as Front, serve as serve
+from ._server import Server as Server, serve as serve

@@ -9,16 +9,16 @@ import functools
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ._answers import CHAT_FORM, COMPLETION_FORM, Answer, ResponseFormat, raise_failures
-from ._asked import Asked, asked_chat, asked_completions
-from ._calls import ClientRequest, RequestTracker
-from ._embeddings import asked_embeddings, embeddings_answer
+from ._embeddings import make_embeddings_response, parse_embeddings
 from ._errors import ApiError, json_response
 from ._fields import read_json
 from ._keys import Keys
 from ._metrics import Metrics
 from ._model import Model, check_model
 from ._page import page
+from ._parse_request import ParsedRequest, parse_chat, parse_completions
+from ._request_tracker import ClientRequest, RequestTracker
+from ._responses import CHAT_FORMAT, COMPLETION_FORMAT, ResponseBuilder, ResponseFormat, raise_failures
 from ._settings import Settings
 from ._streaming import Disconnected, EventStream, Stalled, pace_answer, while_connected
 
@@ -68,8 +68,8 @@ class App:
             Route("/metrics", self._page_of_metrics),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._list_models),
-            Route("/v1/completions", self._make_route(COMPLETION_FORM, asked_completions), methods=["POST"]),
-            Route("/v1/chat/completions", self._make_route(CHAT_FORM, asked_chat), methods=["POST"]),
+            Route("/v1/completions", self._make_route(COMPLETION_FORMAT, parse_completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._make_route(CHAT_FORMAT, parse_chat), methods=["POST"]),
             Route("/v1/embeddings", self._answer_embeddings, methods=["POST"]),
         ]
         handlers: Mapping[Any, Any] = {
@@ -156,12 +156,12 @@ class App:
     # With the engine.
 
     def _make_route(
-        self, form: ResponseFormat, read: Callable[[Mapping[str, Any], Model], Asked]
+        self, form: ResponseFormat, read: Callable[[Mapping[str, Any], Model], ParsedRequest]
     ) -> Callable[..., Any]:
         async def answer_request(request: "Request") -> Any:
             model, asked = await self._read_asked(request, read)
             call = self._calls.open(asked.requests)
-            made = Answer(form, model, asked, call)
+            made = ResponseBuilder(form, model, asked, call)
             if asked.stream:
                 return EventStream(made.events(), functools.partial(self._end_call, call))
             return json_response(await self._send_whole(call, made.whole(), request))
@@ -169,7 +169,7 @@ class App:
         return answer_request
 
     async def _answer_embeddings(self, request: "Request") -> "Response":
-        _, inputs = await self._read_asked(request, asked_embeddings)
+        _, inputs = await self._read_asked(request, parse_embeddings)
         call = self._calls.open(inputs.requests, self._settings.pooling)
 
         async def make_answer() -> "Response":
@@ -178,7 +178,7 @@ class App:
             vectors = [call.vectors[i] for i in range(len(inputs.requests))]
             # Megabytes of numbers, made in a thread so that no other request waits.
             return await asyncio.to_thread(
-                lambda: json_response(embeddings_answer(inputs, vectors, call.prompt_tokens))
+                lambda: json_response(make_embeddings_response(inputs, vectors, call.prompt_tokens))
             )
 
         return await self._send_whole(call, make_answer(), request)

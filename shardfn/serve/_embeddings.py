@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from shardfn.inference import Request, Sampling
 
-from ._asked import check_fields
 from ._errors import ApiError
 from ._fields import EMBEDDINGS, read_fields
 from ._model import Model, adapter_of
+from ._parse_request import check_fields
 from ._prompts import read_prompts
 
 _MOST = 2048  # most inputs of one body, as in OpenAI's interface
@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     encoded: bool
 
 
-def asked_embeddings(body: Mapping[str, Any], model: Model) -> Inputs:
+def parse_embeddings(body: Mapping[str, Any], model: Model) -> Inputs:
     """Returns the meaning of a body of `/v1/embeddings`.
 
     Raises:
@@ -55,7 +55,7 @@ def asked_embeddings(body: Mapping[str, Any], model: Model) -> Inputs:
     return Inputs(given["model"], requests, kind == "base64")
 
 
-def embeddings_answer(inputs: Inputs, vectors: Sequence[bytes], tokens: int) -> dict[str, Any]:
+def make_embeddings_response(inputs: Inputs, vectors: Sequence[bytes], tokens: int) -> dict[str, Any]:
     """Returns the answer.
 
     Args:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardfn.core import did_you_mean
+from shardfn.inference import SAMPLING_OPTIONS, JsonKind
 
 from ._errors import ApiError
 
@@ -47,6 +48,7 @@ TEXT = FieldKind("a string", _is_text)
 OBJECT = FieldKind("an object", lambda value: isinstance(value, dict))
 LIST = FieldKind("a list", lambda value: isinstance(value, list))
 INTEGERS = FieldKind("a list of integers", _has_each(_is_integer))
+STRINGS = FieldKind("a list of strings", _has_each(_is_text))
 TEXTS = FieldKind("a string or a list of strings", lambda value: _is_text(value) or _has_each(_is_text)(value))
 ANY = FieldKind("a value", lambda value: True)
 
@@ -67,21 +69,20 @@ def ignored_kind(kind: FieldKind) -> FieldKind:
     return kind._replace(served=False)
 
 
-# Fields of both routes.
-SAMPLING: Mapping[str, FieldKind] = {
-    "temperature": NUMBER,
-    "top_p": NUMBER,
-    "top_k": INTEGER,
-    "min_p": NUMBER,
-    "presence_penalty": NUMBER,
-    "frequency_penalty": NUMBER,
-    "repetition_penalty": NUMBER,
-    "seed": INTEGER,
-    "n": INTEGER,
-    "max_tokens": INTEGER,
+_KINDS: dict[JsonKind, FieldKind] = {
+    "integer": INTEGER,
+    "number": NUMBER,
+    "flag": FLAG,
+    "string": TEXT,
+    "integers": INTEGERS,
+    "strings": STRINGS,
+    "object": OBJECT,
 }
+# Fields of both routes: options of `Sampling` that HTTP has under the same names.
+SAMPLING: Mapping[str, FieldKind] = {option.name: _KINDS[option.http] for option in SAMPLING_OPTIONS if option.http}
 COMMON: Mapping[str, FieldKind] = {
     **SAMPLING,
+    "max_tokens": INTEGER,
     "model": TEXT,
     "stream": FLAG,
     "stream_options": OBJECT,
@@ -115,9 +116,6 @@ _NEUTRAL: Mapping[str, FieldKind] = {
     # vLLM's.
     "use_beam_search": neutral_kind(False),
     "length_penalty": neutral_kind(1, 1.0),  # of beams
-    "min_tokens": neutral_kind(0),
-    "bad_words": neutral_kind([]),
-    "logits_processors": neutral_kind([]),
     "skip_special_tokens": neutral_kind(True),
     "spaces_between_special_tokens": neutral_kind(True),
     "return_tokens_as_token_ids": neutral_kind(False),

@@ -54,7 +54,7 @@ class Speller:
 Shape = Callable[[list[Spelled], int], dict[str, Any]]
 
 
-def older(tokens: list[Spelled], num: int) -> dict[str, Any]:
+def completion_logprobs(tokens: list[Spelled], num: int) -> dict[str, Any]:
     """Returns the form of `/v1/completions`, with `num` most probable tokens and the token itself, by their texts.
 
     Example:
@@ -69,7 +69,7 @@ def older(tokens: list[Spelled], num: int) -> dict[str, Any]:
     }
 
 
-def newer(tokens: list[Spelled], num: int) -> dict[str, Any]:
+def chat_logprobs(tokens: list[Spelled], num: int) -> dict[str, Any]:
     """Returns the form of `/v1/chat/completions`.
 
     Example:

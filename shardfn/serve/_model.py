@@ -40,6 +40,7 @@ class Model(NamedTuple):
         compiler: compiler of grammars, or None if grammars are not served.
         texts: texts of choices.
         adapters: names that clients may give in place of the model's.
+        processors: names of logits processors that clients may give.
         width: width of embeddings, or 0 if embeddings are not served.
         longest: bytes of the longest token, or 0 where single tokens have no bytes.
         defaults: values of `Sampling` for fields that a body leaves out.
@@ -55,6 +56,7 @@ class Model(NamedTuple):
     texts: Detokenizer
     adapters: tuple[str, ...] = ()
     width: int = 0
+    processors: tuple[str, ...] = ()
     longest: int = 0
     defaults: Mapping[str, float] = MappingProxyType({})
 

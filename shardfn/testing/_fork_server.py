@@ -23,7 +23,7 @@ HANDLES = 5  # sent with a request: the worker's pipe, three files, and the pipe
 
 
 @dataclasses.dataclass(frozen=True)
-class Server:
+class ForkServer:
     """Forks a worker for each request, and writes a worker's exit code to the pipe of the request.
 
     Between two turns of the loop `statuses` has the pipe of each running child, and no other descriptor of a child is
@@ -107,7 +107,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # or the first collection of a child would copy all pages with objects
     parent.send("ready")
-    Server(parent, worker, wake, {}).run()
+    ForkServer(parent, worker, wake, {}).run()
 
 
 def _import_sibling(name: str) -> ModuleType:

@@ -158,7 +158,7 @@ def test_a_rank_loads_the_draft_model(model: pathlib.Path) -> None:
     engine, ready = _warm_up(job_of(model, *SMALL, "--draft-model", model))
     assert f"{model}, which guesses: " in ready.about and " parameters, float32, batch-invariant\n" in ready.about
     engine.generate([list(b"ab")], Sampling(max_tokens=9))
-    assert engine.guesses.accepted == engine.guesses.drafted > 0
+    assert engine.stats.speculation.accepted == engine.stats.speculation.drafted > 0
 
 
 @pytest.mark.nightly
@@ -187,7 +187,7 @@ def test_draft_models_change_nothing_beside_other_kinds_of_weights_and_caches(
     want = [plain.generate([prompt], how) for prompt, how in zip(prompts, samplings, strict=True)]
     engine, _ = _warm_up(job_of(model, *SMALL, *more.split(), "--draft-model", model))
     assert [engine.generate([prompt], how) for prompt, how in zip(prompts, samplings, strict=True)] == want
-    assert engine.guesses.accepted > 10
+    assert engine.stats.speculation.accepted > 10
     assert engine.generate(prompts, samplings) == plain.generate(prompts, samplings)
 
 

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardfn.inference import Context, Drafter, Ngram, Suffix, Tree
+from shardfn.inference import Context, Drafter, DraftTree, Ngram, Suffix
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Random:
 
     vocab: int
 
-    def propose(self, context: Context, most: int) -> Sequence[int] | Tree:
+    def propose(self, context: Context, most: int) -> Sequence[int] | DraftTree:
         return [byte % self.vocab for byte in _hash(context, most)]
 
     def end(self, context: Context) -> None:
@@ -37,7 +37,7 @@ class Bush(Random):
 
     truth: Mapping[tuple[str, int], Sequence[int]] = field(default_factory=dict, hash=False)
 
-    def propose(self, context: Context, most: int) -> Tree:
+    def propose(self, context: Context, most: int) -> DraftTree:
         data = _hash(context, most)
         tokens = [byte % self.vocab for byte in data]
         parents = [data[-1 - i] % (i + 1) - 1 for i in range(most)]
@@ -48,7 +48,7 @@ class Bush(Random):
                 break
             at = children[-1]
             tokens[at] = token
-        return Tree(tuple(tokens), tuple(parents))
+        return DraftTree(tuple(tokens), tuple(parents))
 
 
 @dataclass(frozen=True)

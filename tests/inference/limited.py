@@ -64,7 +64,7 @@ def main() -> None:
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (before + limit, before + limit))
     engine, out = generate(directory / "large", kind, LARGE)
-    nbytes = sum(x.held.nbytes for x in tree_leaves(engine.weights))
+    nbytes = sum(x.held.nbytes for x in tree_leaves(engine.core.weights))
     print(nbytes, private() - before, engine.memory(), file=sys.stderr)
     assert nbytes >= 3 * limit
     print(out)

@@ -22,7 +22,7 @@ from shardfn.inference import (
     digest,
     start,
 )
-from shardfn.inference._drawn import new_tokens
+from shardfn.inference._sampled_tokens import list_new_tokens
 from shardfn.inference._state import draw_key
 from tests.inference.drafters import DRAFTERS
 from tests.inference.model import Model, draw
@@ -38,15 +38,21 @@ class Laws(RuleBasedStateMachine):
     @initialize(
         blocks=st.integers(5, 14),
         running=st.integers(1, 6),
-        age=st.sampled_from([0, 8, 1000]),
+        starvation_steps=st.sampled_from([0, 8, 1000]),
         buckets=st.sampled_from([(8,), (1, 2, 4, 7), (4, 16)]),
         drafts=st.integers(0, 12),
         drafter=st.sampled_from([None, *DRAFTERS]),
     )
     def begin(
-        self, blocks: int, running: int, age: int, buckets: tuple[int, ...], drafts: int, drafter: Drafter | None
+        self,
+        blocks: int,
+        running: int,
+        starvation_steps: int,
+        buckets: tuple[int, ...],
+        drafts: int,
+        drafter: Drafter | None,
     ) -> None:
-        sizes = {"vocab": 5, "context": 24, "blocks": blocks, "block": 4, "buckets": buckets, "age": age}
+        sizes = {"vocab": 5, "context": 24, "blocks": blocks, "block": 4, "buckets": buckets, "age": starvation_steps}
         self.limits = Limits(**sizes, running=min(running, buckets[-1] - 1), drafts=drafts)
         self.state, self.twin = (start(self.limits, drafter=drafter) for _ in range(2))
         self.model = Model(self.limits)
@@ -137,7 +143,7 @@ class Laws(RuleBasedStateMachine):
     def stops(self) -> list[Stop]:
         """The ends by texts among the tokens of the last plan."""
         found, ended, last = [], set(), dict[tuple[str, int], int]()
-        for one in new_tokens(self.state, self.drawn):
+        for one in list_new_tokens(self.state, self.drawn):
             of = one.place[:2]
             before, last[of] = last.get(of, self.known[of][-1]), one.token
             if one.request.sampling.stop and self.ends([before], one.token) and of not in ended:
@@ -160,14 +166,14 @@ class Laws(RuleBasedStateMachine):
             key = draw_key(request.sampling.seed, output.choice)
             assert output.token == draw(tuple(known), key, output.version, self.limits.vocab)
             ended = bool(request.sampling.stop) and self.ends(known, output.token)
-            assert (output.finish == "stop") == (ended or output.token in request.sampling.stop_tokens)
+            assert (output.finish_reason == "stop") == (ended or output.token in request.sampling.stop_tokens)
             known.append(output.token)
             self.versions[of].add(output.version)
-        if output.finish:
+        if output.finish_reason:
             num = len(known) - len(request.prompt)
-            if output.finish == "length":
+            if output.finish_reason == "length":
                 assert num == request.sampling.max_tokens
-            if output.finish in ("stop", "length") and request.sampling.prompt_logprobs and output.choice == 0:
+            if output.finish_reason in ("stop", "length") and request.sampling.prompt_logprobs and output.choice == 0:
                 assert self.scored[of] == list(range(1, len(request.prompt)))
             assert not self.always_old or len(self.versions[of]) <= 1
             del self.known[of]
@@ -218,6 +224,6 @@ class Laws(RuleBasedStateMachine):
         while not self.state.idle:
             self.advance()
         # Without arrivals the order changes only where one comes of age, and the first in order is then another.
-        young = self.limits.age if self.limits.age < 1000 else 0
+        young = self.limits.starvation_steps if self.limits.starvation_steps < 1000 else 0
         assert self.state.step - begun <= bound + young
         assert not self.known

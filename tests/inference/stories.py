@@ -28,11 +28,10 @@ from shardfn.inference import (
     Token,
     detokenizer,
 )
-from shardfn.inference._cache import alone
+from shardfn.inference._cache import make_single_bodies
 from shardfn.inference._state import draw_key
 from shardfn.lora import LoRA
 from shardfn.models import gpt
-from tests.inference.test_stops import whole_cut
 
 VERSIONS = 3
 # The bytes of the model's tokens: some are halves of a character, or have no text.
@@ -49,6 +48,11 @@ if importlib.util.find_spec("llguidance") is not None:
         ],
         Grammar.lark('start: "a" start "b" | "z"'): ["a" * n + "z" + "b" * n for n in range(20)],
     }
+# A processor of two arguments and one of three, pure functions.
+PROCESSORS = {
+    "odd": lambda output, logits: logits + torch.arange(len(logits)) % 2 * (1 + len(output) % 3),
+    "prompt": lambda prompt, output, logits: logits.index_add(0, torch.tensor([prompt[-1]]), torch.tensor([4.0])),
+}
 SMALL = st.integers(0, 2)  # few tokens, so that prompts share prefixes
 
 
@@ -89,7 +93,11 @@ samplings = st.builds(
     prompt_logprobs=st.sampled_from([False, False, True]),
     logit_bias=st.sampled_from([(), (), ((2, 5.5), (0, -100.0)), ((7, 0.25), (3, 1.0), (12, -3.0))]),
     top_logprobs=st.sampled_from([0, 0, 3, 20]),
-)
+    min_tokens=st.sampled_from([0, 0, 0, 2, 5]),
+    bad_words=st.sampled_from([(), (), ((2,), (0, 1)), ((3, 3), (1, 0, 9), (11,))]),
+    allowed_token_ids=st.sampled_from([None, None, None, (0, 1, 4, 9, 11)]),
+    logits_processors=st.sampled_from([(), (), (), ("odd",), ("prompt", "odd")]),
+).map(lambda one: replace(one, min_tokens=min(one.min_tokens, one.max_tokens)))
 arrivals = st.builds(
     Arrival,
     step=st.integers(0, 12),
@@ -118,8 +126,8 @@ class Told:
     tokens: list[Token] = field(default_factory=list)
 
     @property
-    def finish(self) -> str | None:
-        return self.tokens[-1].finish if self.tokens else None
+    def finish_reason(self) -> str | None:
+        return self.tokens[-1].finish_reason if self.tokens else None
 
 
 @dataclass
@@ -141,7 +149,9 @@ class Model:
                 return gpt.apply(self.config, params, tokens_T[None])[0]
             T, then = len(tokens), products(*self.adapters[adapter])
             at_T = torch.arange(T, dtype=torch.int32)
-            bodies = alone(CacheLayout(self.config.num_layers, self.config.kv_heads, self.config.head_dim), T)
+            bodies = make_single_bodies(
+                CacheLayout(self.config.num_layers, self.config.kv_heads, self.config.head_dim), T
+            )
             packed = gpt.pack(self.config, params)
             return gpt.decode(self.config, packed, tokens_T, at_T, at_T, bodies, then=then).logits
 
@@ -195,6 +205,7 @@ def run(
         tokenizer=TOKENS,
         drafter=drafter,
         adapters=model.adapters,
+        logits_processors=PROCESSORS,
     )
     told: dict[tuple[str, int], Told] = {}
     updates, version, step = sorted(story.updates), 0, 0
@@ -215,7 +226,7 @@ def run(
             told[token.name, token.choice].tokens.append(token)
         step += 1
         assert step < 500, "requests do not end"
-    counts = engine.counts()
+    counts = engine.stats.counts
     assert counts["held"] == 0 and counts["free"] + counts["cached"] == story.blocks - 1
     return told, engine
 
@@ -225,15 +236,18 @@ def check(story: Story, told: dict[tuple[str, int], Told], model: Model) -> int:
     checked = 0
     for (name, choice), got in told.items():
         a = story.arrivals[int(name)]
-        assert got.finish in ("stop", "length", "cancelled") or a.sampling.grammar, got
-        assert a.cancel is not None or got.finish != "cancelled"
+        assert got.finish_reason in ("stop", "length", "cancelled", "error")
+        assert a.cancel is not None or got.finish_reason != "cancelled"
         drawn = [t for t in got.tokens if t.token is not None and t.position >= len(a.prompt)]
         assert [t.position for t in drawn] == list(range(len(a.prompt), len(a.prompt) + len(drawn)))
         sequence = [*a.prompt, *(t.token for t in drawn)]
-        if got.finish == "length":
+        if got.finish_reason == "length":
             assert len(drawn) == a.sampling.max_tokens
         tokens = [t.token for t in drawn if t.token is not None]
-        allowed, complete = _follow(tokens, got.finish, a.sampling)
+        grammars, complete = _follow(tokens, got.finish_reason, a.sampling)
+        allowed = [permitted(a.sampling, tokens[:i], grammars[i]) for i in range(len(tokens) + 1)]
+        if got.finish_reason == "error":
+            assert not allowed[len(tokens)].any()
         _check_text(got, tokens, a, complete)
         scored = [t for t in got.tokens if t.token is not None and t.position < len(a.prompt)]
         if a.sampling.prompt_logprobs and choice == 0 and drawn:
@@ -247,13 +261,33 @@ def check(story: Story, told: dict[tuple[str, int], Told], model: Model) -> int:
             how = (a.sampling, draw_key(a.sampling.seed, choice), t.position)
             _, logprob = draw_alone(logits, *how, t.token)
             _check_top(logits, t, a.sampling.top_logprobs)
-            logits = biased(logits, a.sampling) if target < 0 else logits
-            if target < 0 and allowed:
-                logits = logits.where(torch.from_numpy(allowed[t.position - len(a.prompt)]), -torch.inf)
+            if target < 0:
+                num = t.position - len(a.prompt)
+                logits = biased(processed(logits, a, tokens[:num]), a.sampling).where(allowed[num], -torch.inf)
             token, _ = draw_alone(logits, *how, target)
             assert (token, logprob) == (t.token, t.logprob), (name, choice, t, token, logprob)
             checked += 1
     return checked
+
+
+def processed(logits: Tensor, a: Arrival, output: list[int]) -> Tensor:
+    """The logits after the processors of a request."""
+    for name in a.sampling.logits_processors:
+        logits = PROCESSORS[name](*([[*a.prompt]] if name == "prompt" else []), output, logits)
+    return logits
+
+
+def permitted(how: Sampling, output: list[int], grammar: Any) -> Tensor:
+    """The tokens that may be drawn, by the definition of each option."""
+    mask = torch.ones(len(TOKENS) + 1, dtype=torch.bool) if grammar is None else torch.from_numpy(grammar.copy())
+    if how.allowed_token_ids is not None:
+        mask &= torch.tensor([token in how.allowed_token_ids for token in range(len(mask))])
+    for token in range(len(mask)):
+        after = [*output, token]
+        early = token in how.stop_tokens and len(after) <= how.min_tokens
+        if early or any(after[-len(word) :] == list(word) for word in how.bad_words):
+            mask[token] = False
+    return mask
 
 
 def biased(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -276,7 +310,7 @@ def _check_top(logits: Tensor, t: Token, num: int) -> None:
 def _follow(tokens: list[int], finish: str | None, how: Sampling) -> tuple[list[Any], bool]:
     """The tokens that a matcher of its own allows at each place, and whether the text is complete at the end."""
     if how.grammar is None:
-        return [], False
+        return [None] * (len(tokens) + 1), False
     matcher = _compiler().compile(how.grammar, how.stop_tokens)
     allowed, end, text, words = [], None, b"", [word.encode() for word in LANGUAGES[how.grammar]]
     for token in tokens:
@@ -286,12 +320,11 @@ def _follow(tokens: list[int], finish: str | None, how: Sampling) -> tuple[list[
         assert end != "error"
         if token in how.stop_tokens:
             assert text in words
-            return allowed, True
+            return [*allowed, matcher.allowed], True
         text += TOKENS[token] or b"?"
         assert any(word.startswith(text) for word in words)
     assert end is None or (text in words and finish in ("stop", "cancelled"))
-    assert finish != "error" or not matcher.allowed.any()
-    return allowed, end is not None
+    return [*allowed, matcher.allowed], end is not None
 
 
 @functools.cache
@@ -300,19 +333,28 @@ def _compiler() -> Compiler:
 
 
 def _check_text(got: Told, tokens: list[int], a: Arrival, complete: bool) -> None:
-    """The text is that of all tokens, up to the first stop string, and no token comes after it."""
-    how, texts = a.sampling, []
+    """The text is that of all tokens, up to the first stop string after `min_tokens`, and no token comes after it."""
+    how = a.sampling
     hidden = bool(tokens) and tokens[-1] in how.stop_tokens and not how.include_stop
-    for known in (tokens[:-1], tokens[: len(tokens) - hidden]):
-        growing = detokenizer(TOKENS).start(a.prompt)
-        texts.append("".join([*map(growing.add, known), growing.end()]))
-    assert not any(stop in texts[0] for stop in how.stop)
-    want, stopped = whole_cut(texts[1], list(how.stop), how.include_stop)
+    growing = detokenizer(TOKENS).start(a.prompt)
+    pieces = [growing.add(token) for token in tokens[: len(tokens) - hidden]] + [""] * hidden
+    early = len("".join(pieces[: how.min_tokens]))  # no stop string ends in this text
+    assert not _cut_text("".join(pieces[:-1]), early, how)[1]
+    whole = "".join([*pieces, growing.end()])
+    want, stopped = (whole, False) if len(tokens) <= how.min_tokens else _cut_text(whole, early, how)
     assert "".join(t.text for t in got.tokens) == want
     if stopped or complete or (tokens and tokens[-1] in how.stop_tokens):
-        assert got.finish in ("stop", "cancelled")
+        assert got.finish_reason in ("stop", "cancelled")
     else:
-        assert got.finish != "stop"
+        assert got.finish_reason != "stop"
+
+
+def _cut_text(text: str, early: int, how: Sampling) -> tuple[str, bool]:
+    """The text up to the first stop string that ends after some characters, and whether there is one."""
+    for end in range(early + 1, len(text) + 1):
+        if found := [stop for stop in how.stop if text[:end].endswith(stop)]:
+            return text[: end if how.include_stop else end - max(map(len, found))], True
+    return text, False
 
 
 def draw_alone(logits: Tensor, sampling: Sampling, key: int, place: int, target: int) -> tuple[int, float]:

@@ -13,8 +13,8 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import make_mesh
 from shardfn.inference import Completion, DraftModel, Engine, Sampling, Suffix, hf_decoder
-from shardfn.inference._cache import alone
-from shardfn.inference._low_rank import adapter_of, low_rank, stacked
+from shardfn.inference._cache import make_single_bodies
+from shardfn.inference._low_rank import make_adapter, make_low_rank, stack_adapters
 from shardfn.lora import LoRA, load_peft, save_peft
 from shardfn.testing import distributed
 from tests.inference.hf_models import MODELS
@@ -91,12 +91,12 @@ def logits_alone(kind: str, name: str | None, tokens: list[int]) -> Tensor:
     """The logits of one forward of a sequence on one device."""
     made, params, adapters = served(kind)
     T, low = len(tokens), None
-    at_T, bodies = torch.arange(T, dtype=torch.int32), alone(made.cache, T)
+    at_T, bodies = torch.arange(T, dtype=torch.int32), make_single_bodies(made.cache, T)
     if name is not None:
         description, values = adapters[name]
-        own = adapter_of(description, values, made.linear)
-        sites = stacked([own], made.linear, torch.device("cpu"))
-        low = low_rank(array("i", [0] * T), [own.digest], {own.digest: 0}, sites)
+        own = make_adapter(description, values, made.linear)
+        sites = stack_adapters([own], made.linear, torch.device("cpu"))
+        low = make_low_rank(array("i", [0] * T), [own.digest], {own.digest: 0}, sites)
     with torch.no_grad():
         return made.outputs(made.pack(params), torch.tensor(tokens, dtype=torch.int32), at_T, at_T, bodies, low)[0]
 
@@ -115,7 +115,7 @@ def test_drafts_change_no_token_of_an_adapter(drafter: str) -> None:
         for _ in range(2):
             assert [guessing.generate([PROMPTS[2]], how, adapter=name)[0] for name in names] == want
         assert guessing.generate([PROMPTS[2]] * 3, how, adapter=names) == want
-    assert guessing.guesses.accepted > 5
+    assert guessing.stats.speculation.accepted > 5
 
 
 @pytest.mark.nightly
@@ -123,9 +123,9 @@ def test_blocks_are_not_shared_between_adapters() -> None:
     one, prompt, how = engine(), PROMPTS[2], dataclasses.replace(GREEDY, prompt_logprobs=False)
     for i, name in enumerate((None, "a"), 1):
         [first] = one.generate([prompt], how, adapter=name)
-        assert one.counts()["cached"] == 5 * i
+        assert one.stats.counts["cached"] == 5 * i
         assert one.generate([prompt], how, adapter=name) == [first]
-        assert one.counts()["cached"] == 5 * i  # its own blocks are found
+        assert one.stats.counts["cached"] == 5 * i  # its own blocks are found
         assert engine().generate([prompt], how, adapter=name) == [first]
 
 
@@ -135,13 +135,13 @@ def test_another_adapter_under_the_same_name() -> None:
     one, prompt = engine(adapters={"x": made["a"]}), PROMPTS[2]
     old = one.generate([prompt], GREEDY, adapter="x")
     with pytest.raises(ValueError, match=r"an adapter named 'x' is there. Remove it first"):
-        one.add_adapter("x", made["b"])
+        one.adapters.add("x", made["b"])
     stream = one.stream(prompt, GREEDY, adapter="x")
     with pytest.raises(ValueError, match=r"adapter 'x' is of requests in progress, \['request-1'\]. Cancel them"):
-        one.remove_adapter("x")
+        one.adapters.remove("x")
     assert [t.token for t in stream][-len(old[0].tokens) :] == old[0].tokens
-    one.remove_adapter("x")
-    one.add_adapter("x", made["b"])
+    one.adapters.remove("x")
+    one.adapters.add("x", made["b"])
     assert one.adapters == ["x"]
     assert one.generate([prompt], GREEDY, adapter="x") == engine().generate([prompt], GREEDY, adapter="b")
 
@@ -220,22 +220,22 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match=rf"adapter is {name!r}; the engine has \['a', 'b'\]"):
             one.add([1, 2], adapter=name)
     with pytest.raises(ValueError, match=r"adapter is None; the engine has \['a', 'b'\]"):
-        one.remove_adapter(None)  # pyright: ignore[reportArgumentType]
+        one.adapters.remove(None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"5 prompts and 2 adapters. Give one for all, or one each"):
         one.generate(PROMPTS, GREEDY, adapter=["a", "b"])
     with pytest.raises(TypeError, match=r"adapter 'c' is a dict. Pass \(lora, values\)"):
-        one.add_adapter("c", values)
+        one.adapters.add("c", values)
     other = {**values, path: {"a": values[path]["a"], "b": torch.ones(24, 3)}}
     with pytest.raises(ValueError, match=rf"(?s)adapter 'c': .*{path}: b @ a is \(24, 3\) @ \(2, 24\)"):
-        one.add_adapter("c", (description, other))
+        one.adapters.add("c", (description, other))
     with pytest.raises(ValueError, match=r"k_proj\.weight is in the values alone"):
-        one.add_adapter("c", (description, {**values, "k_proj.weight": {}}))
+        one.adapters.add("c", (description, {**values, "k_proj.weight": {}}))
     head = LoRA.of(params, [r"lm_head"], rank=2)
     with pytest.raises(ValueError, match=r"lm_head.weight is no linear layer that may have an adapter"):
-        one.add_adapter("c", (head, {"lm_head.weight": {"a": torch.ones(2, 24), "b": torch.ones(13, 2)}}))
+        one.adapters.add("c", (head, {"lm_head.weight": {"a": torch.ones(2, 24), "b": torch.ones(13, 2)}}))
     dora = LoRA.of(params, [r"0.self_attn.q_proj"], rank=2, dora=True)
     with pytest.raises(ValueError, match="a request's adapter has a and b alone: merge this one"):
-        one.add_adapter("c", (dora, dora.init(torch.tensor([0, 1]), params=params)))
+        one.adapters.add("c", (dora, dora.init(torch.tensor([0, 1]), params=params)))
     inexact, _ = hf_decoder(MODELS["llama"](), batch_invariant=False)
     with pytest.raises(ValueError, match="adapters are served by batch-invariant decoders alone"):
         Engine(inexact, params, limits=HF_LIMITS, adapters=adapters)

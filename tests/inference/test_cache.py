@@ -21,7 +21,7 @@ from shardfn.inference import (
     hf_decoder,
     limits_of,
 )
-from shardfn.inference._cache import alone
+from shardfn.inference._cache import make_single_bodies
 from shardfn.models import gpt
 from shardfn.testing import distributed
 from tests.inference.stories import VERSIONS, Model, check, run
@@ -49,7 +49,7 @@ def model(dtype: str, tp: str | None = None, **changes: Any) -> Model:
     def full(version: int, tokens: tuple[int, ...]) -> Tensor:
         T = len(tokens)
         at_T = torch.arange(T, dtype=torch.int32)
-        bodies = alone(CacheLayout(config.num_layers, config.kv_heads, config.head_dim), T, dtype=dtype)
+        bodies = make_single_bodies(CacheLayout(config.num_layers, config.kv_heads, config.head_dim), T, dtype=dtype)
         with torch.no_grad():
             return gpt.decode(config, packed[version], torch.tensor(tokens), at_T, at_T, bodies).logits
 

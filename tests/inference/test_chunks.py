@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from shardfn.inference import CacheLayout, Paged
+from shardfn.inference import CacheLayout, PagedAttention
 from shardfn.models import gpt
 from tests.inference.stories import Model, model
 from tests.inference.test_stories import KINDS
@@ -40,7 +40,7 @@ def in_parts(kind: str, ends: Sequence[int], block: int, order: Sequence[int]) -
     for a, b in itertools.pairwise(ends):
         at_T = torch.arange(a, b, dtype=torch.int32)
         slots_T = table[(at_T // block).long()] * block + at_T % block
-        bodies = [Paged(x, slots_T, at_T, torch.zeros_like(at_T), table[None]) for x in cache]
+        bodies = [PagedAttention(x, slots_T, at_T, torch.zeros_like(at_T), table[None]) for x in cache]
         rows = torch.arange(b - a, dtype=torch.int32)
         with torch.no_grad():
             tokens_T = torch.tensor(TOKENS[a:b])

@@ -58,7 +58,7 @@ def test_hits_that_are_forced_and_forbidden_have_equal_bits(trees: list[list[int
 
 
 def told(tokens: Any) -> list[tuple[Any, ...]]:
-    return [(t.position, t.token, t.logprob, t.text, t.finish) for t in tokens]
+    return [(t.position, t.token, t.logprob, t.text, t.finish_reason) for t in tokens]
 
 
 def test_requests_that_lose_their_blocks_three_times_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_requests_that_lose_their_blocks_three_times_have_the_same_bits(monkeypa
             collect(small, found)
         for token in (3, 4):  # together they need more blocks than there are
             small.add([token] * 18, Sampling(max_tokens=9), name=f"urgent{token}", priority=1)
-        while {"urgent3", "urgent4"} & set(small.names):
+        while {"urgent3", "urgent4"} & set(small.core.requests):
             collect(small, found)
     while not small.idle:
         collect(small, found)

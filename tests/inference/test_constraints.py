@@ -25,11 +25,11 @@ def engine(**changes: Any) -> Engine:
 def test_a_text_ends_where_its_grammar_is_complete() -> None:
     one = engine()
     made = one.generate([[1, 2], [3], [0, 0]], [Sampling(max_tokens=12, seed=i, grammar=WORDS) for i in range(3)])
-    assert {c.finish for c in made} <= {"stop", "length"} and "stop" in {c.finish for c in made}
+    assert {c.finish_reason for c in made} <= {"stop", "length"} and "stop" in {c.finish_reason for c in made}
     for c in made:
-        assert c.finish == "length" or c.text.endswith("z")
+        assert c.finish_reason == "length" or c.text.endswith("z")
         assert c.text.replace("ab ", "") in ("z", "", "a", "ab")
-    assert one._constraints._matchers == {} and one.counts()["held"] == 0
+    assert one._constraints._matchers == {} and one.stats.counts["held"] == 0
 
 
 def test_log_probabilities_are_those_of_the_raw_logits() -> None:
@@ -52,9 +52,9 @@ def test_an_error_of_a_matcher_ends_its_request_alone() -> None:
     hard = Sampling(max_tokens=14, temperature=100.0, grammar=HARD)
     one = engine()
     bad, good = one.generate([[1, 2], [1, 2]], [hard, Sampling(max_tokens=9, seed=3, grammar=WORDS)])
-    assert bad.finish == "error" and 1 < len(bad.tokens) < 14
+    assert bad.finish_reason == "error" and 1 < len(bad.tokens) < 14
     assert good == engine().generate([[1, 2]], Sampling(max_tokens=9, seed=3, grammar=WORDS))[0]
-    assert one.idle and one.counts()["held"] == 0 and one._constraints._matchers == {}
+    assert one.idle and one.stats.counts["held"] == 0 and one._constraints._matchers == {}
 
 
 def test_a_token_outside_the_grammar_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_a_token_outside_the_grammar_is_dropped(monkeypatch: pytest.MonkeyPatch)
     [whole] = engine().generate([[1, 2]], Sampling(max_tokens=9, seed=3, grammar=Grammar.regex("(ab )*")))
     monkeypatch.setattr(Matcher, "take", third)
     [cut] = engine().generate([[1, 2]], Sampling(max_tokens=9, seed=3, grammar=Grammar.regex("(ab )*")))
-    assert cut.finish == "error" and cut.tokens == whole.tokens[:2] and whole.text.startswith(cut.text)
+    assert cut.finish_reason == "error" and cut.tokens == whole.tokens[:2] and whole.text.startswith(cut.text)
 
 
 def test_refusals_change_nothing() -> None:
@@ -79,12 +79,12 @@ def test_refusals_change_nothing() -> None:
             one.add([1], Sampling(grammar=grammar))
         with pytest.raises(ValueError, match=words):
             one.generate([[1], [2]], [Sampling(), Sampling(grammar=grammar)])
-    assert one.idle and one.names == []
+    assert one.idle and one.core.requests == {}
     for n, grammar in ((17, WORDS), (5, Grammar.regex("a" * 60000))):
         with pytest.raises(ValueError, match=f"n is {n}, and the grammar has .* n must be at most 16"):
-            one.check([1], Sampling(n=n, grammar=grammar))
+            one.add([1], Sampling(n=n, grammar=grammar))
     with pytest.raises(ValueError, match=r"grammar needs the engine's tokenizer: Engine\(tokenizer="):
-        engine(tokenizer=None).check([1], Sampling(grammar=WORDS))
+        engine(tokenizer=None).add([1], Sampling(grammar=WORDS))
 
 
 def test_a_refused_or_cancelled_request_leaves_no_matcher() -> None:
@@ -92,10 +92,10 @@ def test_a_refused_or_cancelled_request_leaves_no_matcher() -> None:
     one.add([1], Sampling(max_tokens=9, grammar=WORDS, n=2), name="a")
     one.step()
     one.cancel("a")
-    one.drain()
+    one.core.drain()
     one.add([1], Sampling(grammar=WORDS, n=2), name="b")
     told = one.step()
-    ends = {(t.name, t.choice): t.finish for t in told}
+    ends = {(t.name, t.choice): t.finish_reason for t in told}
     # The step before has drawn a token of each choice of "a", by which a choice may end.
     assert ends[("a", 0)] in ("stop", "cancelled") and ends[("a", 1)] in ("stop", "cancelled")
     assert [t.position for t in told if t.name == "a" and t.token is not None] == [1, 1]
@@ -113,9 +113,9 @@ def test_schemas_of_json() -> None:
         [Sampling(max_tokens=20, seed=i, grammar=Grammar.json_schema(schema | {"required": ["a"]})) for i in range(5)],
     )
     for c in made:
-        if c.finish == "stop":
+        if c.finish_reason == "stop":
             assert json.loads(c.text) in ({"a": "b"}, {"a": 1})
-    assert any(c.finish == "stop" for c in made)
+    assert any(c.finish_reason == "stop" for c in made)
 
 
 @pytest.mark.nightly

@@ -46,8 +46,10 @@ ALTERED = {
     "pool.references": alter(lambda s: s.pool.references.__setitem__(1, 5)),
     "pool.cached": alter(lambda s: s.pool.cached.update({5: None})),
     "pool.contents": alter(lambda s: s.pool.contents.popitem()),
-    "guesses": alter(lambda s: setattr(s, "guesses", s.guesses.add(2, 1))),
-    "sequences[r0.0].trust": alter(lambda s: setattr(s.sequences[0], "trust", s.sequences[0].trust._replace(width=1))),
+    "speculation": alter(lambda s: setattr(s, "speculation", s.speculation.add(2, 1))),
+    "sequences[r0.0].draft_length": alter(
+        lambda s: setattr(s.sequences[0], "draft_length", s.sequences[0].draft_length._replace(width=1))
+    ),
     "flight": alter(lambda s: s.flight.pop()),
     "moves": alter(lambda s: s.moves.append((5, 4))),
     "chain": alter(lambda s: setattr(s, "chain", b"12345678")),

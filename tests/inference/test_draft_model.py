@@ -7,7 +7,7 @@ import pytest
 
 from shardfn.inference import Completion, DraftModel, Engine, Limits, Runner, Sampling, StepPlan
 from tests.inference.stories import Model, model
-from tests.inference.test_guessing import SIZES, draft_model, runner
+from tests.inference.test_speculation import SIZES, draft_model, runner
 from tests.inference.test_stories import KINDS
 
 GREEDY = Sampling(max_tokens=18, temperature=0.0)
@@ -26,7 +26,7 @@ def _large() -> Model:
 
 def own(engine: Engine) -> DraftModel:
     """The engine's copy of its drafter."""
-    drafter = engine._state.drafter
+    drafter = engine.core._state.drafter
     assert isinstance(drafter, DraftModel)
     return drafter
 
@@ -37,7 +37,7 @@ def test_the_same_model_is_always_right(how: Sampling) -> None:
     """Also where tokens are sampled, as both use one uniform number, and with penalties."""
     guessing = engine(draft_model(0))
     assert guessing.generate([[1, 2, 0]], how) == engine().generate([[1, 2, 0]], how)
-    assert guessing.guesses.accepted == guessing.guesses.drafted > 10
+    assert guessing.stats.speculation.accepted == guessing.stats.speculation.drafted > 10
 
 
 @pytest.mark.nightly
@@ -49,7 +49,7 @@ def test_several_sequences_share_its_steps_and_few_blocks() -> None:
         assert guessing.generate(prompts, GREEDY) == engine().generate(prompts, GREEDY)
     finally:
         del own_runner.run
-    assert guessing.guesses.accepted > 20
+    assert guessing.stats.speculation.accepted > 20
     assert max(len({*plan.sequences[: plan.num_tokens]}) for plan in plans) > 1
     pool = own(guessing)._pool
     assert pool.counts()["held"] == 0 and not own(guessing)._own
@@ -90,7 +90,7 @@ def test_a_sequence_beyond_its_context_has_no_drafts() -> None:
     short = Limits(vocab=13, context=12, blocks=12, block=4, buckets=(2, 9), running=3)
     guessing = engine(DraftModel(one.decoder, one.params[0], limits=short))
     assert guessing.generate([[1, 2, 0]], GREEDY) == engine().generate([[1, 2, 0]], GREEDY)
-    assert 0 < guessing.guesses.drafted <= 12 - 3
+    assert 0 < guessing.stats.speculation.drafted <= 12 - 3
 
 
 @pytest.mark.nightly
@@ -99,9 +99,9 @@ def test_it_proposes_nothing_where_drafts_would_only_fill_padding() -> None:
     prompts = [[1, 2, i] for i in range(5)]
     guessing = engine(draft_model(0), drafts=4)
     assert guessing.generate(prompts, GREEDY) == engine().generate(prompts, GREEDY)
-    assert guessing.guesses.drafted == 0
+    assert guessing.stats.speculation.drafted == 0
     assert guessing.generate([[1, 2, 0]], GREEDY) == engine().generate([[1, 2, 0]], GREEDY)
-    assert guessing.guesses.drafted > 0
+    assert guessing.stats.speculation.drafted > 0
 
 
 def test_a_copy_is_apart() -> None:
@@ -112,7 +112,7 @@ def test_a_copy_is_apart() -> None:
     drafter = own(guessing)
     other = drafter.copy()
     assert other.digest() == drafter.digest() != given.digest()
-    context = next(iter(guessing._state.sequences.values())).context
+    context = next(iter(guessing.core._state.sequences.values())).context
     found = drafter.propose(context, 3)
     assert len(found) == 3 and other.propose(context, 3) == found == given.copy().propose(context, 3)
     other.end(context)

@@ -59,7 +59,7 @@ def test_they_are_pooled_states_of_the_plain_forward(kind: str, pooling: str) ->
     for prompt, row in zip(PROMPTS, made, strict=True):
         assert torch.equal(one.embed([prompt], pooling)[0], row)
     [alone] = engine(kind).generate([[4, 4, 2]], Sampling(max_tokens=9, temperature=0.0))
-    assert [t.token for t in stream] == alone.tokens[1:] and one.idle and one.counts()["held"] == 0
+    assert [t.token for t in stream] == alone.tokens[1:] and one.idle and one.stats.counts["held"] == 0
 
 
 def test_a_length_of_one() -> None:
@@ -96,7 +96,7 @@ def test_ranks_have_the_bits_of_one_device(world: int) -> None:
 
 def test_a_name_is_taken_until_its_embedding_is() -> None:
     one = engine("gpt2")
-    name = one.add_embedding([4, 4, 2], name="request-0")
+    name = one.add([4, 4, 2], name="request-0", pooling="last")
     while not one.idle:
         one.step()
     with pytest.raises(ValueError, match="the embedding of a request named 'request-0' was not taken"):

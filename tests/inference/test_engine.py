@@ -13,7 +13,8 @@ import shardfn as sf
 from shardfn import core
 from shardfn.core import tree_map
 from shardfn.inference import Completion, Engine, Limits, Runner, Sampling, Token, decoder, limits_of, logprobs
-from shardfn.inference._results import append
+from shardfn.inference._results import append_token
+from shardfn.inference._token_queues import TokenQueues
 from shardfn.models import gpt
 from tests.inference.stories import model
 from tests.inference.test_stories import KINDS, LIMITS, runner
@@ -30,7 +31,7 @@ def test_a_stream_yields_the_tokens_of_generate() -> None:
     [whole] = engine().generate([[1, 2, 0]], GREEDY)
     told = list(engine().stream([1, 2, 0], GREEDY))
     assert [t.token for t in told] == whole.tokens and [t.logprob for t in told] == whole.logprobs
-    assert [t.finish for t in told] == [None] * 4 + ["length"]
+    assert [t.finish_reason for t in told] == [None] * 4 + ["length"]
 
 
 def test_a_stream_that_is_closed_cancels_its_request() -> None:
@@ -39,14 +40,14 @@ def test_a_stream_that_is_closed_cancels_its_request() -> None:
     next(stream)
     stream.close()
     told = one.step()
-    assert told[-1].finish == "cancelled" and one.idle and one.counts()["held"] == 0
+    assert told[-1].finish_reason == "cancelled" and one.idle and one.stats.counts["held"] == 0
 
 
 def test_a_stream_that_is_closed_before_its_first_token_cancels_its_request() -> None:
     one = engine()
     one.stream([1, 2, 0], GREEDY).close()
     [end] = one.step()
-    assert end.finish == "cancelled" and one.idle and one.names == []
+    assert end.finish_reason == "cancelled" and one.idle and one.core.requests == {}
     assert one.add([1, 2, 0], GREEDY, name=end.name) == end.name  # its name is free
 
 
@@ -54,12 +55,12 @@ def test_a_cancel_loses_no_token() -> None:
     [whole] = engine().generate([[1, 2, 0]], GREEDY)
     one = engine()
     stream = one.stream([1, 2, 0], GREEDY)
-    [name] = one.names
+    [name] = one.core.requests
     told = [next(stream), next(stream)]  # the next token has been drawn by now
     one.cancel(name)
     told += stream
     assert [t.token for t in told] == [*whole.tokens[:3], None]
-    assert [t.finish for t in told] == [None] * 3 + ["cancelled"] and one.idle
+    assert [t.finish_reason for t in told] == [None] * 3 + ["cancelled"] and one.idle
 
 
 def test_prompt_logprobs_name_their_versions() -> None:
@@ -67,10 +68,10 @@ def test_prompt_logprobs_name_their_versions() -> None:
     stream = one.stream([1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1], scored)  # longer than a step's rows
     made = [Completion([], [], None, [], [], [])]
     first = next(stream)
-    append(made, first, 16)
+    append_token(made, first, 16)
     one.update_weights(model(**KINDS["gpt2"][0]).params[1])
     for token in stream:
-        append(made, token, 16)
+        append_token(made, token, 16)
     [completion] = made
     assert len(completion.prompt_versions) == len(completion.prompt_logprobs) == 15
     assert completion.prompt_versions == sorted(completion.prompt_versions)
@@ -92,13 +93,15 @@ def test_streams_are_read_in_turns_beside_other_calls() -> None:
 
 
 def test_a_generate_that_is_interrupted_leaves_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, advance = engine(), Engine._advance_step
-    monkeypatch.setattr(Engine, "_advance_step", lambda self: advance(self) if len(one.names) < 2 else _interrupt())
+    one, advance = engine(), TokenQueues.advance
+    monkeypatch.setattr(
+        TokenQueues, "advance", lambda self: advance(self) if len(one.core.requests) < 2 else _interrupt()
+    )
     with pytest.raises(KeyboardInterrupt):
         one.generate([[1], [2]], GREEDY)
     monkeypatch.undo()
     told = one.step()
-    assert one.names == [] and all(t.finish == "cancelled" for t in told if t.finish)
+    assert one.core.requests == {} and all(t.finish_reason == "cancelled" for t in told if t.finish_reason)
 
 
 def _interrupt() -> None:
@@ -115,7 +118,7 @@ def test_arguments_of_wrong_types_are_refused_before_the_step() -> None:
     one = engine()
     for time in (1.5, -1, 1 << 63, "x", None):
         with pytest.raises(ValueError, match="must be an integer from 0"):
-            one.tick(time)  # pyright: ignore[reportArgumentType]
+            one.core.tick(time)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="name must be a str, got a list"):
         one.cancel(["a"])  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"sampling is a str. Pass a Sampling"):
@@ -129,16 +132,16 @@ def test_arguments_of_wrong_types_are_refused_before_the_step() -> None:
 
 def test_deadlines_end_requests_and_a_drain_refuses_them() -> None:
     one = engine()
-    one.tick(1000)
+    one.core.tick(1000)
     one.step()
     one.add([1], GREEDY, name="late", deadline=500)
     one.add([1], GREEDY, name="in time", deadline=5000)
-    one.drain()
+    one.core.drain()
     one.add([1], GREEDY, name="refused")
     told = []
     while not one.idle:
         told += one.step()
-    assert {t.name: t.finish for t in told if t.finish} == {
+    assert {t.name: t.finish_reason for t in told if t.finish_reason} == {
         "late": "deadline",
         "in time": "length",
         "refused": "refused",
@@ -162,9 +165,9 @@ def test_versions_that_never_run_are_dropped() -> None:
     one = engine()
     for _ in range(5):
         one.update_weights(model(tie_embeddings=True).params[1])
-    assert len(one._weights) == 2
+    assert len(one.core._versions) == 2
     one.step()
-    assert len(one._weights) == 1 and one.generate([[1]], GREEDY)[0].versions[0] == 5
+    assert len(one.core._versions) == 1 and one.generate([[1]], GREEDY)[0].versions[0] == 5
 
 
 def test_a_version_runs_between_one_that_came_at_once_and_one_that_waits() -> None:
@@ -174,7 +177,7 @@ def test_a_version_runs_between_one_that_came_at_once_and_one_that_waits() -> No
     one.update_weights(params[1])
     one.update_weights(params[2], recompute=False)
     told += list(stream)
-    assert [t.version for t in told] == [0, 0, 1, 1, 1] and len(one._weights) == 1
+    assert [t.version for t in told] == [0, 0, 1, 1, 1] and len(one.core._versions) == 1
     assert one.generate([[1]], GREEDY)[0].versions[0] == 2
 
 
@@ -208,7 +211,7 @@ def test_weights_with_a_nan_end_requests_as_errors() -> None:
     made = Engine(one.decoder, broken, runner=runner("gpt2"), limits=LIMITS).generate(
         [[1, 2], [1] * 6], [Sampling(max_tokens=4, temperature=0.0)] * 2
     )
-    assert [m.finish for m in made] == ["length", "error"]
+    assert [m.finish_reason for m in made] == ["length", "error"]
     assert len(made[1].tokens) == 2  # those at positions 6 and 7
 
 
@@ -359,7 +362,7 @@ def test_a_closed_engine_refuses_calls_that_need_its_weights(call: str) -> None:
     one = engine()
     one.close()
     with pytest.raises(RuntimeError, match=r"this engine is closed. Make another one"):
-        found = getattr(one, call)
+        found = getattr(one.core if call == "weights" else one, call)
         found(*[model(tie_embeddings=True).params[0]] * (call == "update_weights"))
 
 
@@ -380,4 +383,4 @@ def test_tokens_name_their_request() -> None:
     told: list[Token] = []
     while not one.idle:
         told += one.step()
-    assert {t.name for t in told} == {"a", "b"} and sum(t.finish == "length" for t in told) == 2
+    assert {t.name for t in told} == {"a", "b"} and sum(t.finish_reason == "length" for t in told) == 2

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardfn import core
 from shardfn.inference import Completion, Decoder, Engine, Limits, Runner, Sampling, hf_decoder
-from shardfn.inference._cache import alone
+from shardfn.inference._cache import make_single_bodies
 from shardfn.testing import distributed
 from tests.inference.hf_models import CONTEXT, LLAMA, MODELS, VOCAB, config_of, made, transformers
 from tests.inference.stories import check, draw_alone, run
@@ -43,7 +43,7 @@ class Model:
     def _full(self, version: int, tokens: tuple[int, ...]) -> Tensor:
         """One call over the whole sequence, with a cache of one block."""
         T = len(tokens)
-        at_T, bodies = torch.arange(T, dtype=torch.int32), alone(self._one.cache, T)
+        at_T, bodies = torch.arange(T, dtype=torch.int32), make_single_bodies(self._one.cache, T)
         with torch.no_grad():
             return self._one.logits(
                 self._served[version], torch.tensor(tokens, dtype=torch.int32), at_T, at_T, bodies

@@ -10,10 +10,10 @@ from torch import Tensor
 from shardfn import core
 from shardfn.collectives import all_gather_invariant
 from shardfn.core import Mesh
-from shardfn.inference import Decoder, Engine, Runner, Sampling, _of_hf, hf_decoder
-from shardfn.inference._cache import alone
+from shardfn.inference import Decoder, Engine, Runner, Sampling, _hf_decoder, hf_decoder
+from shardfn.inference._cache import make_single_bodies
 from shardfn.inference._hf_edges import edges_of
-from shardfn.modules import RowEdge, _module_rows, decoding
+from shardfn.modules import RowEdge, _batch_invariant, decoding
 from shardfn.testing import distributed
 from shardfn.transforms import sharded
 from tests.inference.hf_models import MODELS, VOCAB
@@ -46,7 +46,7 @@ def logits_of(decoder: Decoder, params: Any, mesh: Mesh, tokens: list[int]) -> T
     at_T = torch.arange(T, dtype=torch.int32)
 
     def forward(weights: Any) -> Tensor:
-        bodies = alone(decoder.cache, T, ranks=mesh.axis_size("tp"))
+        bodies = make_single_bodies(decoder.cache, T, ranks=mesh.axis_size("tp"))
         return decoder.logits(weights, torch.tensor(tokens, dtype=torch.int32), at_T, at_T, bodies)
 
     with torch.no_grad():
@@ -115,8 +115,8 @@ def test_ranks_join_results_four_times_a_layer_of_llama() -> None:
     for kind, num in joins.items():
         cut, params = hf_decoder(MODELS[kind](), tp="tp")
         with (
-            mock.patch.object(_module_rows, "all_gather_invariant", side_effect=all_gather_invariant) as of_layers,
-            mock.patch.object(_of_hf, "all_gather_invariant", side_effect=all_gather_invariant) as of_heads,
+            mock.patch.object(_batch_invariant, "all_gather_invariant", side_effect=all_gather_invariant) as of_layers,
+            mock.patch.object(_hf_decoder, "all_gather_invariant", side_effect=all_gather_invariant) as of_heads,
         ):
             logits_of(cut, params, mesh, [1, 2, 3])
         assert of_layers.call_count + of_heads.call_count == 2 * num + 1  # and the vocabulary

@@ -11,14 +11,14 @@ import torch
 import shardfn as sf
 from shardfn import memory
 from shardfn.inference import DraftModel, Engine, Ngram, Runner, Sampling, decoder, limits_of
-from shardfn.inference._plan import padding
+from shardfn.inference._plan import make_padding
 from shardfn.inference._runner import _run_step
-from shardfn.inference._tensors import tensors
+from shardfn.inference._tensors import make_tensors
 from shardfn.models import gpt
 from shardfn.testing import distributed
 from tests.inference.drafters import Bush
 from tests.inference.stories import Model, Story, check, model, run
-from tests.inference.test_guessing import truth_of
+from tests.inference.test_speculation import truth_of
 from tests.inference.test_stories import KINDS, drawn_stories
 
 SIZES: dict[str, Any] = {"vocab_size": 77, "num_layers": 12, "d_model": 64, "num_heads": 4, "max_len": 512}
@@ -47,7 +47,7 @@ def hold(story: Story, one: Model, runners: list[Runner], limits: Any, drafter: 
     (told, engine), (want, resident) = (run(story, one, runner, limits, drafter) for runner in runners)
     assert told == want
     check(story, told, one)
-    for x, y in zip(engine._cache, resident._cache, strict=True):
+    for x, y in zip(engine.core._cache, resident._cache, strict=True):
         assert (x.memory_kind, y.memory_kind) == ("host", "device")
         assert torch.equal(x.local.view(torch.uint8), y.local.view(torch.uint8))
     return engine
@@ -59,7 +59,7 @@ def tell(kind: str, number: int, drafter: Any = None, tp: str | None = None, mes
     limits, one = replace(limits, **more), model(tp, **changes)
     runners = [Runner(one.decoder, limits, mesh=mesh, cache=cache) for cache in ("host", "device")]
     stories = drawn_stories(limits, number)
-    uses = [hold(story, one, runners, limits, drafter).cache_use for story in stories]
+    uses = [hold(story, one, runners, limits, drafter).cache_stats for story in stories]
     assert sum(use.hits for use in uses) > 0
     return sum(use.preemptions for use in uses)
 
@@ -109,7 +109,7 @@ def test_drafters_beside_it_change_nothing(name: str) -> None:
         }[name]()
         told, engine = run(story, one, runner, limits, drafter)
         check(story, told, one)
-        accepted += engine.guesses.accepted
+        accepted += engine.stats.speculation.accepted
     assert accepted > 0
 
 
@@ -117,12 +117,12 @@ def test_the_step_is_the_same_eager_and_captured() -> None:
     changes, limits = KINDS["llama"]
     one = model(**changes)
     runner = Runner(one.decoder, limits, cache="host")
-    weights = runner.packed(one.params[0])
-    plan = padding(7, limits)
+    weights = runner.pack_weights(one.params[0])
+    plan = make_padding(7, limits)
     plan.tokens[:], plan.slots[:] = type(plan.tokens)("i", range(7)), type(plan.slots)("i", range(6, 13))
     plan.positions[:], plan.sequences[:] = type(plan.slots)("i", range(7)), type(plan.slots)("i", [0] * 7)
     plan.tables[:3], plan.lengths[0] = type(plan.tables)("i", [2, 3, 4]), 7
-    step = tensors(plan, limits, runner.mesh.device, cache="host")
+    step = make_tensors(plan, limits, runner.mesh.device, cache="host")
     eager = sf.sharded(
         functools.partial(_run_step, one.decoder, 0),
         specs=one.decoder.packed,
@@ -141,7 +141,7 @@ def test_the_step_is_the_same_eager_and_captured() -> None:
 
 def test_the_next_layers_blocks_are_under_way_while_a_layer_attends() -> None:
     engine = engine_of(cache="host")
-    call: Any = engine.runner.bind(12, engine.weights, engine._cache)
+    call: Any = engine.runner.bind(12, engine.core.weights, engine.core._cache)
     order = [n.target.__name__.split(".")[0] for n in call._ready.program.gm.graph.nodes if n.op == "call_function"]
     starts, attends = (
         [i for i, x in enumerate(order) if x == name] for name in ("rows_to_device_start", "ragged_attention")
@@ -154,8 +154,8 @@ def test_the_next_layers_blocks_are_under_way_while_a_layer_attends() -> None:
 def test_a_step_moves_the_blocks_of_its_sequences_and_the_rows_of_its_tokens() -> None:
     engine = engine_of(cache="host")
     engine.warm_up()
-    own = engine._cache[0].local
-    block, row, layers = own[0].nbytes, own[0].nbytes // engine.limits.block, len(engine._cache)
+    own = engine.core._cache[0].local
+    block, row, layers = own[0].nbytes, own[0].nbytes // engine.limits.block, len(engine.core._cache)
     engine.add([7] * 36, Sampling(max_tokens=2, temperature=0.0))
     for length in (12, 24, 36, 37):
         bucket, blocks = 12 if length < 37 else 2, -(-length // 16)
@@ -172,7 +172,7 @@ def test_a_step_moves_the_blocks_of_its_sequences_and_the_rows_of_its_tokens() -
 def test_the_device_needs_less_by_the_cache_but_for_two_layers() -> None:
     engine, resident = engine_of(cache="host"), engine_of()
     assert completed(engine) == completed(resident)
-    plan, want, layer = engine.memory(), resident.memory(), engine._cache[0].local.nbytes
+    plan, want, layer = engine.memory(), resident.memory(), engine.core._cache[0].local.nbytes
     assert (plan.weights, plan.cache) == (want.weights, want.cache) and (want.host, plan.host) == (0, plan.cache)
     assert want.device == want.total and plan.device + plan.host == plan.total
     assert plan.cache == 12 * layer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardfn.data import ByteTokenizer
-from shardfn.inference import Compiler, Grammar, Tree, detokenizer
+from shardfn.inference import Compiler, DraftTree, Grammar, detokenizer
 from shardfn.inference._matchers import Matcher
 from tests.inference.stories import TOKENS
 from tests.inference.tokenizers import FOLLOWED, trained
@@ -52,13 +52,13 @@ def test_walks_are_texts_of_the_grammar(kind: str) -> None:
     assert complete
 
 
-def drafts(rng: np.random.Generator, allowed: np.ndarray, most: int) -> Tree:
+def drafts(rng: np.random.Generator, allowed: np.ndarray, most: int) -> DraftTree:
     """Chains and trees of tokens that can come at their first place."""
     tokens = rng.choice(np.flatnonzero(allowed), most)
     parents = (
         range(-1, most - 1) if rng.random() < 0.3 else (int(rng.integers(-1, i)) if i else -1 for i in range(most))
     )
-    return Tree(tuple(map(int, tokens)), tuple(parents))
+    return DraftTree(tuple(map(int, tokens)), tuple(parents))
 
 
 @pytest.mark.day("regex")

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from shardfn.inference import Pool
+from shardfn.inference import BlockPool
 from shardfn.inference import _pool as pool_file
 from shardfn.inference._pool import BlockContent, PrefixScope, extend_contents, root_key
 
@@ -19,7 +19,7 @@ def contents(tokens: list[int], num: int, scope: PrefixScope = SCOPE) -> list[Bl
     return found
 
 
-def filled(pool: Pool, tokens: list[int]) -> list[int]:
+def filled(pool: BlockPool, tokens: list[int]) -> list[int]:
     """Blocks of a sequence that has been computed and has left."""
     known = contents(tokens, len(tokens) // 2)
     blocks = [pool.take() for _ in known]
@@ -30,7 +30,7 @@ def filled(pool: Pool, tokens: list[int]) -> list[int]:
 
 
 def test_a_prefix_is_found_up_to_its_first_other_block() -> None:
-    pool = Pool(8)
+    pool = BlockPool(8)
     blocks = filled(pool, [1, 2, 3, 4, 5, 6])
     assert pool.find(contents([1, 2, 3, 4, 9, 9], 3)) == blocks[:2]
     assert pool.find(contents([9, 2, 3, 4], 2)) == []
@@ -38,7 +38,7 @@ def test_a_prefix_is_found_up_to_its_first_other_block() -> None:
 
 
 def test_the_least_recently_used_end_is_forgotten_first() -> None:
-    pool = Pool(6)
+    pool = BlockPool(6)
     old, new = filled(pool, [1, 2, 3, 4]), filled(pool, [5, 6, 7, 8])
     pool.hold(old)
     pool.release(old)  # used again
@@ -48,7 +48,7 @@ def test_the_least_recently_used_end_is_forgotten_first() -> None:
 
 
 def test_content_that_is_known_twice_is_kept_once() -> None:
-    pool = Pool(6)
+    pool = BlockPool(6)
     first = filled(pool, [1, 2])
     second = pool.take()
     pool.record(second, contents([1, 2], 1)[0])
@@ -57,7 +57,7 @@ def test_content_that_is_known_twice_is_kept_once() -> None:
 
 
 def test_blocks_that_are_released_twice_are_a_mistake() -> None:
-    pool = Pool(4)
+    pool = BlockPool(4)
     block = pool.take()
     pool.release([block])
     with pytest.raises(AssertionError):
@@ -75,7 +75,7 @@ def test_blocks_that_are_released_twice_are_a_mistake() -> None:
 )
 def test_each_part_of_the_scope_is_in_the_key(other: PrefixScope) -> None:
     assert root_key(other) != root_key(SCOPE)
-    pool = Pool(4)
+    pool = BlockPool(4)
     filled(pool, [1, 2])
     assert pool.find(contents([1, 2], 1, other)) == []
 
@@ -89,7 +89,7 @@ def test_fields_do_not_run_together(a: bytes, b: bytes, c: bytes, d: bytes) -> N
 
 def test_tokens_and_scopes_are_compared_where_keys_collide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_file, "_make_key", lambda fields: bytes(16))
-    pool = Pool(4)
+    pool = BlockPool(4)
     (block,) = filled(pool, [1, 2])
     assert pool.find(contents([1, 2], 1)) == [block]
     assert pool.find(contents([3, 4], 1)) == []
@@ -99,7 +99,7 @@ def test_tokens_and_scopes_are_compared_where_keys_collide(monkeypatch: pytest.M
 @given(st.lists(st.tuples(st.sampled_from(["take", "hold", "release", "record"]), st.integers(0, 99)), max_size=60))
 @settings(max_examples=30, derandomize=True, database=None, deadline=None)
 def test_counts_always_add_up(steps: list[tuple[str, int]]) -> None:
-    pool, held, fresh = Pool(7), list[int](), 0
+    pool, held, fresh = BlockPool(7), list[int](), 0
     for verb, at in steps:
         if verb == "take" and pool.available:
             held.append(pool.take())

@@ -16,7 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from shardfn.core import DonatedError
 from shardfn.inference import (
     Add,
-    CacheUse,
+    CacheStats,
     Cancel,
     Clock,
     Drain,
@@ -122,7 +122,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     again, _, plans = run(
         LIMITS, {0: [Request(prompt, Sampling(max_tokens=1))], 9: [Request(prompt, Sampling(max_tokens=1))]}
     )
-    assert again.use == CacheUse(queries=24, hits=8, preemptions=0)
+    assert again.cache_stats == CacheStats(queries=24, hits=8, preemptions=0)
     assert sum(p.num_tokens for p in plans) == 12 + 4  # the last token is computed, and so is its block
     assert state.pool.counts() == {"free": 5, "held": 0, "cached": 3}
 
@@ -168,7 +168,7 @@ def test_decodes_are_not_delayed_by_long_prompts() -> None:
 
 
 def test_an_old_request_ends_beside_a_stream_of_urgent_ones() -> None:
-    limits = Limits(vocab=5, context=24, blocks=7, block=4, buckets=(4, 8), running=2, age=20)
+    limits = Limits(vocab=5, context=24, blocks=7, block=4, buckets=(4, 8), running=2, starvation_steps=20)
     state, drawn, ended = start(limits), [], None
     model = Model(limits)
     for step in range(200):
@@ -177,7 +177,7 @@ def test_an_old_request_ends_beside_a_stream_of_urgent_ones() -> None:
         events.append(Add(state.number + len(events), f"u{step}", urgent))
         state, plan, outputs = advance(state, events, drawn)
         drawn = model.run(plan) if plan else []
-        ended = next((step for o in outputs if o.name == "old" and o.finish), ended)
+        ended = next((step for o in outputs if o.name == "old" and o.finish_reason), ended)
         if step < 20:
             assert all(o.name != "old" for o in outputs)
     assert ended is not None and ended <= 20 + 9 + 8
@@ -198,7 +198,7 @@ def test_a_preempted_request_sends_nothing_twice() -> None:
         drawn = model.run(plan) if plan else []
         for o in outputs:
             seen.setdefault(o.name, []).append(o.position)
-    assert len(preempted) >= 2 and state.use.preemptions >= times >= 2
+    assert len(preempted) >= 2 and state.cache_stats.preemptions >= times >= 2
     assert all(seen[f"r{i}"] == list(range(1, 21)) for i in range(4))
 
 
@@ -218,13 +218,13 @@ def test_cancel_frees_in_every_phase(steps: int) -> None:
     state, plan, outputs = advance(state, [Cancel(1, "a")], drawn)
     assert plan is None and state.idle and state.pool.counts()["held"] == 0
     assert [o.token for o in outputs] == [*drawn, None]
-    assert [o.finish for o in outputs] == [*[None] * len(drawn), "cancelled"]
+    assert [o.finish_reason for o in outputs] == [*[None] * len(drawn), "cancelled"]
 
 
 def test_a_request_ends_by_its_last_token_before_a_cancel() -> None:
     state, _, drawn = started(Request((1,), Sampling(max_tokens=2)), 1)
     state, plan, [output] = advance(state, [Cancel(1, "a")], drawn)
-    assert (output.token, output.finish, plan, state.idle) == (drawn[0], "length", None, True)
+    assert (output.token, output.finish_reason, plan, state.idle) == (drawn[0], "length", None, True)
 
 
 def test_reasons_of_ends() -> None:
@@ -237,28 +237,32 @@ def test_reasons_of_ends() -> None:
     for reason, end in ends.items():
         state, _, drawn = started(request, 0)
         state, plan, outputs = end(state, drawn)
-        assert outputs[-1].finish == reason and plan is None and state.idle
+        assert outputs[-1].finish_reason == reason and plan is None and state.idle
 
 
 def test_an_error_ends_one_choice_alone() -> None:
     state, plan, _ = advance(start(LIMITS), [Add(i, f"r{i}", Request((i,), Sampling(max_tokens=3))) for i in range(3)])
     assert plan is not None and plan.num_rows == 3
     state, plan, outputs = advance(state, (), [1, -1, 2])
-    assert [(o.name, o.token, o.finish) for o in outputs] == [("r0", 1, None), ("r1", None, "error"), ("r2", 2, None)]
+    assert [(o.name, o.token, o.finish_reason) for o in outputs] == [
+        ("r0", 1, None),
+        ("r1", None, "error"),
+        ("r2", 2, None),
+    ]
     assert [s.name for s in state.running] == ["r0", "r2"]
 
 
 def test_after_drain_new_requests_are_refused_and_old_ones_end() -> None:
     state, model, drawn = started(Request((1, 2), Sampling(max_tokens=3)), 0)
     state, plan, outputs = advance(state, [Drain(1), Add(2, "late", Request((1,), Sampling(n=2)))], drawn)
-    assert [(o.name, o.choice, o.finish) for o in outputs if o.finish] == [
+    assert [(o.name, o.choice, o.finish_reason) for o in outputs if o.finish_reason] == [
         ("late", 0, "refused"),
         ("late", 1, "refused"),
     ]
     reasons = []
     while plan is not None:
         state, plan, outputs = advance(state, (), model.run(plan))
-        reasons += [o.finish for o in outputs if o.finish]
+        reasons += [o.finish_reason for o in outputs if o.finish_reason]
     assert reasons == ["length"]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardfn import RankError, make_mesh
-from shardfn.inference import Engine, Runner, Sampling
+from shardfn.inference import Engine, EngineCore, Runner, Sampling, Token
 from shardfn.nn import moe
 from shardfn.testing import distributed
 from tests.inference.stories import check, model, run
@@ -72,14 +72,14 @@ def test_stories_on_three_ranks() -> None:
 @pytest.mark.nightly
 @distributed(world=2)
 def test_stories_beside_a_slow_rank() -> None:
-    advance = Engine._advance_step
+    step = EngineCore.step
 
-    def late(self: Engine) -> None:
-        if self.mesh.rank == 1 and self._state.step % 3 == 1:
+    def late(self: EngineCore) -> list[Token]:
+        if self._runner.mesh.rank == 1 and self._state.step % 3 == 1:
             time.sleep(0.03)  # longer than a wait spins
-        advance(self)
+        return step(self)
 
-    with mock.patch.object(Engine, "_advance_step", late):
+    with mock.patch.object(EngineCore, "step", late):
         tell(2, "gpt2", 3)
 
 
@@ -106,7 +106,7 @@ def test_an_altered_state_is_named_within_one_step() -> None:
     engine.add([1, 2, 3], Sampling(max_tokens=9, seed=4))
     engine.step()
     if mesh.rank == 1:
-        engine._state.sequences[0].key ^= 1
+        engine.core._state.sequences[0].key ^= 1
     with pytest.raises(RankError, match=r"differ in sequences\[request-0.0\].key"):
         engine.step()
 

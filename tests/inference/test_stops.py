@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from shardfn.inference._stops import StopStringMatcher
+from shardfn.inference._texts import StopStringMatcher
 
 LETTERS = st.text("ab", min_size=1, max_size=4)
 

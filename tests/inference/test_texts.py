@@ -27,7 +27,7 @@ def test_a_stop_string_ends_tokens_log_probabilities_and_text_at_one_token() -> 
     stop = whole.text[2:4]
     [cut] = engine().generate([[1, 2, 0]], Sampling(max_tokens=9, seed=3, stop=(stop,)))
     num = len(cut.tokens)
-    assert cut.finish == "stop" and cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
     assert (cut.tokens, cut.logprobs) == (whole.tokens[:num], whole.logprobs[:num]) and num < 9
     [kept] = engine().generate([[1, 2, 0]], Sampling(max_tokens=9, seed=3, stop=(stop,), include_stop=True))
     assert kept.tokens == cut.tokens and kept.text == cut.text + stop
@@ -38,9 +38,9 @@ def test_a_request_that_stops_frees_its_blocks_in_the_step_that_takes_the_token(
     [whole] = engine().generate([[1, 2, 0]], GREEDY)
     one.add([1, 2, 0], Sampling(max_tokens=9, temperature=0.0, stop=(whole.text[:1],)))
     told = []
-    while not told or told[-1].finish is None:
+    while not told or told[-1].finish_reason is None:
         told = one.step()
-    assert told[-1].finish == "stop" and told[-1].text == "" and one.idle and one.counts()["held"] == 0
+    assert told[-1].finish_reason == "stop" and told[-1].text == "" and one.idle and one.stats.counts["held"] == 0
 
 
 def test_a_text_that_is_cancelled_has_all_its_characters() -> None:
@@ -50,7 +50,7 @@ def test_a_text_that_is_cancelled_has_all_its_characters() -> None:
         told += one.step()
     one.cancel("request-0")
     told += one.step()
-    assert told[-1].finish == "cancelled" and told[-1].token is None
+    assert told[-1].finish_reason == "cancelled" and told[-1].token is None
     assert "".join(t.text for t in told) == one.detokenizer.decode([t.token for t in told[:-1]])  # pyright: ignore
     assert one._texts._texts == {}
 
@@ -86,7 +86,7 @@ def test_a_stop_of_a_token_that_is_not_drawn_is_refused() -> None:
         with pytest.raises(ValueError, match="the plan in flight draws no token of that choice at"):
             advance(state.copy(), [Stop(1, name, choice, at)], [4])
     state, plan, [out] = advance(state, [Stop(1, "a", 0, 2)], [4])
-    assert (out.token, out.finish, plan, state.idle) == (4, "stop", None, True)
+    assert (out.token, out.finish_reason, plan, state.idle) == (4, "stop", None, True)
 
 
 @distributed(world=2)

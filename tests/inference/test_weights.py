@@ -70,7 +70,7 @@ def test_bits_are_those_of_resident_weights(
     monkeypatch.setattr(_weights, "TOGETHER", 1 << 16)  # some leaves are larger, and some are packed together
     made, params, want = reference(**changes)
     engine = engine_of(made, params, **(on_disk(tmp_path) if kind == "disk" else {"weights": kind}))
-    assert {x.memory_kind for x in tree_leaves(engine.weights)} == {"device", kind}  # small ones stay
+    assert {x.memory_kind for x in tree_leaves(engine.core.weights)} == {"device", kind}  # small ones stay
     assert completed(engine) == want
     engine.update_weights(tree_map(lambda x: x * 2, params))
     heavy = engine_of(made, tree_map(lambda x: x * 2, params))
@@ -88,7 +88,7 @@ def test_stories_of_weights_on_disk(tmp_path: pathlib.Path) -> None:
     runner._zero = sf.Zero(params="disk", disk=sf.Disk(str(tmp_path)), persist_elements=0)  # pyright: ignore
     for story in drawn_stories(limits, 8):
         told, engine = run(story, one, runner, limits)
-        assert {x.memory_kind for x in tree_leaves(engine.weights)} == {"disk"}
+        assert {x.memory_kind for x in tree_leaves(engine.core.weights)} == {"disk"}
         check(story, told, one)
 
 
@@ -137,7 +137,7 @@ def test_a_step_reads_each_weight_once_and_at_most_a_layer_ahead(tmp_path: pathl
     engine.add(PROMPTS[0], Sampling(max_tokens=1))
     with sf.memory.ledger() as book:
         engine.step()
-    away = [x.held for x in tree_leaves(engine.weights) if x.memory_kind == "disk"]
+    away = [x.held for x in tree_leaves(engine.core.weights) if x.memory_kind == "disk"]
     assert book.moved("disk", "host") == sum(x.nbytes for x in away) and book.transfers("disk", "host") == len(away)
     assert book.moved("host", "device") == 0  # a CPU computes where the disk was read to
     layer = sum(x.nbytes for x in away) / made.cache.layers
@@ -172,7 +172,7 @@ def test_ranks_read_their_own_weights(world: int, tmp_path: pathlib.Path) -> Non
     engine = engine_of(made, params, mesh=mesh, **on_disk(tmp_path))
     want = engine_of(made, params, mesh=mesh)
     assert completed(engine) == completed(want)
-    for a, b in zip(tree_leaves(engine.weights), tree_leaves(want.weights), strict=True):
+    for a, b in zip(tree_leaves(engine.core.weights), tree_leaves(want.core.weights), strict=True):
         assert (a.shape, a.spec) == (b.shape, b.spec) and torch.equal(a.local, b.local)
 
 

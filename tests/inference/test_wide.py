@@ -66,7 +66,7 @@ def test_log_probabilities_are_those_of_one_forward_to_the_last_bit(kind: str) -
         assert one.logprobs == wanted[len(prompt) - 1 :]
         assert one.prompt_logprobs == (wanted[: len(prompt) - 1] if prompt is not PROMPTS[3] else [])
     assert any(x != float(torch.tensor(x)) for x in found[0].logprobs)  # no float32 has them
-    assert engine.cache_use.preemptions > 0
+    assert engine.stats.cache.preemptions > 0
 
 
 @NIGHTLY
@@ -81,5 +81,5 @@ def test_adapters_are_refused() -> None:
     narrow = sf.tree_map(lambda x: x.float(), params)
     lora = LoRA.of(narrow, [r"\.wq$"], rank=2)
     with pytest.raises(ValueError, match="adapter 'a': adapters are added in float32, and this engine is in float64"):
-        engine_of("gpt2").add_adapter("a", (lora, lora.init(sf.key(0))))
+        engine_of("gpt2").adapters.add("a", (lora, lora.init(sf.key(0))))
     assert config.batch_invariant

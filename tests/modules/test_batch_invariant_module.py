@@ -109,12 +109,12 @@ def test_layers_that_run_again_have_the_same_bits(kind: str) -> None:
 def learn(wrap: Any, world: int, stage: int) -> None:
     """Two updates by one rollout; the ratios of the first are 1."""
     model = MODELS["mixtral"](**({} if stage else {"num_hidden_layers": 1}))
-    x = sampled(model, routes=True)
+    x = sampled(model, record_experts=True)
     params, apply = sf.from_module(model, batch_invariant=True)
 
     def loss(params: Any, batch: Any) -> Any:
         x, advantages = batch
-        logprobs = logprobs_of(apply.replaying(x.routes), params, x)
+        logprobs = logprobs_of(apply.replaying(x.expert_ids), params, x)
         metrics = rl.policy_metrics(logprobs, x.logprobs, x.lengths)
         return rl.grpo(logprobs, x.logprobs, advantages, x.lengths), metrics
 

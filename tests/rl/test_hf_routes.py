@@ -32,22 +32,22 @@ def choices(model: Any, apply: Any, params: Any, ids: torch.Tensor) -> torch.Ten
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_records_the_experts_of_the_training_forward(kind: str) -> None:
     model = MODELS[kind]()
-    x = sampled(model, routes=True)
+    x = sampled(model, record_experts=True)
     params, apply = sf.from_module(model, batch_invariant=True)
     own, at = choices(model, apply, params, x.ids), known(x)
-    assert x.routes.shape == own.shape and hf_decoder(model)[0].routes == tuple(own.shape[2:])
-    assert torch.equal(x.routes[at].long(), own[at]) and len(own[at].unique()) > 2
-    assert bool((x.routes[~at] == -1).all())
+    assert x.expert_ids.shape == own.shape and hf_decoder(model)[0].expert_shape == tuple(own.shape[2:])
+    assert torch.equal(x.expert_ids[at].long(), own[at]) and len(own[at].unique()) > 2
+    assert bool((x.expert_ids[~at] == -1).all())
 
 
 @pytest.mark.day("mixtral")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replay_has_the_log_probabilities_of_the_engine(kind: str) -> None:
     model = MODELS[kind]()
-    x = sampled(model, routes=True)
+    x = sampled(model, record_experts=True)
     params, apply = sf.from_module(model, batch_invariant=True)
     wanted = gradients(apply, params, x)
-    got = gradients(apply.replaying(x.routes), params, x)
+    got = gradients(apply.replaying(x.expert_ids), params, x)
     assert torch.equal(got[0], x.logprobs) and torch.equal(wanted[0], x.logprobs)
     for name, grad in wanted[1].items():
         torch.testing.assert_close(got[1][name], grad, rtol=1e-5, atol=1e-5 * float(grad.abs().max()), msg=name)
@@ -57,13 +57,13 @@ def test_a_replay_has_the_log_probabilities_of_the_engine(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replay_by_functions_of_torch_is_near(kind: str) -> None:
     model = MODELS[kind]()
-    x = sampled(model, routes=True)
+    x = sampled(model, record_experts=True)
     params, apply = sf.from_module(model)
-    replayed = logprobs_of(apply.replaying(x.routes), params, x)
+    replayed = logprobs_of(apply.replaying(x.expert_ids), params, x)
     torch.testing.assert_close(replayed, x.logprobs, rtol=0, atol=1e-4)
     metrics = {name: float(m.mean()) for name, m in rl.mismatch_metrics(replayed, x.logprobs, x.lengths).items()}
     assert 0 < metrics["mismatch"] < metrics["mismatch_most"] < 1e-4 and 0 < metrics["mismatched"] <= 1
-    exact = logprobs_of(sf.from_module(model, batch_invariant=True)[1].replaying(x.routes), params, x)
+    exact = logprobs_of(sf.from_module(model, batch_invariant=True)[1].replaying(x.expert_ids), params, x)
     assert not any(float(m.mean()) for m in rl.mismatch_metrics(exact, x.logprobs, x.lengths).values())
 
 
@@ -84,23 +84,23 @@ def test_a_replay_keeps_the_experts_of_weights_that_are_rounded(kind: str) -> No
     rounded = {name: p.bfloat16().float() for name, p in params.items()}
     made, _ = hf_decoder(model, batch_invariant=True)
     limits = limits_of(made, running=6, block=4, buckets=(32,))
-    engine = Engine(made, rounded, limits=limits, routes=True)
+    engine = Engine(made, rounded, limits=limits, record_experts=True)
     prompts = [[i % 13, (5 * i + 1) % 13, 3, (7 * i) % 13, 2, 9] for i in range(12)]
     x = rl.sample(engine, prompts, sf.inference.Sampling(max_tokens=8, n=2), key=sf.key(1), length=LENGTH)
     at = known(x)
-    assert not torch.equal(choices(model, apply, params, x.ids)[at], x.routes[at].long())
-    replayed = choices(model, apply.replaying(x.routes), params, x.ids)
-    assert torch.equal(replayed[at], x.routes[at].long())
+    assert not torch.equal(choices(model, apply, params, x.ids)[at], x.expert_ids[at].long())
+    replayed = choices(model, apply.replaying(x.expert_ids), params, x.ids)
+    assert torch.equal(replayed[at], x.expert_ids[at].long())
 
 
 @pytest.mark.nightly
 @distributed(world=2)
 def test_ranks_of_one_engine_record_the_experts_of_one_device(world: int) -> None:
     model, mesh = MODELS["mixtral"](), sf.make_mesh({"tp": world})
-    wanted = sampled(model, routes=True)
+    wanted = sampled(model, record_experts=True)
     made, params = hf_decoder(model, tp="tp")
     limits = limits_of(made, running=6, block=4, buckets=(32,))
-    x = sampled_by(Engine(made, params, mesh=mesh, limits=limits, routes=True))
+    x = sampled_by(Engine(made, params, mesh=mesh, limits=limits, record_experts=True))
     for a, b in zip(x, wanted, strict=True):
         assert torch.equal(a.nan_to_num(), b.nan_to_num())
 
@@ -112,5 +112,7 @@ def sampled_by(engine: Engine) -> rl.Rollout:
 
 def test_a_model_without_experts_has_no_routes() -> None:
     made, params = hf_decoder(MODELS["llama"]())
-    with pytest.raises(ValueError, match=r"routes is True, and the decoder has routes=\(0, 0\).*with experts"):
-        Engine(made, params, routes=True)
+    with pytest.raises(
+        ValueError, match=r"record_experts is True, and the decoder has expert_shape=\(0, 0\).*with experts"
+    ):
+        Engine(made, params, record_experts=True)

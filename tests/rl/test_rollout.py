@@ -22,7 +22,7 @@ def whole(rows: int = 8) -> rl.Rollout:
         rewards=torch.where(torch.arange(rows) % 4 == 1, torch.nan, torch.arange(rows, dtype=torch.float32)),
         ended=torch.arange(rows) % 2 == 0,
         places=torch.arange(rows * 4).view(rows, 4),
-        routes=torch.zeros(rows, 10, 0, 0, dtype=torch.int16),
+        expert_ids=torch.zeros(rows, 10, 0, 0, dtype=torch.int16),
         failed=torch.where(torch.arange(rows) % 4 == 1, torch.arange(rows) // 4 + 1, 0).to(torch.int8),
     )
 

@@ -53,7 +53,7 @@ MODEL = decoder(CONFIG)
 
 
 def engine_of(params: Any) -> Engine:
-    return Engine(MODEL, params, limits=limits(MODEL), runner=runner(), routes=True)
+    return Engine(MODEL, params, limits=limits(MODEL), runner=runner(), record_experts=True)
 
 
 def sampled(params: Any, engine: Engine | None = None) -> rl.Rollout:
@@ -68,20 +68,20 @@ def known(x: rl.Rollout) -> torch.Tensor:
 
 def check_routes(x: rl.Rollout, params: Any) -> None:
     own = gpt.choices(CONFIG, params, x.ids)
-    assert torch.equal(x.routes[known(x)].long(), own[known(x)])
-    assert bool((x.routes[~known(x)] == -1).all()) and len(own[known(x)].unique()) > 8
+    assert torch.equal(x.expert_ids[known(x)].long(), own[known(x)])
+    assert bool((x.expert_ids[~known(x)] == -1).all()) and len(own[known(x)].unique()) > 8
 
 
 @pytest.mark.nightly
 def test_recorded_experts_are_those_of_the_training_forward() -> None:
     x = sampled(params())
-    assert x.routes.shape == (6, LENGTH, 2, 2) and x.routes.dtype == torch.int16
+    assert x.expert_ids.shape == (6, LENGTH, 2, 2) and x.expert_ids.dtype == torch.int16
     check_routes(x, params())
 
 
 def test_a_replay_of_the_own_choices_has_the_bits_of_the_forward() -> None:
     x, found = sampled(params()), []
-    for chosen in (None, x.routes):
+    for chosen in (None, x.expert_ids):
         own = sf.tree_map(lambda p: p.clone().requires_grad_(), params())
         logits = gpt.apply(CONFIG, own, x.ids, chosen=chosen)
         logprobs = rl.completion_logprobs(logits, x.ids, *x.where)
@@ -98,16 +98,16 @@ def test_a_replay_keeps_the_experts_of_weights_that_are_rounded() -> None:
         block["router"][1::2] = block["router"][::2] * (1 + 1e-3 * torch.linspace(-1, 1, 16))
     x = sampled(sf.tree_map(lambda p: p.bfloat16().float(), exact))
     at = known(x)
-    assert not torch.equal(gpt.choices(CONFIG, exact, x.ids)[at], x.routes[at].long())
-    replayed = gpt.choices(CONFIG, exact, x.ids, chosen=x.routes)
-    assert torch.equal(replayed[at], x.routes[at].long())
+    assert not torch.equal(gpt.choices(CONFIG, exact, x.ids)[at], x.expert_ids[at].long())
+    replayed = gpt.choices(CONFIG, exact, x.ids, chosen=x.expert_ids)
+    assert torch.equal(replayed[at], x.expert_ids[at].long())
     assert bool((replayed[~at] == -1).all())
 
 
 def test_experts_of_cached_blocks_are_known() -> None:
     engine = engine_of(params())
     first, again = sampled(params(), engine), sampled(params(), engine)
-    assert engine.counts()["cached"] > 0 and torch.equal(first.routes, again.routes)
+    assert engine.stats.counts["cached"] > 0 and torch.equal(first.expert_ids, again.expert_ids)
     other = params(seed=5)
     engine.update_weights(other)
     check_routes(sampled(other, engine), other)
@@ -116,8 +116,8 @@ def test_experts_of_cached_blocks_are_known() -> None:
 @pytest.mark.nightly
 def test_experts_of_preempted_requests_are_known() -> None:
     small = dataclasses.replace(limits(MODEL), blocks=10)
-    tight = Engine(MODEL, params(), limits=small, routes=True)
-    assert torch.equal(sampled(params(), tight).routes, sampled(params()).routes)
+    tight = Engine(MODEL, params(), limits=small, record_experts=True)
+    assert torch.equal(sampled(params(), tight).expert_ids, sampled(params()).expert_ids)
 
 
 @pytest.mark.nightly
@@ -127,11 +127,11 @@ def test_drafts_change_no_experts(kind: str) -> None:
     rows = zip(x.ids, x.prompts + x.lengths, strict=True)
     truth = {(f"request-{i // 2}", i % 2): row[:num].tolist() for i, (row, num) in enumerate(rows)}
     drafters = {"ngram": Ngram(), "chain": Adversary(19, truth, 2), "tree": Bush(19, truth), "shared": Bush(19, truth)}
-    engine = Engine(MODEL, params(), limits=sizes, drafter=drafters[kind], routes=True)
+    engine = Engine(MODEL, params(), limits=sizes, drafter=drafters[kind], record_experts=True)
     for again in range(1 + (kind == "shared")):  # moved experts of cached blocks are those that the next request has
         drafted = sampled(params(), engine)
-        assert torch.equal(x.routes, drafted.routes) and torch.equal(x.logprobs, drafted.logprobs), again
-    assert kind == "ngram" or engine.guesses.accepted > 8
+        assert torch.equal(x.expert_ids, drafted.expert_ids) and torch.equal(x.logprobs, drafted.logprobs), again
+    assert kind == "ngram" or engine.stats.speculation.accepted > 8
 
 
 def test_conversations_have_the_experts_of_all_turns() -> None:
@@ -140,22 +140,22 @@ def test_conversations_have_the_experts_of_all_turns() -> None:
     x = found.rollout
     at = torch.arange(LENGTH) < x.places.amax(1, keepdim=True)  # the last token is never computed
     assert found.calls.max() > 1
-    assert torch.equal(x.routes[at].long(), gpt.choices(CONFIG, params(), x.ids)[at])
-    assert bool((x.routes[~at] == -1).all())
+    assert torch.equal(x.expert_ids[at].long(), gpt.choices(CONFIG, params(), x.ids)[at])
+    assert bool((x.expert_ids[~at] == -1).all())
 
 
 @pytest.mark.nightly
 def test_experts_are_recorded_at_another_temperature() -> None:
     model = rl.with_temperature(MODEL, 0.7)
-    x = sampled(None, Engine(model, params(), limits=limits(model), routes=True))
-    logits = gpt.apply(CONFIG, params(), x.ids, chosen=x.routes) / 0.7
+    x = sampled(None, Engine(model, params(), limits=limits(model), record_experts=True))
+    logits = gpt.apply(CONFIG, params(), x.ids, chosen=x.expert_ids) / 0.7
     assert torch.equal(rl.completion_logprobs(logits, x.ids, *x.where), x.logprobs)
 
 
 def test_a_step_learns_with_replayed_experts() -> None:
     def loss(params: Any, batch: Any) -> Any:
         x, advantages = batch
-        logits = gpt.apply(CONFIG, params, x.ids, chosen=x.routes)
+        logits = gpt.apply(CONFIG, params, x.ids, chosen=x.expert_ids)
         logprobs = rl.completion_logprobs(logits, x.ids, *x.where)
         metrics = rl.policy_metrics(logprobs, x.logprobs, x.lengths)
         return rl.grpo(logprobs, x.logprobs, advantages, x.lengths), metrics
@@ -169,12 +169,14 @@ def test_a_step_learns_with_replayed_experts() -> None:
 
 def test_mistakes_are_named() -> None:
     x = sampled(params())
-    with pytest.raises(ValueError, match=r"routes is True, and the decoder has routes=\(0, 0\).*Leave it out"):
-        Engine(decoder(DENSE), gpt.init(DENSE, sf.key(0)), routes=True)
+    with pytest.raises(
+        ValueError, match=r"record_experts is True, and the decoder has expert_shape=\(0, 0\).*Leave it out"
+    ):
+        Engine(decoder(DENSE), gpt.init(DENSE, sf.key(0)), record_experts=True)
     with pytest.raises(ValueError, match=r"chosen has shape \(6, 20, 2, 2\).* the config has no experts"):
-        gpt.apply(DENSE, gpt.init(DENSE, sf.key(0)), x.ids, chosen=x.routes)
+        gpt.apply(DENSE, gpt.init(DENSE, sf.key(0)), x.ids, chosen=x.expert_ids)
     with pytest.raises(ValueError, match=r"k=2 choices in 2 layers with experts, so chosen must be \(6, 20, 2, 2\)"):
-        gpt.apply(CONFIG, params(), x.ids, chosen=x.routes[..., :1])
+        gpt.apply(CONFIG, params(), x.ids, chosen=x.expert_ids[..., :1])
     with pytest.raises(ValueError, match="choices: the config has experts=None"):
         gpt.choices(DENSE, gpt.init(DENSE, sf.key(0)), x.ids)
 
@@ -186,7 +188,7 @@ def test_ranks_of_one_engine_record_the_experts_of_one_device(world: int) -> Non
     cut = dataclasses.replace(EXPERTS, exchange=sf.nn.moe.AllReduce("tp", in_order=True))
     model = decoder(dataclasses.replace(CONFIG, num_kv_heads=2, experts=cut), tp="tp")
     whole = dataclasses.replace(CONFIG, num_kv_heads=2)
-    wanted = Engine(decoder(whole), params(whole), mesh=one, limits=limits(decoder(whole)), routes=True)
-    engine = Engine(model, params(whole), mesh=mesh, limits=limits(model), routes=True)
+    wanted = Engine(decoder(whole), params(whole), mesh=one, limits=limits(decoder(whole)), record_experts=True)
+    engine = Engine(model, params(whole), mesh=mesh, limits=limits(model), record_experts=True)
     for a, b in zip(sampled(None, engine), sampled(None, wanted), strict=True):
         assert torch.equal(a.nan_to_num(), b.nan_to_num())

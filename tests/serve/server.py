@@ -10,16 +10,18 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from shardfn import core
 from shardfn.data import ByteTokenizer
 from shardfn.inference import Engine, Runner, decoder, limits_of
 from shardfn.models import gpt
-from shardfn.serve import Front, Ready, Settings, Text, run_rank
-from shardfn.serve._front import bound
-from shardfn.serve._link import Message, packed, received
+from shardfn.serve import Ready, Server, Settings, Text, run_worker
+from shardfn.serve._ipc import Message, pack_message, read_messages
+from shardfn.serve._server import bind_socket
 from tests.inference.stories import adapter
 
 CONTEXT = 512
@@ -42,6 +44,9 @@ def chat_text(messages: list[dict[str, str]]) -> str:
 WORDS = Text(lambda text: list(text.encode()), ByteTokenizer(), chat_text)
 
 
+PROCESSORS = {"even": lambda output, logits: logits + (torch.arange(len(logits)) % 2 == 0) * 2.0}
+
+
 @functools.cache
 def parts() -> tuple[Any, Any, Any, Runner]:
     """The model, and its graphs, which all servers of this process share."""
@@ -59,7 +64,15 @@ def adapters() -> dict[str, Any]:
 
 def new_engine() -> Engine:
     made, params, limits, runner = parts()
-    return Engine(made, params, limits=limits, runner=runner, tokenizer=ByteTokenizer(), adapters=adapters())
+    return Engine(
+        made,
+        params,
+        limits=limits,
+        runner=runner,
+        tokenizer=ByteTokenizer(),
+        adapters=adapters(),
+        logits_processors=PROCESSORS,
+    )
 
 
 class OneThread:
@@ -77,16 +90,16 @@ class OneThread:
         self._ended = threading.Event()
 
     def _run(self) -> None:
-        step = self.engine.step
+        step = self.engine.core.step
 
         def slowed() -> Any:
             time.sleep(self.slow)
             return step()
 
-        self.engine.step = slowed
-        ready = Ready(self.engine.limits, frozenset([END]), 256, self.grammars, "tiny", CONFIG.d_model)
+        self.engine.core.step = slowed
+        ready = Ready(self.engine.limits, frozenset([END]), 256, self.grammars, "tiny", CONFIG.d_model, (*PROCESSORS,))
         try:
-            run_rank(self.engine, self._theirs, ready)
+            run_worker(self.engine, self._theirs, ready)
         except (EOFError, BrokenPipeError):
             pass
         finally:
@@ -98,10 +111,10 @@ class OneThread:
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        self._writer.write(packed(message))
+        self._writer.write(pack_message(message))
 
-    async def next(self) -> Any:
-        return await received(self._reader)
+    async def read(self, take: Mapping[type, Callable[[Any], None]]) -> None:
+        await read_messages(self._reader, take)
 
     async def first_end(self) -> tuple[int, int]:
         while not self._ended.is_set():
@@ -123,11 +136,11 @@ class OneThread:
 class Running:
     """A server until `close`, at a port of its own."""
 
-    front: Front
+    front: Server
     loop: asyncio.AbstractEventLoop
 
     def __init__(self, *, slow: float = 0.0, text: Any = None, **settings: Any) -> None:
-        listener = bound(Settings(NAME, port=0))
+        listener = bind_socket(Settings(NAME, port=0))
         self.port = listener.getsockname()[1]
         given: dict[str, Any] = {"adapters": tuple(ADAPTERS)} | settings
         self.settings = Settings(NAME, port=self.port, **given)
@@ -144,7 +157,7 @@ class Running:
     def _run(self, listener: socket.socket, text: Any) -> None:
         async def main() -> int:
             self.loop = asyncio.get_running_loop()
-            self.front = Front(self.settings, text, self.ranks, self.lines.append)
+            self.front = Server(self.settings, text, self.ranks, self.lines.append)
             self._made.set()
             return await self.front.run(listener)
 
@@ -188,7 +201,7 @@ class Running:
     def wait_idle(self) -> None:
         """Waits until no request is in progress; no block is held then."""
         self.wait_for(lambda: not len(self.front.calls) and self.front.calls.behind == 0 and self.engine.idle)
-        counts = self.engine.counts()
+        counts = self.engine.stats.counts
         assert (counts["held"], counts["running"], counts["waiting"], self.front.calls.waiting) == (0, 0, 0, 0)
         assert counts["free"] + counts["cached"] == self.engine.limits.blocks - 1
 

@@ -63,7 +63,7 @@ def test_requests_that_outlast_the_drain_are_cancelled(start: Start) -> None:
     assert json.loads(last)["error"]["code"] == "server_ends"
     asking.join(20)
     assert answers[0].status == 503 and server.join() == 0
-    assert server.engine.counts()["held"] == 0
+    assert server.engine.stats.counts["held"] == 0
 
 
 def test_a_second_signal_ends_at_once(start: Start) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardfn.inference._requests import RANGES
+from shardfn.inference import SAMPLING_OPTIONS
+from shardfn.inference._options import Range
 from shardfn.serve import _fields
 from shardfn.serve._fields import FieldKind
 from tests.serve.server import CONTEXT, LIMIT, NAME, Received, Running
@@ -61,6 +62,9 @@ OUTSIDE: dict[str, list[Any]] = {
     "best_of": [0, 2, -1, 2**70],
     "stop": [[""], ["a"] * 1000, "a" * 100_000],
     "stop_token_ids": [[one] for one in _IDS],
+    "bad_words": [[""], [" "], [*"ab"] * 1000, ["a" * 1000]],
+    "allowed_token_ids": [[], *([one] for one in _IDS)],
+    "logits_processors": [["unknown"], [""], [*"ab"] * 1000],
     "logit_bias": [{str(one): 1} for one in _IDS] + [{"1": 101}, {"1": -1e308}, {"a": 1}, {"": 1}, {"1": None}],
     "regex": ["(", "a" * 70_000, "\x00"],
     "encoding_format": ["hex", "", "x" * 10_000],
@@ -68,7 +72,9 @@ OUTSIDE: dict[str, list[Any]] = {
     "schema": [{"type": "nothing"}, {"enum": ["x" * 1_000_000]}, {"$ref": "#"}, {"type": "string", "minLength": -1}],
 }
 OUTSIDE |= {
-    name: [one.low if one.above else one.low - 1, one.high + 1, 2**70, -(2**70)] for name, one in RANGES.items()
+    option.name: [one.low if one.above else one.low - 1, one.high + 1, 2**70, -(2**70)]
+    for option in SAMPLING_OPTIONS
+    if isinstance(one := option.check, Range)
 }
 OUTSIDE |= {name: [-2, *OUTSIDE[name][1:]] for name in ("top_k", "seed")}  # -1 is vLLM's word for no choice
 # Each value of the right type is within the range of these.
@@ -111,7 +117,7 @@ def base(route: str, name: str) -> dict[str, Any]:
 
 def refuse(server: Running, route: str, body: Any, param: str | None) -> Received:
     """Sends a body that must be refused, and change no state."""
-    before = server.engine._state.chain, server.front.calls._events, server.engine.counts()
+    before = server.engine.core._state.chain, server.front.calls._events, server.engine.stats.counts
     found = server.send(route, body)
     assert found.status in (400, 404), (found.status, str(body)[:200], found.data[:200])
     error = found.error
@@ -122,7 +128,7 @@ def refuse(server: Running, route: str, body: Any, param: str | None) -> Receive
             error,
             str(body)[:200],
         )
-    assert (server.engine._state.chain, server.front.calls._events, server.engine.counts()) == before
+    assert (server.engine.core._state.chain, server.front.calls._events, server.engine.stats.counts) == before
     return found
 
 
@@ -208,7 +214,7 @@ def test_fields_that_are_not_served(server: Running, route: str, at: Path) -> No
 def test_no_body_is_read_without_a_key(start: Any, given: str | None) -> None:
     """A body that is declared and never sent is waited for by no answer; no state changes."""
     server = start(keys=("key",))
-    before = server.engine._state.chain, server.front.calls._events
+    before = server.engine.core._state.chain, server.front.calls._events
     header = "" if given is None else f"Authorization: {given}\r\n"
     for route in BODIES:
         for more in ("Content-Length: 1000000000\r\n", "Content-Length: 9\r\nExpect: 100-continue\r\n"):
@@ -221,4 +227,4 @@ def test_no_body_is_read_without_a_key(start: Any, given: str | None) -> None:
             assert error is None or error["error"]["code"] == "invalid_api_key"
     for route in ("/v1/models", f"/v1/models/{NAME}", "/v1/nothing"):
         assert server.get(route, None if given is None else {"Authorization": given}).status == 401
-    assert (server.engine._state.chain, server.front.calls._events) == before
+    assert (server.engine.core._state.chain, server.front.calls._events) == before

@@ -64,7 +64,11 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"functions": [1]}, "functions", "is not served"),
     ({"service_tier": "flex"}, "service_tier", "is not served"),
     ({"store": True}, "store", "store is true, which is not served; leave it out, or give false."),
-    ({"min_tokens": 1}, "min_tokens", "is not served"),
+    ({"min_tokens": 3, "max_tokens": 2}, "min_tokens", "min_tokens must be at most max_tokens=2, got 3"),
+    ({"bad_words": "a"}, "bad_words", 'bad_words must be a list of strings, got "a"'),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "must have at least one token id"),
+    ({"allowed_token_ids": [256]}, "allowed_token_ids", r"allowed_token_ids[0] must be an integer from 0 to 255"),
+    ({"logits_processors": ["f"]}, "logits_processors", "logits_processors has 'f', but this engine has ['even']"),
     ({"use_beam_search": True}, "use_beam_search", "is not served"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "leave it out, or give true."),
     ({"store": 0}, "store", "store is 0, which is not served"),
@@ -169,13 +173,13 @@ CASES = [
 
 @pytest.mark.parametrize(("path", "change", "param", "words"), CASES, ids=lambda x: str(x)[:40])
 def test_a_wrong_field_is_named(server: Running, path: str, change: dict[str, Any], param: str, words: str) -> None:
-    before = server.engine._state.chain
+    before = server.engine.core._state.chain
     found = server.send(path, ROUTES[path] | change)
     if param == "prompt" and "chat" in path:
         param = "messages"
     assert found.status == 400, found.data
     assert found.error["param"] == param and words in found.error["message"], found.error
-    assert server.engine._state.chain == before
+    assert server.engine.core._state.chain == before
 
 
 # Values of fields of OpenAI's and vLLM's interfaces that ask for nothing.
@@ -361,15 +365,15 @@ def test_the_reason_of_the_engine_is_the_answer(
 ) -> None:
     server = start()
 
-    def refuses(*args: Any, **kwargs: Any) -> str:
+    def refuses(*args: Any, **kwargs: Any) -> Any:
         raise error
 
-    add, server.engine.add = server.engine.add, refuses
+    admit, server.engine.core.admit = server.engine.core.admit, refuses
     found = server.send("/v1/completions", COMPLETION | {"stream": stream, "n": 2})
     made = json.loads(found.data.removeprefix(b"data: "))["error"] if stream else found.error
     assert found.status == (200 if stream else 400)  # a stream has begun then
     assert (made["type"], made["param"]) == ("invalid_request_error", param) and words in made["message"]
-    server.engine.add = add
+    server.engine.core.admit = admit
     assert server.send("/v1/completions", COMPLETION).status == 200
     server.wait_idle()
 

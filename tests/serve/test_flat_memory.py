@@ -61,7 +61,8 @@ def test_requests_that_have_ended_leave_no_object(server: Running, num: int, pla
         ask(server, i, plain=plain)
     assert growth(server, num, plain=plain) < FEW
     engine = server.engine
-    assert not (engine._awaited or engine._texts._texts or engine._constraints._matchers or engine._state.sequences)
+    assert not (engine._queues._awaited or engine._texts._texts or engine.core._state.sequences)
+    assert not (engine._constraints._matchers or engine._constraints._ruled)
 
 
 @pytest.mark.nightly

@@ -163,7 +163,7 @@ def test_too_many_connections(start: Start) -> None:
 def test_the_line_is_bounded(start: Start) -> None:
     server = start(max_waiting=600, slow=0.05)
     streams = [raw(server, request(LONG | {"prompt": "x" * 10, "stream": True})) for _ in range(3)]
-    server.wait_for(lambda: server.engine.counts()["running"] == 3)
+    server.wait_for(lambda: server.engine.stats.counts["running"] == 3)
     answers = list[Any]()
     body = {"model": NAME, "prompt": "y" * 250, "max_tokens": 1}
     threads = [threading.Thread(target=lambda: answers.append(server.send("/v1/completions", body))) for _ in range(2)]
@@ -286,7 +286,7 @@ def test_a_client_that_leaves_frees_its_blocks(start: Start, stream: bool, monke
     monkeypatch.setattr(_connection, "_NOTE_SECONDS", 0.05)
     server = start(slow=0.01)
     one = raw(server, request(LONG | {"stream": stream}))
-    server.wait_for(lambda: server.engine.counts()["held"] > 0)
+    server.wait_for(lambda: server.engine.stats.counts["held"] > 0)
     if stream:
         assert one.recv(100).startswith(b"HTTP/1.1 200 ")
     one.close()

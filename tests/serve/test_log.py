@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from shardfn.serve import _log
+from shardfn.serve._ipc import WorkerProcesses
 from shardfn.serve._log import Log, reporting_records
-from shardfn.serve._processes import Processes
 
 
 def test_a_reader_that_stops_loses_lines_and_nothing_else() -> None:
@@ -69,7 +69,7 @@ def test_lines_of_ranks_are_reported_however_many_they_are() -> None:
     lines = list[str]()
 
     async def main() -> None:
-        ranks = Processes(lambda end: [sys.executable, "-c", program], 1, report=lines.append)
+        ranks = WorkerProcesses(lambda end: [sys.executable, "-c", program], 1, report=lines.append)
         await ranks.start()
         assert await ranks.first_end() == (0, 0)  # it was never held up
         await ranks.end()

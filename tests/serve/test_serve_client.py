@@ -27,7 +27,7 @@ def alone(prompt: str, **sampling: Any) -> Any:
 def test_a_completion_is_that_of_the_engine(client: Any) -> None:
     made = client.completions.create(model=NAME, prompt="abc", max_tokens=12, temperature=0, logprobs=0)
     want = alone("abc", max_tokens=12, temperature=0.0)
-    assert made.choices[0].text == want.text and made.choices[0].finish_reason == want.finish
+    assert made.choices[0].text == want.text and made.choices[0].finish_reason == want.finish_reason
     assert made.choices[0].logprobs.token_logprobs == want.logprobs
     assert made.usage.to_dict() == {"prompt_tokens": 3, "completion_tokens": len(want.tokens), "total_tokens": 15}
     assert (made.object, made.model) == ("text_completion", NAME) and made.id.startswith("cmpl-")
@@ -42,6 +42,24 @@ def test_seeds_and_choices(client: Any) -> None:
     assert [c.index for c in made.choices] == [0, 1, 2, 3]
     assert [c.text for c in made.choices] == [c.text for pair in want for c in pair]
     assert made.usage.completion_tokens == sum(len(c.tokens) for pair in want for c in pair)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"min_tokens": 5, "stop_token_ids": [*range(128)]}, {"min_tokens": 5, "stop_tokens": (*range(128),)}),
+        ({"bad_words": ["a", "bc"]}, {"bad_words": ("a", "bc")}),
+        ({"allowed_token_ids": [97, 98, 99]}, {"allowed_token_ids": (97, 98, 99)}),
+        ({"logits_processors": ["even"]}, {"logits_processors": ("even",)}),
+    ],
+    ids=str,
+)
+def test_options_of_vllm(client: Any, fields: dict[str, Any], options: dict[str, Any]) -> None:
+    made = client.completions.create(model=NAME, prompt="abc", max_tokens=12, seed=4, logprobs=0, extra_body=fields)
+    how: dict[str, Any] = {"stop_tokens": (0,), "max_tokens": 12, "seed": 4, **options}
+    [want] = new_engine().generate([list(b"abc")], Sampling(**how))
+    assert made.choices[0].text == want.text and made.choices[0].logprobs.token_logprobs == want.logprobs
+    assert want != alone("abc", max_tokens=12, seed=4)
 
 
 def test_prompts_of_ids(client: Any) -> None:
@@ -219,7 +237,7 @@ def test_embeddings_beside_completions_and_adapters(server: Running, client: Any
     want = new_engine().embed([list(b"abc"), list(b"x" * 40)], normalize=True, adapter="tuned")
     assert torch.equal(torch.tensor([row.embedding for row in made.data]), want) and made.model == "tuned"
     server.wait_idle()
-    assert not server.engine._embeddings._pooled
+    assert not server.engine.embeddings._pooled
 
 
 def test_the_mean_of_states(start: Any) -> None:

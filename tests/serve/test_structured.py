@@ -83,10 +83,10 @@ def test_an_expression(server: Running) -> None:
 def test_a_wrong_grammar_never_reaches_the_engine(
     server: Running, path: str, change: dict[str, Any], param: str, words: str
 ) -> None:
-    before = server.engine._state.chain
+    before = server.engine.core._state.chain
     found = server.send(path, (CHAT if "chat" in path else COMPLETION) | change)
     assert found.status == 400 and found.error["param"] == param and words in found.error["message"], found.data
-    assert server.engine._state.chain == before
+    assert server.engine.core._state.chain == before
 
 
 @pytest.mark.nightly
@@ -145,11 +145,11 @@ HOSTILE: dict[str, tuple[Any, int]] = {
 @pytest.mark.nightly
 @pytest.mark.parametrize(("schema", "status"), HOSTILE.values(), ids=HOSTILE)
 def test_schemas_of_infinite_size(server: Running, schema: Any, status: int) -> None:
-    before = server.engine._state.chain
+    before = server.engine.core._state.chain
     found = server.send("/v1/completions", COMPLETION | of_schema(schema) | {"max_tokens": 6})
     assert found.status == status, found.data
     if status == 400:
-        assert found.error["param"] == "response_format" and server.engine._state.chain == before
+        assert found.error["param"] == "response_format" and server.engine.core._state.chain == before
     else:
         assert found.json["choices"][0]["finish_reason"] == "length"
     server.wait_idle()

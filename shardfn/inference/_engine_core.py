@@ -1,0 +1,262 @@
+"""Core of an engine: events in, tokens out, by one schedule and the runs of its plans.
+
+step    drawn tokens of the last plan -> events of texts -> advance -> tokens out -> compare ranks -> run the next plan
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shardfn.core import Mesh, PyTree, RankError
+from shardfn.engine import comms_of, losing_no_peer
+
+from ._digest import field_digests, first_difference
+from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
+from ._hooks import EngineHooks
+from ._plan import StepPlan
+from ._requests import Request
+from ._results import Token
+from ._runner import Cache, Runner, StepResults
+from ._runner import Weights as ServedWeights
+from ._sampled_tokens import Place, list_new_tokens
+from ._schedule import Output, advance
+from ._speculate import Permit
+from ._state import State
+from ._stats import EngineStats
+
+# A round of the control plane takes 60 bits.
+_BITS = (1 << 60) - 1
+
+
+class Admitted(NamedTuple):
+    """Request that hooks have admitted.
+
+    Attributes:
+        request: request, checked.
+        values: value of each extra for the request's beginning.
+    """
+
+    request: Request
+    values: Sequence[Any]
+
+
+class EngineCore:
+    """Schedule of an engine, its weights and KV cache, and the results of the plan in flight.
+
+    All ranks of the mesh make the same calls.
+
+    Args:
+        runner: graphs.
+        params: parameters.
+        state: state of the schedule before the first event.
+        hooks: hooks of texts, grammars and other extras.
+        permit: function that keeps the drafts that a request's grammar permits, for example only digits.
+    """
+
+    def __init__(
+        self, runner: Runner, params: PyTree, state: State, hooks: Sequence[EngineHooks], permit: Permit
+    ) -> None:
+        self._runner, self._state, self._hooks, self._permit = runner, state, hooks, permit
+        self._versions: dict[int, ServedWeights] = {0: runner.pack_weights(params)}
+        self._cache = runner.empty_cache()
+        self._events: list[Event] = []
+        self._adding: dict[str, None] = {}  # names of requests that no step has taken, in order
+        self._results: StepResults | None = None  # of the plan in flight
+        self._newest = self._rows = self._run_rows = 0
+        self._failed: BaseException | None = None
+        self._closed = False
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._state.names or name in self._adding
+
+    @property
+    def idle(self) -> bool:
+        """Returns whether no request is in progress."""
+        return self._state.idle and not self._events
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """Returns the requests in progress by name, in order of arrival."""
+        begun = {name: self._state.sequences[serials[0]].request for name, serials in self._state.names.items()}
+        return begun | {event.name: event.request for event in self._events if isinstance(event, Add)}
+
+    @property
+    def running(self) -> list[str]:
+        """Returns the requests that hold blocks, first in order first."""
+        return list(dict.fromkeys(sequence.name for sequence in self._state.running))
+
+    @property
+    def weights(self) -> ServedWeights:
+        """Returns the newest weights in their served form, by layout.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        self._check_open()
+        return self._versions[self._newest]
+
+    @property
+    def cache(self) -> Cache:
+        """Returns the KV cache."""
+        return self._cache
+
+    @property
+    def stats(self) -> EngineStats:
+        """Returns counts so far."""
+        padding = 1 - self._rows / self._run_rows if self._run_rows else 0.0
+        return EngineStats(self._state.counts(), padding, self._state.speculation, self._state.cache_stats)
+
+    def admit(self, request: Request) -> Admitted:
+        """Returns a checked request that `begin` takes. The request may never begin.
+
+        Raises:
+            ValueError: a hook refuses the request, for example for its grammar.
+            ImportError: a package is missing.
+        """
+        return Admitted(request, [x.admit(request) for x in self._hooks])
+
+    def begin(self, name: str, admitted: Admitted) -> None:
+        """Puts a request in line.
+
+        Raises:
+            ValueError: a request of this name is in progress.
+        """
+        if name in self:
+            raise ValueError(f"a request named {name!r} is in progress. Give the new one another name.")
+        self._events.append(Add(self._next_number, name, admitted.request))
+        self._adding[name] = None
+        for x, value in zip(self._hooks, admitted.values, strict=True):
+            x.begin(name, value)
+
+    def cancel(self, name: str) -> None:
+        """Ends a request as "cancelled". The name of an ended request is passed over."""
+        self._events.append(Cancel(self._next_number, name))
+
+    def tick(self, time: int) -> None:
+        """Sets the clock's reading for deadlines, in milliseconds, equal on all ranks."""
+        check_time(time)
+        self._events.append(Clock(self._next_number, time))
+
+    def drain(self) -> None:
+        """Ends requests that are added from here on as "refused". Requests in progress go on."""
+        self._events.append(Drain(self._next_number))
+
+    def update_weights(self, params: PyTree, *, recompute: bool) -> int:
+        """Changes the weights, and returns their version.
+
+        Raises:
+            RuntimeError: the engine is closed.
+            ValueError: the parameters are of another model.
+        """
+        packed = self._runner.pack_weights(params, like=self.weights)
+        if recompute:  # the next step changes to the version at once, and versions that have waited never run
+            self._versions = {v: w for v, w in self._versions.items() if v == self._state.version}
+        self._newest += 1
+        self._versions[self._newest] = packed
+        self._events.append(Weights(self._next_number, self._newest, recompute))
+        return self._newest
+
+    def step(self) -> list[Token]:
+        """Takes what has happened since the last step, runs the next step, and returns the tokens of the last step.
+
+        Raises:
+            RankError: ranks hold different states. The message names the first field that differs.
+            RuntimeError: the engine is closed, or an earlier step failed.
+        """
+        self._check_open()
+        if self._failed is not None:
+            raise RuntimeError("a step of this engine failed before. Make another engine.") from self._failed
+        try:
+            return self._run_step()
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def close(self) -> None:
+        """Drops weights and cache. Calls that step or need weights are refused from here on."""
+        self._closed = True
+        self._versions, self._cache, self._results = {}, [], None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine is closed. Make another one.")
+
+    def _run_step(self) -> list[Token]:
+        drawn = self._drawn_tokens
+        events, self._events, self._adding = [*self._events, *self._find_stops(drawn)], [], {}
+        for x in self._hooks:
+            x.before(self._state)
+        self._state, plan, outputs = advance(self._state, events, drawn, self._permit)
+        for x in self._hooks:
+            x.moved(self._state.moves if plan is None else plan.moves)
+        found = [self._make_token(output) for output in outputs]
+        for x in self._hooks:
+            x.take(outputs)
+        self._results = None
+        reachable = self._state.version, self._state.pending
+        self._versions = {v: w for v, w in self._versions.items() if v in reachable}
+        compare_states(self._state, self._runner.mesh)
+        if plan is not None:
+            self._launch_plan(plan)
+        return found
+
+    def _launch_plan(self, plan: StepPlan) -> None:
+        self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
+        columns = {k: v for x in self._hooks for k, v in x.columns(self._state, plan).items()}
+        self._results = self._runner.run(self._versions[plan.version], self._cache, plan, **columns)
+        self._cache = self._results.cache
+        for x in self._hooks:
+            x.ran(plan, self._results)
+
+    @property
+    def _drawn_tokens(self) -> list[int]:
+        """Returns the tokens of the plan in flight."""
+        return [] if self._results is None else self._results.tokens
+
+    def _find_stops(self, drawn: Sequence[int]) -> list[Stop]:
+        """Returns the events by which texts end with the tokens of the last plan."""
+        tokens, ends = list(list_new_tokens(self._state, drawn)), dict[Place, str]()
+        for x in self._hooks:
+            ends |= x.ends(tokens, ends)
+        return [Stop(self._next_number + i, *place, reason) for i, (place, reason) in enumerate(ends.items())]
+
+    @property
+    def _next_number(self) -> int:
+        return self._state.number + len(self._events)
+
+    def _make_token(self, out: Output) -> Token:
+        logprob, top = None, ()
+        if out.row is not None:
+            assert self._results is not None
+            logprob, tops = self._results.logprobs[out.row], self._results.top
+            top = tops[out.row] if tops else ()
+        more = {k: v for x in self._hooks for k, v in x.fields(out).items()} | {"top": top}
+        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish_reason, **more)
+
+
+def compare_states(state: State, mesh: Mesh) -> None:
+    """Compares the states of all ranks. Collective.
+
+    Raises:
+        RankError: states differ. The message names the first field that differs, and the ranks.
+    """
+    if mesh.size == 1:
+        return
+    comms = comms_of(mesh)
+    with losing_no_peer(comms):
+        comms.control.begin(f"step {state.step} of an engine")
+        chains = comms.control.exchange(int.from_bytes(state.chain, "little") & _BITS)
+        if len(set(chains)) == 1:
+            return
+        everywhere: list[Any] = comms.control.gather(field_digests(state))
+    raise RankError(_describe_difference(everywhere, state.step))
+
+
+def _describe_difference(everywhere: list[Mapping[str, bytes]], step: int) -> str:
+    for rank, theirs in enumerate(everywhere):
+        field = first_difference(everywhere[0], theirs)
+        if field is not None:
+            return (
+                f"step {step} of an engine: ranks 0 and {rank} differ in {field}; all ranks must pass the same requests"
+                " and events, in the same order, to each step."
+            )
+    return f"step {step} of an engine: ranks had different inputs or plans before; their states are equal now."

@@ -1,0 +1,89 @@
+"""Layout "sp" of a GPT: each rank computes a part of a step's tokens with whole weights (sequence parallelism).
+
+    rows of this rank's tokens, all heads -- all_to_all --> rows of all tokens, this rank's heads: attention -- back -->
+
+The heads are those of the layout "tp", so that both layouts share one KV cache. A step sends two exchanges a layer in
+place of the gathers of "tp", which pays for many tokens. Rows of a batch-invariant model do not depend on other rows,
+so logits have the bits of one device.
+
+References:
+    Jacobs et al., DeepSpeed Ulysses, 2023, https://arxiv.org/abs/2309.14509
+    Hidayetoglu et al., Shift Parallelism, 2025, https://arxiv.org/abs/2509.16495
+
+T tokens of all sequences, H query heads, G key and value heads, K head dim.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shardfn import nn
+from shardfn.collectives import all_gather_invariant, all_to_all, take_own_block
+from shardfn.core import PyTree, QuantizationPolicy
+from shardfn.models import gpt
+
+from ._layout import Layout, Outputs
+from ._low_rank import LowRank
+
+
+def make_sequence_layout(config: gpt.Config, axis: str, quantization: QuantizationPolicy = None) -> Layout:
+    """Returns the layout "sp".
+
+    Args:
+        config: shape of the model, batch-invariant and without experts.
+        axis: mesh axis that cuts the tokens, and the heads of the cache.
+        quantization: see `decoder`.
+    """
+    flat = dataclasses.replace(config, stacked=False)
+
+    def compute_outputs(
+        weights: PyTree,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        rows_R: Tensor,
+        bodies: Sequence[nn.AttentionBackend],
+        low: LowRank | None = None,
+    ) -> Outputs:
+        assert low is None, "steps with adapters have the first layout"
+        T = len(tokens_T)
+        own_tokens, own_positions = (take_own_block(x, axis, dim=0) for x in (tokens_T, positions_T))
+        exchanged = [_HeadExchange(body, axis, T, config.num_heads) for body in bodies]
+        gather = functools.partial(all_gather_invariant, axis=axis, dim=0, size=T)
+        return Outputs(*gpt.decode(flat, weights, own_tokens, own_positions, rows_R, exchanged, gather_tokens=gather))
+
+    return Layout(
+        outputs=compute_outputs,
+        specs=gpt.specs(config),
+        pack=lambda params: gpt.pack(config, params, quantization=quantization),
+        packed=gpt.packed_specs(config),
+        tokens=axis,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _HeadExchange(nn.Local):
+    """Body that exchanges parts of the tokens for parts of the heads, and back.
+
+    Attributes:
+        inner: body of all tokens and this rank's heads.
+        axis: mesh axis.
+        num: T.
+        heads: H.
+    """
+
+    inner: nn.AttentionBackend
+    axis: str
+    num: int
+    heads: int
+
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
+        by_heads = functools.partial(all_to_all, axis=self.axis, split_dim=2, concat_dim=1, size=self.num)
+        own = {
+            name: take_own_block(x, self.axis, dim=0)
+            for name in ("slopes_H", "sinks_H")
+            if (x := getattr(how, name)) is not None
+        }
+        y_BTHK = self.inner.attend(*(by_heads(x) for x in (q_BTHK, k_BSGK, v_BSGK)), how._replace(**own), length)
+        return all_to_all(y_BTHK, self.axis, split_dim=1, concat_dim=2, size=self.heads)

@@ -1,0 +1,209 @@
+"""From the body of a request to requests of the engine."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from shardfn.inference import Grammar, Limits, Request, Sampling, check_names, check_request, encode_sampling
+
+from ._errors import ApiError
+from ._fields import CHAT, COMPLETIONS, FORMAT, NUMBER, OPTIONS, SAMPLING, SCHEMA, get_required, read_fields
+from ._model import Model, adapter_of
+from ._prompts import read_chat, read_prompts
+
+_COMPLETION = 16  # OpenAI's default for max_tokens of the older route
+_OLDER_TOP = 5  # its most probable tokens
+_SEED_BITS = 53  # of a seed that the server draws: the integers that each reader of JSON keeps exactly
+
+
+class ParsedRequest(NamedTuple):
+    """A body, checked.
+
+    Attributes:
+        model: name of the model that the client has given.
+        requests: requests of the engine, one for each prompt. All have the same sampling except for the seed. In place
+            of an adapter's digest a request has the adapter's name, which the ranks look up.
+        stream: whether the answer comes in pieces.
+        usage: whether the last piece has the usage.
+        logprobs: number of most probable tokens that the answer has next to each token, or None for an answer without
+            log probabilities.
+        echo: whether a choice's text begins with its prompt.
+        scores: whether the answer has no completion: `max_tokens` is 0, and the token that the engine draws at least is
+            left out.
+    """
+
+    model: str
+    requests: list[Request]
+    stream: bool
+    usage: bool
+    logprobs: int | None
+    echo: bool = False
+    scores: bool = False
+
+
+def parse_completions(body: Mapping[str, Any], model: Model) -> ParsedRequest:
+    """Returns the meaning of a body of `/v1/completions`.
+
+    Raises:
+        ApiError: names the field that is wrong.
+    """
+    given = read_fields(body, COMPLETIONS)
+    adapter = adapter_of(given, model)
+    top, n, echo = given.get("logprobs"), given.get("n", 1), given.get("echo", False)
+    if top is not None and not 0 <= top <= _OLDER_TOP:
+        raise ApiError(400, f"logprobs must be an integer from 0 to {_OLDER_TOP}, got {top}.", "logprobs")
+    if given.get("best_of", n) != n:
+        text = f"best_of is {given['best_of']}, which is not served; leave it out, or give {n}, the value of n."
+        raise ApiError(400, text, "best_of", "unsupported_parameter")
+
+    def check_number(num: int) -> None:
+        if num * n > model.max_choices:
+            text = f"n must give at most {model.max_choices} choices, got {num * n} for n={n} and {num} prompts."
+            raise ApiError(400, text, "n")
+
+    prompts = read_prompts(given, model, "prompt", check_number)
+    most = given.get("max_tokens", _COMPLETION)
+    scores = echo and most == 0
+    asked = _make_asked(given, prompts, model, adapter, 1 if scores else most, top)._replace(echo=echo, scores=scores)
+    if not scores:
+        return asked
+    plain: dict[str, Any] = {"stop": (), "stop_tokens": (), "grammar": None}  # of a text that is left out
+    return asked._replace(requests=[replace(x, sampling=replace(x.sampling, **plain)) for x in asked.requests])
+
+
+def parse_chat(body: Mapping[str, Any], model: Model) -> ParsedRequest:
+    """Returns the meaning of a body of `/v1/chat/completions`.
+
+    Raises:
+        ApiError: names the field that is wrong, or the tokenizer has no chat template.
+    """
+    given = read_fields(body, CHAT)
+    adapter = adapter_of(given, model)
+    top = given.get("top_logprobs", 0) if given.get("logprobs") else None
+    if top is None and given.get("top_logprobs", 0) != 0:
+        raise ApiError(400, "top_logprobs has no effect without logprobs: true. Leave it out.", "top_logprobs")
+    if "max_completion_tokens" in given and "max_tokens" in given:
+        raise ApiError(400, "max_tokens is given beside max_completion_tokens. Give one of them.", "max_tokens")
+    prompt = read_chat(given, model)
+    rest = max(1, model.limits.context - len(prompt))
+    most = given.get("max_completion_tokens", given.get("max_tokens", rest))
+    return _make_asked(given, [prompt], model, adapter, most, top)
+
+
+def _make_asked(
+    given: Mapping[str, Any], prompts: list[list[int]], model: Model, adapter: bytes, most: int, top: int | None
+) -> ParsedRequest:
+    ends = frozenset() if given.get("ignore_eos") else model.ends
+    numbers: dict[str, Any] = {**model.defaults, "max_tokens": most}
+    numbers |= {x: tuple(y) if isinstance(y := given[x], list) else y for x in SAMPLING if x in given}
+    if numbers.get("top_k") == -1:  # all tokens, in vLLM's words
+        numbers["top_k"] = 0
+    draws_seed = numbers.get("seed", -1) == -1  # -1 is vLLM's word for a seed that the server draws
+    numbers |= {"seed": 0} if draws_seed else {}
+    stop_tokens = tuple(dict.fromkeys([*given.get("stop_token_ids", ()), *sorted(ends)]))
+    sampling = Sampling(
+        **numbers,
+        stop_tokens=stop_tokens,
+        logit_bias=_read_biases(given.get("logit_bias", {})),
+        top_logprobs=top or 0,
+        stop=_list_stops(given.get("stop", "")),
+        include_stop=given.get("include_stop_str_in_output", False),
+        prompt_logprobs=given.get("echo", False) and top is not None,
+    )
+    salt = given.get("cache_salt", "").encode()
+    requests = [Request(tuple(prompt), sampling, salt=salt, adapter=adapter) for prompt in prompts]
+    check_fields(requests, model.limits, given)
+    try:
+        check_names(requests[0], model.processors)
+        encoded = encode_sampling(sampling, model.texts.encode)
+    except ValueError as error:
+        field = str(error).split()[0]
+        raise ApiError(400, str(error), field) from error
+    if (grammar := _make_grammar(given, model, stop_tokens)) is not None:
+        encoded = replace(encoded, grammar=grammar)
+    if encoded is not sampling:
+        requests = [replace(request, sampling=encoded) for request in requests]
+        check_fields(requests, model.limits, given)
+    if draws_seed:  # equal prompts of one request have different draws
+        requests = [replace(r, sampling=replace(r.sampling, seed=secrets.randbits(_SEED_BITS))) for r in requests]
+    stream, options = given.get("stream", False), given.get("stream_options")
+    if options is not None and not stream:
+        raise ApiError(400, "stream_options has no effect without stream: true. Leave it out.", "stream_options")
+    usage = read_fields(options or {}, OPTIONS, "stream_options").get("include_usage", False)
+    return ParsedRequest(given["model"], requests, stream, usage, top)
+
+
+def _list_stops(given: str | list[str]) -> tuple[str, ...]:
+    """Returns the stop strings. An empty string in their place is no stop string."""
+    return ((given,) if given else ()) if isinstance(given, str) else tuple(given)
+
+
+def _read_biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    for token, bias in given.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 20):
+            text = f"logit_bias has a field {token[:60]!r}; each must be the id of a token, such as '50256'."
+            raise ApiError(400, text, "logit_bias")
+        if not NUMBER.has(bias):
+            text = f"logit_bias of token {token} must be a number from -100 to 100."
+            raise ApiError(400, text, "logit_bias")
+    return tuple((int(token), bias) for token, bias in given.items())
+
+
+def check_fields(requests: Sequence[Request], limits: Limits, given: Mapping[str, Any]) -> None:
+    """Refuses values out of range.
+
+    Raises:
+        ApiError: names the field, and the prompt if there are several.
+    """
+    for i, request in enumerate(requests):
+        _check_request(request, limits, f"prompt {i} of {len(requests)}: " if len(requests) > 1 else "", given)
+
+
+def _check_request(request: Request, limits: Limits, where: str, given: Mapping[str, Any]) -> None:
+    try:
+        check_request(request, limits)
+    except ValueError as error:
+        name = str(error).split()[0].partition("[")[0]
+        field = {"stop_tokens": "stop_token_ids"}.get(name, name)
+        if field == "prompt":
+            field = next(name for name in ("messages", "input", "prompt") if name in given)
+        if field == "max_tokens" and "max_completion_tokens" in given:
+            field = "max_completion_tokens"
+        code = "context_length_exceeded" if request.prompt and "context" in str(error) else None
+        raise ApiError(400, where + str(error).replace(name, field, 1), field, code) from error
+
+
+def _make_grammar(given: Mapping[str, Any], model: Model, stop_tokens: Sequence[int]) -> Grammar | None:
+    """Returns the language of the text, compiled here, so that a wrong grammar never reaches the engine."""
+    schema = _get_schema(given["response_format"]) if "response_format" in given else None
+    if schema is None and "regex" not in given:
+        return None
+    if schema is not None and "regex" in given:
+        raise ApiError(400, "regex is given beside response_format. Give one of them.", "regex")
+    field = "response_format" if schema is not None else "regex"
+    if model.compiler is None:
+        text = "needs llguidance (pip install 'shardfn[text]'), and a tokenizer whose tokens have bytes of their own."
+        raise ApiError(400, f"{field} is not served: it {text}", field, "unsupported_parameter")
+    try:
+        made = Grammar.regex(given["regex"]) if schema is None else Grammar.json_schema(schema)
+        model.compiler.compile(made, stop_tokens)  # as the engine will: a text that no token can begin is refused
+    except ValueError as error:
+        raise ApiError(400, f"{field}: {str(error).removeprefix('grammar: ')}", field) from error
+    return made
+
+
+def _get_schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the schema that a format asks for, or None for any text."""
+    found = read_fields(given, FORMAT, "response_format")
+    kind = get_required(found, "type", "response_format")
+    if kind not in ("text", "json_object", "json_schema"):
+        text = f"response_format.type must be 'text', 'json_object' or 'json_schema', got {kind!r:.60}."
+        raise ApiError(400, text, "response_format.type")
+    if kind != "json_schema":
+        if "json_schema" in found:
+            at = "response_format.json_schema"
+            raise ApiError(400, f"{at} has no effect with type {kind!r}. Take type 'json_schema'.", at)
+        return {"type": "object"} if kind == "json_object" else None
+    inner = read_fields(found.get("json_schema", {}), SCHEMA, "response_format.json_schema")
+    return get_required(inner, "schema", "response_format.json_schema")

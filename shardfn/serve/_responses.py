@@ -1,0 +1,197 @@
+"""From the tokens of a call to OpenAI's answers: whole, or as events that a client reads while tokens come."""
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple
+
+from shardfn.inference import Grammar
+
+from ._errors import ApiError
+from ._logprobs import Shape, Spelled, Speller, chat_logprobs, completion_logprobs
+from ._model import Model
+from ._parse_request import ParsedRequest
+from ._request_tracker import Chunk, ClientRequest
+
+
+class ResponseFormat(NamedTuple):
+    """Words in which two routes answer differently.
+
+    Attributes:
+        prefix: prefix of the answer's id.
+        whole: name of an answer's object.
+        chunk: name of a piece's object.
+        opens: whether each choice begins with a piece that has its role.
+        text: function from a whole text to a choice's fields.
+        delta: function from a further text to a choice's fields.
+        logprobs: function from tokens with log probabilities, and the number of most probable tokens of each, to
+            fields.
+    """
+
+    prefix: str
+    whole: str
+    chunk: str
+    opens: bool
+    text: Callable[[str], dict[str, Any]]
+    delta: Callable[[str], dict[str, Any]]
+    logprobs: Shape
+
+
+COMPLETION_FORMAT = ResponseFormat(
+    *("cmpl-", "text_completion", "text_completion", False),
+    *(lambda text: {"text": text}, lambda text: {"text": text}, completion_logprobs),
+)
+CHAT_FORMAT = ResponseFormat(
+    *("chatcmpl-", "chat.completion", "chat.completion.chunk", True),
+    lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    lambda text: {"delta": {"content": text} if text else {}},
+    chat_logprobs,
+)
+_FAILURES = {
+    "error": (500, "The logits of the model are not finite; this request has ended."),
+    "cancelled": (503, "The server ends; this request was cancelled."),
+    "refused": (503, "The server ends; this request was not begun."),
+}
+
+
+class ResponseBuilder:
+    """Answer to one call.
+
+    Args:
+        form: form of the route.
+        model: model of the answer.
+        asked: meaning of the body.
+        call: call with its tokens.
+    """
+
+    def __init__(self, form: ResponseFormat, model: Model, asked: ParsedRequest, call: ClientRequest) -> None:
+        self._form, self._model, self._asked, self._call = form, model, asked, call
+        self._spellers = dict[int, Speller]()  # by choice
+        self._head = {"id": form.prefix + secrets.token_hex(12), "created": int(time.time()), "model": asked.model}
+        seeds = [request.sampling.seed for request in asked.requests]
+        self._seeds = seeds if len(set(seeds)) > 1 else []  # where prompts have drawn separate seeds
+        self._head |= {} if self._seeds else {"seed": seeds[0]}
+
+    async def whole(self) -> dict[str, Any]:
+        """Returns the answer, once all tokens are there.
+
+        Raises:
+            ApiError: a choice has failed.
+        """
+        num = self._call.starts[-1]
+        begins = [self._spell_echo(i) for i in range(num)]
+        texts, tokens, ends = [text for text, _ in begins], [found for _, found in begins], [""] * num
+        while pieces := await self._read_pieces():
+            for piece in pieces:
+                texts[piece.choice] += piece.token.text
+                tokens[piece.choice] += self._choose_logprob(piece)
+                ends[piece.choice] = piece.token.finish_reason or ""
+        rows = zip(texts, tokens, ends, strict=True)
+        choices = [self._make_choice(i, self._form.text(text), found, end) for i, (text, found, end) in enumerate(rows)]
+        return {**self._head, "object": self._form.whole, "choices": choices, "usage": self.usage}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yields the events of a stream. Events due at one time come as one piece."""
+        if self._form.opens:
+            first = {"delta": {"role": "assistant", "content": ""}}
+            yield b"".join(self._make_event(i, first, [], None) for i in range(self._call.starts[-1]))
+        if self._asked.echo:
+            begins = [self._spell_echo(i) for i in range(self._call.starts[-1])]
+            yield b"".join(
+                self._make_event(i, self._form.delta(text), found, None) for i, (text, found) in enumerate(begins)
+            )
+        try:
+            while pieces := await self._read_pieces():
+                if due := b"".join(self._list_due(pieces)):
+                    yield due
+        except ApiError as error:
+            yield error.event()
+            return
+        if self._asked.usage:
+            yield _encode_line({**self._head, "object": self._form.chunk, "choices": [], "usage": self.usage})
+        yield b"data: [DONE]\n\n"
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Returns the numbers of tokens. Tokens that end a completion are among those drawn."""
+        prompt, drawn = self._call.prompt_tokens, 0 if self._asked.scores else self._call.drawn
+        return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+
+    async def _read_pieces(self) -> list[Chunk]:
+        pieces = await self._call.take()
+        raise_failures(pieces, self._asked.requests[0].sampling.grammar)
+        return [self._drop_drawn(piece) for piece in pieces] if self._asked.scores else pieces
+
+    def _drop_drawn(self, piece: Chunk) -> Chunk:
+        """Returns a piece of an answer that has only its prompt: the drawn token is left out."""
+        if piece.token.position < len(self._get_prompt(piece.choice)):
+            return piece
+        return piece._replace(token=piece.token._replace(token=None, logprob=None, text="", top=()))
+
+    def _get_prompt(self, choice: int) -> tuple[int, ...]:
+        return self._asked.requests[self._call.request_of(choice)].prompt
+
+    def _spell_echo(self, choice: int) -> tuple[str, list[Spelled]]:
+        """Returns the beginning of a choice: its prompt's text, and the first token, which has no log probability."""
+        if not self._asked.echo:
+            return "", []
+        prompt = self._get_prompt(choice)
+        found = [] if self._asked.logprobs is None else [self._get_speller(choice).spell(prompt[0], None)]
+        return self._model.texts.decode(prompt), found
+
+    def _get_speller(self, choice: int) -> Speller:
+        if choice not in self._spellers:
+            before = () if self._asked.echo else self._get_prompt(choice)
+            self._spellers[choice] = Speller(self._model.spelling, self._model.texts, before)
+        return self._spellers[choice]
+
+    def _list_due(self, pieces: list[Chunk]) -> list[bytes]:
+        """Returns one event for each choice that has something new."""
+        made = []
+        for choice in dict.fromkeys(piece.choice for piece in pieces):
+            mine = [piece for piece in pieces if piece.choice == choice]
+            text, finish = "".join(piece.token.text for piece in mine), mine[-1].token.finish_reason
+            tokens = [found for piece in mine for found in self._choose_logprob(piece)]
+            if text or tokens or finish:
+                made.append(self._make_event(choice, self._form.delta(text), tokens, finish))
+        return made
+
+    def _make_event(self, i: int, fields: dict[str, Any], tokens: list[Spelled], finish: str | None) -> bytes:
+        usage = {"usage": None} if self._asked.usage else {}
+        choices = [self._make_choice(i, fields, tokens, finish)]
+        return _encode_line({**self._head, "object": self._form.chunk, "choices": choices, **usage})
+
+    def _make_choice(self, i: int, fields: dict[str, Any], tokens: list[Spelled], finish: str | None) -> dict[str, Any]:
+        found = self._form.logprobs(tokens, self._asked.logprobs or 0) if tokens else None
+        seed = {"seed": self._seeds[self._call.request_of(i)]} if self._seeds else {}
+        return {"index": i, **fields, "logprobs": found, "finish_reason": finish, **seed}
+
+    def _choose_logprob(self, piece: Chunk) -> list[Spelled]:
+        token = piece.token
+        if self._asked.logprobs is None or token.token is None or token.logprob is None:
+            return []
+        return [self._get_speller(piece.choice).spell(token.token, token.logprob, token.top)]
+
+
+def raise_failures(pieces: Sequence[Chunk], grammar: Grammar | None = None) -> None:
+    """Raises the error of a choice that has failed.
+
+    Args:
+        pieces: pieces of a call.
+        grammar: grammar of the call's requests.
+
+    Raises:
+        ApiError: a choice has ended otherwise than by a stop or its length.
+    """
+    for piece in pieces:
+        if (reason := piece.token.finish_reason) == "error" and grammar is not None:
+            field = "regex" if grammar.kind == "regex" else "response_format"
+            text = f"{field} needs more steps for one token than a server takes; this request has ended. Give a simpler"
+            raise ApiError(400, f"{text} one. (Or the logits of the model are not finite.)", field)
+        if reason in _FAILURES:
+            raise ApiError(*_FAILURES[reason])
+
+
+def _encode_line(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
