@@ -229,7 +229,7 @@ class EngineCore:
             assert self._results is not None
             logprob, tops = self._results.logprobs[out.row], self._results.top
             top = tops[out.row] if tops else ()
-        more = {k: v for x in self._hooks for k, v in x.fields(out).items()} | {"top": top}
+        more: dict[str, Any] = {k: v for x in self._hooks for k, v in x.fields(out).items()} | {"top": top}
         return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish_reason, **more)
 
 

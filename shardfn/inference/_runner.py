@@ -345,7 +345,7 @@ class Runner:
         if plan.moves:
             cache = list(self._decoder.cache.move(cache, plan.moves))
         step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
-        kind: dict[str, bool] = {"hidden": hidden, "routed": routed, "edited": bool(edits)}
+        kind: dict[str, Any] = {"hidden": hidden, "routed": routed, "edited": bool(edits)}
         call, further = self.bind(plan.bucket, weights, cache, step, layout=plan.layout, **kind), list_further(**kind)
         with self._threads():
             tokens, logprobs, cache, top, *more = call(weights[plan.layout], cache, step)

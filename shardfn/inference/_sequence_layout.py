@@ -85,5 +85,6 @@ class _HeadExchange(nn.Local):
             for name in ("slopes_H", "sinks_H")
             if (x := getattr(how, name)) is not None
         }
-        y_BTHK = self.inner.attend(*(by_heads(x) for x in (q_BTHK, k_BSGK, v_BSGK)), how._replace(**own), length)
+        q_BTHK, k_BSGK, v_BSGK = (by_heads(x) for x in (q_BTHK, k_BSGK, v_BSGK))
+        y_BTHK = self.inner.attend(q_BTHK, k_BSGK, v_BSGK, how._replace(**own), length)
         return all_to_all(y_BTHK, self.axis, split_dim=1, concat_dim=2, size=self.heads)

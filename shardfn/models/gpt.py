@@ -568,7 +568,7 @@ def _scan_blocks(
     table: Any,
     keys: Sequence[Tensor | None],
     index_B: Tensor | None,
-    bias: Tensor | None,
+    bias: Any,
     mask_BT: Tensor | None,
     chosen: Tensor | None,
 ) -> tuple[Tensor, Seen | None]:

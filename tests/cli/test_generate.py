@@ -289,14 +289,14 @@ def test_a_draft_model_changes_no_completion(run: pathlib.Path, capsys: pytest.C
 def test_logits_that_are_not_finite_are_an_error(
     run: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
 ) -> None:
-    packed = Runner.packed
+    packed = Runner.pack_weights
 
     def broken(self: Runner, *args: Any, **kwargs: Any) -> Any:
         weights = packed(self, *args, **kwargs)
-        weights["norm_w"].local.fill_(math.nan)
+        weights["tp"]["norm_w"].local.fill_(math.nan)
         return weights
 
-    monkeypatch.setattr(Runner, "packed", broken)
+    monkeypatch.setattr(Runner, "pack_weights", broken)
     assert main(["generate", str(run), "a", "--max-tokens", "4", *more]) == 1
     assert "logits are not finite" in capsys.readouterr().err
 

@@ -1,6 +1,5 @@
 """Covers models of transformers on the ranks of `shardfn generate`: a rank reads its own parts of the files."""
 
-import contextlib
 import json
 import pathlib
 from typing import Any
@@ -42,14 +41,14 @@ def test_a_rank_of_two_reads_about_half(world: int, tmp_path: pathlib.Path) -> N
     mesh, alone = core.make_mesh({"tp": 2}), core.make_mesh({}, alone=True)
     job = job_of(tmp_path, world)
     prompts, how = [[1, 3, 4], [5]], Sampling(max_tokens=5, temperature=0.0)
-    with contextlib.ExitStack() as held, counted() as reads:
-        served = load(job, mesh, held)
+    with counted() as reads:
+        served = load(job, mesh)
         assert not reads and all(isinstance(x, Draw) for x in served.params.values())
         limits = limits_of(served.decoder, context=16, cache_bytes=1 << 20)
-        engine, _ = engine_of(job, served, limits, mesh, held, {})
+        engine, _ = engine_of(job, served, limits, mesh, {})
         assert 0.5 < sum(reads) / (4 * served.size) < 0.6
-        whole = load(job_of(tmp_path, 1), alone, held)
-        one, _ = engine_of(job, whole, limits, alone, held, {})
+        whole = load(job_of(tmp_path, 1), alone)
+        one, _ = engine_of(job, whole, limits, alone, {})
     assert engine.generate(prompts, how) == one.generate(prompts, how)
 
 
@@ -61,9 +60,9 @@ def test_codes_are_fitted_from_one_load(world: int, tmp_path: pathlib.Path, monk
     monkeypatch.setattr(_generate_model, "_make_module", lambda *args: loads.append(args) or module(*args))
     text.write_text(" ".join(WORDS * 3))
     mesh, job = core.make_mesh({"tp": world}), job_of(tmp_path, world, weights="int4", fit=str(text))
-    with contextlib.ExitStack() as held, counted() as reads:
-        served = load(job, mesh, held)
-        engine, _ = engine_of(job, served, limits_of(served.decoder, context=16, cache_bytes=1 << 20), mesh, held, {})
+    with counted() as reads:
+        served = load(job, mesh)
+        engine, _ = engine_of(job, served, limits_of(served.decoder, context=16, cache_bytes=1 << 20), mesh, {})
     assert len(loads) == 1 and served.plain is None
     assert sum(reads) == (4 * served.size if world > 1 else 0)  # alone, transformers reads them
     plain, params = hf_decoder(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval())

@@ -47,7 +47,7 @@ def hold(story: Story, one: Model, runners: list[Runner], limits: Any, drafter: 
     (told, engine), (want, resident) = (run(story, one, runner, limits, drafter) for runner in runners)
     assert told == want
     check(story, told, one)
-    for x, y in zip(engine.core._cache, resident._cache, strict=True):
+    for x, y in zip(engine.core._cache, resident.core._cache, strict=True):
         assert (x.memory_kind, y.memory_kind) == ("host", "device")
         assert torch.equal(x.local.view(torch.uint8), y.local.view(torch.uint8))
     return engine
@@ -59,7 +59,7 @@ def tell(kind: str, number: int, drafter: Any = None, tp: str | None = None, mes
     limits, one = replace(limits, **more), model(tp, **changes)
     runners = [Runner(one.decoder, limits, mesh=mesh, cache=cache) for cache in ("host", "device")]
     stories = drawn_stories(limits, number)
-    uses = [hold(story, one, runners, limits, drafter).cache_stats for story in stories]
+    uses = [hold(story, one, runners, limits, drafter).core.stats.cache for story in stories]
     assert sum(use.hits for use in uses) > 0
     return sum(use.preemptions for use in uses)
 
@@ -124,14 +124,15 @@ def test_the_step_is_the_same_eager_and_captured() -> None:
     plan.tables[:3], plan.lengths[0] = type(plan.tables)("i", [2, 3, 4]), 7
     step = make_tensors(plan, limits, runner.mesh.device, cache="host")
     eager = sf.sharded(
-        functools.partial(_run_step, one.decoder, 0),
+        functools.partial(_run_step, one.decoder.layouts["tp"], ()),
         specs=one.decoder.packed,
         in_specs=(one.decoder.cache.kept("host"), None),
         out_specs=(None, None, sf.Donated(1), None),
         donate=1,
     )
     found = [
-        call(weights, runner.empty_cache(), step) for call in (eager, runner.bind(7, weights, runner.empty_cache()))
+        call(weights["tp"], runner.empty_cache(), step)
+        for call in (eager, runner.bind(7, weights, runner.empty_cache()))
     ]
     (tokens, logprobs, cache, _), (tokens2, logprobs2, cache2, _) = found
     assert torch.equal(tokens, tokens2) and torch.equal(logprobs, logprobs2)

@@ -168,7 +168,7 @@ def test_a_batch_invariant_model_is_served_with_the_bits_of_its_forward(style: s
         logprobs = gpt.apply(c, leaves, every)[0].double().log_softmax(-1)
         for i, token in enumerate(drawn.tokens):
             assert int(logprobs[len(prompt) - 1 + i].argmax()) == token
-    coded = gpt.pack(c, leaves, codes="int8")
+    coded = gpt.pack(c, leaves, quantization="int8")
     assert all(p["mix"].dtype == torch.float32 for p in coded["blocks"] if "mix" in p)
 
 

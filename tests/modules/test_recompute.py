@@ -100,11 +100,11 @@ GRAPH = functools.partial(sf.jit, backend="graph")
 def test_a_checkpoint_in_a_module_changes_no_bit(way: str) -> None:
     checkpointed, plain = WAYS[way]
     want = run_of(plain)
-    assert_same(run_of(checkpointed), want, batch_invariant=True)
+    assert_same(run_of(checkpointed), want, exact=True)
     if way != "checkpoint":
         return
-    assert_same(run_of(checkpointed, stage=0), want, batch_invariant=True)
-    assert_same(run_of(checkpointed, GRAPH), want, batch_invariant=True)
+    assert_same(run_of(checkpointed, stage=0), want, exact=True)
+    assert_same(run_of(checkpointed, GRAPH), want, exact=True)
 
 
 @distributed(world=2)
@@ -131,7 +131,7 @@ def test_every_stage_and_transform(world: int, stage: int) -> None:
 @distributed(world=2)
 def test_in_mixed_precision() -> None:
     mixed = functools.partial(sf.mixed_precision, policy=sf.Policy.bf16())
-    assert_same(run_of(BY_TORCH, mixed), run_of(None, mixed), batch_invariant=True)
+    assert_same(run_of(BY_TORCH, mixed), run_of(None, mixed), exact=True)
 
 
 def test_outside_of_a_module_checkpoint_is_torch_s() -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 import pathlib
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -122,7 +122,7 @@ def test_whitened_tokens_have_mean_0_and_variance_1() -> None:
         (lambda: rl.decoupled_advantages(torch.ones(4, 2), 2, reward_weights=[1.0]), r"each of 2 columns, got \[1.0\]"),
         (lambda: rl.decoupled_advantages(torch.ones(4), 2), r"rewards_BR has shape \(4,\)"),
         (
-            lambda: rl.group_advantages(torch.ones(4), 2, scale_rewards=True),
+            lambda: rl.group_advantages(torch.ones(4), 2, scale_rewards=cast(Any, True)),
             '"batch" or "none", got True',
         ),
     ],
