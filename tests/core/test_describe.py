@@ -86,7 +86,7 @@ def test_a_function_of_ones_own_hides_the_values_of_its_closure() -> None:
         return optim.GradientTransformation(inner.init, update)
 
     assert _lines(rule_of(0)) == _lines(rule_of(1))  # which rank it is is its own affair
-    assert "inner.learning_rate = 0.1" in _lines(rule_of(0))
+    assert "inner.advance.learning_rate = 0.1" in _lines(rule_of(0))
 
 
 def test_the_text_of_a_loss_has_only_the_transforms_of_this_package() -> None:

@@ -86,7 +86,7 @@ def test_one_cause_is_one_line_a_rank() -> None:
     cases: list[tuple[Callable[[], Any], list[str]]] = [
         (
             lambda: _run(mesh, tx=optim.adamw(0.1 + rank)),
-            ["optimizer.learning_rate = 0.1", "optimizer.learning_rate = 1.1"],
+            ["optimizer.advance.learning_rate = 0.1", "optimizer.advance.learning_rate = 1.1"],
         ),
         (
             lambda: sf.sharded_step(_loss, optim.sgd(0.1), mesh=mesh, zero=rank).init(_params()),

@@ -52,7 +52,14 @@ class Laws(RuleBasedStateMachine):
         drafts: int,
         drafter: Drafter | None,
     ) -> None:
-        sizes = {"vocab": 5, "context": 24, "blocks": blocks, "block": 4, "buckets": buckets, "age": starvation_steps}
+        sizes = {
+            "vocab": 5,
+            "context": 24,
+            "blocks": blocks,
+            "block": 4,
+            "buckets": buckets,
+            "starvation_steps": starvation_steps,
+        }
         self.limits = Limits(**sizes, running=min(running, buckets[-1] - 1), drafts=drafts)
         self.state, self.twin = (start(self.limits, drafter=drafter) for _ in range(2))
         self.model = Model(self.limits)

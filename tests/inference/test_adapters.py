@@ -142,7 +142,7 @@ def test_another_adapter_under_the_same_name() -> None:
     assert [t.token for t in stream][-len(old[0].tokens) :] == old[0].tokens
     one.adapters.remove("x")
     one.adapters.add("x", made["b"])
-    assert one.adapters == ["x"]
+    assert one.adapters.names == ["x"]
     assert one.generate([prompt], GREEDY, adapter="x") == engine().generate([prompt], GREEDY, adapter="b")
 
 
@@ -239,4 +239,4 @@ def test_refusals() -> None:
     inexact, _ = hf_decoder(MODELS["llama"](), batch_invariant=False)
     with pytest.raises(ValueError, match="adapters are served by batch-invariant decoders alone"):
         Engine(inexact, params, limits=HF_LIMITS, adapters=adapters)
-    assert one.adapters == ["a", "b"] and one.idle
+    assert one.adapters.names == ["a", "b"] and one.idle

@@ -176,7 +176,7 @@ def test_a_probe_still_finds_layers_that_are_not_exact(tmp_path: pathlib.Path) -
 def test_weights_that_are_not_those_of_the_model_are_named(tmp_path: pathlib.Path) -> None:
     model = MODELS["llama"]()
     module = empty(saved(model, tmp_path))
-    with pytest.raises(ValueError, match=r"its parameters are on meta; .*params=module_from_hf"):
+    with pytest.raises(ValueError, match=r"its parameters are on meta\. .*params=module_from_hf"):
         hf_decoder(module)
     params: dict[str, Any] = dict(model.named_parameters())
     params["model.norm.weight"] = torch.ones(3)

@@ -298,7 +298,6 @@ MISTAKES: dict[str, tuple[list[Event], list[int], str]] = {
     "number": ([Clock(7, 1)], [0], "event 7 came where event 1 was expected"),
     "name": ([Add(1, "a", Request((1,)))], [0], "a request named 'a' is in progress"),
     "time": ([Clock(1, 1 << 63)], [0], "time must be an integer from 0.*got 9223372036854775808"),
-    "request": ([Clock(1, 5), Add(2, "b", Request((9,)))], [0], r"prompt\[0\] must be an integer from 0 to 4.*got 9"),
     "version": ([Weights(1, 0)], [0], "version must be above 0.*got 0"),
     "rows": ([], [0, 1], "drawn must have 1 tokens, .*, got 2"),
     "token": ([], [5], r"drawn\[0\] must be from 0 to 4, or -1.*got 5"),

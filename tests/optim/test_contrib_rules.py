@@ -99,7 +99,7 @@ def integers() -> list[Tensor]:
 
 def check_low(name: str, mesh: Any, f: Any = linear, **options: Any) -> None:
     """Compares a run with the step of this process alone: the in-place forms of both have the same bits."""
-    step = sf.sharded_step(linear, LOW[name]())
+    step = sf.sharded_step(linear, LOW[name](), mesh=sf.make_mesh(alone=True))
     state = step.init(params())
     for x in integers():
         state, _ = step(state, x)

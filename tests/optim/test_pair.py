@@ -160,7 +160,7 @@ def test_blocks_of_leaves_that_are_not_known_are_refused() -> None:
     rule = optim.as_transformation(by_norm())
     with bind_mesh(sf.make_mesh({"dp": 2})):
         block, specs = {"w": torch.ones(2, 3)}, {"w": P("dp")}
-        with pytest.raises(ValueError, match=r"decide the rule first, by optim\.decided\(tx, whole\)"):
+        with pytest.raises(ValueError, match=r"decide the rule first, by optim\.resolve_masks\(tx, whole\)"):
             rule.update(block, rule.init(block), block, specs=specs)
         fixed = optim.resolve_masks(rule, {"w": torch.empty(4, 3, device="meta")})
         with pytest.raises(ValueError, match=r"params\['w'\] has shape \(2, 3\), but the leaf has \(4, 3\)"):

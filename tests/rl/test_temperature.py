@@ -45,5 +45,5 @@ def test_tokens_are_those_of_the_temperature() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_temperature_out_of_range_is_named(temperature: float) -> None:
-    with pytest.raises(ValueError, match=f"temperature is {temperature}; it must be above 0"):
+    with pytest.raises(ValueError, match=f"temperature must be above 0 and finite, got {temperature}"):
         rl.with_temperature(decoder(CONFIG), temperature)

@@ -39,7 +39,7 @@ TABLES: dict[str, dict[Path, Mapping[str, FieldKind]]] = {
     "/v1/embeddings": {(): _fields.EMBEDDINGS},
 }
 PLACES = [(route, at) for route, tables in TABLES.items() for at in tables]
-PARTS = {"_NEUTRAL", "COMMON", "SAMPLING"}  # tables that are in others
+PARTS = {"_KINDS", "_NEUTRAL", "COMMON", "SAMPLING"}  # tables that are in others
 
 VALUES = [True, False, 0, -1, 1.5, 2**70, -1e308, "", "x", "1", [], [1], [1.5], ["x"], [None], [[]], [{}], {}, {"a": 1}]
 # Values that are wrong where a field takes several types.

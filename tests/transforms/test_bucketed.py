@@ -128,7 +128,7 @@ def test_calls_whose_padding_would_show_are_refused_with_the_remedy() -> None:
     f = sf.bucketed(lambda x, y, n: {"x": x, "y": y.sum()}, (0, {"a": 1}), {"x": 0, "y": None}, sizes=(2, 4))
     good = {"a": torch.ones(1, 3)}
     for x, y, error, says in (
-        (torch.ones(5), {"a": torch.ones(1, 5)}, ValueError, r"a length of 5 is above .*sizes=\(2, 4\); add 5"),
+        (torch.ones(5), {"a": torch.ones(1, 5)}, ValueError, r"a length of 5 is above .*sizes=\(2, 4\)\. Add 5"),
         (torch.ones(2), good, ValueError, r"(?s)args\[0\] has 2 along dim 0.*args\[1\]\['a'\] has 3 along dim 1"),
         (torch.ones(3), {"a": torch.ones(3)}, ValueError, r"args\[1\]\['a'\] of shape \(3,\) has no dim 1"),
         (3, good, TypeError, r"args\[0\] is an int; pad it before sf.shard"),

@@ -210,7 +210,7 @@ def test_adapters_that_do_not_fit() -> None:
     params, (loss, apply), _, path = _made("llama", 2, False, torch.float32)
     lora, _ = _with_adapters(params, path)
     piped = sf.pipeline_module(loss, apply, adapters=lora)
-    with pytest.raises(ValueError, match=r"pass \{'base': params, 'lora': adapters\}"):
+    with pytest.raises(ValueError, match=r"Pass \{'base': params, 'lora': adapters\}"):
         piped(params, _batches(False)[0])
 
 

@@ -241,7 +241,7 @@ def test_leaves_on_disk_or_in_codes_are_refused(tmp_path: Any, monkeypatch: pyte
         into = sf.reshard(tree, sf.Sharding(P("dp"), "disk"), pool=pool)
         _raises(r"into\['w'\] is on disk, where values are replaced and never overwritten", tree, into, pool=pool)
         block = pool.write(torch.ones(4)).result()
-        monkeypatch.setattr(type(block), "code", (8, 256), raising=False)
+        monkeypatch.setattr(type(block), "quantization", (8, 256), raising=False)
         coded = tree["w"].with_block(block)
         _raises(r"into\['w'\] is in codes of \(8, 256\), where values are replaced and never", tree, {"w": coded})
         monkeypatch.undo()
