@@ -145,7 +145,8 @@ def test_processors_that_are_no_functions_of_logits() -> None:
     one = model(**CHANGES)
     with pytest.raises(TypeError, match=r"logits_processors\['f'\] must be a function \(output, logits\) or"):
         Engine(one.decoder, one.params[0], limits=LIMITS, logits_processors={"f": lambda logits: logits})
-    for wrong, words in ((lambda output, x: x[:2], r"got \(2,\) of torch.float32"), (lambda output, x: 1, "got int")):
+    cases: Any = ((lambda output, x: x[:2], r"got \(2,\) of torch.float32"), (lambda output, x: 1, "got int"))
+    for wrong, words in cases:
         engine = Engine(one.decoder, one.params[0], limits=LIMITS, logits_processors={"f": wrong})
         engine.add([1], Sampling(logits_processors=("f",)), name="mine")
         with pytest.raises(ValueError, match=rf"logits processor 'f' must return a tensor \(13,\).*{words}.*'mine'"):
