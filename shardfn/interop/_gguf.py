@@ -1,8 +1,8 @@
 """Reads GGUF files: settings and tensors in place, without a copy of the file in memory.
 
-The format is that of ggml (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), versions 2 and 3, in either
-order of bytes. A header is not trusted: each count, length and offset is compared with the size of the file before it
-is used, so that a damaged file is an error with its place and never a crash or a huge allocation.
+The format is that of ggml (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), versions 2 and 3, in the
+order of bytes of x86 and ARM. A header is not trusted: each count, length and offset is compared with the size of the
+file before it is used, so that a damaged file is an error with its place and never a crash or a huge allocation.
 """
 
 import math
@@ -10,7 +10,7 @@ import mmap
 import os
 import pathlib
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from ._gguf_blocks import BlockKind, decode_gguf_blocks, gguf_kind
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_PACKED = {code: struct.Struct(f"<{code}") for code in _NUMBERS.values()}
 _MAX_DIMS, _MAX_NESTING, _MAX_NAME = 4, 2, 65_535
 
 
@@ -75,7 +76,7 @@ class GGUFFile(Mapping[str, GGUFEntry]):
             if not os.fstat(file.fileno()).st_size:
                 raise DamagedError(f"{self.path} is empty, and no GGUF file.")
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.fields, self._entries = _Header(self.path, self._data).parse()
+        self.fields, self._entries = _HeaderParser(self.path, self._data).parse()
 
     def __getitem__(self, name: str) -> GGUFEntry:
         return self._entries[name]
@@ -86,24 +87,21 @@ class GGUFFile(Mapping[str, GGUFEntry]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def blocks(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        """Returns the bytes of rows of a tensor, without change.
+    def blocks(self, name: str) -> Tensor:
+        """Returns the bytes of a tensor's rows, without change.
 
         Args:
-            name: name of the tensor.
-            first: first row. A row has the tensor's last dim.
-            last: row after the last row. Default: all rows.
+            name: name of the tensor. A row has the tensor's last dim.
 
         Returns:
             Blocks of bytes, uint8, of shape (rows, bytes of a row).
         """
         entry = self._entries[name]
         rows = math.prod(entry.shape[:-1])
-        last = rows if last is None else last
         size = entry.num_bytes // max(rows, 1)
-        start = entry.start + first * size
-        data = bytearray(self._data[start : start + (last - first) * size])
-        return torch.frombuffer(data, dtype=torch.uint8).view(last - first, size) if data else _no_rows(size)
+        data = bytearray(self._data[entry.start : entry.start + rows * size])
+        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return flat.view(rows, size)
 
     def load(self, name: str) -> Tensor:
         """Returns a tensor, decoded to float32."""
@@ -111,19 +109,11 @@ class GGUFFile(Mapping[str, GGUFEntry]):
         return decode_gguf_blocks(self.blocks(name), entry.kind).view(entry.shape)
 
 
-def _no_rows(size: int) -> Tensor:
-    return torch.empty(0, size, dtype=torch.uint8)
-
-
-class _Header:
+class _HeaderParser:
     """Parser of a header. `_at` is the offset of the next byte."""
 
     def __init__(self, path: pathlib.Path, data: mmap.mmap) -> None:
         self._path, self._data, self._size, self._at = path, data, len(data), 4
-        self._order = "<"
-        self._read: dict[int, Callable[[], Any]] = {
-            kind: self._number_reader(code) for kind, code in _NUMBERS.items()
-        } | {_STRING: self._text}
 
     def parse(self) -> tuple[dict[str, Any], dict[str, GGUFEntry]]:
         if self._data[:4] != _MAGIC:
@@ -135,29 +125,25 @@ class _Header:
             name = self._name("setting")
             if name in fields:
                 self._fail(f"the setting {name!r} stands twice")
-            fields[name] = self._value(self._unsigned("I"), name, 0)
+            fields[name] = self._value(self._number("I"), name, 0)
         return fields, self._parse_tensors(num_tensors, _alignment(self._path, fields))
 
     def _take_version(self) -> None:
-        version = self._unsigned("I")
-        if version > 0xFFFF:  # the other order of bytes
-            self._order, self._at = ">", 4
-            self._read = {kind: self._number_reader(code) for kind, code in _NUMBERS.items()} | {_STRING: self._text}
-            version = self._unsigned("I")
+        version = self._number("I")
+        if version in (2 << 24, 3 << 24):
+            raise DamagedError(f"{self._path} is written for processors with the other order of bytes. Convert it.")
         if version not in (2, 3):
             raise DamagedError(f"{self._path} has version {version} of GGUF. Versions 2 and 3 are known.")
-        if self._order == ">":
-            raise DamagedError(f"{self._path} is written for processors with the other order of bytes. Convert it.")
 
     def _parse_tensors(self, num: int, alignment: int) -> dict[str, GGUFEntry]:
         told: list[tuple[str, BlockKind, tuple[int, ...], int]] = []
         for _ in range(num):
             name = self._name("tensor")
-            num_dims = self._unsigned("I")
+            num_dims = self._number("I")
             if not 1 <= num_dims <= _MAX_DIMS:
                 self._fail(f"the tensor {name!r} has {num_dims} dims, and 1 to {_MAX_DIMS} are known")
-            shape = tuple(reversed([self._unsigned("Q") for _ in range(num_dims)]))
-            told.append((name, self._kind(name), shape, self._unsigned("Q")))
+            shape = tuple(reversed([self._number("Q") for _ in range(num_dims)]))
+            told.append((name, self._kind(name), shape, self._number("Q")))
         begin = -(-self._at // alignment) * alignment
         entries: dict[str, GGUFEntry] = {}
         problems: list[str] = []
@@ -181,7 +167,7 @@ class _Header:
         return entries
 
     def _kind(self, name: str) -> BlockKind:
-        number = self._unsigned("I")
+        number = self._number("I")
         try:
             return gguf_kind(number)
         except ValueError as error:
@@ -189,16 +175,16 @@ class _Header:
 
     def _value(self, kind: int, name: str, depth: int) -> Any:
         if kind != _ARRAY:
-            if kind not in self._read:
+            if kind != _STRING and kind not in _NUMBERS:
                 self._fail(f"the setting {name!r} is of kind {kind}, which the format does not know")
-            return self._read[kind]()
+            return self._text() if kind == _STRING else self._number(_NUMBERS[kind])
         if depth >= _MAX_NESTING:
             self._fail(f"the setting {name!r} has lists in lists in lists")
-        inner = self._unsigned("I")
+        inner = self._number("I")
         size = 8 if inner == _STRING else 12 if inner == _ARRAY else struct.calcsize(_NUMBERS.get(inner, "B"))
         num = self._count(f"elements of {name!r}", size)
         if inner in _NUMBERS:
-            code = f"{self._order}{num}{_NUMBERS[inner]}"
+            code = f"<{num}{_NUMBERS[inner]}"
             self._need(struct.calcsize(code))
             values = struct.unpack_from(code, self._data, self._at)
             self._at += struct.calcsize(code)
@@ -206,7 +192,7 @@ class _Header:
         return [self._value(inner, name, depth + 1) for _ in range(num)]
 
     def _count(self, what: str, least: int) -> int:
-        num = self._unsigned("Q")
+        num = self._number("Q")
         if num * least > self._size - self._at:
             self._fail(f"the file has {num} {what}, by its header, and {self._size - self._at} bytes are left")
         return num
@@ -219,23 +205,16 @@ class _Header:
         return text
 
     def _text(self) -> str:
-        length = self._unsigned("Q")
+        length = self._number("Q")
         self._need(length)
         start, self._at = self._at, self._at + length
         return self._data[start : self._at].decode("utf-8", errors="replace")
 
-    def _unsigned(self, code: str) -> int:
-        return self._number_reader(code)()
-
-    def _number_reader(self, code: str) -> Callable[[], Any]:
-        packed = struct.Struct(self._order + code)
-
-        def read_number() -> Any:
-            self._need(packed.size)
-            self._at += packed.size
-            return packed.unpack_from(self._data, self._at - packed.size)[0]
-
-        return read_number
+    def _number(self, code: str) -> Any:
+        packed = _PACKED[code]
+        self._need(packed.size)
+        self._at += packed.size
+        return packed.unpack_from(self._data, self._at - packed.size)[0]
 
     def _need(self, num: int) -> None:
         if num > self._size - self._at:

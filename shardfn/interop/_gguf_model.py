@@ -3,12 +3,13 @@
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn.core import raise_all
+from shardfn.interop.quantized import QuantizedEntry
 from shardfn.kernels import BLOCK_BYTES, Quantization
 from shardfn.models import gpt
 
@@ -53,12 +54,7 @@ _IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _READ: dict[str, Quantization] = {"Q8_0": "int8", "Q4_1": "int4"}
 
 
-class _Stored(NamedTuple):
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class GGUFArchive(Mapping[str, _Stored]):
+class GGUFArchive(Mapping[str, QuantizedEntry]):
     """Tensors of a GGUF file under the names of transformers, with rows in the order of transformers.
 
     Args:
@@ -75,8 +71,8 @@ class GGUFArchive(Mapping[str, _Stored]):
         self._heads = {} if heads is None else {"attn_q": heads[0], "attn_k": heads[1]}
         self._names = {_name_in_transformers(name): name for name in file}
 
-    def __getitem__(self, name: str) -> _Stored:
-        return _Stored(torch.float32, self._file[self._names[name]].shape)
+    def __getitem__(self, name: str) -> QuantizedEntry:
+        return QuantizedEntry(torch.float32, self._file[self._names[name]].shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
