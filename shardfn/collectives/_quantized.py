@@ -47,7 +47,7 @@ class Quantizer(NamedTuple):
     """Rounding of elements to `bits` bits each, for example 8 bits, with a scale for each `block` elements.
 
     Example:
-        >>> code = Code(8, 256)
+        >>> code = Quantizer(8, 256)
         >>> message = code.encode(torch.tensor([-1.0, 0.5]), [2], 2)
         >>> message.numel(), code.decode(message, [2], 2, torch.float32)
         (8, tensor([-1.0000,  0.5000]))

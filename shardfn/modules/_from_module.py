@@ -114,6 +114,7 @@ class ModuleFunction:
             **kwargs: arguments by name.
 
         Example:
+            >>> import torch
             >>> module = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
             >>> params, apply = from_module(module)
             >>> apply.within(lambda x: module[0](x), params, torch.zeros(1, 2)).shape
@@ -143,6 +144,7 @@ class ModuleFunction:
                 another number of rows or of a rank's tokens, or another function draws.
 
         Example:
+            >>> import torch
             >>> from shardfn.core import key
             >>> params, apply = from_module(nn.Dropout(0.5))
             >>> x, index_B = torch.ones(4, 3), torch.arange(4)
@@ -173,6 +175,7 @@ class ModuleFunction:
                 chooses in another way than by `topk` of scores [tokens, experts].
 
         Example:
+            >>> import torch
             >>> from transformers import MixtralConfig, MixtralForCausalLM
             >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
             >>> config = MixtralConfig(vocab_size=8, num_local_experts=3, num_key_value_heads=2, **sizes)
@@ -356,6 +359,7 @@ def from_module(
             each reason, or (when called) masks, labels or dropout are not known for all tokens.
 
     Example:
+        >>> import torch
         >>> params, apply = from_module(nn.Linear(2, 1, bias=False))
         >>> sorted(params), apply(params, torch.zeros(3, 2)).shape
         (['weight'], torch.Size([3, 1]))

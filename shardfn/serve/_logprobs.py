@@ -58,7 +58,7 @@ def completion_logprobs(tokens: list[Spelled], num: int) -> dict[str, Any]:
     """Returns the form of `/v1/completions`, with `num` most probable tokens and the token itself, by their texts.
 
     Example:
-        >>> older([Spelled("b", b"b", -1.5, 3, [Spelled("a", b"a", -0.5)])], 1)["top_logprobs"]
+        >>> completion_logprobs([Spelled("b", b"b", -1.5, 3, [Spelled("a", b"a", -0.5)])], 1)["top_logprobs"]
         [{'a': -0.5, 'b': -1.5}]
     """
     return {
@@ -73,7 +73,7 @@ def chat_logprobs(tokens: list[Spelled], num: int) -> dict[str, Any]:
     """Returns the form of `/v1/chat/completions`.
 
     Example:
-        >>> newer([Spelled("b", b"b", -1.5)], 0)["content"]
+        >>> chat_logprobs([Spelled("b", b"b", -1.5)], 0)["content"]
         [{'token': 'b', 'logprob': -1.5, 'bytes': [98], 'top_logprobs': []}]
     """
     del num
