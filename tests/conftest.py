@@ -1,8 +1,11 @@
 """Shape checks for the whole package, here and in the workers of `shardfn.testing.distributed`."""
 
 import argparse
+import ast
 import collections
 import fcntl
+import functools
+import gc
 import importlib.util
 import os
 import pathlib
@@ -10,10 +13,34 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+
+
+def _parse_without_collection(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `ast.parse` for Python 3.11, where a garbage collection during the call may run another thread's call.
+
+    Two calls at once raise "AST constructor recursion depth mismatch" (https://github.com/python/cpython/issues/106905).
+    """
+
+    @functools.wraps(parse)
+    def safe(*args: Any, **kwargs: Any) -> Any:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return parse(*args, **kwargs)
+        finally:
+            if enabled:
+                gc.enable()
+
+    return safe
+
+
+if sys.version_info < (3, 12):
+    ast.parse = _parse_without_collection(ast.parse)
 
 # The oracles of collectives and optimizers, in an environment of their own.
 JAX = ["jax==0.10.2", "optax==0.2.8"]
