@@ -311,8 +311,12 @@ def join_parts(parts: list[Part]) -> list[Part]:
         >>> join_parts([Part("content", "a"), Part("content", "b"), Part("call", "f")])
         [Part(kind='content', text='ab', call=0), Part(kind='call', text='f', call=0)]
     """
+    joined = list[Part]()
     groups = itertools.groupby(enumerate(parts), lambda pair: (pair[1][::2], pair[0] * (pair[1].kind == "call")))
-    return [Part(kind, "".join(part.text for _, part in group), call) for ((kind, call), _), group in groups]
+    for _, group in groups:
+        several = [part for _, part in group]
+        joined.append(several[0]._replace(text="".join(part.text for part in several)))
+    return joined
 
 
 def _decode_string(text: str) -> str:
