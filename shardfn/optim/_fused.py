@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn._torch import foreach_copy_
 from shardfn.core import tree_flatten
 
+from ._base import OptState, Params, Specs, Updates
 from ._chain import check_chain
-from ._kernels import foreach_copy_
 from ._leaves import (
     Columns,
     check_shapes,
@@ -26,7 +27,6 @@ from ._leaves import (
     stage_columns,
     unstage_columns,
 )
-from ._types import OptState, Params, Specs, Updates
 
 _CAST = 1 << 18  # elements a thread: a megabyte of cast gradient; smaller pieces pay more for their launches
 _LANES = 64  # elements: a multiple of every vector width, and of the cache line that divides the work among threads

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from shardfn.core import tree_leaves
 
-from ._base import GradientTransformation, Measure, Needs, Phase, Phases
+from ._base import GradientTransformation, Grain, Measure, Needs, OptState, Pair, Params, Phase, Phases
 from ._pair import as_transformation
-from ._types import Grain, OptState, Pair, Params
 
 Views = Sequence[tuple[Params, Tensor | None]]
 

@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from shardfn._torch import foreach_norm
 from shardfn.collectives import current_mesh, pmax, psum, transforming
 from shardfn.core import Ambient, P, PyTree, tree_leaves
 
-from ._kernels import foreach_norm
+from ._base import Specs
 from ._leaves import spec_leaves, wide
-from ._types import Specs
 
 # torch's CPU norm adds in float32 lanes one element after another: over 17M elements the error is 1.3e-3. Rows of this
 # length, then a sum of rows in float64, are as fast, with an error of 1e-8 (at most 1e-6 for bfloat16).

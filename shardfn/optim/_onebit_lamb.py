@@ -12,23 +12,27 @@ from shardfn.collectives import Compressor, GlobalTensor, current_mesh, pmax
 from shardfn.core import Axes, P, PyTree, explains_keywords, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ._adam import moments_like
-from ._base import GradientTransformation, Phase
+from ._base import GradientTransformation, LearningRate, Mask, OptState, Params, Phase, Specs, Updates
 from ._chain import chain
-from ._checks import check_decay_rate, check_not_negative
-from ._compressed import Share, make_averaging, write_over
-from ._compressed_split import CompressedSplit, add_rounded_, blend_momentum, split_leaves, update_by_apply
-from ._decay import add_decayed_weights
-from ._freeze import SWITCH, FreezeState, FreezeStep, freeze_rule
-from ._hyper import rounded_root
+from ._checks import MEANT, check_decay_rate, check_not_negative
+from ._compressed import (
+    CompressedSplit,
+    Share,
+    add_rounded_,
+    blend_momentum,
+    make_averaging,
+    split_leaves,
+    update_by_apply,
+    write_over,
+)
+from ._elementwise import rounded_root
 from ._lamb import bias_factor, lamb_in_place, scale_by_bias_correction, scale_by_moment_ratio
-from ._learning_rate import scale_by_learning_rate
+from ._learning_rate import add_decayed_weights, scale_by_learning_rate
 from ._leaves import spec_leaves, wide, zeros_like
 from ._norm import over_blocks, sum_squares
 from ._onebit_adam import SIGN, StepNumbers
-from ._phased import Phased
+from ._phased import SWITCH, FreezeState, FreezeStep, Phased, freeze_rule
 from ._trust_ratio import scale_by_trust_ratio, scaled, trust_ratios
-from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
-from ._unsupported import MEANT
 
 
 class OneBitLambState(NamedTuple):
