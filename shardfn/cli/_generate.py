@@ -23,11 +23,10 @@ from shardfn.inference import (
     limits_of,
 )
 from shardfn.memory import DamagedError
+from shardfn.pretrained import AXIS, Text, about, engine_of, load
 from shardfn.waits import end_start, waiting
 
 from ._generate_job import GenerateJob
-from ._generate_model import AXIS, about, engine_of, load
-from ._generate_text import Text
 
 _MOST = 256  # tokens of a completion, unless the job has a number
 _STDIN = "-"

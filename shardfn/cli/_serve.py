@@ -6,12 +6,11 @@ import pathlib
 import sys
 
 from shardfn.kernels import num_processors
+from shardfn.pretrained import load_text, template
 from shardfn.serve import Settings, Text, read_keys, serve
 from shardfn.waits import end_start
 
-from ._chat_template import template
 from ._generate import one_line
-from ._generate_model import load_text
 from ._serve_job import ServeJob, command_of
 
 _PACKAGES = ("starlette", "uvicorn", "jinja2")

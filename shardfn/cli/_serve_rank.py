@@ -12,11 +12,11 @@ import torch.distributed as dist
 from shardfn.core import RankError, make_mesh
 from shardfn.inference import Engine, limits_of
 from shardfn.memory import DamagedError
+from shardfn.pretrained import AXIS, about, engine_of, load
 from shardfn.serve import Ready, run_worker
 from shardfn.waits import end_start, waiting
 
 from ._generate import one_line
-from ._generate_model import AXIS, about, engine_of, load
 from ._serve_job import ServeJob, add_serve_arguments, parse_serve
 
 

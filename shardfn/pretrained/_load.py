@@ -1,4 +1,4 @@
-"""The models that `shardfn generate` serves: files of Hugging Face, a GGUF file, or a run of examples/train_gpt.py."""
+"""Loads models for an engine: files of Hugging Face, a GGUF file, or a run of examples/train_gpt.py."""
 
 import atexit
 import dataclasses
@@ -45,12 +45,11 @@ from shardfn.lora import load_peft
 from shardfn.models import gpt
 from shardfn.transforms import eval_shape, sharded
 
-from ._generate_files import object_of, reading
-from ._generate_fit import fitted
-from ._generate_job import DRAFTERS, DTYPES, GenerateJob, kind_of, run_of
-from ._generate_text import Text, text_of_data, text_of_transformers
-from ._generation_config import NAME as GENERATION_CONFIG
-from ._generation_config import describe_sampling
+from ._files import object_of, reading
+from ._fit import fitted
+from ._generation_config import GENERATION_CONFIG, describe_sampling
+from ._settings import DRAFTERS, DTYPES, ModelSettings, kind_of, run_of
+from ._text import Text, text_of_data, text_of_transformers
 
 AXIS = "tp"
 # A model of transformers, and weights for a model without weights.
@@ -82,7 +81,7 @@ class Served(NamedTuple):
     plain: Callable[[], Decoder] | None = None
 
 
-def load(job: GenerateJob, mesh: Mesh) -> Served:
+def load(job: ModelSettings, mesh: Mesh) -> Served:
     """Loads a model. Collective.
 
     Args:
@@ -112,7 +111,7 @@ def load(job: GenerateJob, mesh: Mesh) -> Served:
     return made._replace(params=params, coded=", ".join(filter(None, (made.coded, remark))), plain=None)
 
 
-def _load_model(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
+def _load_model(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> Served:
     if job.kind == "run":
         return _load_run(path, job, mesh)
     if job.kind == "gguf":
@@ -123,7 +122,7 @@ def _load_model(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
     return _load_files(path, job, mesh, text)
 
 
-def _disk_of(job: GenerateJob) -> Disk | None:
+def _disk_of(job: ModelSettings) -> Disk | None:
     """Returns the directory for weights on disk. A temporary directory lasts as long as the process."""
     if not is_disk(job.memory):
         return None
@@ -134,7 +133,7 @@ def _disk_of(job: GenerateJob) -> Disk | None:
 
 
 def engine_of(
-    job: GenerateJob,
+    job: ModelSettings,
     served: Served,
     limits: Limits,
     mesh: Mesh,
@@ -162,7 +161,7 @@ def engine_of(
     return engine, drafter
 
 
-def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | None) -> str:
+def about(job: ModelSettings, served: Served, engine: Engine, drafter: Drafter | None) -> str:
     """Returns the lines about a ready model: size, codes and place of weights, exactness and memory."""
     place = "" if is_device(job.memory) else f"on {job.memory}"
     cache = "" if is_device(job.cache_memory) else f"cache on {job.cache_memory}"
@@ -174,7 +173,7 @@ def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | N
     return "\n".join(lines)
 
 
-def _load_drafter(job: GenerateJob, limits: Limits) -> Drafter | None:
+def _load_drafter(job: ModelSettings, limits: Limits) -> Drafter | None:
     """Returns the drafter of a job. Each rank has a whole draft model.
 
     Args:
@@ -202,7 +201,7 @@ def _load_drafter(job: GenerateJob, limits: Limits) -> Drafter | None:
     return DraftModel(served.decoder, served.params, limits=sizes)
 
 
-def load_text(job: GenerateJob) -> Text:
+def load_text(job: ModelSettings) -> Text:
     """Loads only a model's tokenizer. The ends of GGUF files are the tokenizer's, not the model's.
 
     Raises:
@@ -225,7 +224,7 @@ def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer
         return ByteTokenizer() if name == "bytes" else BPETokenizer.load(run / name)
 
 
-def _load_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
+def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: Text) -> Served:
     settings = object_of(path / "config.json")
     check_sizes(settings, path / "config.json")
     changes, inexact = _choose_batch_invariant(job)
@@ -249,7 +248,7 @@ def _load_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) ->
     return Served(_make_decoder(config, mesh, job), params, text, inexact, size, coded, _fit_decoder(config, job))
 
 
-def _load_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
+def _load_gguf(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> Served:
     file = GGUFFile(path)
     tokenizer = _tokenizer_of_gguf(path)
     ends = (file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
@@ -271,7 +270,11 @@ def _load_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
 
 
 def _load_unmodified(
-    module: Callable[[str | None], _Module], job: GenerateJob, mesh: Mesh, text: Text, problem: ValueError | None = None
+    module: Callable[[str | None], _Module],
+    job: ModelSettings,
+    mesh: Mesh,
+    text: Text,
+    problem: ValueError | None = None,
 ) -> Served:
     """Loads an unmodified model of transformers, where `models.gpt` differs, or with an adapter."""
     axis = _mesh_axis(mesh)
@@ -292,7 +295,7 @@ def _load_unmodified(
     return Served(made, params, text, inexact, _param_bytes(params), plain=plain)
 
 
-def _load_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
+def _load_run(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> Served:
     run = run_of(path)
     assert run is not None
     given = object_of(run / "model.json")
@@ -321,7 +324,7 @@ def _load_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
     )
 
 
-def _choose_batch_invariant(job: GenerateJob) -> tuple[dict[str, Any], str]:
+def _choose_batch_invariant(job: ModelSettings) -> tuple[dict[str, Any], str]:
     """Returns the change of a `gpt.Config`, and the reason why there is no change."""
     if job.dtype != "float32":
         return {}, f"batch-invariant layers compute float32, and --dtype is {job.dtype}"
@@ -334,7 +337,7 @@ def _mesh_axis(mesh: Mesh) -> str | None:
     return AXIS if mesh.size > 1 else None
 
 
-def _make_decoder(config: gpt.Config, mesh: Mesh, job: GenerateJob) -> Decoder:
+def _make_decoder(config: gpt.Config, mesh: Mesh, job: ModelSettings) -> Decoder:
     if job.weights is not None and not config.batch_invariant:
         raise ValueError(
             f"--weights {job.weights}: {_choose_batch_invariant(job)[1]}. Take other ranks, or leave out --weights"
@@ -342,7 +345,7 @@ def _make_decoder(config: gpt.Config, mesh: Mesh, job: GenerateJob) -> Decoder:
     return decoder(config, tp=_mesh_axis(mesh), quantization=job.weights)
 
 
-def _fit_decoder(config: gpt.Config, job: GenerateJob) -> Callable[[], Decoder] | None:
+def _fit_decoder(config: gpt.Config, job: ModelSettings) -> Callable[[], Decoder] | None:
     return None if job.fit is None else functools.partial(decoder, config)
 
 
@@ -370,7 +373,7 @@ def _tokenizer_of_gguf(path: pathlib.Path) -> Any:
         return transformers.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
 
 
-def _make_module(directory: pathlib.Path, job: GenerateJob, axis: str | None) -> _Module:
+def _make_module(directory: pathlib.Path, job: ModelSettings, axis: str | None) -> _Module:
     """Returns a model of transformers, without weights on several ranks, where each rank reads a part."""
     transformers = _import_transformers(directory)
     with reading(directory, "its config.json"):
@@ -388,7 +391,7 @@ def _make_module(directory: pathlib.Path, job: GenerateJob, axis: str | None) ->
     return made, module_from_hf(made, directory, dtype=DTYPES[job.dtype])
 
 
-def _load_weights(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any:
+def _load_weights(directory: pathlib.Path, job: ModelSettings, **more: Any) -> Any:
     """Returns a model of transformers with the weights."""
     automatic = _import_transformers(directory).AutoModelForCausalLM
     more |= _FILES_ALONE if "gguf_file" in more else {"use_safetensors": True, **_FILES_ALONE}

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from ._generate_text import reason_of
 from ._template_time import check_template, rendered
+from ._text import reason_of
 
 
 def template(source: str) -> Callable[[list[dict[str, str]]], str]:

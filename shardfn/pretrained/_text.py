@@ -1,4 +1,4 @@
-"""Tokenizers as `shardfn generate` uses them."""
+"""Tokenizers of models, with their chat templates and the tokens that end a text."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

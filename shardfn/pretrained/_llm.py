@@ -13,9 +13,9 @@ from shardfn.core import Mesh, explains_keywords, make_mesh
 from shardfn.inference import Sampling, limits_of
 from shardfn.kernels import Quantization
 
-from ._generate_job import GenerateJob, Problem, kind_of
-from ._generate_model import AXIS, engine_of, load
 from ._generation_config import read_sampling
+from ._load import AXIS, engine_of, load
+from ._settings import ModelSettings, Problem, kind_of
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -80,10 +80,9 @@ class LLM:
         if isinstance(kind, Problem):
             raise ValueError(f"LLM: {kind}")
         recommended = read_sampling(path) if kind == "files" else {}
-        job = GenerateJob(
-            *(str(model), kind, (), Sampling()),
-            **{"ranks": 1 if mesh is None else mesh.axis_size(AXIS), "dtype": dtype, "weights": quantization},
-            **{"cache_gib": cache_gib, "drafter": drafter, "recommended": recommended},
+        job = ModelSettings(
+            **{"model": str(model), "kind": kind, "ranks": 1 if mesh is None else mesh.axis_size(AXIS), "dtype": dtype},
+            **{"weights": quantization, "cache_gib": cache_gib, "drafter": drafter, "recommended": recommended},
         )
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
         served = load(job, mesh)
