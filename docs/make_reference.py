@@ -19,7 +19,7 @@ import shardfn
 
 OUT = pathlib.Path(__file__).parent / "reference"
 NAMES = pathlib.Path(__file__).parent / "names.txt"
-# Rooms that a user of the library imports from. pretrained, engine, state, leaves, capture, activations and modules are its inside.
+# Rooms that a user of the library imports from. engine, state, leaves, capture, activations and modules are its inside.
 ROOMS = (
     "transforms",
     "core",
@@ -42,6 +42,7 @@ ROOMS = (
     "graph",
     "schedules",
     "testing",
+    "pretrained",
     "cli",
 )
 

@@ -17,7 +17,7 @@ from shardfn.pretrained import (
     SAMPLING_FIELDS,
     ModelSettings,
     Problem,
-    kind_of,
+    detect_kind,
     read_sampling,
 )
 
@@ -159,7 +159,7 @@ def drafter_problems(args: argparse.Namespace) -> Iterator[str]:
         return
     if args.drafter != "none":
         yield f"--draft-model and --drafter {args.drafter} are two drafters; leave one of them out"
-    kind = kind_of(pathlib.Path(args.draft_model))
+    kind = detect_kind(pathlib.Path(args.draft_model))
     if isinstance(kind, Problem):
         yield str(kind).replace("MODEL", "--draft-model", 1)
 
@@ -171,7 +171,7 @@ def parse_generate(args: argparse.Namespace) -> GenerateJob:
         ValueError: lists all mistakes, each with the remedy.
     """
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "n")
-    grammar, kind = _parse_grammar(args), kind_of(pathlib.Path(args.model))
+    grammar, kind = _parse_grammar(args), detect_kind(pathlib.Path(args.model))
     recommended = recommended_of(args, kind)
     defaults: dict[str, Any] = {"temperature": _TEMPERATURE} | ({} if isinstance(recommended, Problem) else recommended)
     sampling = Sampling(
@@ -238,7 +238,7 @@ def adapter_problems(path: pathlib.Path, args: argparse.Namespace) -> Iterator[s
     missing = [n for n in ("adapter_config.json", "adapter_model.safetensors") if not (path / n).is_file()]
     if missing:
         yield f"--adapter {path} has no {' and no '.join(missing)}; give a directory of peft"
-    if kind_of(pathlib.Path(args.model)) != "files":
+    if detect_kind(pathlib.Path(args.model)) != "files":
         yield f"--adapter is for a directory of Hugging Face, and MODEL is {args.model}"
     if args.dtype != "float32":
         yield f"--adapter needs exact layers, which compute float32, and --dtype is {args.dtype}"

@@ -6,7 +6,7 @@ import pathlib
 import sys
 
 from shardfn.kernels import num_processors
-from shardfn.pretrained import load_text, template
+from shardfn.pretrained import compile_chat_template, load_text
 from shardfn.serve import Settings, Text, read_keys, serve
 from shardfn.waits import end_start
 
@@ -32,7 +32,9 @@ def serve_command(job: ServeJob) -> int:
         settings = Settings(keys=keys, **job.server)
         text = load_text(job.model)
         if job.chat_template is not None:
-            text = text._replace(chat=template(pathlib.Path(job.chat_template).read_text(encoding="utf-8")))
+            text = text._replace(
+                chat=compile_chat_template(pathlib.Path(job.chat_template).read_text(encoding="utf-8"))
+            )
         end_start()  # from here on the first rank reports
         return serve(
             settings,

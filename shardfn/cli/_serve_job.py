@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardfn.inference import Limits
-from shardfn.pretrained import DTYPES, KINDS, ModelSettings, Problem, kind_of
+from shardfn.pretrained import DTYPES, KINDS, ModelSettings, Problem, detect_kind
 from shardfn.serve import POOLINGS
 
 from ._generate_job import (
@@ -89,7 +89,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         ValueError: lists all mistakes, each with the remedy.
     """
     path = pathlib.Path(args.model)
-    kind, ranks = kind_of(path), _parse_ranks(args.mesh)
+    kind, ranks = detect_kind(path), _parse_ranks(args.mesh)
     wrong = [] if kind in KINDS else [str(kind)]
     wrong += [] if isinstance(ranks, int) else [ranks]
     weights = weights_of(args)

@@ -12,7 +12,7 @@ from ._text import Text
 _ROWS, _LENGTH = 16, 512
 
 
-def fitted(job: ModelSettings, params: PyTree, text: Text, plain: Decoder) -> tuple[PyTree, str]:
+def fit_codes(job: ModelSettings, params: PyTree, text: Text, plain: Decoder) -> tuple[PyTree, str]:
     """Returns the parameters on the grids of the codes, and a remark. Each rank fits all. Collective.
 
     Args:

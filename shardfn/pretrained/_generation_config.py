@@ -7,7 +7,7 @@ from typing import Any
 
 from shardfn.inference import Limits, Request, Sampling, check_request
 
-from ._files import object_of
+from ._files import read_json_object
 
 GENERATION_CONFIG = "generation_config.json"
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -22,7 +22,7 @@ def read_sampling(folder: pathlib.Path) -> dict[str, Any]:
         ValueError: a value is out of range. The message names the file, the value and the remedy.
     """
     path = folder / GENERATION_CONFIG
-    given = object_of(path) if path.is_file() else {}
+    given = read_json_object(path) if path.is_file() else {}
     found = {name: given[name] for name in SAMPLING_FIELDS if given.get(name) is not None}
     if found.get("top_k") == -1:  # all tokens, in vLLM's words
         found["top_k"] = 0

@@ -14,8 +14,8 @@ from shardfn.inference import Sampling, limits_of
 from shardfn.kernels import Quantization
 
 from ._generation_config import read_sampling
-from ._load import AXIS, engine_of, load
-from ._settings import ModelSettings, Problem, kind_of
+from ._load import AXIS, load_model, make_engine
+from ._settings import ModelSettings, Problem, detect_kind
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -76,7 +76,7 @@ class LLM:
         **sizes: Any,
     ) -> None:
         path = pathlib.Path(model)
-        kind = kind_of(path)
+        kind = detect_kind(path)
         if isinstance(kind, Problem):
             raise ValueError(f"LLM: {kind}")
         recommended = read_sampling(path) if kind == "files" else {}
@@ -85,10 +85,10 @@ class LLM:
             **{"weights": quantization, "cache_gib": cache_gib, "drafter": drafter, "recommended": recommended},
         )
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
-        served = load(job, mesh)
+        served = load_model(job, mesh)
         sizes = {"context": context, "cache_bytes": int(cache_gib * 2**30), "drafts": job.drafts, **sizes}
         limits = limits_of(served.decoder, **sizes)
-        self.engine, _ = engine_of(job, served, limits, mesh, adapters or {})
+        self.engine, _ = make_engine(job, served, limits, mesh, adapters or {})
         self._text = served.text
         self.sampling = Sampling(**recommended)
 

@@ -71,7 +71,7 @@ class Problem(str):
     """Message in place of a value."""
 
 
-def kind_of(path: pathlib.Path) -> Any:
+def detect_kind(path: pathlib.Path) -> Any:
     """Returns the kind of model at a path, as a key of `KINDS`, or else a message with the remedy."""
     if path.is_file():
         with open(path, "rb") as file:
@@ -80,7 +80,7 @@ def kind_of(path: pathlib.Path) -> Any:
     if not path.is_dir():
         hint = f"hf download {path} --local-dir {path.name}"
         return Problem(f"MODEL {path} does not exist; a model of Hugging Face is fetched first: {hint}")
-    if run_of(path) is not None:
+    if find_run(path) is not None:
         return "run"
     if (path / "config.json").is_file():
         tokenizers = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -97,7 +97,7 @@ def kind_of(path: pathlib.Path) -> Any:
     return Problem(f"MODEL {path} has neither config.json nor model.json; it has {has}")
 
 
-def run_of(path: pathlib.Path) -> pathlib.Path | None:
+def find_run(path: pathlib.Path) -> pathlib.Path | None:
     """Returns the run at this path, or the run with a checkpoint at this path, or None."""
     places = (path, path.absolute().parent, path.absolute().parent.parent)
     return next((place for place in places if (place / "model.json").is_file()), None)

@@ -12,7 +12,7 @@ from shardfn import core
 from shardfn.core import Draw
 from shardfn.inference import Engine, Sampling, fit_quantization, hf_decoder, limits_of
 from shardfn.pretrained import ModelSettings, _load
-from shardfn.pretrained._load import engine_of, load
+from shardfn.pretrained._load import load_model, make_engine
 from shardfn.testing import distributed
 from tests.cli.test_generate import WORDS, tokenizer_of
 from tests.inference.test_hf_parts import counted
@@ -41,13 +41,13 @@ def test_a_rank_of_two_reads_about_half(world: int, tmp_path: pathlib.Path) -> N
     job = job_of(tmp_path, world)
     prompts, how = [[1, 3, 4], [5]], Sampling(max_tokens=5, temperature=0.0)
     with counted() as reads:
-        served = load(job, mesh)
+        served = load_model(job, mesh)
         assert not reads and all(isinstance(x, Draw) for x in served.params.values())
         limits = limits_of(served.decoder, context=16, cache_bytes=1 << 20)
-        engine, _ = engine_of(job, served, limits, mesh, {})
+        engine, _ = make_engine(job, served, limits, mesh, {})
         assert 0.5 < sum(reads) / (4 * served.size) < 0.6
-        whole = load(job_of(tmp_path, 1), alone)
-        one, _ = engine_of(job, whole, limits, alone, {})
+        whole = load_model(job_of(tmp_path, 1), alone)
+        one, _ = make_engine(job, whole, limits, alone, {})
     assert engine.generate(prompts, how) == one.generate(prompts, how)
 
 
@@ -60,8 +60,8 @@ def test_codes_are_fitted_from_one_load(world: int, tmp_path: pathlib.Path, monk
     text.write_text(" ".join(WORDS * 3))
     mesh, job = core.make_mesh({"tp": world}), job_of(tmp_path, world, weights="int4", fit=str(text))
     with counted() as reads:
-        served = load(job, mesh)
-        engine, _ = engine_of(job, served, limits_of(served.decoder, context=16, cache_bytes=1 << 20), mesh, {})
+        served = load_model(job, mesh)
+        engine, _ = make_engine(job, served, limits_of(served.decoder, context=16, cache_bytes=1 << 20), mesh, {})
     assert len(loads) == 1 and served.plain is None
     assert sum(reads) == (4 * served.size if world > 1 else 0)  # alone, transformers reads them
     plain, params = hf_decoder(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval())
