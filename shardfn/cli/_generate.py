@@ -86,7 +86,7 @@ def generate(job: GenerateJob) -> int:
 
 
 def one_line(error: Exception) -> str:
-    """Returns the message of an error as one line, with the first items of the list."""
+    """Returns the message of an error as a single line, with the first items of the list."""
     title, *lines = str(error).splitlines() or [type(error).__name__]
     items = [line.strip().removeprefix("- ") for line in lines if line.strip()]
     return " ".join([title, "; ".join(first_of(items, 3))]).strip()

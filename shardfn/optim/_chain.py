@@ -1,4 +1,4 @@
-"""`chain` and `named_chain`: rules one after another."""
+"""`chain` and `named_chain`: rules in sequence."""
 
 import functools
 from collections.abc import Callable, Sequence

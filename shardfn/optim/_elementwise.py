@@ -1,4 +1,4 @@
-"""Rules that step every element separately, from the mathematics of one leaf.
+"""Rules that step every element separately, from the mathematics of a single leaf.
 
 Hyperparameters may be tensors, for leaves that are cut over the mesh and for in-place kernels.
 """
@@ -54,7 +54,7 @@ def map_leaves(
     """Applies `f` to each leaf: `f(g, mu=..., b1=...)`, with leaves of the trees `of` and numbers by name.
 
     Args:
-        f: the mathematics of one leaf.
+        f: the mathematics of a single leaf.
         num: number of tensors that `f` returns.
         updates: tree of gradients.
         of: trees of a state, by name. Each must match `updates`.
@@ -140,7 +140,7 @@ def elementwise(
     Args:
         who: name of the rule, for errors.
         kind: the named tuple of the state, with a field for each key of `init_fns`, and `count` if the rule counts.
-        step: returns the update of one leaf, then its new trees in the order of `init_fns`.
+        step: returns the update of a single leaf, then its new trees in the order of `init_fns`.
         init_fns: field of the state -> function from a leaf of zeros to the leaf at the first step.
         numbers: function from the count of a step (1 at the first step) to hyperparameters. Without a count, the
             function gets `None`.

@@ -20,7 +20,7 @@ from ._masks import multi_transform
 
 
 class Subspace(NamedTuple):
-    """Moments of one matrix.
+    """Moments of a single matrix.
 
     Attributes:
         projector: [m, r] or [n, r] with orthonormal columns: basis of the subspace, for a gradient [m, n].

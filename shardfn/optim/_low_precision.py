@@ -1,7 +1,7 @@
 """Optimizer states of low precision: in codes of 8 bits a block, or in bfloat16 with keyed stochastic rounding.
 
 A rule around another rule: states are decoded, the inner rule steps in float32, and the new states are encoded. Blocks
-and random numbers are functions of global positions, so a sharded run keeps the bits of one device.
+and random numbers are functions of global positions, so a sharded run keeps the bits of a single device.
 """
 
 import functools

@@ -171,7 +171,7 @@ class Matrices(NamedTuple):
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """Returns the dims of one matrix."""
+        """Returns the dims of a single matrix."""
         return (*self.rows, *self.columns)
 
     @property
@@ -529,7 +529,7 @@ class _MatrixCut:
 
 
 def _split_matrices(block: Tensor, leaf: Matrices) -> Sequence[Tensor]:
-    """Returns the matrices of a leaf, or this rank's blocks of matrices, each with the dims of one matrix."""
+    """Returns the matrices of a leaf, or this rank's blocks of matrices, each with the dims of a single matrix."""
     x = block.permute(leaf.order)
     num = x.ndim - len(leaf.inner)
     return x.reshape(math.prod(x.shape[:num]), *x.shape[num:]).unbind(0)

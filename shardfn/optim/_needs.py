@@ -101,8 +101,8 @@ def join_needs(
     Args:
         rules: inner rules.
         rebuild: `rebuild(*rules)`: the same rule, made of other inner rules.
-        states: `states(state)`: states of the inner rules. The default is for a wrapper of one rule without additional
-            state.
+        states: `states(state)`: states of the inner rules. The default is for a wrapper of a single rule without
+            additional state.
         sees: `sees(params, stats)`: leaves of a tree and measures that each of the rules gets. None: all leaves. Only
             the first rule gets measures.
         own: `own(params) -> rule`: the same rule, after the rule's functions of the tree were called on whole leaves.

@@ -95,9 +95,9 @@ def onebit_lamb(
         f = clamp(max(d / (sqrt(fresh) + eps)) r + 1 - r, factor_min, factor_max), within factor_threshold of the last
         p = p - lr sqrt(1 - b2^F) / (1 - b1^t) coeff f u
 
-    All leaves are sent in one message with a common scale, so `scaling` makes the momenta equally large. `scaling` is
-    the mean over leaves of the root mean square at the freeze, divided by the leaf's root mean square. Leaves that are
-    cut along different axes are sent in different messages. Norms and maxima are over whole leaves.
+    All leaves are sent in a single message with a common scale, so `scaling` makes the momenta equally large. `scaling`
+    is the mean over leaves of the root mean square at the freeze, divided by the leaf's root mean square. Leaves that
+    are cut along different axes are sent in different messages. Norms and maxima are over whole leaves.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -329,7 +329,7 @@ class _OneBitLamb(Phased):
         cuts = None if specs is None else leaves.pick(leaves.specs)
         step = StepNumbers(1.0, None, None, self.eps, 0.0, decays)
         ds = [step.root(nu) for nu in nus]
-        # Roots of one kind: where fresh is still nu, the ratio is 1.
+        # Roots of the same kind: where fresh is still nu, the ratio is 1.
         pairs = zip(ds, freshs, strict=True)
         ratios = torch.stack([_largest_ratio(d, rounded_root(wide(fresh)).add_(self.eps)) for d, fresh in pairs])
         f = ratios if cuts is None else over_blocks(ratios, cuts, pmax)
@@ -381,7 +381,7 @@ def _replicated_tensor(x: Tensor) -> GlobalTensor:
 
 
 class LeafGroup(NamedTuple):
-    """Leaves of one message: indices among the compressed leaves, and the averaged part."""
+    """Leaves of a single message: indices among the compressed leaves, and the averaged part."""
 
     leaves: list[int]
     share: Share

@@ -6,7 +6,7 @@ the block. So the rule gets whole leaves, unless `needs` states that every eleme
     A[I_x] --all_gather--> A[I] --update--> U[I] --take_own_block--> U[I_x]
 
 State leaves that belong to a parameter are kept as rows like the parameter, and gathered with the parameter. All other
-leaves are kept whole by every rank. The results are equal to the results on one device. The costs are a gather of
+leaves are kept whole by every rank. The results are equal to the results on a single device. The costs are a gather of
 gradients, parameters and state in each step, and the memory of the whole leaves during the step.
 """
 

@@ -1,4 +1,4 @@
-"""Pretrained models: files, settings, tokenizers and chat templates, and `LLM`, a model in one line."""
+"""Pretrained models: files, settings, tokenizers and chat templates, and `LLM`, a model in a single line."""
 
 from ._llm import LLM as LLM
 from ._settings import CACHE_DTYPES as CACHE_DTYPES, DRAFTERS as DRAFTERS, DTYPES as DTYPES, KINDS as KINDS

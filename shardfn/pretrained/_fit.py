@@ -19,7 +19,7 @@ def fit_codes(job: ModelSettings, params: PyTree, text: Text, plain: Decoder) ->
         job: job with the text and the codes.
         params: parameters of the model. Parameters in codes already are not changed.
         text: tokenizer of the model.
-        plain: decoder of the model, without codes, on one rank.
+        plain: decoder of the model, without codes, on a single rank.
 
     Raises:
         ValueError: the text has no tokens, or the model's layers are not known one by one.

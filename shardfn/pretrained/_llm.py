@@ -1,4 +1,4 @@
-"""A model in one line: text in, text out, by an engine of a directory's model."""
+"""A model in a single line: text in, text out, by an engine of a directory's model."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class LLM:
 
     Args:
         model: directory of Hugging Face, a GGUF file, or a run of examples/train_gpt.py.
-        mesh: mesh with the axis "tp". None is one device.
+        mesh: mesh with the axis "tp". None is a single device.
         dtype: "float32", which is batch-invariant, or "bfloat16".
         quantization: "int8" or "int4" for the weights of linear layers.
         context: most tokens of a sequence. Default: the model's.

@@ -68,8 +68,8 @@ class LoadedModel(NamedTuple):
         inexact: reason why the model is not batch-invariant, empty if batch-invariant.
         size: number of parameters.
         coded: remark on weights in codes.
-        plain: function that makes the decoder of the same weights without codes, for one rank. None unless codes are
-            fitted.
+        plain: function that makes the decoder of the same weights without codes, for a single rank. None unless codes
+            are fitted.
     """
 
     decoder: Decoder

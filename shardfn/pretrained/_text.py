@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from shardfn.data import Tokenizer
 
-from ._template_time import check_template
+from ._template_time import check_template, render_template
 
 
 class Text(NamedTuple):
