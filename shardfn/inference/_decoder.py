@@ -33,7 +33,8 @@ class Decoder:
         packed: specs of the result of `pack`, a prefix tree.
         batch_invariant: whether the decoder is batch-invariant: a token's logits have the same bits next to any other
             tokens.
-        embeds: whether `outputs` has hidden states. False: the engine embeds no prompt.
+        hidden_layers: numbers of layers after which `outputs` has hidden states. Without the number of all layers, the
+            engine embeds no prompt.
         linear: layers that may have adapters, by name.
         expert_shape: number of layers with experts, and of a token's choices in each: `Engine(record_experts=True)`.
             (0, 0) if `outputs` has no experts.
@@ -48,10 +49,15 @@ class Decoder:
     pack: Callable[[PyTree], PyTree] = lambda params: params
     packed: PyTree = P()
     batch_invariant: bool = False
-    embeds: bool = False
+    hidden_layers: Sequence[int] = ()
     linear: Mapping[str, Linear] = dataclasses.field(default_factory=dict)
     expert_shape: tuple[int, int] = (0, 0)
     more_layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
+
+    @property
+    def embeds(self) -> bool:
+        """Returns whether `outputs` has the states that the head multiplies."""
+        return self.cache.layers in self.hidden_layers
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -123,7 +129,7 @@ def decoder(config: gpt.Config, *, tp: str | None = None, quantization: Quantiza
         pack=lambda params: gpt.pack(config, params, axis=tp, quantization=quantization),
         packed=gpt.packed_specs(config, tp=tp),
         batch_invariant=config.batch_invariant,
-        embeds=True,
+        hidden_layers=range(config.num_layers + 1),
         linear=linear,
         expert_shape=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
         more_layouts=_list_more(config, tp, quantization),
