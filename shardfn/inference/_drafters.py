@@ -36,8 +36,8 @@ class Context(NamedTuple):
         salt: salt of the request, with its adapter. Texts of different salts are kept separate.
         key: key of the draws.
         sampling: sampling of the request.
-        hidden: hidden states from which the last token was drawn, after each of the layers that the drafter wants, one
-            after another. None for a drafter that wants no states, and before the first draw of a request.
+        hidden: hidden states behind the last token's draw, after each layer that the drafter wants, concatenated. None
+            for a drafter that wants no states, and before the first draw of a request.
     """
 
     serial: int
@@ -94,7 +94,7 @@ class HiddenStateDrafter(Drafter, Protocol):
 
     @property
     def wants_hidden(self) -> tuple[int, ...]:
-        """Returns the numbers of layers after which the drafter wants states, of `Decoder.hidden_layers`.
+        """Returns the layers that the drafter wants states after, some of `Decoder.hidden_layers`.
 
         For example (2, 6): the states after two layers, and after all of six layers.
         """
@@ -102,7 +102,7 @@ class HiddenStateDrafter(Drafter, Protocol):
 
 
 def find_wanted_layers(drafter: Drafter | None) -> tuple[int, ...]:
-    """Returns the numbers of layers after which a drafter wants hidden states.
+    """Returns the layers that a drafter wants hidden states after.
 
     Example:
         >>> find_wanted_layers(Ngram())

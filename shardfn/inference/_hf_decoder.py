@@ -282,7 +282,7 @@ def _make_decoder(
     if head in linear:
         inner = [name for name in linear if name != head and name not in kept]
         sizes = {name: Linear(inputs[name], nums[name], linear[name]) for name in inner}
-        made = replace(made, hidden_layers=(layers,), linear=sizes)
+        made = replace(made, hidden_layers=(layers,), hidden_size=inputs[head], linear=sizes)
     return made if tp is None else replace(made, specs=specs, packed=served)
 
 

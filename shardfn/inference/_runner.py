@@ -159,7 +159,7 @@ class StepResults(NamedTuple):
         hidden: hidden states, float32. None if they are not wanted.
         top: most probable tokens that each row wants, empty where no row wants any.
         experts: experts of the plan's tokens. None if they are not wanted.
-        states: hidden states after each of the wanted layers, one after another. None if they are not wanted.
+        states: hidden states after each wanted layer, concatenated. None if they are not wanted.
     """
 
     tokens: list[int]
@@ -354,7 +354,7 @@ class Runner:
             routed: whether the experts of the plan's tokens are wanted, and hidden states.
             edits: changes of the logits of rows by processors. The step then draws all rows outside of its graph, with
                 the same bits.
-            states: numbers of layers after which the hidden states of the rows are wanted.
+            states: layers that the hidden states of the rows are wanted after.
         """
         if plan.moves:
             cache = list(self._decoder.cache.move(cache, plan.moves))

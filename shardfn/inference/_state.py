@@ -122,7 +122,7 @@ class Sequence:
     begun: bool = False
     preempted: int = -1  # last step of a preemption
     draft_length: DraftLength = field(default_factory=DraftLength)  # in its drafts
-    hidden: Tensor | None = None  # states from which the last token was drawn, for a drafter that wants states
+    hidden: Tensor | None = None  # states behind the last token's draw, for a drafter that wants states
 
     @property
     def reusable(self) -> int:

@@ -129,7 +129,7 @@ def decode(
 def _narrow_last(body: nn.AttentionBackend, p: Params, rows_R: Tensor, num: int | None) -> nn.Local | None:
     """Returns the body of the last layer for only the wanted tokens, or None where the layer computes all tokens.
 
-    Adapters and records of experts need all tokens, of which there are `num`.
+    Adapters and records of experts need all `num` tokens.
     """
     if num is None or len(rows_R) >= num or "router" in p or not isinstance(body, nn.Local):
         return None
@@ -137,7 +137,7 @@ def _narrow_last(body: nn.AttentionBackend, p: Params, rows_R: Tensor, num: int 
 
 
 class _LayerStates(NamedTuple):
-    """States of the rows after a number of layers, for which a program pays only where the program asks.
+    """States of the rows after a number of layers. A program that does not ask pays nothing.
 
     Attributes:
         states: states [1, T, D] before the first layer, and after each layer.

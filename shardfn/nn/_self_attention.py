@@ -138,7 +138,7 @@ def self_attention(
         table: cos and sin for `rope`, of all tokens. None: no rotation.
         slopes_H: ALiBi's slopes of all H heads, or None.
         how: mask and body of attention. Where `how.impl` cuts the tokens, x and the table have only the rank's tokens.
-        rows_R: tokens whose results are wanted, for a body from `Local.with_queries(rows_R)`, without a table. All
+        rows_R: tokens with wanted results, for a body from `Local.with_queries(rows_R)`, without a table. All
             tokens give their keys and values. None: all tokens.
         axis: mesh axes along which heads are cut. None means a single device.
         sequence: T where x and the result are the rank's rows of the tokens (sequence parallelism).

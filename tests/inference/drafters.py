@@ -35,7 +35,7 @@ class Seeing(Random):
 
     Attributes:
         wants_hidden: numbers of layers.
-        seen: tokens, and the states from which the last one was drawn.
+        seen: tokens, and the states behind the last token's draw.
     """
 
     wants_hidden: tuple[int, ...] = (2,)
