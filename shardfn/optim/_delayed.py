@@ -37,7 +37,7 @@ class DelayedState(NamedTuple):
 
 
 def delayed(tx: GradientTransformation | Pair, warmup: int = 0) -> GradientTransformation:
-    """Steps along the gradients of the previous step: `p_{t+1} = p_t + tx(g_{t-1})`, where `g_t` is the gradient at `p_t`.
+    """Steps along the gradients of the previous step: `p_{t+1} = p_t + tx(g_{t-1})`, `g_t` the gradient at `p_t`.
 
     The update of step t does not depend on the gradients of step t, so an optimizer on the host can run in parallel
     with forward and backward on the device. The first `warmup` steps are plain ones, `p_{t+1} = p_t + tx(g_t)`:
