@@ -5,11 +5,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from ._generate_text import reason_of
-from ._template_time import check_template, rendered
+from ._template_time import check_template, render_template
+from ._text import describe_reason
 
 
-def template(source: str) -> Callable[..., str]:
+def compile_chat_template(source: str) -> Callable[..., str]:
     """Returns a function from messages to the text of a prompt.
 
     The template sees `messages`, `add_generation_prompt` (true), `raise_exception(message)`, `strftime_now(format)`,
@@ -42,9 +42,9 @@ def template(source: str) -> Callable[..., str]:
     def render_chat(messages: list[dict[str, Any]], *, continue_final_message: bool = False, **options: Any) -> str:
         given = {"messages": messages, "add_generation_prompt": not continue_final_message, **options}
         try:
-            text = rendered(lambda: made.render({**given, "raise_exception": refuse_messages}))
+            text = render_template(lambda: made.render({**given, "raise_exception": refuse_messages}))
         except Exception as error:  # a template is a program and may, for example, divide by zero
-            raise ValueError(f"the chat template refuses these messages: {reason_of(error)}") from error
+            raise ValueError(f"the chat template refuses these messages: {describe_reason(error)}") from error
         return _cut_after(text, messages[-1]["content"]) if continue_final_message else text
 
     return render_chat

@@ -1,11 +1,11 @@
-"""Tokenizers as `shardfn generate` uses them."""
+"""Tokenizers of models, with their chat templates and the tokens that end a text."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardfn.data import Tokenizer
 
-from ._template_time import check_template, rendered
+from ._template_time import check_template, render_template
 
 
 class Text(NamedTuple):
@@ -33,7 +33,7 @@ class Text(NamedTuple):
     template: str = ""
 
 
-def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> Text:
+def wrap_transformers_tokenizer(tokenizer: Any, ends: frozenset[int] = frozenset()) -> Text:
     """Returns a tokenizer of transformers.
 
     Args:
@@ -45,9 +45,9 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
         options = {"add_generation_prompt": not options.get("continue_final_message"), **options}
         try:
             check_template(tokenizer.get_chat_template(None, options.get("tools")))
-            return rendered(lambda: tokenizer.apply_chat_template(messages, tokenize=False, **options))
+            return render_template(lambda: tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # a template is a program and may, for example, divide by zero
-            raise ValueError(f"--chat: the chat template refuses these messages: {reason_of(error)}") from error
+            raise ValueError(f"--chat: the chat template refuses these messages: {describe_reason(error)}") from error
 
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
     own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -71,12 +71,12 @@ def _find_template(tokenizer: Any) -> str:
         return ""
 
 
-def reason_of(error: Exception) -> str:
+def describe_reason(error: Exception) -> str:
     """Returns the message of a template's error, or the type, where the message is empty."""
     return str(error) or type(error).__name__
 
 
-def text_of_data(tokenizer: Tokenizer) -> Text:
+def wrap_data_tokenizer(tokenizer: Tokenizer) -> Text:
     """Returns a tokenizer of `shardfn.data`."""
 
     def token_id(text: str) -> int | None:
