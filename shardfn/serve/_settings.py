@@ -33,8 +33,8 @@ class Settings:
         drain_seconds: time for requests in progress after SIGTERM.
         health_seconds: time that a step may take before the server counts as ill.
         defaults: values of `shardfn.inference.Sampling` for fields that a body leaves out, by name.
-        tool_call_parser: format of calls of tools: "hermes" (also Qwen's), "llama3_json", "mistral",
-            "none", or "auto" for the format that the chat template shows.
+        tool_call_parser: format of calls of tools: "hermes" (also Qwen's), "llama3_json", "mistral", "none", or "auto"
+            for the format that the chat template shows.
         reasoning_parser: format of the model's reasoning: "think" for `<think>`, "mistral", "none" or "auto".
         origins: origins of further sites with pages that may use the server, for example "https://example.org", or "*".
 
