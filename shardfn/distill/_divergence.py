@@ -169,8 +169,8 @@ def _check_block(classes: int, axis: Axes, vocab_size: int | None) -> None:
 def _check_pair(student: Tensor, teacher: Tensor, targets: Any) -> None:
     if student.shape[-1] != teacher.shape[-1]:
         raise ValueError(
-            f"distill.logits: the student has {student.shape[-1]} classes and the teacher {teacher.shape[-1]}, by logits"
-            f" of shapes {tuple(student.shape)} and {tuple(teacher.shape)}. Both must have the same vocabulary:"
+            f"distill.logits: the student has {student.shape[-1]} classes and the teacher {teacher.shape[-1]}, with"
+            f" shapes {tuple(student.shape)} and {tuple(teacher.shape)}. Both must have the same vocabulary:"
             " rl.check_tokenizers compares tokenizers, and teacher[..., :V] cuts off the padding of the larger table."
         )
     if student.shape != teacher.shape or (targets is not None and targets.shape != student.shape[:-1]):
