@@ -152,6 +152,7 @@ class PagedAttention(nn.Local):
         tables: blocks of each sequence.
         tree: where drafts may branch, the drafts that each token sees in their slots. See `kernels.ragged_attention`.
         host_blocks: part of a cache on the host. None where the cache is on the device.
+        queries: tokens that have a query. None: all tokens.
     """
 
     cache: Shaped[Tensor, "blocks 2 g block row"]
@@ -161,6 +162,11 @@ class PagedAttention(nn.Local):
     tables: Int[Tensor, "s width"]
     tree: Bool[Tensor, "t t"] | None = None
     host_blocks: HostCacheBlocks | None = None
+    queries: Int[Tensor, " r"] | None = None
+
+    def with_queries(self, rows_R: Tensor) -> "PagedAttention":
+        """Returns the body that takes the queries of only these tokens."""
+        return dataclasses.replace(self, queries=rows_R.int())
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
         """Returns the attention of one row of tokens, each over its sequence."""
@@ -203,6 +209,7 @@ class PagedAttention(nn.Local):
                 slopes=slopes_H,
                 sinks=sinks_H,
                 tree=self.tree,
+                rows=self.queries,
             )
         return y_THK[None].to(q_BTHK.dtype)
 

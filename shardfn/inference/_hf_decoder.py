@@ -270,7 +270,8 @@ def _make_decoder(
         attend = functools.partial(_attend_heads, bodies, tp)
         mode = ExactRows(made) if linear else None
         logits, chosen = function(params, tokens_T, positions_T, rows_R, attend, mode, exchange)
-        return Outputs(logits, seen[0].reshape(-1, seen[0].shape[-1]) if seen else None, chosen)
+        last = seen[0].reshape(-1, seen[0].shape[-1]) if seen else None
+        return Outputs(logits, last, chosen, lambda num: last)
 
     placed = {name: P(tp) if name in cut and name not in kept else P() for name in like}
     placed |= dict.fromkeys(function.experts, P(tp))
@@ -281,7 +282,7 @@ def _make_decoder(
     if head in linear:
         inner = [name for name in linear if name != head and name not in kept]
         sizes = {name: Linear(inputs[name], nums[name], linear[name]) for name in inner}
-        made = replace(made, embeds=True, linear=sizes)
+        made = replace(made, hidden_layers=(layers,), hidden_size=inputs[head], linear=sizes)
     return made if tp is None else replace(made, specs=specs, packed=served)
 
 
