@@ -51,20 +51,20 @@ def student(
     _check_kept(config, keep, every)
     layers = [
         layer
-        for block in (_unstacked(params["blocks"]) if config.stacked else params["blocks"])
+        for block in (_unstack_blocks(params["blocks"]) if config.stacked else params["blocks"])
         for layer in layers_of(config, block)
     ]
-    made = _kept_config(config, keep)
+    made = _make_config(config, keep)
     out = {**params, "blocks": [layers[i] for i in keep]}
     return made, stack_blocks(made, out, torch.stack) if made.stacked else out
 
 
-def _unstacked(blocks: Params) -> list[Params]:
+def _unstack_blocks(blocks: Params) -> list[Params]:
     num = len(next(iter(blocks.values())))
     return [tree_map(lambda x, i=i: x[i], blocks) for i in range(num)]
 
 
-def _kept_config(config: Config, keep: Sequence[int]) -> Config:
+def _make_config(config: Config, keep: Sequence[int]) -> Config:
     if config.experts is None:
         return dataclasses.replace(config, num_layers=len(keep))
     at = {layer: i for i, layer in enumerate(config.expert_layers)}
