@@ -2,8 +2,8 @@
 
 p_S, p_T = softmax(logits / t). B batch, T tokens, V vocabulary.
 
-    forward     KL(p_T, p_S)                                      the student covers each token that the teacher may predict
-    reverse     KL(p_S, p_T)                                      the student keeps to tokens that the teacher predicts
+    forward     KL(p_T, p_S)                   the student covers all tokens of the teacher
+    reverse     KL(p_S, p_T)                   the student keeps to tokens of the teacher
     jensen      beta KL(p_T, m) + (1 - beta) KL(p_S, m), with m = beta p_T + (1 - beta) p_S
 
 Hinton et al., Distilling the Knowledge in a Neural Network, 2015, https://arxiv.org/abs/1503.02531
