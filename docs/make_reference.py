@@ -43,6 +43,7 @@ ROOMS = (
     "graph",
     "schedules",
     "testing",
+    "pretrained",
     "cli",
 )
 
