@@ -76,6 +76,11 @@ class MessageParser:
         self._reader = self._read_message()
         next(self._reader)
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Returns whether the text is within reasoning."""
+        return self._kind == "reasoning"
+
     def add(self, text: str) -> list[Part]:
         """Returns the parts that are certain with further text."""
         for character in text:

@@ -102,12 +102,24 @@ class ChoiceReader:
 
     Args:
         rules: rules of messages. Without rules all text is content.
+        stops: stop strings of the request.
+        decode: function from the tokens of the choice to their text, the stop string included.
 
     Attributes:
         ids: ids of calls.
+        stop: stop string that has ended the text, or None.
+        reasoning: number of tokens of the reasoning so far.
     """
 
-    def __init__(self, rules: MessageRules | None) -> None:
+    def __init__(
+        self,
+        rules: MessageRules | None,
+        stops: Sequence[str] = (),
+        decode: Callable[[Sequence[int]], str] = lambda tokens: "",
+    ) -> None:
+        self._stops, self._decode, self._tokens, self._length = stops, decode, list[int](), 0
+        self.stop: str | None = None
+        self.reasoning = 0
         self._shows = rules is None or rules.shows
         self._parser = None if rules is None else rules.make_parser()
         self.ids = CallIds()
@@ -115,9 +127,12 @@ class ChoiceReader:
     def take(self, piece: Chunk) -> tuple[list[Part], str | None]:
         """Returns the parts that are certain with a piece, and the reason if the choice ends."""
         text, reason = piece.token.text, piece.token.finish_reason
+        if self._stops:
+            self._find_stop(piece)
         if self._parser is None:
             return [Part("content", text)] if text else [], reason
         parts = self._parser.add(text)
+        self.reasoning += self._parser.is_reasoning
         if reason is not None:
             parts = join_parts(parts + self._parser.end())
             if reason == "stop" and self._parser.malformed:
@@ -125,6 +140,13 @@ class ChoiceReader:
             elif reason == "stop" and self._parser.num_calls:
                 reason = "tool_calls"
         return [part for part in parts if self._shows or part.kind != "reasoning"], reason
+
+    def _find_stop(self, piece: Chunk) -> None:
+        self._tokens += [] if piece.token.token is None else [piece.token.token]
+        self._length += len(piece.token.text)
+        if piece.token.finish_reason == "stop":
+            rest = self._decode(self._tokens)[self._length :]
+            self.stop = max((x for x in self._stops if rest.startswith(x)), key=len, default=None)
 
 
 class ResponseBuilder:
