@@ -1,4 +1,4 @@
-"""Parts of a text that a model writes: reasoning, the answer, and calls of tools, each as soon as it is certain.
+"""Parts of a text that a model writes: reasoning, the answer, and calls of tools, each as soon as possible.
 
 A parser is a coroutine that takes a character at a time. So the parts of a text, joined, are the same for every way
 to cut the text into pieces.
