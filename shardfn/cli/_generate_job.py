@@ -51,6 +51,7 @@ class GenerateJob:
         json: whether the output is JSON lines.
         drafter: key of `DRAFTERS`, for speculative decoding.
         draft_model: path of a smaller model that guesses, or None.
+        speculator: directory of a speculator that guesses, or None.
         adapter: directory of `peft`, or None.
         generation_config: source of defaults: "auto" takes values from the model's `generation_config.json`, and "none"
             ignores the file.
@@ -79,13 +80,15 @@ class GenerateJob:
     drafter: str = "none"
     adapter: str | None = None
     draft_model: str | None = None
+    speculator: str | None = None
     generation_config: str = "auto"
     recommended: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def drafts(self) -> int:
         """Returns the number of guessed rows for each row."""
-        return 0 if self.drafter == "none" and self.draft_model is None else _DRAFTS
+        guesses = self.drafter != "none" or self.draft_model is not None or self.speculator is not None
+        return _DRAFTS if guesses else 0
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,17 +187,20 @@ def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a smaller model of the same tokenizer that guesses tokens, kept by each rank",
     )
+    add("--speculator", metavar="DIR", help="a speculator that shardfn speculate has trained for MODEL")
 
 
 def drafter_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yields the problems of the options of speculative decoding."""
-    if args.draft_model is None:
-        return
-    if args.drafter != "none":
-        yield f"--draft-model and --drafter {args.drafter} are two drafters; leave one of them out"
-    kind = kind_of(pathlib.Path(args.draft_model))
-    if isinstance(kind, Problem):
+    named = {"--draft-model": args.draft_model, "--speculator": args.speculator}
+    given = [option for option, value in named.items() if value is not None]
+    given += [f"--drafter {args.drafter}"] if args.drafter != "none" else []
+    if len(given) > 1:
+        yield f"{' and '.join(given)} are {len(given)} drafters; leave all but one of them out"
+    if args.draft_model is not None and isinstance(kind := kind_of(pathlib.Path(args.draft_model)), Problem):
         yield str(kind).replace("MODEL", "--draft-model", 1)
+    if args.speculator is not None and not (pathlib.Path(args.speculator) / "config.json").is_file():
+        yield f"--speculator {args.speculator} has no config.json; give a directory of shardfn speculate"
 
 
 def parse_generate(args: argparse.Namespace) -> GenerateJob:

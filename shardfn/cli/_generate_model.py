@@ -43,6 +43,7 @@ from shardfn.interop.quantized import can_decode, read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import load_peft
 from shardfn.models import gpt
+from shardfn.speculators import load as load_speculator
 from shardfn.transforms import eval_shape, sharded
 
 from ._generate_files import object_of, reading
@@ -154,7 +155,7 @@ def engine_of(
         OSError: see `load`.
         ImportError: see `load`.
     """
-    drafter = _load_drafter(job, limits)
+    drafter = _load_drafter(job, limits, served.decoder)
     more = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _disk_of(job)}
     engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, cache=job.cache_memory, **more)
     for name, place in adapters.items():
@@ -174,18 +175,21 @@ def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | N
     return "\n".join(lines)
 
 
-def _load_drafter(job: GenerateJob, limits: Limits) -> Drafter | None:
+def _load_drafter(job: GenerateJob, limits: Limits, made: Decoder) -> Drafter | None:
     """Returns the drafter of a job. Each rank has a whole draft model.
 
     Args:
         job: job with the model's name.
         limits: limits of the engine.
+        made: decoder of the engine.
 
     Raises:
         ValueError: see `load`.
         OSError: see `load`.
         ImportError: see `load`.
     """
+    if job.speculator is not None:
+        return load_speculator(job.speculator, made)
     if job.draft_model is None:
         return DRAFTERS[job.drafter]
     kind = kind_of(pathlib.Path(job.draft_model))

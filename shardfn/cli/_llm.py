@@ -43,6 +43,7 @@ class LLM:
         context: most tokens of a sequence. Default: the model's.
         cache_gib: most GiB of the KV cache, on all ranks together.
         drafter: "none", "ngram" or "suffix", for speculative decoding.
+        speculator: directory of a speculator of the model, in place of a drafter.
         adapters: directories of peft, by the names that calls give.
         **sizes: other fields of `inference.Limits`.
 
@@ -72,6 +73,7 @@ class LLM:
         context: int | None = None,
         cache_gib: float = 1.0,
         drafter: str = "none",
+        speculator: str | None = None,
         adapters: Mapping[str, str] | None = None,
         **sizes: Any,
     ) -> None:
@@ -83,7 +85,7 @@ class LLM:
         job = GenerateJob(
             *(str(model), kind, (), Sampling()),
             **{"ranks": 1 if mesh is None else mesh.axis_size(AXIS), "dtype": dtype, "weights": quantization},
-            **{"cache_gib": cache_gib, "drafter": drafter, "recommended": recommended},
+            **{"cache_gib": cache_gib, "drafter": drafter, "speculator": speculator, "recommended": recommended},
         )
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
         served = load(job, mesh)
