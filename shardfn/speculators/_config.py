@@ -12,7 +12,7 @@ _SIZES = ("vocab_size", "d_model", "num_layers", "d_inner", "num_heads")
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class RecurrentConfig:
     """Shape of a speculator.
 
     Attributes:
@@ -27,7 +27,7 @@ class Config:
         ValueError: lists every field that is out of range.
 
     Example:
-        >>> Config("mlp", vocab_size=64, d_model=32, num_layers=2, d_inner=16).num_gates
+        >>> RecurrentConfig("mlp", vocab_size=64, d_model=32, num_layers=2, d_inner=16).num_gates
         1
     """
 
@@ -47,7 +47,7 @@ class Config:
         if self.kind not in KINDS:
             hint = did_you_mean(str(self.kind), KINDS)
             problems.insert(0, f"kind must be one of {', '.join(KINDS)}, got {self.kind!r:.40}.{hint}")
-        raise_all(ValueError, "speculators.Config:", problems)
+        raise_all(ValueError, "speculators.RecurrentConfig:", problems)
 
     @property
     def num_gates(self) -> int:
@@ -55,14 +55,14 @@ class Config:
         return 4 if self.kind == "lstm" else 1
 
 
-def config_of(decoder: Decoder, kind: Kind, *, d_inner: int | None = None, num_heads: int = 3) -> Config:
+def config_of(decoder: Decoder, kind: Kind, *, d_inner: int | None = None, num_heads: int = 3) -> RecurrentConfig:
     """Returns the shape of a speculator for a model.
 
     Args:
         decoder: decoder of the model.
-        kind: see `Config`.
-        d_inner: see `Config`. Default: the model's width.
-        num_heads: see `Config`.
+        kind: see `RecurrentConfig`.
+        d_inner: see `RecurrentConfig`. Default: the model's width.
+        num_heads: see `RecurrentConfig`.
 
     Raises:
         ValueError: the decoder does not give the hidden states that the head multiplies, or a size is out of range.
@@ -77,10 +77,12 @@ def config_of(decoder: Decoder, kind: Kind, *, d_inner: int | None = None, num_h
     if not decoder.embeds:
         raise ValueError("speculators: this decoder does not give its hidden states. Take a batch-invariant decoder.")
     sizes = {"vocab_size": decoder.vocab, "d_model": decoder.hidden_size, "num_layers": decoder.cache.layers}
-    return Config(kind, **sizes, d_inner=decoder.hidden_size if d_inner is None else d_inner, num_heads=num_heads)
+    return RecurrentConfig(
+        kind, **sizes, d_inner=decoder.hidden_size if d_inner is None else d_inner, num_heads=num_heads
+    )
 
 
-def list_misfits(config: Config, decoder: Decoder) -> list[str]:
+def list_misfits(config: RecurrentConfig, decoder: Decoder) -> list[str]:
     """Returns the sizes of the model that differ from the sizes that a speculator was made for, with both values."""
     own: dict[str, Any] = {
         "vocab_size": decoder.vocab,

@@ -17,7 +17,7 @@ from shardfn.engine import BoundCall, sharded
 from shardfn.inference import Context, Decoder, DraftTree, Limits, Sampling
 from shardfn.transforms import jit
 
-from ._config import Config, list_misfits
+from ._config import RecurrentConfig, list_misfits
 from ._recurrent import BATCH_INVARIANT, Params, advance_state, list_shapes, scale_of, start_state
 
 _PRODUCTS = ("first", "later", "head")  # weights that `row_linear` multiplies
@@ -54,7 +54,7 @@ class Speculator:
         True
     """
 
-    def __init__(self, config: Config, params: Params, *, digest: str = "") -> None:
+    def __init__(self, config: RecurrentConfig, params: Params, *, digest: str = "") -> None:
         check_params(config, params)
         self.config, self._digest = config, digest
         params = {name: x.detach().float() for name, x in params.items()}
@@ -167,7 +167,7 @@ def _make_inputs(contexts: Sequence[Context], size: int, device: torch.device) -
     return _Inputs(F.pad(states.to(device), (0, 0, 0, padding)), **columns)
 
 
-def _run_heads(config: Config, params: Params, inputs: _Inputs) -> Int64[Tensor, "b n"]:
+def _run_heads(config: RecurrentConfig, params: Params, inputs: _Inputs) -> Int64[Tensor, "b n"]:
     """Returns the drafts of all heads."""
 
     def multiply(name: str, x: Tensor) -> Tensor:
@@ -185,11 +185,11 @@ def _run_heads(config: Config, params: Params, inputs: _Inputs) -> Int64[Tensor,
     return torch.stack(found, 1)
 
 
-def _count_outputs(config: Config, name: str) -> int:
+def _count_outputs(config: RecurrentConfig, name: str) -> int:
     return list_shapes(config)[name][0]
 
 
-def check_params(config: Config, params: Params) -> None:
+def check_params(config: RecurrentConfig, params: Params) -> None:
     """Refuses parameters of another shape.
 
     Raises:

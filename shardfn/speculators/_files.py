@@ -11,16 +11,16 @@ from safetensors.torch import load_file, save_file
 from shardfn.core import did_you_mean, raise_all
 from shardfn.inference import Decoder
 
-from ._config import Config, list_misfits
+from ._config import RecurrentConfig, list_misfits
 from ._drafter import Speculator, check_params
 from ._recurrent import Params
 
 CONFIG, TENSORS = "config.json", "model.safetensors"
 _FORMAT = "shardfn-speculator"
-_FIELDS = {x.name: x.type for x in dataclasses.fields(Config)}
+_FIELDS = {x.name: x.type for x in dataclasses.fields(RecurrentConfig)}
 
 
-def save(directory: str | os.PathLike[str], config: Config, params: Params, decoder: Decoder) -> None:
+def save(directory: str | os.PathLike[str], config: RecurrentConfig, params: Params, decoder: Decoder) -> None:
     """Writes a speculator of a model. Files of the same names are replaced once the new files are whole.
 
     Args:
@@ -84,7 +84,7 @@ def load(directory: str | os.PathLike[str], decoder: Decoder) -> Speculator:
     return made
 
 
-def _read_config(path: pathlib.Path) -> tuple[Config, str]:
+def _read_config(path: pathlib.Path) -> tuple[RecurrentConfig, str]:
     """Returns the shape, and the digest of the model."""
     try:
         about: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -100,6 +100,6 @@ def _read_config(path: pathlib.Path) -> tuple[Config, str]:
     problems += [f"{name} is unknown.{did_you_mean(name, known)}" for name in sorted(set(about) - known)]
     raise_all(ValueError, f"{path}:", problems)
     try:
-        return Config(**{name: about[name] for name in _FIELDS}), str(about["model_digest"])
+        return RecurrentConfig(**{name: about[name] for name in _FIELDS}), str(about["model_digest"])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

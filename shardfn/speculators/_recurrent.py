@@ -33,7 +33,7 @@ from shardfn import nn
 from shardfn.core import Axes, P, PyTree, full, normal, split
 from shardfn.engine import WeightedMean
 
-from ._config import Config
+from ._config import RecurrentConfig
 
 Params = dict[str, Any]
 
@@ -68,7 +68,7 @@ BATCH_INVARIANT = CellFunctions(
 )
 
 
-def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
+def init(config: RecurrentConfig, key: Int64[Tensor, "2"]) -> Params:
     """Returns fresh parameters: weights normal(0, 1 / sqrt(smaller dim)), and norms of scale 1 and shift 0.
 
     Args:
@@ -81,7 +81,7 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
 
     Example:
         >>> from shardfn import core
-        >>> config = Config("lstm", vocab_size=64, d_model=32, num_layers=2, d_inner=16)
+        >>> config = RecurrentConfig("lstm", vocab_size=64, d_model=32, num_layers=2, d_inner=16)
         >>> init(config, core.key(0))["first"].shape
         torch.Size([64, 32])
     """
@@ -96,7 +96,7 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
     }
 
 
-def list_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+def list_shapes(config: RecurrentConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the parameters by name."""
     V, D, E, rows = config.vocab_size, config.d_model, config.d_inner, config.num_gates * config.d_inner
     norms = ("norm_w", "norm_b", *(("cell_norm_w", "cell_norm_b") if config.kind == "lstm" else ()))
@@ -104,7 +104,7 @@ def list_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return weights | dict.fromkeys(norms, (E,))
 
 
-def specs(config: Config, *, tp: Axes = None) -> PyTree:
+def specs(config: RecurrentConfig, *, tp: Axes = None) -> PyTree:
     """Returns the compute layout: `P()`, whole, for every leaf. With `tp`, the vocabulary of embedding and head is cut.
 
     Args:
@@ -115,7 +115,7 @@ def specs(config: Config, *, tp: Axes = None) -> PyTree:
 
 
 def apply(
-    config: Config,
+    config: RecurrentConfig,
     params: Params,
     hidden_BTD: Float[Tensor, "b t d"],
     tokens_BTN: Int64[Tensor, "b t n"],
@@ -133,7 +133,7 @@ def apply(
 
     Example:
         >>> from shardfn import core
-        >>> config = Config("mlp", vocab_size=64, d_model=32, num_layers=2, d_inner=16)
+        >>> config = RecurrentConfig("mlp", vocab_size=64, d_model=32, num_layers=2, d_inner=16)
         >>> params, tokens = init(config, core.key(0)), torch.zeros(2, 5, 3, dtype=torch.int64)
         >>> [x.shape for x in apply(config, params, torch.ones(2, 5, 32), tokens)][0]
         torch.Size([2, 5, 64])
@@ -147,7 +147,7 @@ def apply(
     return logits
 
 
-def loss(config: Config, params: Params, batch: Mapping[str, Tensor], *, axis: Axes = None) -> WeightedMean:
+def loss(config: RecurrentConfig, params: Params, batch: Mapping[str, Tensor], *, axis: Axes = None) -> WeightedMean:
     """Returns the sum over the heads of the mean cross entropy of their tokens.
 
     Head i at position t sees the state at t and the tokens t + 1 to t + 1 + i, and guesses the token t + i + 2.
@@ -163,7 +163,7 @@ def loss(config: Config, params: Params, batch: Mapping[str, Tensor], *, axis: A
 
     Example:
         >>> from shardfn import core
-        >>> config = Config("mlp", vocab_size=64, d_model=32, num_layers=2, d_inner=16)
+        >>> config = RecurrentConfig("mlp", vocab_size=64, d_model=32, num_layers=2, d_inner=16)
         >>> batch = {"hidden": torch.ones(2, 9, 32), "tokens": torch.zeros(2, 9, dtype=torch.int64)}
         >>> total, weight = loss(config, init(config, core.key(0)), batch)
         >>> weight.item()
@@ -192,14 +192,14 @@ def start_state(functions: CellFunctions, hidden_D: Float[Tensor, "*batch d"]) -
     return CellState(functions.rms_norm(hidden_D, scale_D), hidden_D.new_zeros(()))
 
 
-def scale_of(config: Config) -> float:
+def scale_of(config: RecurrentConfig) -> float:
     """Returns the factor a of embeddings."""
     state_weight = 0.5 ** (0.5 / config.num_heads)
     return math.sqrt((1 - state_weight**2) * config.d_inner / 2) / state_weight
 
 
 def advance_state(
-    config: Config,
+    config: RecurrentConfig,
     params: Params,
     functions: CellFunctions,
     projected: Float[Tensor, "*batch n"],

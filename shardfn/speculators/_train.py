@@ -14,7 +14,7 @@ from shardfn.inference import Engine, Sampling
 from shardfn.optim import adamw, chain, clip_by_global_norm, warmup_cosine_decay_schedule
 from shardfn.transforms import sharded_step
 
-from ._config import Config
+from ._config import RecurrentConfig
 from ._recurrent import Params, init, loss
 
 
@@ -31,7 +31,7 @@ class States(NamedTuple):
 
 
 def train(
-    config: Config,
+    config: RecurrentConfig,
     states: States,
     *,
     steps: int,
@@ -61,7 +61,7 @@ def train(
         ValueError: there are too few rows or tokens, or a number is out of range.
 
     Example:
-        >>> config = Config("mlp", vocab_size=64, d_model=32, num_layers=2, d_inner=16)
+        >>> config = RecurrentConfig("mlp", vocab_size=64, d_model=32, num_layers=2, d_inner=16)
         >>> states = States(torch.ones(4, 9, 32), torch.zeros(4, 9, dtype=torch.int64))
         >>> losses = []
         >>> params = train(config, states, steps=3, batch_size=2, report=lambda step, loss: losses.append(loss))

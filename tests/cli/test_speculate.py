@@ -38,7 +38,8 @@ def text(tmp_path: pathlib.Path) -> pathlib.Path:
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Told]:
     def run_command(*args: object) -> Told:
         status = main([*map(str, args)])
-        return status, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        return status, out, err
 
     return run_command
 

@@ -12,7 +12,7 @@ import torch
 from shardfn import core
 from shardfn.inference import Context, Engine, Runner, Sampling, decoder
 from shardfn.speculators import (
-    Config,
+    RecurrentConfig,
     Speculator,
     States,
     apply,
@@ -112,7 +112,7 @@ def test_a_speculator_of_another_model_is_refused() -> None:
 
 
 def test_other_parameters_are_refused() -> None:
-    config = Config("lstm", vocab_size=13, d_model=24, num_layers=2, d_inner=20)
+    config = RecurrentConfig("lstm", vocab_size=13, d_model=24, num_layers=2, d_inner=20)
     params = init(config, core.key(0))
     wrong = {name: x for name, x in params.items() if name != "cell_norm_b"} | {"extra": torch.ones(1)}
     wrong["head"] = torch.ones(13, 21)

@@ -9,7 +9,7 @@ import pytest
 from shardfn import core
 from shardfn.inference import Decoder, decoder
 from shardfn.models import gpt
-from shardfn.speculators import Config, config_of, init, load, save
+from shardfn.speculators import RecurrentConfig, config_of, init, load, save
 
 SIZES: dict[str, Any] = {"vocab_size": 13, "num_layers": 2, "d_model": 24, "num_heads": 4}
 
@@ -26,7 +26,7 @@ def directory(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def test_files_are_read_as_written(directory: pathlib.Path) -> None:
-    config = Config("lstm", vocab_size=13, d_model=24, num_layers=2, d_inner=8)
+    config = RecurrentConfig("lstm", vocab_size=13, d_model=24, num_layers=2, d_inner=8)
     found = load(directory, model(batch_invariant=True))
     assert found.config == config
     other = load(directory, model())

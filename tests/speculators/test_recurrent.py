@@ -10,10 +10,10 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, core
-from shardfn.speculators import Config, apply, init, loss, specs
+from shardfn.speculators import RecurrentConfig, apply, init, loss, specs
 from shardfn.testing import distributed
 
-CONFIGS = {kind: Config(kind, vocab_size=13, d_model=10, num_layers=2, d_inner=6) for kind in ("mlp", "lstm")}
+CONFIGS = {kind: RecurrentConfig(kind, vocab_size=13, d_model=10, num_layers=2, d_inner=6) for kind in ("mlp", "lstm")}
 
 
 def normalised(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def head_logits(config: Config, p: dict[str, Tensor], hidden: Tensor, tokens: list[int]) -> list[Tensor]:
+def head_logits(config: RecurrentConfig, p: dict[str, Tensor], hidden: Tensor, tokens: list[int]) -> list[Tensor]:
     """The logits of each head after one state, by the formulas."""
     n, E = config.num_heads, config.d_inner
     weight = 0.5 ** (0.5 / n)
@@ -44,7 +44,7 @@ def head_logits(config: Config, p: dict[str, Tensor], hidden: Tensor, tokens: li
     return found
 
 
-def batch_of(config: Config, rows: int = 4, length: int = 9) -> dict[str, Tensor]:
+def batch_of(config: RecurrentConfig, rows: int = 4, length: int = 9) -> dict[str, Tensor]:
     drawn = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, length, config.d_model, generator=drawn)
     return {"hidden": hidden, "tokens": torch.randint(config.vocab_size, (rows, length), generator=drawn)}
@@ -73,12 +73,12 @@ def test_bad_batches_are_refused() -> None:
         with pytest.raises(ValueError, match=r"a state of 10 numbers for each token, and 5 tokens or more"):
             loss(config, params, batch)
     with pytest.raises(ValueError, match=r"kind must be one of mlp, lstm, got 'lstn'. Did you mean 'lstm'"):
-        Config("lstn", vocab_size=13, d_model=10, num_layers=2, d_inner=6)  # pyright: ignore[reportArgumentType]
+        RecurrentConfig("lstn", vocab_size=13, d_model=10, num_layers=2, d_inner=6)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"(?s)d_inner must be an integer of at least 1, got 0.*num_heads .* got 2.5"):
-        Config("mlp", 13, 10, 2, d_inner=0, num_heads=2.5)  # pyright: ignore[reportArgumentType]
+        RecurrentConfig("mlp", 13, 10, 2, d_inner=0, num_heads=2.5)  # pyright: ignore[reportArgumentType]
 
 
-def trained(config: Config, mesh: Any, axes: dict[str, Any], **options: Any) -> tuple[list[float], Any]:
+def trained(config: RecurrentConfig, mesh: Any, axes: dict[str, Any], **options: Any) -> tuple[list[float], Any]:
     """Losses of three steps, and the parameters after them."""
     step = sf.sharded_step(
         functools.partial(loss, config, axis=axes.get("tp")),
