@@ -24,9 +24,8 @@ import torch
 from _report import publish, table
 
 from shardfn import make_mesh, speculators
-from shardfn.cli._generate_job import GenerateJob, kind_of
-from shardfn.cli._generate_model import load
 from shardfn.inference import Drafter, Engine, Ngram, Runner, Sampling, Suffix, limits_of
+from shardfn.pretrained import ModelSettings, detect_kind, load_model
 
 SAMPLINGS = {"greedy": {"temperature": 0.0}, "temperature 0.8": {"temperature": 0.8, "seed": 1}}
 
@@ -36,7 +35,7 @@ def main() -> None:
     args = _arguments()
     torch.set_num_threads(1)
     path = pathlib.Path(args.model)
-    served = load(GenerateJob(args.model, kind_of(path), (), Sampling()), make_mesh({}, alone=True))
+    served = load_model(ModelSettings(model=args.model, kind=detect_kind(path)), make_mesh({}, alone=True))
     made, params = served.decoder, served.params
     limits = limits_of(made, drafts=15, running=4, buckets=(1, 2, 4, 8, 16, 64))
     runner = Runner(made, limits)

@@ -34,6 +34,7 @@ ROOMS = (
     "speculators",
     "serve",
     "rl",
+    "distill",
     "data",
     "metrics",
     "checkpoint",
@@ -43,6 +44,7 @@ ROOMS = (
     "graph",
     "schedules",
     "testing",
+    "pretrained",
     "cli",
 )
 

@@ -14,11 +14,9 @@ from shardfn import speculators
 from shardfn.core import make_mesh, progress, raise_all
 from shardfn.data import JSONLines
 from shardfn.inference import Decoder, Drafter, Engine, Ngram, Sampling, limits_of
+from shardfn.pretrained import ModelSettings, Problem, detect_kind, load_model
 from shardfn.speculators import Kind, States
 from shardfn.waits import waiting
-
-from ._generate_job import GenerateJob, Problem, kind_of
-from ._generate_model import load
 
 _HELD = 20  # one row of so many is held out
 _PROMPTS = 16  # held-out rows that are completed
@@ -43,7 +41,7 @@ class SpeculateJob:
         seed: seed.
     """
 
-    model: GenerateJob
+    model: ModelSettings
     text: str
     out: str
     kind: Kind
@@ -85,7 +83,7 @@ def parse_speculate(args: argparse.Namespace) -> SpeculateJob:
     Raises:
         ValueError: lists all mistakes, each with the remedy.
     """
-    kind = kind_of(pathlib.Path(args.model))
+    kind = detect_kind(pathlib.Path(args.model))
     problems = [str(kind)] if isinstance(kind, Problem) else []
     if not pathlib.Path(args.text).is_file():
         problems.append(f"TEXT {args.text} is no file; give JSON lines such as {{'text': '...'}}, or a plain text")
@@ -101,7 +99,7 @@ def parse_speculate(args: argparse.Namespace) -> SpeculateJob:
         problems.append("shardfn speculate runs on one rank; start it without torchrun")
     raise_all(ValueError, "these arguments make no sense:", problems)
     names = {x.name for x in dataclasses.fields(SpeculateJob)} - {"model"}
-    model = GenerateJob(args.model, kind, (), Sampling())
+    model = ModelSettings(model=args.model, kind=kind)
     return SpeculateJob(model, **{name: getattr(args, name) for name in names})
 
 
@@ -115,7 +113,7 @@ def speculate(job: SpeculateJob) -> int:
         ValueError: the model or the text is refused.
     """
     with waiting("reading", job.model.model):
-        served = load(job.model, make_mesh({}, alone=True))
+        served = load_model(job.model, make_mesh({}, alone=True))
     made = served.decoder
     config = speculators.config_of(made, job.kind, d_inner=job.width, num_heads=job.heads)
     rows = _read_rows(job, made, served.text.plain)

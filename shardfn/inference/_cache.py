@@ -145,7 +145,7 @@ class PagedAttention(nn.Local):
     The cache grows by the keys and values of the tokens at hand.
 
     Attributes:
-        cache: cache of one layer.
+        cache: cache of a single layer.
         slots: places where keys and values of each token are written.
         positions: positions of tokens in their sequences.
         sequences: sequence of each token.
@@ -169,7 +169,7 @@ class PagedAttention(nn.Local):
         return dataclasses.replace(self, queries=rows_R.int())
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
-        """Returns the attention of one row of tokens, each over its sequence."""
+        """Returns the attention of a single row of tokens, each over its sequence."""
         del length
         mask = how.mask
         if not isinstance(mask, nn.Window) or mask.right != 0:

@@ -78,8 +78,8 @@ def hf_decoder(
     the layer passes. All other code is the model's code.
 
     On several ranks each weight of a linear layer is cut by its outputs, and ranks copy results from one another. So
-    logits have the bits of one device on any number of ranks that divides the key heads, for example 1, 2 or 4 ranks
-    with 4 key heads.
+    logits have the bits of a single device on any number of ranks that divides the key heads, for example 1, 2 or 4
+    ranks with 4 key heads.
 
     Args:
         model: `...ForCausalLM` with its weights, in eval mode. The model is not changed. Its code and its buffers run,
@@ -96,7 +96,7 @@ def hf_decoder(
             of embeddings that is also the head is rounded, too.
         params: weights, by name, in place of the model's, which may be on "meta". Deferred weights, as of
             `interop.module_from_hf`, are read only by an engine, each rank its parts. A probe then runs on random
-            values, in the memory of one leaf of each shape.
+            values, in the memory of a single leaf of each shape.
 
     Returns:
         The decoder, and the parameters by name, as an engine takes them.

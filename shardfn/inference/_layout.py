@@ -1,4 +1,4 @@
-"""Layout of a decoder: functions of one rank's blocks, and the specs that cut the blocks, such as "tp"."""
+"""Layout of a decoder: functions of a single rank's blocks, and the specs that cut the blocks, such as "tp"."""
 
 from collections.abc import Callable
 from typing import NamedTuple

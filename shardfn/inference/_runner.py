@@ -55,7 +55,7 @@ def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int 
         **sizes: other fields of `Limits`.
 
     Raises:
-        ValueError: a size is out of range, or the cache has no room for one sequence.
+        ValueError: a size is out of range, or the cache has no room for a single sequence.
 
     Example:
         >>> from shardfn.inference import decoder
@@ -177,7 +177,7 @@ class Runner:
     Args:
         decoder: model.
         limits: sizes.
-        mesh: mesh from `make_mesh`. None is one device.
+        mesh: mesh from `make_mesh`. None is a single device.
         weights: memory of weights between their uses, "device", "host" or "disk". A step reads the weights of a layer
             while the layer before computes. Bits are the same.
         disk: directory for "disk".

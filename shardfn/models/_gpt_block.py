@@ -115,7 +115,7 @@ def position_tables(config: Config, positions_T: Tensor, dtype: torch.dtype) -> 
 
 
 def _add_dropout(config: Config, table: dict[str, Any], key: Tensor | None, index_B: Tensor | None) -> dict[str, Any]:
-    """Returns the arguments of attention, with the dropout of one block added."""
+    """Returns the arguments of attention, with the dropout of a single block added."""
     if key is None or config.attention_dropout == 0:
         return table
     how, index_B = table["how"], _check_numbers(f"attention_dropout {config.attention_dropout}", index_B)

@@ -54,9 +54,9 @@ def decode(
 ) -> Decoded:
     """Returns logits of some of the tokens of several sequences, and the hidden states and experts behind the logits.
 
-    Each layer's attention is computed by a separate body, which keeps the layer's keys and values from one call to the
-    next, and knows which tokens belong together. So a sequence may be passed in any chunks, next to any other sequences
-    (continuous batching).
+    Each layer's attention is computed by a separate body, which keeps the layer's keys and values from a single call to
+    the next, and knows which tokens belong together. So a sequence may be passed in any chunks, next to any other
+    sequences (continuous batching).
 
     Args:
         config: shape, causal, without `layout`.
@@ -65,7 +65,7 @@ def decode(
         positions_T: positions of each token in its sequence, below `max_len`.
         rows_R: tokens whose logits are wanted.
         bodies: bodies of attention, one for each layer.
-        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
         then: functions for weights of a batch-invariant config, by names such as "blocks.0.wq". Each is a
             `BatchInvariantWeight.then`.
         gather_tokens: function from rows of `tokens_T` to the rows that `rows_R` counts, where ranks have parts of the
@@ -202,7 +202,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, quantization: Qua
     Args:
         config: shape.
         params: parameters as from `init`, or this rank's blocks of them.
-        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
         quantization: codes to which the weights of linear layers are rounded. Logits equal the logits of the rounded
             weights, bit for bit. "int8", "int4", or codes by regular expressions found in names such as "blocks.0.wq"
             and "embed", of which the first that fits counts, for example `{"embed|head": "int8", "": "int4"}`.
