@@ -55,6 +55,7 @@ AXIS = "tp"
 # A model of transformers, and weights for a model without weights.
 _Module = tuple[Any, Mapping[str, Any] | None]
 _FILES_ALONE = {"trust_remote_code": False}  # without it transformers asks the user, and waits
+_TOKENIZER_KEYS = "model_type", "tokenizer_class"  # of config.json and of tokenizer_config.json
 _WIDE = "_keep_in_fp32_modules_strict"  # names layers that from_pretrained leaves in float32
 
 
@@ -364,7 +365,23 @@ def _import_transformers(path: pathlib.Path) -> Any:
 def _load_tokenizer(path: pathlib.Path) -> Any:
     transformers = _import_transformers(path)
     with name_file_in_errors(path, "its tokenizer"):
-        return transformers.AutoTokenizer.from_pretrained(path, **_FILES_ALONE)
+        return transformers.AutoTokenizer.from_pretrained(path, config=_tokenizer_config(path), **_FILES_ALONE)
+
+
+def _tokenizer_config(path: pathlib.Path) -> Any:
+    """Returns a config with all that the choice of the tokenizer's class needs, or None if the choice needs more.
+
+    transformers would take the model's config, whose import takes longer than the rest of the tokenizer.
+    """
+    files = [path / name for name in ("config.json", "tokenizer_config.json")]
+    if not all(file.is_file() for file in files):
+        return None
+    kind, name = (read_json_object(file).get(key) for file, key in zip(files, _TOKENIZER_KEYS, strict=True))
+    if not isinstance(kind, str) or not isinstance(name, str):
+        return None
+    config = _import_transformers(path).PreTrainedConfig(name_or_path=str(path))
+    config.model_type = kind
+    return config
 
 
 def _load_gguf_tokenizer(path: pathlib.Path) -> Any:
