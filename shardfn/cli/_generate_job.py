@@ -12,7 +12,7 @@ import torch
 
 from shardfn.core import MemoryKind, did_you_mean, is_disk
 from shardfn.inference import Drafter, Grammar, Limits, Ngram, Request, Sampling, Suffix, check_request
-from shardfn.kernels import Quantization
+from shardfn.kernels import Activations, Quantization
 
 from ._generation_config import add_config_argument, read_sampling
 
@@ -43,6 +43,7 @@ class GenerateJob:
         ranks: number of ranks of tensor parallelism.
         dtype: key of `DTYPES`.
         weights: codes of weights of linear layers, "int8" or "int4". None is `dtype`.
+        activations: rounding of the inputs of layers in codes, "int8". None rounds nothing.
         memory: memory of weights between uses.
         fit: text to which codes are fitted, or None.
         disk: directory for "disk". None is a temporary directory.
@@ -70,6 +71,7 @@ class GenerateJob:
     ranks: int = 1
     dtype: str = "float32"
     weights: Quantization | None = None
+    activations: Activations | None = None
     fit: str | None = None
     memory: MemoryKind = "device"
     disk: str | None = None
@@ -135,6 +137,12 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
         help="int8 or int4: codes of linear layers' weights, GGUF's own unchanged; disk or host: the memory from"
         " which a step reads them layer by layer; or both, such as int4,disk",
     )
+    add(
+        "--activations",
+        choices=("float32", "int8"),
+        default="float32",
+        help="int8 rounds the inputs of layers in codes: faster, less exact, the same in any batch (default %(default)s)",
+    )
     add("--fit", metavar="FILE", help="a text like those of prompts: codes are fitted to it, and not only rounded")
     add("--disk", metavar="DIR", help="an empty directory for --weights disk (default: a temporary one)")
     add(
@@ -151,6 +159,7 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
     dtype, cache_memory, cache_fits = _parse_pair(args.cache, CACHE_DTYPES, ("host",))
     found: dict[str, Any] = {"weights": codes, "memory": memory or "device", "fit": args.fit, "disk": args.disk}
     found |= {"cache": dtype, "cache_memory": cache_memory or "device"}
+    found["activations"] = None if args.activations == "float32" else args.activations
     if not cache_fits:
         found["cache"] = Problem(f"--cache {args.cache}: write {_CACHES}, and host, or one: int8,host")
     if not fits:
@@ -158,6 +167,9 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
     elif codes and args.dtype != "float32":
         hint = "needs --dtype float32, in which exact layers compute; leave out --dtype"
         found["weights"] = Problem(f"--weights {codes} {hint}")
+    if found["activations"] and args.dtype != "float32":
+        hint = "needs --dtype float32, in which exact layers compute; leave out --dtype"
+        found["activations"] = Problem(f"--activations {args.activations} {hint}")
     if args.fit is not None and not codes:
         found["fit"] = Problem(f"--fit {args.fit} has no effect without codes; add --weights int4, or int8")
     elif args.fit is not None and not pathlib.Path(args.fit).is_file():

@@ -166,7 +166,8 @@ def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | N
     """Returns the lines about a ready model: size, codes and place of weights, exactness and memory."""
     place = "" if is_device(job.memory) else f"on {job.memory}"
     cache = "" if is_device(job.cache_memory) else f"cache on {job.cache_memory}"
-    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place, cache)))
+    rounded = job.activations and f"activations in {job.activations}"
+    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, rounded, place, cache)))
     how = f"not batch-invariant: {served.inexact}" if served.inexact else "batch-invariant"
     lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", str(engine.memory())]
     lines += [describe_sampling(job.recommended)] if job.recommended else []
@@ -279,7 +280,9 @@ def _load_unmodified(
     try:
         model, values = module(axis)
         of_model = functools.partial(hf_decoder, model, params=values)
-        made, params = of_model(batch_invariant=batch_invariant, tp=axis, quantization=job.weights)
+        made, params = of_model(
+            batch_invariant=batch_invariant, tp=axis, quantization=job.weights, activations=job.activations
+        )
     except ValueError as error:
         raise error from problem
     if made.cache.heads % mesh.size:
@@ -339,7 +342,7 @@ def _make_decoder(config: gpt.Config, mesh: Mesh, job: GenerateJob) -> Decoder:
         raise ValueError(
             f"--weights {job.weights}: {_choose_batch_invariant(job)[1]}. Take other ranks, or leave out --weights"
         )
-    return decoder(config, tp=_mesh_axis(mesh), quantization=job.weights)
+    return decoder(config, tp=_mesh_axis(mesh), quantization=job.weights, activations=job.activations)
 
 
 def _fit_decoder(config: gpt.Config, job: GenerateJob) -> Callable[[], Decoder] | None:
