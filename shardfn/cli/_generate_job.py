@@ -141,7 +141,7 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
         "--activations",
         choices=("float32", "int8"),
         default="float32",
-        help="int8 rounds the inputs of layers in codes: faster, less exact, the same in any batch (default %(default)s)",
+        help="int8 rounds the inputs of layers in codes: faster, less exact, the same in any batch",
     )
     add("--fit", metavar="FILE", help="a text like those of prompts: codes are fitted to it, and not only rounded")
     add("--disk", metavar="DIR", help="an empty directory for --weights disk (default: a temporary one)")
