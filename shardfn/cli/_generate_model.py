@@ -51,6 +51,7 @@ from ._generate_job import DRAFTERS, DTYPES, GenerateJob, kind_of, run_of
 from ._generate_text import Text, text_of_data, text_of_transformers
 from ._generation_config import NAME as GENERATION_CONFIG
 from ._generation_config import describe_sampling
+from ._gguf_text import read_ends, text_of_gguf
 
 AXIS = "tp"
 # A model of transformers, and weights for a model without weights.
@@ -215,7 +216,7 @@ def load_text(job: GenerateJob) -> Text:
         run = run_of(path)
         assert run is not None
         return text_of_data(_tokenizer_of_run(run, object_of(run / "model.json")))
-    return text_of_transformers(_tokenizer_of_gguf(path) if job.kind == "gguf" else _tokenizer_of_files(path))
+    return _text_of_gguf(GGUFFile(path)) if job.kind == "gguf" else text_of_transformers(_tokenizer_of_files(path))
 
 
 def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
@@ -252,9 +253,7 @@ def _load_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) ->
 
 def _load_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
     file = GGUFFile(path)
-    tokenizer = _tokenizer_of_gguf(path)
-    ends = (file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    text = text_of_transformers(tokenizer, frozenset(x for x in ends if type(x) is int))
+    text = _text_of_gguf(file)
     changes, inexact = _choose_batch_invariant(job)
     # Layers that are batch-invariant read blocks as they are. Ranks cut blocks only where codes are asked for.
     blocks = bool(changes) and (job.weights is not None or (mesh.size == 1 and job.fit is None))
@@ -363,6 +362,11 @@ def _tokenizer_of_files(path: pathlib.Path) -> Any:
     transformers = _import_transformers(path)
     with reading(path, "its tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(path, **_FILES_ALONE)
+
+
+def _text_of_gguf(file: GGUFFile) -> Text:
+    ends = read_ends(file)
+    return text_of_gguf(file, ends) or text_of_transformers(_tokenizer_of_gguf(file.path), ends)
 
 
 def _tokenizer_of_gguf(path: pathlib.Path) -> Any:
