@@ -140,6 +140,7 @@ def engine_of(
     limits: Limits,
     mesh: Mesh,
     adapters: Mapping[str, str],
+    eager_steps: int = 0,
 ) -> tuple[Engine, Drafter | None]:
     """Returns the engine of a loaded model, and the drafter. Collective.
 
@@ -149,6 +150,7 @@ def engine_of(
         limits: limits of the engine.
         mesh: mesh of the ranks.
         adapters: directories of peft, by name.
+        eager_steps: see `Engine`.
 
     Raises:
         ValueError: see `load`.
@@ -156,21 +158,28 @@ def engine_of(
         ImportError: see `load`.
     """
     drafter = _load_drafter(job, limits)
-    more = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _disk_of(job)}
-    engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, cache=job.cache_memory, **more)
+    more: Any = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _disk_of(job)}
+    more |= {"cache": job.cache_memory, "eager_steps": eager_steps}
+    engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, **more)
     for name, place in adapters.items():
         engine.adapters.add(name, load_peft(place, served.params))
     return engine, drafter
 
 
-def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | None) -> str:
-    """Returns the lines about a ready model: size, codes and place of weights, exactness and memory."""
+def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | None, *, captured: bool = True) -> str:
+    """Returns the lines about a ready model: size, codes and place of weights, exactness and memory.
+
+    Without captured graphs the memory is that of the weights and the cache.
+    """
     place = "" if is_device(job.memory) else f"on {job.memory}"
     cache = "" if is_device(job.cache_memory) else f"cache on {job.cache_memory}"
     rounded = job.activations and f"activations in {job.activations}"
     kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, rounded, place, cache)))
     how = f"not batch-invariant: {served.inexact}" if served.inexact else "batch-invariant"
-    lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", str(engine.memory())]
+    memory = (
+        str(engine.memory()) if captured else str(engine.runner.held_memory(engine.core.weights, engine.core.cache))
+    )
+    lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", memory]
     lines += [describe_sampling(job.recommended)] if job.recommended else []
     lines += [f"{job.draft_model}, which guesses: {drafter.memory()}"] if isinstance(drafter, DraftModel) else []
     return "\n".join(lines)
@@ -266,7 +275,7 @@ def _load_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
         config, params = gpt_from_gguf(file, dtype=DTYPES[job.dtype], blocks=blocks, **changes)
     num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
     coded = f"{num} weights in the file's own codes" if num else ""
-    size = _param_bytes(eval_shape(functools.partial(gpt.init, config), key(0)))
+    size = gpt.num_params(config)
     return Served(_make_decoder(config, mesh, job), params, text, inexact, size, coded, _fit_decoder(config, job))
 
 

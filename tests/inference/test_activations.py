@@ -24,7 +24,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 1, 2, 3]]
 def _compute_whole(config: gpt.Config, packed: Any, tokens: tuple[int, ...]) -> Tensor:
     """Logits of a whole sequence, with no engine and no cache."""
     at = torch.arange(len(tokens))
-    bodies = [nn.Dense()] * config.num_layers
+    bodies = [nn.BatchInvariant()] * config.num_layers
     with torch.no_grad():
         return gpt.decode(config, packed, torch.tensor(tokens), at, at, bodies, activations="int8").logits
 
@@ -62,7 +62,9 @@ def test_rows_do_not_depend_on_later_ones_and_differ_from_exact_activations() ->
     whole, at = _compute_whole(config, packed, tokens), torch.arange(7)
     assert torch.equal(_compute_whole(config, packed, tokens[:3]), whole[:3])
     with torch.no_grad():
-        exact = gpt.decode(config, packed, torch.tensor(tokens), at, at, [nn.Dense()] * config.num_layers).logits
+        exact = gpt.decode(
+            config, packed, torch.tensor(tokens), at, at, [nn.BatchInvariant()] * config.num_layers
+        ).logits
     assert not torch.equal(exact, whole)
 
 
