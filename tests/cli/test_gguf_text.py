@@ -46,7 +46,6 @@ def _list_merges(made: Any) -> list[str]:
 @pytest.mark.parametrize("pre", [None, "gpt-2", "llama-bpe", "qwen2"])
 def test_ids_and_chats_are_those_of_transformers(tmp_path: pathlib.Path, pre: str | None) -> None:
     transformers = pytest.importorskip("transformers")
-    pytest.importorskip("gguf")
     file = _write_file(tmp_path / "model.gguf", pre)
     text = text_of_gguf(file, frozenset())
     want = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path, gguf_file="model.gguf")
