@@ -164,9 +164,9 @@ def engine_of(
 
 def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | None) -> str:
     """Returns the lines about a ready model: size, codes and place of weights, exactness and memory."""
-    place = "" if is_device(job.memory) else f"on {job.memory}"
-    cache = "" if is_device(job.cache_memory) else f"cache on {job.cache_memory}"
-    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place, cache)))
+    pairs = ("on", job.memory), ("cache on", job.cache_memory)
+    places = [f"{on} {kind}" for on, kind in pairs if not is_device(kind)]
+    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, *places)))
     how = f"not batch-invariant: {served.inexact}" if served.inexact else "batch-invariant"
     lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", str(engine.memory())]
     lines += [describe_sampling(job.recommended)] if job.recommended else []

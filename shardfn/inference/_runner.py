@@ -193,10 +193,11 @@ class Runner:
         self._decoder, self.limits, self.mesh = decoder, limits, mesh
         self._zero = make_zero(weights, disk)
         self._cache: MemoryKind = check_memory(cache)
+        self._by_leaf = not is_device(weights)
         # The work of a batch-invariant decoder is in kernels.
         self._threads = kernels.threads_for_kernels if decoder.batch_invariant else contextlib.nullcontext
         self._layouts = find_layouts(decoder, limits)
-        if not is_device(weights) and len(self._layouts) > 1:
+        if self._by_leaf and len(self._layouts) > 1:
             raise ValueError(f"engine: weights={weights!r} are served in one layout, got {[*self._layouts]}.")
         self._pack = {
             name: sharded(x.pack, mesh=mesh, specs=x.specs, out_specs=x.packed) for name, x in self._layouts.items()
@@ -252,7 +253,7 @@ class Runner:
 
     def _pack_layout(self, layout: str, params: PyTree, like: PyTree | None) -> PyTree:
         leaves, pack = tree_leaves(params), self._pack[layout]
-        if not is_device(self._zero.params) or any(isinstance(x, Draw) for x in leaves):
+        if self._by_leaf or any(isinstance(x, Draw) for x in leaves):
             return self._pack_leafwise(layout, params, like)
         if all(isinstance(x, GlobalTensor) for x in leaves):
             held = reshard(params, pack.specs(params), mesh=self.mesh)
@@ -268,7 +269,7 @@ class Runner:
         shapes = find_packed_shapes(source)
         if like is not None:
             _check_alike(like, shapes.tree)
-        elif not is_device(self._zero.params) and not self._bound:
+        elif self._by_leaf and not self._bound:
             self._prefetch = shapes.ahead(self._decoder.cache.layers)
             self._steps.clear()
         step = self._step_of(layout)
@@ -417,10 +418,11 @@ def make_runner(
     """
     if runner is None:
         return Runner(decoder, limits, mesh=mesh, weights=weights, disk=disk, cache=cache)
-    if not is_device(weights) or disk is not None:
-        raise ValueError(f"engine: weights={weights!r} is the runner's to choose: Runner(..., weights=, disk=).")
-    if not is_device(cache):
-        raise ValueError(f"engine: cache={cache!r} is the runner's to choose: Runner(..., cache=).")
+    given = [(name, kind) for name, kind in (("weights", weights), ("cache", cache)) if not is_device(kind)]
+    given += [] if disk is None else [("disk", disk)]
+    if given:
+        shown, names = ", ".join(f"{k}={v!r}" for k, v in given), ", ".join(f"{k}=" for k, _ in given)
+        raise ValueError(f"engine: {shown} is the runner's to choose: Runner(..., {names}).")
     runner.check(decoder, limits, mesh)
     return runner
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
-from shardfn.core import MemoryKind, is_host
+from shardfn.core import MemoryKind, is_device
 
 from ._host_cache import HostCacheBlocks, find_host_blocks
 from ._limits import Limits
@@ -108,7 +108,7 @@ def make_tensors(
         allowed=None if allowed is None else torch.from_numpy(allowed).to(device),
         low=low,
         tree=_make_tree(plan).to(device) if limits.drafts else None,
-        host_blocks=find_host_blocks(plan, limits, device) if is_host(cache) else None,
+        host_blocks=None if is_device(cache) else find_host_blocks(plan, limits, device),
     )
 
 

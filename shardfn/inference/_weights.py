@@ -24,8 +24,8 @@ from shardfn.core import (
     block_slices,
     broadcast_prefix,
     draw_block,
+    find_directory_problem,
     is_device,
-    is_disk,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -52,13 +52,14 @@ def make_zero(weights: MemoryKind, disk: Disk | None) -> Zero:
     """
     if weights not in get_args(MemoryKind):
         raise ValueError(f"engine: weights={weights!r}; they are kept on 'device', 'host' or 'disk'.")
-    if is_disk(weights) and disk is None:
+    problem = find_directory_problem([weights], disk)
+    if problem == "missing":
         raise ValueError("engine: weights='disk' has no directory. Give one: disk=sf.Disk('/path/to/a/fast/disk').")
-    if not is_disk(weights) and disk is not None:
+    if problem == "idle":
         raise ValueError(
             f"engine: disk={disk} has no effect with weights={weights!r}; leave it out, or weights='disk'."
         )
-    return Zero() if is_device(weights) else Zero(params=weights, disk=disk, persist_elements=SMALL)
+    return Zero(params=weights, disk=disk, persist_elements=SMALL)
 
 
 class Shapes(NamedTuple):
@@ -122,7 +123,7 @@ def pack_leafwise(source: "WeightSource", shapes: Shapes, kept: PyTree, pool: Po
         for k, block in enumerate(blocks):
             if out[k] is None and block.device.type != "meta":
                 x = GlobalTensor(block.contiguous(), wholes[k].shape, shapes.specs[k], mesh)
-                out[k] = x if is_device(wanted[k].memory_kind) else reshard(x, wanted[k], pool=pool)
+                out[k] = x if x.sharding == wanted[k] else reshard(x, wanted[k], pool=pool)
             blocks[k] = wholes[k]  # drops the block
 
     for group in source.groups():

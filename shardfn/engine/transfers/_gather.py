@@ -20,12 +20,12 @@ from shardfn.collectives import (
     GatherWire,
     gather_wires,
 )
-from shardfn.core import Pending, RankError, StoredValue, is_disk
+from shardfn.core import Pending, RankError, StoredValue
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Turn, UseOrder
 from shardfn.leaves import LeafLayout, Unit
 from shardfn.memory import Fetch
-from shardfn.state import prefetch
+from shardfn.state import is_read, prefetch
 
 # A piece of a leaf that this rank keeps: on the device, or on its way there.
 Piece = Tensor | Fetch
@@ -142,7 +142,7 @@ class Gatherer:
         keep: bool = True,
     ) -> None:
         self._leaves, self._units, self._blocks, self._device = leaves, units, blocks, device
-        self._on_disk = {u for u, unit in enumerate(units) if any(is_disk(leaves[i].home) for i in unit.leaves)}
+        self._on_disk = {u for u, unit in enumerate(units) if any(is_read(blocks[i]) for i in unit.leaves)}
         # Begun ahead, on this rank alone; taken when the unit is issued or sets out.
         self._reads: dict[int, list[Piece]] = {}
         self._keep = keep

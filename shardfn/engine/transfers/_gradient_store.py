@@ -13,13 +13,13 @@ from torch import Tensor
 
 from shardfn.capture import capturing, traced_once
 from shardfn.collectives import Packing, SumWire, dealt, is_sole_owner, may_be_added_to, psum
-from shardfn.core import IN_FLIGHT_BYTES, MemoryKind, Pending, StoredValue, is_device, is_host, load
+from shardfn.core import IN_FLIGHT_BYTES, MemoryKind, Pending, Placement, StoredValue, load
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Plan
 from shardfn.leaves import LeafLayout
 from shardfn.memory import on_host, to_host
 from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares
-from shardfn.state import OverlappedUpdate, fetch, slices_of, stack_values, store
+from shardfn.state import OverlappedUpdate, fetch, slices_of, stack_values, start_move, store
 
 from ._pools import pool_of
 
@@ -128,6 +128,7 @@ class LocalSums:
 # Bytes of shares that may be on their way: the device holds them until they are on the host, which holds those that
 # go on to the disk until they are there.
 LEAVING_BYTES = IN_FLIGHT_BYTES
+_ON_DEVICE = Placement()
 
 
 class GradientStore:
@@ -152,8 +153,8 @@ class GradientStore:
         # All ranks along these axes have the same units.
         own = [plan.layers[unit.leaves[0]].own_axes for unit in plan.reduce_units]
         self._late = {u for u, axes in enumerate(own) if not {*late_axes}.issubset(axes)}
-        self._homes: list[MemoryKind] = [self._choose_home(u) for u in range(len(own))]
-        self._stay = [is_device(home) for home in self._homes]
+        homes = [self._choose_home(u) for u in range(len(own))]
+        self._homes, self._stay = [x.memory_kind for x in homes], [x.is_plain for x in homes]
         self._dtypes = [self._list_members(u)[0].dtypes.accum for u in range(len(own))]
         # A unit that is kept elsewhere than on the device is in `_coming` (with the sum so far in `_at`, if there is
         # a sum), then in `_writing` if it goes on to disk, then in `_at`. A unit that the update has taken early is in
@@ -323,11 +324,11 @@ class GradientStore:
     def _list_members(self, unit: int) -> list[LeafLayout]:
         return [self._plan.layers[i] for i in self._plan.reduce_units[unit].leaves]
 
-    def _choose_home(self, unit: int) -> MemoryKind:
-        """Returns the memory in which a unit is added up. The device, if its form must change after it arrives."""
+    def _choose_home(self, unit: int) -> Placement:
+        """Returns where a unit is added up: on the device, if its form must change after it arrives."""
         members, wire = self._list_members(unit), self._wires[unit]
         arrives = wire.scatters or (wire.size == 1 and all(m.dim is None for m in members))
-        return members[0].ways.summed.memory_kind if arrives else "device"
+        return members[0].ways.summed if arrives else _ON_DEVICE
 
     def _add_share(self, unit: int, part: Tensor, *, last: bool) -> None:
         """Adds a share that lies on the device. A share that is kept elsewhere begins its way, and is added there.
@@ -393,11 +394,7 @@ class GradientStore:
             part, before = coming.result().to(self._dtypes[unit]), self._at.pop(unit, None)
             if before is not None:
                 part = load(before).add_(part)
-        if is_host(self._homes[unit]):
-            self._at[unit] = part
-        else:
-            assert self._pool is not None
-            self._writing[unit] = self._pool.write(part)
+        self._writing[unit] = start_move(part, "host", self._homes[unit], part.device, self._pool)
 
 
 def _is_large(part: Tensor) -> list[Tensor]:
