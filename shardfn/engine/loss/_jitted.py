@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shardfn.capture import CaptureError, capture, capturing, quiet
-from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_meshes, transforming
+from shardfn.capture import CaptureError, capture, is_traced, quiet
+from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_meshes
 from shardfn.core import Mesh, PyTree, is_evaluating, named_leaves, tree_flatten, tree_paths, tree_unflatten
 from shardfn.graph import (
     Choice,
@@ -97,7 +97,7 @@ class Jitted(Transform):
         """Returns the function's value."""
         leaves, treedef = tree_flatten((args, kwargs))
         # Part of a larger graph, of a torch.func transform, or of an eager step that gathers during the run.
-        if capturing() or transforming() or any(type(x) is LazyLeaf for x in leaves):
+        if is_traced() or any(type(x) is LazyLeaf for x in leaves):
             return self.inner(*args, **kwargs)
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor | GlobalTensor)]
         # A graph takes this rank's blocks; the global tensors are in the signature, and results are wrapped in the same

@@ -241,7 +241,8 @@ class Planner:
         leaves = with_ratio(leaves, self.zero.optimizer_fraction)
         _check_disk(leaves, self.zero)
         check_travel(leaves, self.zero, self.mesh)
-        return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes, self.batch, self._stage_axes)
+        bucket = self.zero.travel.bucket_bytes
+        return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes, self.batch, self._stage_axes, bucket)
 
     def _not_stacked(self, path: str, shape: torch.Size, compute: P) -> Iterator[str]:
         """Yields the reasons why a leaf cannot be stacked, empty if it can."""

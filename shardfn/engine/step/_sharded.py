@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.capture import capturing
-from shardfn.collectives import Agreed, Constant, GlobalTensor, bind_mesh, transforming
+from shardfn.capture import is_traced
+from shardfn.collectives import Agreed, Constant, GlobalTensor, bind_mesh
 from shardfn.core import (
     Mesh,
     P,
@@ -240,7 +240,7 @@ class Sharded(Transform):
 
         Inside a transform, or if an argument requires a gradient, as a pure function.
         """
-        if transforming() or capturing() or _is_differentiated((params, args)):
+        if is_traced() or _is_differentiated((params, args)):
             return self.pure(params, *args)
         return self._make_call(self._programs.call, None, params, args)
 

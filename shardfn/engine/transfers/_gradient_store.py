@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.capture import capturing, traced_once
-from shardfn.collectives import Packing, SumWire, dealt, is_sole_owner, may_be_added_to, psum
+from shardfn.capture import traced_once
+from shardfn.collectives import SumWire, dealt, is_sole_owner, may_be_added_to, psum
 from shardfn.core import IN_FLIGHT_BYTES, MemoryKind, Pending, Placement, StoredValue, load
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Plan
 from shardfn.leaves import LeafLayout
 from shardfn.memory import on_host, to_host
-from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares
+from shardfn.optim import large_square, leaf_squares, sum_squares
 from shardfn.state import OverlappedUpdate, fetch, slices_of, stack_values, start_move, store
 
 from ._pools import pool_of
@@ -39,10 +39,9 @@ def added(before: Tensor | None, part: Tensor, key: int, summed: set[int]) -> Te
     if before is None:
         summed.discard(key)
         return part
-    if capturing():  # a graph's memory is planned when it is compiled
-        return before + part
     out = before.add_(part) if key in summed or may_be_added_to(before) else before + part
-    summed.add(key)
+    if type(out) is Tensor:  # not in a capture: a graph's memory is planned when it is compiled
+        summed.add(key)
     return out
 
 
@@ -194,14 +193,7 @@ class GradientStore:
         parts = [x for u in units if u not in self._taken and isinstance(x := self.share(u), Tensor)]
         if len(parts) < len(units):
             return torch.cat([self._wait_for_square(u) for u in units])
-        # In a capture the squares of large parts are written down once, for the layers of a stack are many.
-        if not capturing() or all(map(is_small, parts)):
-            return sum_squares(parts)
-        small = [part for part in parts if is_small(part)]
-        together = iter(sum_squares(small).unbind() if small else ())
-        return torch.stack(
-            [next(together) if is_small(x) else traced_once("squares", _is_large, [x])[0] for x in parts]
-        )
+        return leaf_squares(parts, None, large=_square_large)
 
     def _wait_for_square(self, unit: int) -> Tensor:
         """Returns the sum of squares, [1], of a unit, and waits for it, also if it has gone into an update."""
@@ -220,7 +212,7 @@ class GradientStore:
     @functools.cached_property
     def is_alone(self) -> list[bool]:
         """By unit, whether its sum is of this rank's gradients, unconverted and on the device: these are not sent."""
-        if self._plan.captured or self._plan.chunks is not None:
+        if self._plan.chunks is not None:
             return [False] * len(self._wires)
         return [
             wire.is_alone and self._stay[u] and all(x.dtypes.reduce == x.dtypes.accum for x in self._list_members(u))
@@ -287,7 +279,7 @@ class GradientStore:
             here = wire.size == 1 and self._stay[unit]
             if here and not (all(map(is_made_here, leaves)) or is_sole_owner(flat)):
                 flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that is kept elsewhere
-        pieces = _split_share(wire.packing, wire.index, flat)
+        pieces = wire.split(flat) if isinstance(flat, Tensor) else slices_of(flat, wire.packing.shapes(wire.index))
         if not arrives:
             for place in (self._coming, self._writing, self._at):
                 place.pop(unit, None)
@@ -397,20 +389,6 @@ class GradientStore:
         self._writing[unit] = start_move(part, "host", self._homes[unit], part.device, self._pool)
 
 
-def _is_large(part: Tensor) -> list[Tensor]:
-    return [large_square(part).to(dtype_of_squares([part]))]
-
-
-def _split_share(packing: Packing, rank: int, flat: StoredValue) -> list[StoredValue]:
-    """Returns the pieces of single leaves in a rank's share."""
-    if isinstance(flat, Tensor) and not capturing():
-        return list(packing.split(flat, rank))
-    shapes = packing.shapes(rank)
-    if isinstance(flat, Tensor):
-        return list(traced_once(("pieces", *shapes), functools.partial(_view_leaves, shapes), [flat]))
-    return list(slices_of(flat, shapes))
-
-
-def _view_leaves(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:
-    pieces = flat.split_with_sizes([s.numel() for s in shapes]) if len(shapes) > 1 else [flat]
-    return [p.view(s) for p, s in zip(pieces, shapes, strict=True)]
+def _square_large(part: Tensor) -> Tensor:
+    """Returns the sum of squares of a large part: in a capture traced once, for the layers of a stack are many."""
+    return traced_once("squares", lambda x: [large_square(x)], [part])[0]
