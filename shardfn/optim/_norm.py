@@ -66,7 +66,7 @@ def leaf_squares(
         return torch.zeros(0, dtype=dtype)
     if is_exact():
         return _exact_squares(leaves, specs).to(dtype)
-    local = _local_norm(leaves, dtype, large or large_square)
+    local = _local_norm(leaves, dtype, large)
     return local if specs is None else over_blocks(local, specs)
 
 
@@ -189,7 +189,7 @@ def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = 
 
 
 def _local_norm(
-    leaves: list[Tensor], dtype: torch.dtype, large: Callable[[Tensor], Tensor]
+    leaves: list[Tensor], dtype: torch.dtype, large: Callable[[Tensor], Tensor] | None = None
 ) -> Float[Tensor, " num_leaves"]:
     device = leaves[0].device
     if transforming():  # no rule for the kernel below, and no derivative of a norm at 0
@@ -197,7 +197,8 @@ def _local_norm(
         return torch.stack([wide(x).double().square().sum().to(device=device, dtype=dtype) for x in leaves])
     small = [x if is_small(x) else None for x in leaves]
     norms = iter(_leaf_norms([wide(x) for x in small if x is not None]))
-    squares = [large(x) if s is None else next(norms).square() for x, s in zip(leaves, small, strict=True)]
+    square = large or large_square
+    squares = [square(x) if s is None else next(norms).square() for x, s in zip(leaves, small, strict=True)]
     return torch.stack([s.to(device=device, dtype=dtype) for s in squares])
 
 
