@@ -22,7 +22,7 @@ import torch
 
 from ._errors import did_you_mean
 from ._mesh import Mesh, all_coords
-from ._spec import MemoryKind, P, Quantization, block_slices, is_device
+from ._spec import MemoryKind, P, Quantization, block_slices
 
 # A code of leaves on the wire, (bits, elements that share a scale), or a code of frozen leaves.
 AnyQuantization = tuple[int, int] | Quantization
@@ -142,7 +142,7 @@ class Placement:
     def __repr__(self) -> str:
         parts = [repr(self.spec)]
         parts += [f"unreduced={self.unreduced}"] if self.unreduced else []
-        parts += [] if is_device(self.memory_kind) else [self.memory_kind]
+        parts += [] if self.memory_kind == Placement.memory_kind else [self.memory_kind]
         parts += [dtype_name(self.dtype)]
         parts += [f"quantization={self.quantization!r}"] if self.quantization is not None else []
         parts += ["stacked"] if self.stacked else []

@@ -193,7 +193,7 @@ class Runner:
         self._decoder, self.limits, self.mesh = decoder, limits, mesh
         self._zero = make_zero(weights, disk)
         self._cache: MemoryKind = check_memory(cache)
-        self._by_leaf = not is_device(weights)
+        self._by_leaf, self._host_cache = not is_device(weights), not is_device(cache)
         # The work of a batch-invariant decoder is in kernels.
         self._threads = kernels.threads_for_kernels if decoder.batch_invariant else contextlib.nullcontext
         self._layouts = find_layouts(decoder, limits)
@@ -203,7 +203,7 @@ class Runner:
             name: sharded(x.pack, mesh=mesh, specs=x.specs, out_specs=x.packed) for name, x in self._layouts.items()
         }
         # With a budget of 0 bytes the next layer's cache is brought, and nothing else.
-        self._prefetch = None if is_device(cache) else 0
+        self._prefetch = 0 if self._host_cache else None
         self._steps: dict[tuple[str, tuple[str, ...]], Sharded] = {}  # by layout and further results
         self._bound: dict[Any, BoundCall] = {}
 
@@ -273,7 +273,8 @@ class Runner:
             self._prefetch = shapes.ahead(self._decoder.cache.layers)
             self._steps.clear()
         step = self._step_of(layout)
-        return pack_leafwise(source, shapes, step.specs(shapes.tree), step.pool)
+        kept = step.specs(shapes.tree)
+        return pack_leafwise(source, shapes, kept, step.pool, together=not self._by_leaf)
 
     def empty_cache(self) -> Cache:
         """Returns a cache without content."""
@@ -298,7 +299,7 @@ class Runner:
         if step is None:
             plan = make_padding(bucket, self.limits, extended=extended)
             allowed = np.ones((len(plan.rows), self.limits.vocab), bool) if grammars else None
-            step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
+            step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, host_cache=self._host_cache)
         layout = layout or self.limits.layout_of(bucket, adapters=step.low is not None)
         sites = None if step.low is None else tuple((name, f.a.shape) for name, f in step.low.sites.items())
         further = list_further(hidden=hidden, routed=routed, edited=edited)
@@ -345,7 +346,7 @@ class Runner:
         """
         if plan.moves:
             cache = list(self._decoder.cache.move(cache, plan.moves))
-        step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
+        step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, host_cache=self._host_cache)
         kind: dict[str, Any] = {"hidden": hidden, "routed": routed, "edited": bool(edits)}
         call, further = self.bind(plan.bucket, weights, cache, step, layout=plan.layout, **kind), list_further(**kind)
         with self._threads():

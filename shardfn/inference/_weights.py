@@ -25,7 +25,6 @@ from shardfn.core import (
     broadcast_prefix,
     draw_block,
     find_directory_problem,
-    is_device,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -101,15 +100,16 @@ def find_packed_shapes(source: "WeightSource") -> Shapes:
     return Shapes(tree_unflatten(tree_flatten(tree)[1], [get_whole(k) for k in range(len(blocks))]), specs)
 
 
-def pack_leafwise(source: "WeightSource", shapes: Shapes, kept: PyTree, pool: Pool | None) -> PyTree:
+def pack_leafwise(source: "WeightSource", shapes: Shapes, kept: PyTree, pool: Pool | None, *, together: bool) -> PyTree:
     """Returns the served form, each leaf in separate memory before the next leaves are made. Collective.
 
     Args:
-        source: parameters. Each leaf of their served form is made of one parameter, and of shapes. If all are for the
-            device, a leaf may be made of several parameters: then all parameters are read once more, and together.
+        source: parameters. Each leaf of their served form is made of one parameter, and of shapes.
         shapes: shapes of the result.
         kept: `Sharding` of each leaf of the result.
         pool: pool where leaves on disk are written.
+        together: whether a leaf may be made of several parameters: then all parameters are read once more, and
+            together.
 
     Raises:
         ValueError: a leaf that is kept away from the device is made of several parameters. The message lists them.
@@ -129,7 +129,7 @@ def pack_leafwise(source: "WeightSource", shapes: Shapes, kept: PyTree, pool: Po
     for group in source.groups():
         fill_group(group)
         trim_heap()
-    if any(x is None for x in out) and all(is_device(place.memory_kind) for place in wanted):
+    if together and any(x is None for x in out):
         fill_group(source.all)
     missing = [path for path, x in zip(tree_paths(shapes.tree, "weights"), out, strict=True) if x is None]
     raise_all(ValueError, "engine: these weights are made of several parameters; keep them on the device:", missing)

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardfn.core import TENSOR_KINDS, MemoryKind, is_device
 
 from ._ledger import default_device
-from ._transfer import to_device, to_host
+from ._transfer import send
 
 
 def put(x: Shaped[Tensor, "..."], kind: MemoryKind, device: torch.device | str | None = None) -> Shaped[Tensor, "..."]:
@@ -45,12 +45,17 @@ def put(x: Shaped[Tensor, "..."], kind: MemoryKind, device: torch.device | str |
     return _MemoryPut.apply(x, kind, place)
 
 
+def _other(kind: MemoryKind) -> MemoryKind:
+    (other,) = TENSOR_KINDS - {kind}
+    return other
+
+
 class _MemoryPut(torch.autograd.Function):
     """Autograd function of both directions."""
 
     @staticmethod
     def forward(x: Tensor, kind: MemoryKind, device: torch.device) -> Tensor:
-        return (to_device(x, device) if is_device(kind) else to_host(x)).result()
+        return send(x, _other(kind), kind, device).result()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, MemoryKind, torch.device], output: Tensor) -> None:
@@ -58,8 +63,7 @@ class _MemoryPut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = TENSOR_KINDS - {ctx.kind}
-        return _MemoryPut.apply(grad_outputs[0], back, ctx.device), None, None
+        return _MemoryPut.apply(grad_outputs[0], _other(ctx.kind), ctx.device), None, None
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Tensor | None) -> Tensor:

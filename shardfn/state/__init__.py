@@ -15,7 +15,6 @@ from ._storage import (
     encode as encode,
     entered as entered,
     fetch as fetch,
-    fetch_purely as fetch_purely,
     graph_inputs as graph_inputs,
     in_memory as in_memory,
     is_read as is_read,

@@ -39,9 +39,8 @@ from shardfn.memory import (
     TracedStored,
     host_empty,
     on_host,
-    put,
+    send,
     stored_of,
-    to_device,
     to_host,
     token_of,
 )
@@ -57,7 +56,7 @@ def store(x: Tensor, at: Placement, pool: AnyPool | None) -> StoredValue:
     if is_disk(at.memory_kind):
         assert pool is not None
         return _write_value(x, pool)
-    return _send(x, "device", at.memory_kind, x.device).result()
+    return send(x, "device", at.memory_kind, x.device).result()
 
 
 def encode(x: Tensor, at: Placement) -> StoredValue:
@@ -108,19 +107,10 @@ def start_move(
         return Pending.of(value)
     x, src = load(value), kind_when_loaded(src)
     if not is_disk(dst):
-        return _send(x, src, dst, device)
+        return send(x, src, dst, device)
     assert pool is not None
     # The disk is written from the host: the copy must be there first.
-    return pool.write(_send(x, src, "host", device).result())
-
-
-def _send(
-    x: Tensor, src: MemoryKind, dst: MemoryKind, device: torch.device, out: Tensor | None = None
-) -> Pending[Tensor]:
-    """Starts to copy a tensor from the device to the host, or back; a tensor that is there already is the result."""
-    if src == dst:
-        return Pending.of(x if out is None else out.copy_(x))
-    return to_host(x, out) if is_device(src) else to_device(x, device, out)
+    return pool.write(send(x, src, "host", device).result())
 
 
 def lies_on_disk(x: Any) -> bool:
@@ -182,11 +172,6 @@ def fetch(value: StoredValue, kind: MemoryKind, device: torch.device) -> Tensor:
     """Returns the elements of a value on the device, and waits for them. See `prefetch`."""
     found = prefetch(value, kind, device)
     return found if isinstance(found, Tensor) else found.result()
-
-
-def fetch_purely(x: Tensor, kind: MemoryKind, device: torch.device) -> Tensor:
-    """Returns a loaded block on the device, by a function that can be differentiated; a block of the device, itself."""
-    return x if is_device(kind) else put(x, "device", device)
 
 
 def copy_value(value: StoredValue, kind: MemoryKind) -> StoredValue:
@@ -255,11 +240,11 @@ class Successor:
         None where they are the new value's.
         """
         if self._into is None:
-            return self._open_writer.write(lo, _send(rows, place, "host", rows.device).result())
+            return self._open_writer.write(lo, send(rows, place, "host", rows.device).result())
         if self._kind == place:  # made where they are kept; see `rows`
             return None
         into = self._into if rows.shape == self._shape else self._into[lo : lo + len(rows)]
-        return _send(rows, place, self._kind, into.device, into)
+        return send(rows, place, self._kind, into.device, into)
 
     def finish(self) -> StoredValue:
         """Returns the new value, when all rows are there."""
@@ -285,14 +270,14 @@ def bring_rows(
     (lo, hi), (kind, place) = rows, ends
     if not isinstance(value, Tensor):
         return Fetch(read_rows(value, lo, hi), device) if is_device(place) else read_rows(value, lo, hi, out)
-    return _send(value if hi is None else value[lo:hi], kind, place, device, out)
+    return send(value if hi is None else value[lo:hi], kind, place, device, out)
 
 
 def replace(value: StoredValue, kind: MemoryKind, new: StoredValue) -> StoredValue:
     """Returns the value that takes the place of `value`: a tensor with the elements of `new`, or `new` itself."""
     if not isinstance(value, Tensor):
         return new
-    return _send(load(new), "host", kind, value.device, value).result()
+    return send(load(new), "host", kind, value.device, value).result()
 
 
 def succeed(value: StoredValue, kind: MemoryKind, x: Tensor) -> StoredValue:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardfn.capture import capturing
-from shardfn.core import MemoryKind, Pending, PyTree, StoredValue, is_device, load, tree_leaves, tree_unflatten
+from shardfn.core import MemoryKind, Pending, PyTree, StoredValue, load, tree_leaves, tree_unflatten
 from shardfn.memory import host_empty
 from shardfn.optim import in_pieces
 
@@ -82,7 +82,8 @@ class _Stream:
         self._columns: dict[int, list[UpdateOperand]] = {}
         # Bytes of a part of a chunk.
         self._size = max(update.chunk // PARTS, 1)
-        self.spare = Spare()
+        # Memory of the device is not kept: its allocator keeps pages.
+        self.spares: dict[MemoryKind, Spare] = {"host": Spare()}
 
     def run(self, order: Sequence[LeafRows], measures: Sequence[Tensor] | None) -> Any:
         """Steps rows of leaves, given the measures of all; gives the optimizer's token of the step."""
@@ -257,6 +258,7 @@ class _Chunk:
         self.nbytes = nbytes
         self._stream, self._device, self._rows = stream, device, rows
         self._place = stream.place(rows[0].leaf)
+        self._spare = stream.spares.get(self._place)
         # Rows are in one of three: on their way here, here, on their way home. `_buffers` are the spare's until they
         # have left.
         self._buffers: list[Tensor] = []
@@ -266,9 +268,9 @@ class _Chunk:
 
     def _take_buffer(self, rows: LeafRows, column: UpdateOperand) -> Tensor | None:
         """Memory of the host for rows that come from elsewhere. It goes back to the stream when they have left."""
-        if column.home == self._place or is_device(self._place) or capturing():
+        if self._spare is None or column.home == self._place or capturing():
             return None
-        x = self._stream.spare.take(rows.shape(column.held.shape), column.held.dtype)
+        x = self._spare.take(rows.shape(column.held.shape), column.held.dtype)
         self._buffers.append(x)
         return x
 
@@ -311,7 +313,8 @@ class _Chunk:
             going.wait()
         self._going = []
         # Only now: transfers wrote into these buffers, or read them, until here.
-        self._stream.spare.give(self._buffers)
+        if self._spare is not None:
+            self._spare.give(self._buffers)
         self._buffers = []
 
 
