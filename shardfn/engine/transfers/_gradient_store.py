@@ -150,11 +150,11 @@ class GradientStore:
         self._overlaps = all(leaf.used.dim is None for leaf in plan.layers)
         self._pool = pool_of(plan)
         # All ranks along these axes have the same units.
-        own = [plan.layers[unit.leaves[0]].own_axes for unit in plan.reduce_units]
-        self._late = {u for u, axes in enumerate(own) if not {*late_axes}.issubset(axes)}
-        homes = [self._choose_home(u) for u in range(len(own))]
+        members = [[plan.layers[i] for i in unit.leaves] for unit in plan.reduce_units]
+        self._late = {u for u, own in enumerate(members) if not {*late_axes}.issubset(own[0].own_axes)}
+        homes = [_choose_home(own, wire) for own, wire in zip(members, wires, strict=True)]
         self._homes, self._stay = [x.memory_kind for x in homes], [x.is_plain for x in homes]
-        self._dtypes = [self._list_members(u)[0].dtypes.accum for u in range(len(own))]
+        self._members, self._dtypes = members, [own[0].dtypes.accum for own in members]
         # A unit that is kept elsewhere than on the device is in `_coming` (with the sum so far in `_at`, if there is
         # a sum), then in `_writing` if it goes on to disk, then in `_at`. A unit that the update has taken early is in
         # `_taken` only. `_leaving` are the bytes that the way of each still holds, the oldest first. The thread of an
@@ -215,7 +215,7 @@ class GradientStore:
         if self._plan.chunks is not None:
             return [False] * len(self._wires)
         return [
-            wire.is_alone and self._stay[u] and all(x.dtypes.reduce == x.dtypes.accum for x in self._list_members(u))
+            wire.is_alone and self._stay[u] and all(x.dtypes.reduce == x.dtypes.accum for x in self._members[u])
             for u, wire in enumerate(self._wires)
         ]
 
@@ -239,7 +239,7 @@ class GradientStore:
         """Sums along the remaining axes, once a step, when its microbatches have been added up."""
         for u in self.units:
             if self._wires[u].scatters:
-                leaf = self._list_members(u)[0]
+                leaf = self._members[u][0]
                 if self._plan.mesh.axis_size(leaf.extra_axes) > 1:
                     self._add_share(u, psum(self._pop_on_device(u).to(leaf.dtypes.reduce), leaf.extra_axes), last=True)
                 self._end_sum(u)
@@ -270,7 +270,7 @@ class GradientStore:
         return {i: self.take(i) for i, leaf in enumerate(self._plan.leaves) if leaf.trainable}
 
     def _split_unit(self, unit: int, is_made_here: Callable[[int], bool]) -> Iterator[tuple[int, StoredValue]]:
-        leaves, members, wire = self._plan.reduce_units[unit].leaves, self._list_members(unit), self._wires[unit]
+        leaves, members, wire = self._plan.reduce_units[unit].leaves, self._members[unit], self._wires[unit]
         arrives, home = wire.scatters or wire.size == 1, self._homes[unit]
         with named_range("reduce", self._plan.layers, leaves):
             flat = self._pop_share(unit) if arrives else self._wait_for_whole(unit)
@@ -312,15 +312,6 @@ class GradientStore:
     def _pop_on_device(self, unit: int) -> Tensor:
         """Returns the share of a unit, which is let go. On the device, wherever it has waited."""
         return fetch(self._pop_share(unit), self._homes[unit], self._plan.mesh.device)
-
-    def _list_members(self, unit: int) -> list[LeafLayout]:
-        return [self._plan.layers[i] for i in self._plan.reduce_units[unit].leaves]
-
-    def _choose_home(self, unit: int) -> Placement:
-        """Returns where a unit is added up: on the device, if its form must change after it arrives."""
-        members, wire = self._list_members(unit), self._wires[unit]
-        arrives = wire.scatters or (wire.size == 1 and all(m.dim is None for m in members))
-        return members[0].ways.summed if arrives else _ON_DEVICE
 
     def _add_share(self, unit: int, part: Tensor, *, last: bool) -> None:
         """Adds a share that lies on the device. A share that is kept elsewhere begins its way, and is added there.
@@ -387,6 +378,12 @@ class GradientStore:
             if before is not None:
                 part = load(before).add_(part)
         self._writing[unit] = start_move(part, "host", self._homes[unit], part.device, self._pool)
+
+
+def _choose_home(members: Sequence[LeafLayout], wire: SumWire) -> Placement:
+    """Returns where a unit is added up: on the device, if its form must change after it arrives."""
+    arrives = wire.scatters or (wire.size == 1 and all(m.dim is None for m in members))
+    return members[0].ways.summed if arrives else _ON_DEVICE
 
 
 def _square_large(part: Tensor) -> Tensor:
