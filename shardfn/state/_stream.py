@@ -257,7 +257,7 @@ class _Chunk:
     def __init__(self, stream: _Stream, device: torch.device, rows: list[LeafRows], nbytes: int) -> None:
         self.nbytes = nbytes
         self._stream, self._device, self._rows = stream, device, rows
-        self._place = stream.place(rows[0].leaf)
+        self._place: MemoryKind = stream.place(rows[0].leaf)
         self._spare = stream.spares.get(self._place)
         # Rows are in one of three: on their way here, here, on their way home. `_buffers` are the spare's until they
         # have left.

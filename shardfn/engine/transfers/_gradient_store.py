@@ -153,7 +153,8 @@ class GradientStore:
         members = [[plan.layers[i] for i in unit.leaves] for unit in plan.reduce_units]
         self._late = {u for u, own in enumerate(members) if not {*late_axes}.issubset(own[0].own_axes)}
         homes = [_choose_home(own, wire) for own, wire in zip(members, wires, strict=True)]
-        self._homes, self._stay = [x.memory_kind for x in homes], [x.is_plain for x in homes]
+        self._homes: list[MemoryKind] = [x.memory_kind for x in homes]
+        self._stay = [x.is_plain for x in homes]
         self._members, self._dtypes = members, [own[0].dtypes.accum for own in members]
         # A unit that is kept elsewhere than on the device is in `_coming` (with the sum so far in `_at`, if there is
         # a sum), then in `_writing` if it goes on to disk, then in `_at`. A unit that the update has taken early is in
