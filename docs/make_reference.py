@@ -42,6 +42,7 @@ ROOMS = (
     "graph",
     "schedules",
     "testing",
+    "pretrained",
     "cli",
 )
 

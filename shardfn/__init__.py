@@ -88,6 +88,6 @@ from shardfn.transforms import (
     unpad_layers as unpad_layers,
     value_and_grad as value_and_grad,
 )
-from shardfn.cli import LLM as LLM
+from shardfn.pretrained import LLM as LLM
 
 __version__ = "0.1.0"

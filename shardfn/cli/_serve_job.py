@@ -7,23 +7,19 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardfn.inference import Limits, Sampling
+from shardfn.inference import Limits
+from shardfn.pretrained import DTYPES, KINDS, ModelSettings, Problem, detect_kind
 from shardfn.serve import POOLINGS
 
 from ._generate_job import (
-    DTYPES,
-    KINDS,
-    GenerateJob,
-    Problem,
     adapter_problems,
+    add_config_argument,
     add_drafter_arguments,
     add_weights_arguments,
     drafter_problems,
-    kind_of,
     recommended_of,
     weights_of,
 )
-from ._generation_config import add_config_argument
 
 _GIB, _MIB = 1 << 30, 1 << 20
 
@@ -42,7 +38,7 @@ class ServeJob:
         server: fields of `shardfn.serve.Settings` but the keys.
     """
 
-    model: GenerateJob
+    model: ModelSettings
     running: int
     budget: int
     chat_template: str | None
@@ -93,7 +89,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         ValueError: lists all mistakes, each with the remedy.
     """
     path = pathlib.Path(args.model)
-    kind, ranks = kind_of(path), _parse_ranks(args.mesh)
+    kind, ranks = detect_kind(path), _parse_ranks(args.mesh)
     wrong = [] if kind in KINDS else [str(kind)]
     wrong += [] if isinstance(ranks, int) else [ranks]
     weights = weights_of(args)
@@ -107,7 +103,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     given = {name: getattr(args, name) for name in names} | {"recommended": recommended}
     adapters = dict(pair.split("=", 1) for pair in args.adapter)
     given["adapter"] = next(iter(adapters.values()), None)
-    model = GenerateJob(args.model, kind, (), Sampling(), ranks=ranks, **given, **weights)
+    model = ModelSettings(model=args.model, kind=kind, ranks=ranks, **given, **weights)
     server = {
         "name": args.name or path.absolute().name,
         "host": args.host,

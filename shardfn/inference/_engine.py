@@ -43,7 +43,7 @@ class Engine:
     Args:
         decoder: model.
         params: parameters: whole tensors, equal on all ranks, or `GlobalTensor`s of any layout on the mesh.
-        mesh: mesh from `make_mesh`. None is one device.
+        mesh: mesh from `make_mesh`. None is a single device.
         limits: sizes. Default: `limits_of(decoder)`.
         runner: graphs of an engine of the same decoder and mesh, to be shared. The runner's limits may have more
             blocks.
@@ -163,7 +163,7 @@ class Engine:
     ) -> None:
         """Captures the graphs of all buckets, and builds the C++ of the kernels, so that no later step does.
 
-        Where ranks of one machine start together, one rank builds a file, and the other ranks wait.
+        Where ranks of a single machine start together, one rank builds a file, and the other ranks wait.
 
         Args:
             penalties: whether to capture also graphs of steps in which a request has penalties, biases, or wants the

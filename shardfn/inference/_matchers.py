@@ -28,7 +28,7 @@ Allowed = Bool[np.ndarray, " vocab"]
 
 
 class Matcher:
-    """Place of one choice's text in its grammar.
+    """Place of a single choice's text in its grammar.
 
     Attributes:
         allowed: permitted next tokens. None are permitted after an error, so that no token is drawn then.

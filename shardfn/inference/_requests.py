@@ -90,8 +90,8 @@ class Sampling:
         presence_penalty: number subtracted from logits of tokens drawn before.
         frequency_penalty: number subtracted from logits once for each time that a token was drawn before.
         repetition_penalty: divisor of positive logits of tokens in prompt or output, and factor of negative logits.
-        seed: seed of draws. Equal seeds draw equal tokens: give several requests of one prompt different seeds, or ask
-            for n choices.
+        seed: seed of draws. Equal seeds draw equal tokens: give several requests of a single prompt different seeds, or
+            ask for n choices.
         n: number of choices, each drawn with a separate key. Choices share the blocks of their prompt.
         stop_tokens: tokens that end a choice, for the reason "stop". A stop token has no text.
         stop: strings. The token that completes a string ends a choice, for the reason "stop", and the text ends before

@@ -79,7 +79,7 @@ class StopStringMatcher:
 
 @dataclass(slots=True)
 class _Text:
-    """Text of one choice: certain up to a stop string that may have begun."""
+    """Text of a single choice: certain up to a stop string that may have begun."""
 
     growing: DecodeStream
     cut: StopStringMatcher

@@ -41,7 +41,7 @@ class Experts:
         shared: whether the layer's dense MLP is added to the experts', for all tokens, as in DeepSeek.
         residual: whether a token's result is a learnt mean of the experts' and the layer's dense MLP's, as in PR-MoE:
             `c[0] experts + c[1] mlp`, c = softmax(mix x + mix_b). With `top_k=1` a token has the computation of two
-            experts and the exchange of one expert.
+            experts and the exchange of a single expert.
         bias_rate: step of a bias of each expert, used only in the choice, and moved once a step against the expert's
             load, in place of a balance loss. The loss then has a state (`models.moe.loss`).
         exchange: place where tokens meet their experts: `moe.Local()`, `moe.AllToAll("ep")`, `moe.GatherExperts("ep")`,

@@ -1,4 +1,4 @@
-"""The parameters of the GPT: drawn, laid out and counted from one table.
+"""The parameters of the GPT: drawn, laid out and counted from a single table.
 
 D model, H heads, G key and value heads, K head dim, F ffn, V vocabulary.
 """

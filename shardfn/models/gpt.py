@@ -73,7 +73,7 @@ def apply(
         key: key that turns dropout on.
         index_B: global numbers of the samples, needed where dropout is on.
         wrap: function applied to the block function, as in `wrap=remat` (activation checkpointing).
-        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
         sequence: whether between blocks each rank of `axis` has only some tokens (Megatron's sequence parallelism).
         chosen: experts of each token in each layer with experts, in place of the routers' choices, such as the experts
             of `rl.Rollout.expert_ids`. -1 is a choice without an expert. The routers' weights and gradients are as
@@ -171,7 +171,7 @@ def loss(
             no capacity and counts in no balance. `torch.arange(T + 1) < lengths[:, None]` makes a mask of lengths.
         key: key that turns dropout on.
         wrap: function applied to the block function.
-        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
         sequence: whether between blocks each rank of `axis` has only some tokens (Megatron's sequence parallelism).
         tile: function applied to a block's norm and MLP, a function of single tokens: `tile=partial(sf.tiled,
             tiles=8)`.
@@ -307,7 +307,7 @@ class Stages(NamedTuple):
 
     Attributes:
         first: function `first(params, batch[, key]) -> h` that embeds the tokens.
-        block: function `block(p, h[, key]) -> h` of one layer. p has the layer's leaves.
+        block: function `block(p, h[, key]) -> h` of a single layer. p has the layer's leaves.
         last: function `last(params, h, batch[, key])`: the mean cross entropy, or another loss of the logits.
     """
 
@@ -332,7 +332,7 @@ def stages(
     Args:
         config: shape with stacked blocks.
         wrap: function applied to the block function, as in `wrap=remat` (activation checkpointing).
-        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
         sequence: whether between blocks each rank of `axis` has only some tokens (Megatron's sequence parallelism).
         loss: function `loss(logits, batch)`, in place of the mean cross entropy, such as a loss of `shardfn.rl`: to a
             0-d tensor or a WeightedMean, and with `has_aux` an aux. The logits are `apply`'s for all of

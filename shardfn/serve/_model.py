@@ -36,7 +36,7 @@ class Model(NamedTuple):
         spelling: texts of single tokens, also of special tokens.
         limits: limits of the engine.
         ends: tokens that end a completion.
-        max_choices: most choices of one call.
+        max_choices: most choices of a single call.
         compiler: compiler of grammars, or None if grammars are not served.
         texts: texts of choices.
         adapters: names that clients may give in place of the model's.

@@ -125,7 +125,7 @@ def _make_asked(
     if encoded is not sampling:
         requests = [replace(request, sampling=encoded) for request in requests]
         check_fields(requests, model.limits, given)
-    if draws_seed:  # equal prompts of one request have different draws
+    if draws_seed:  # equal prompts of a single request have different draws
         requests = [replace(r, sampling=replace(r.sampling, seed=secrets.randbits(_SEED_BITS))) for r in requests]
     stream, options = given.get("stream", False), given.get("stream_options")
     if options is not None and not stream:

@@ -56,7 +56,7 @@ _FAILURES = {
 
 
 class ResponseBuilder:
-    """Answer to one call.
+    """Answer to a single call.
 
     Args:
         form: form of the route.
@@ -92,7 +92,7 @@ class ResponseBuilder:
         return {**self._head, "object": self._form.whole, "choices": choices, "usage": self.usage}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yields the events of a stream. Events due at one time come as one piece."""
+        """Yields the events of a stream. Events due at one time come as a single piece."""
         if self._form.opens:
             first = {"delta": {"role": "assistant", "content": ""}}
             yield b"".join(self._make_event(i, first, [], None) for i in range(self._call.starts[-1]))

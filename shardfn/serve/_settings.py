@@ -24,7 +24,7 @@ class Settings:
         max_connections: number of connections at a time.
         max_waiting: most tokens of prompts that wait for their first token. None is 65,536, or the context where it is
             longer. A request with more tokens is refused.
-        max_choices: completions of one request, over all of its prompts.
+        max_choices: completions of a single request, over all of its prompts.
         header_seconds: time in which a request's headers arrive.
         body_seconds: time in which a request's body arrives.
         stall_seconds: time that a reader may leave a piece of its answer in the server.

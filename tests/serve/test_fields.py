@@ -425,10 +425,10 @@ CHATML = (
 
 @pytest.mark.nightly
 def test_a_template_without_an_end_refuses_its_request(start: Any) -> None:
-    from shardfn.cli._chat_template import template
+    from shardfn.pretrained._chat_template import compile_chat_template
     from tests.serve.server import WORDS
 
-    server = start(text=WORDS._replace(chat=template(CHATML)))
+    server = start(text=WORDS._replace(chat=compile_chat_template(CHATML)))
     found = server.send("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "endless"}]})
     assert (found.status, found.error["param"]) == (400, "messages")
     assert "refuses these messages: it takes more than 1 s of a processor" in found.error["message"]

@@ -74,7 +74,7 @@ def check_canonical(plan: Plan, parts: StepParts) -> None:
     cut = {x.path: x.mean_axes for x in plan.layers if x.trainable and x.mean_axes != plan.batch_axes}
     elsewhere = [leaf.path for leaf in plan.layers if leaf.trainable and leaf.extra_axes and leaf.path not in cut]
     over = tuple(a for a in plan.batch_axes if any(a not in axes for axes in cut.values()))
-    staged = pipelined_in(parts.loss) is not None  # also on one rank, where its microbatches are accumulated
+    staged = pipelined_in(parts.loss) is not None  # also on a single rank, where its microbatches are accumulated
     problems = {
         f"{plan.chunks.ranks} ranks share {plan.chunks.total} chunks; raise reduction_chunks": plan.chunks.num == 0
         or plan.chunks.ranks > plan.chunks.total,

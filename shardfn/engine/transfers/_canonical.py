@@ -106,7 +106,7 @@ class ChunkSums:
 
         Args:
             leaves: the leaves, by number.
-            send: sends a message with one tensor per leaf, and returns the messages of all ranks for this one.
+            send: sends a message with a single tensor per leaf, and returns the messages of all ranks for this one.
         """
         own, chunks = [self.take(i) for i in leaves], self.chunks
         most = max(len(chunks.nodes(r)) for r in range(chunks.ranks))

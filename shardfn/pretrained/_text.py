@@ -1,11 +1,11 @@
-"""Tokenizers as `shardfn generate` uses them."""
+"""Tokenizers of models, with their chat templates and the tokens that end a text."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardfn.data import Tokenizer
 
-from ._template_time import check_template, rendered
+from ._template_time import check_template, render_template
 
 
 class Text(NamedTuple):
@@ -30,7 +30,7 @@ class Text(NamedTuple):
     ends: frozenset[int] = frozenset()
 
 
-def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> Text:
+def wrap_transformers_tokenizer(tokenizer: Any, ends: frozenset[int] = frozenset()) -> Text:
     """Returns a tokenizer of transformers.
 
     Args:
@@ -41,9 +41,10 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
     def render_chat(messages: list[dict[str, str]]) -> str:
         try:
             check_template(tokenizer.get_chat_template())
-            return rendered(lambda: tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            how = {"tokenize": False, "add_generation_prompt": True}
+            return render_template(lambda: tokenizer.apply_chat_template(messages, **how))
         except Exception as error:  # a template is a program and may, for example, divide by zero
-            raise ValueError(f"--chat: the chat template refuses these messages: {reason_of(error)}") from error
+            raise ValueError(f"--chat: the chat template refuses these messages: {describe_reason(error)}") from error
 
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
     own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -58,12 +59,12 @@ def text_of_transformers(tokenizer: Any, ends: frozenset[int] = frozenset()) -> 
     )
 
 
-def reason_of(error: Exception) -> str:
+def describe_reason(error: Exception) -> str:
     """Returns the message of a template's error, or the type, where the message is empty."""
     return str(error) or type(error).__name__
 
 
-def text_of_data(tokenizer: Tokenizer) -> Text:
+def wrap_data_tokenizer(tokenizer: Tokenizer) -> Text:
     """Returns a tokenizer of `shardfn.data`."""
 
     def token_id(text: str) -> int | None:

@@ -29,7 +29,7 @@ def check_template(source: str) -> None:
         )
 
 
-def rendered(render: Callable[[], str]) -> str:
+def render_template(render: Callable[[], str]) -> str:
     """Returns the text of a template, if the template ends within `TEMPLATE_SECONDS`.
 
     Python watches the lines of the thread, so a loop ends anywhere. Time in which the thread waits for a processor does

@@ -1,4 +1,4 @@
-"""A model in one line: text in, text out, by an engine of a directory's model."""
+"""A model in a single line: text in, text out, by an engine of a directory's model."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from shardfn.core import Mesh, explains_keywords, make_mesh
 from shardfn.inference import Sampling, limits_of
 from shardfn.kernels import Quantization
 
-from ._generate_job import GenerateJob, Problem, kind_of
-from ._generate_model import AXIS, engine_of, load
 from ._generation_config import read_sampling
+from ._load import AXIS, load_model, make_engine
+from ._settings import ModelSettings, Problem, detect_kind
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -37,7 +37,7 @@ class LLM:
 
     Args:
         model: directory of Hugging Face, a GGUF file, or a run of examples/train_gpt.py.
-        mesh: mesh with the axis "tp". None is one device.
+        mesh: mesh with the axis "tp". None is a single device.
         dtype: "float32", which is batch-invariant, or "bfloat16".
         quantization: "int8" or "int4" for the weights of linear layers.
         context: most tokens of a sequence. Default: the model's.
@@ -76,20 +76,19 @@ class LLM:
         **sizes: Any,
     ) -> None:
         path = pathlib.Path(model)
-        kind = kind_of(path)
+        kind = detect_kind(path)
         if isinstance(kind, Problem):
             raise ValueError(f"LLM: {kind}")
         recommended = read_sampling(path) if kind == "files" else {}
-        job = GenerateJob(
-            *(str(model), kind, (), Sampling()),
-            **{"ranks": 1 if mesh is None else mesh.axis_size(AXIS), "dtype": dtype, "weights": quantization},
-            **{"cache_gib": cache_gib, "drafter": drafter, "recommended": recommended},
+        job = ModelSettings(
+            **{"model": str(model), "kind": kind, "ranks": 1 if mesh is None else mesh.axis_size(AXIS), "dtype": dtype},
+            **{"weights": quantization, "cache_gib": cache_gib, "drafter": drafter, "recommended": recommended},
         )
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
-        served = load(job, mesh)
+        served = load_model(job, mesh)
         sizes = {"context": context, "cache_bytes": int(cache_gib * 2**30), "drafts": job.drafts, **sizes}
         limits = limits_of(served.decoder, **sizes)
-        self.engine, _ = engine_of(job, served, limits, mesh, adapters or {})
+        self.engine, _ = make_engine(job, served, limits, mesh, adapters or {})
         self._text = served.text
         self.sampling = Sampling(**recommended)
 

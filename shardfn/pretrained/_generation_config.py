@@ -1,6 +1,5 @@
 """`generation_config.json` of a model: values of sampling recommended by the authors, where a user gives none."""
 
-import argparse
 import dataclasses
 import pathlib
 from collections.abc import Mapping
@@ -8,19 +7,12 @@ from typing import Any
 
 from shardfn.inference import Limits, Request, Sampling, check_request
 
-from ._generate_files import object_of
+from ._files import read_json_object
 
-NAME = "generation_config.json"
-FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GENERATION_CONFIG = "generation_config.json"
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _MANY = 1 << 40
 _ANYTHING = Limits(vocab=_MANY, context=_MANY, blocks=_MANY)
-
-
-def add_config_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that ignores the file."""
-    text = f"auto: {', '.join(FIELDS)} and tokens that end a text are those of MODEL's {NAME}, unless they are given;"
-    text += " none: the file is ignored (default %(default)s)"
-    parser.add_argument("--generation-config", choices=("auto", "none"), default="auto", help=text)
 
 
 def read_sampling(folder: pathlib.Path) -> dict[str, Any]:
@@ -29,9 +21,9 @@ def read_sampling(folder: pathlib.Path) -> dict[str, Any]:
     Raises:
         ValueError: a value is out of range. The message names the file, the value and the remedy.
     """
-    path = folder / NAME
-    given = object_of(path) if path.is_file() else {}
-    found = {name: given[name] for name in FIELDS if given.get(name) is not None}
+    path = folder / GENERATION_CONFIG
+    given = read_json_object(path) if path.is_file() else {}
+    found = {name: given[name] for name in SAMPLING_FIELDS if given.get(name) is not None}
     if found.get("top_k") == -1:  # all tokens, in vLLM's words
         found["top_k"] = 0
     try:
@@ -51,4 +43,4 @@ def describe_sampling(found: Mapping[str, float]) -> str:
         'sampling of generation_config.json, where none is given: temperature 0.6, top_p 0.95'
     """
     values = ", ".join(f"{name} {value}" for name, value in found.items())
-    return f"sampling of {NAME}, where none is given: {values}"
+    return f"sampling of {GENERATION_CONFIG}, where none is given: {values}"

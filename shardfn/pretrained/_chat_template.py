@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from ._generate_text import reason_of
-from ._template_time import check_template, rendered
+from ._template_time import check_template, render_template
+from ._text import describe_reason
 
 
-def template(source: str) -> Callable[[list[dict[str, str]]], str]:
+def compile_chat_template(source: str) -> Callable[[list[dict[str, str]]], str]:
     """Returns a function from messages to the text of a prompt.
 
     The template sees `messages`, `add_generation_prompt` (true) and `raise_exception(message)`.
@@ -34,8 +34,8 @@ def template(source: str) -> Callable[[list[dict[str, str]]], str]:
     def render_chat(messages: list[dict[str, str]]) -> str:
         try:
             given = {"messages": messages, "add_generation_prompt": True, "raise_exception": refuse_messages}
-            return rendered(lambda: made.render(given))
+            return render_template(lambda: made.render(given))
         except Exception as error:  # a template is a program and may, for example, divide by zero
-            raise ValueError(f"the chat template refuses these messages: {reason_of(error)}") from error
+            raise ValueError(f"the chat template refuses these messages: {describe_reason(error)}") from error
 
     return render_chat

@@ -5,21 +5,21 @@ import pathlib
 from shardfn.core import PyTree
 from shardfn.inference import Decoder, fit_quantization
 
-from ._generate_job import GenerateJob
-from ._generate_text import Text
+from ._settings import ModelSettings
+from ._text import Text
 
 # Rows of the text, and tokens of each.
 _ROWS, _LENGTH = 16, 512
 
 
-def fitted(job: GenerateJob, params: PyTree, text: Text, plain: Decoder) -> tuple[PyTree, str]:
+def fit_codes(job: ModelSettings, params: PyTree, text: Text, plain: Decoder) -> tuple[PyTree, str]:
     """Returns the parameters on the grids of the codes, and a remark. Each rank fits all. Collective.
 
     Args:
         job: job with the text and the codes.
         params: parameters of the model. Parameters in codes already are not changed.
         text: tokenizer of the model.
-        plain: decoder of the model, without codes, on one rank.
+        plain: decoder of the model, without codes, on a single rank.
 
     Raises:
         ValueError: the text has no tokens, or the model's layers are not known one by one.

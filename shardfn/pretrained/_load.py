@@ -1,4 +1,4 @@
-"""The models that `shardfn generate` serves: files of Hugging Face, a GGUF file, or a run of examples/train_gpt.py."""
+"""Loads models for an engine: files of Hugging Face, a GGUF file, or a run of examples/train_gpt.py."""
 
 import atexit
 import dataclasses
@@ -45,12 +45,11 @@ from shardfn.lora import load_peft
 from shardfn.models import gpt
 from shardfn.transforms import eval_shape, sharded
 
-from ._generate_files import object_of, reading
-from ._generate_fit import fitted
-from ._generate_job import DRAFTERS, DTYPES, GenerateJob, kind_of, run_of
-from ._generate_text import Text, text_of_data, text_of_transformers
-from ._generation_config import NAME as GENERATION_CONFIG
-from ._generation_config import describe_sampling
+from ._files import name_file_in_errors, read_json_object
+from ._fit import fit_codes
+from ._generation_config import GENERATION_CONFIG, describe_sampling
+from ._settings import DRAFTERS, DTYPES, ModelSettings, detect_kind, find_run
+from ._text import Text, wrap_data_tokenizer, wrap_transformers_tokenizer
 
 AXIS = "tp"
 # A model of transformers, and weights for a model without weights.
@@ -59,7 +58,7 @@ _FILES_ALONE = {"trust_remote_code": False}  # without it transformers asks the 
 _WIDE = "_keep_in_fp32_modules_strict"  # names layers that from_pretrained leaves in float32
 
 
-class Served(NamedTuple):
+class LoadedModel(NamedTuple):
     """Model with a tokenizer.
 
     Attributes:
@@ -69,8 +68,8 @@ class Served(NamedTuple):
         inexact: reason why the model is not batch-invariant, empty if batch-invariant.
         size: number of parameters.
         coded: remark on weights in codes.
-        plain: function that makes the decoder of the same weights without codes, for one rank. None unless codes are
-            fitted.
+        plain: function that makes the decoder of the same weights without codes, for a single rank. None unless codes
+            are fitted.
     """
 
     decoder: Decoder
@@ -82,7 +81,7 @@ class Served(NamedTuple):
     plain: Callable[[], Decoder] | None = None
 
 
-def load(job: GenerateJob, mesh: Mesh) -> Served:
+def load_model(job: ModelSettings, mesh: Mesh) -> LoadedModel:
     """Loads a model. Collective.
 
     Args:
@@ -108,22 +107,24 @@ def load(job: GenerateJob, mesh: Mesh) -> Served:
         )
     if made.plain is None:
         return made
-    params, remark = fitted(job, made.params, made.text, made.plain())
+    params, remark = fit_codes(job, made.params, made.text, made.plain())
     return made._replace(params=params, coded=", ".join(filter(None, (made.coded, remark))), plain=None)
 
 
-def _load_model(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
+def _load_model(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedModel:
     if job.kind == "run":
         return _load_run(path, job, mesh)
     if job.kind == "gguf":
         return _load_gguf(path, job, mesh)
-    tokenizer = _tokenizer_of_files(path)
+    tokenizer = _load_tokenizer(path)
     configs = ("config.json", GENERATION_CONFIG) if job.generation_config == "auto" else ("config.json",)
-    text = text_of_transformers(tokenizer, frozenset[int]().union(*(_stop_tokens(path / name) for name in configs)))
+    text = wrap_transformers_tokenizer(
+        tokenizer, frozenset[int]().union(*(_stop_tokens(path / name) for name in configs))
+    )
     return _load_files(path, job, mesh, text)
 
 
-def _disk_of(job: GenerateJob) -> Disk | None:
+def _make_disk(job: ModelSettings) -> Disk | None:
     """Returns the directory for weights on disk. A temporary directory lasts as long as the process."""
     if not is_disk(job.memory):
         return None
@@ -133,9 +134,9 @@ def _disk_of(job: GenerateJob) -> Disk | None:
     return Disk(directory)
 
 
-def engine_of(
-    job: GenerateJob,
-    served: Served,
+def make_engine(
+    job: ModelSettings,
+    served: LoadedModel,
     limits: Limits,
     mesh: Mesh,
     adapters: Mapping[str, str],
@@ -144,25 +145,25 @@ def engine_of(
 
     Args:
         job: job of the model.
-        served: model from `load`.
+        served: model from `load_model`.
         limits: limits of the engine.
         mesh: mesh of the ranks.
         adapters: directories of peft, by name.
 
     Raises:
-        ValueError: see `load`.
-        OSError: see `load`.
-        ImportError: see `load`.
+        ValueError: see `load_model`.
+        OSError: see `load_model`.
+        ImportError: see `load_model`.
     """
     drafter = _load_drafter(job, limits)
-    more = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _disk_of(job)}
+    more = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _make_disk(job)}
     engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, cache=job.cache_memory, **more)
     for name, place in adapters.items():
         engine.adapters.add(name, load_peft(place, served.params))
     return engine, drafter
 
 
-def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | None) -> str:
+def describe_engine(job: ModelSettings, served: LoadedModel, engine: Engine, drafter: Drafter | None) -> str:
     """Returns the lines about a ready model: size, codes and place of weights, exactness and memory."""
     pairs = ("on", job.memory), ("cache on", job.cache_memory)
     places = [f"{on} {kind}" for on, kind in pairs if not is_device(kind)]
@@ -174,7 +175,7 @@ def about(job: GenerateJob, served: Served, engine: Engine, drafter: Drafter | N
     return "\n".join(lines)
 
 
-def _load_drafter(job: GenerateJob, limits: Limits) -> Drafter | None:
+def _load_drafter(job: ModelSettings, limits: Limits) -> Drafter | None:
     """Returns the drafter of a job. Each rank has a whole draft model.
 
     Args:
@@ -182,15 +183,15 @@ def _load_drafter(job: GenerateJob, limits: Limits) -> Drafter | None:
         limits: limits of the engine.
 
     Raises:
-        ValueError: see `load`.
-        OSError: see `load`.
-        ImportError: see `load`.
+        ValueError: see `load_model`.
+        OSError: see `load_model`.
+        ImportError: see `load_model`.
     """
     if job.draft_model is None:
         return DRAFTERS[job.drafter]
-    kind = kind_of(pathlib.Path(job.draft_model))
+    kind = detect_kind(pathlib.Path(job.draft_model))
     small = dataclasses.replace(job, model=job.draft_model, kind=kind, ranks=1, adapter=None, draft_model=None)
-    served = load(small, make_mesh({}, alone=True))
+    served = load_model(small, make_mesh({}, alone=True))
     sizes = limits_of(
         served.decoder,
         context=min(limits.context, served.decoder.context),
@@ -202,7 +203,7 @@ def _load_drafter(job: GenerateJob, limits: Limits) -> Drafter | None:
     return DraftModel(served.decoder, served.params, limits=sizes)
 
 
-def load_text(job: GenerateJob) -> Text:
+def load_text(job: ModelSettings) -> Text:
     """Loads only a model's tokenizer. The ends of GGUF files are the tokenizer's, not the model's.
 
     Raises:
@@ -211,32 +212,32 @@ def load_text(job: GenerateJob) -> Text:
     """
     path = pathlib.Path(job.model)
     if job.kind == "run":
-        run = run_of(path)
+        run = find_run(path)
         assert run is not None
-        return text_of_data(_tokenizer_of_run(run, object_of(run / "model.json")))
-    return text_of_transformers(_tokenizer_of_gguf(path) if job.kind == "gguf" else _tokenizer_of_files(path))
+        return wrap_data_tokenizer(_load_run_tokenizer(run, read_json_object(run / "model.json")))
+    return wrap_transformers_tokenizer(_load_gguf_tokenizer(path) if job.kind == "gguf" else _load_tokenizer(path))
 
 
-def _tokenizer_of_run(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
+def _load_run_tokenizer(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
     name = given.get("tokenizer")
     if not isinstance(name, str):
         raise ValueError(f"{run / 'model.json'}: tokenizer is {name!r:.60}; it must be 'bytes', or a file's name.")
-    with reading(run / name, "its tokenizer"):
+    with name_file_in_errors(run / name, "its tokenizer"):
         return ByteTokenizer() if name == "bytes" else BPETokenizer.load(run / name)
 
 
-def _load_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) -> Served:
-    settings = object_of(path / "config.json")
+def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: Text) -> LoadedModel:
+    settings = read_json_object(path / "config.json")
     check_sizes(settings, path / "config.json")
     changes, inexact = _choose_batch_invariant(job)
     if job.adapter is not None:  # its files name the module's own weights
         return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text)
     try:
-        with reading(path / "config.json", "its model"):
+        with name_file_in_errors(path / "config.json", "its model"):
             gpt_config(settings)
     except ValueError as error:
         return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text, error)
-    with reading(path, "its weights"):
+    with name_file_in_errors(path, "its weights"):
         config, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], **changes)
         size, coded = _param_bytes(params), ""
         # Ranks cut these inputs, and must have whole blocks of codes.
@@ -246,14 +247,14 @@ def _load_files(path: pathlib.Path, job: GenerateJob, mesh: Mesh, text: Text) ->
             _, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], keep_codes=True, **changes)
             num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
             coded = f"{num} weights in codes of the file's values" if num else ""
-    return Served(_make_decoder(config, mesh, job), params, text, inexact, size, coded, _fit_decoder(config, job))
+    return LoadedModel(_make_decoder(config, mesh, job), params, text, inexact, size, coded, _fit_decoder(config, job))
 
 
-def _load_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
+def _load_gguf(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedModel:
     file = GGUFFile(path)
-    tokenizer = _tokenizer_of_gguf(path)
+    tokenizer = _load_gguf_tokenizer(path)
     ends = (file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    text = text_of_transformers(tokenizer, frozenset(x for x in ends if type(x) is int))
+    text = wrap_transformers_tokenizer(tokenizer, frozenset(x for x in ends if type(x) is int))
     changes, inexact = _choose_batch_invariant(job)
     # Layers that are batch-invariant read blocks as they are. Ranks cut blocks only where codes are asked for.
     blocks = bool(changes) and (job.weights is not None or (mesh.size == 1 and job.fit is None))
@@ -262,17 +263,21 @@ def _load_gguf(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
     except ValueError as error:
         load_module = functools.partial(_load_weights, path.parent, job, gguf_file=path.name)
         return _load_unmodified(lambda axis: (load_module(), None), job, mesh, text, error)
-    with reading(path, "its weights"):
+    with name_file_in_errors(path, "its weights"):
         config, params = gpt_from_gguf(file, dtype=DTYPES[job.dtype], blocks=blocks, **changes)
     num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
     coded = f"{num} weights in the file's own codes" if num else ""
     size = _param_bytes(eval_shape(functools.partial(gpt.init, config), key(0)))
-    return Served(_make_decoder(config, mesh, job), params, text, inexact, size, coded, _fit_decoder(config, job))
+    return LoadedModel(_make_decoder(config, mesh, job), params, text, inexact, size, coded, _fit_decoder(config, job))
 
 
 def _load_unmodified(
-    module: Callable[[str | None], _Module], job: GenerateJob, mesh: Mesh, text: Text, problem: ValueError | None = None
-) -> Served:
+    module: Callable[[str | None], _Module],
+    job: ModelSettings,
+    mesh: Mesh,
+    text: Text,
+    problem: ValueError | None = None,
+) -> LoadedModel:
     """Loads an unmodified model of transformers, where `models.gpt` differs, or with an adapter."""
     axis = _mesh_axis(mesh)
     batch_invariant = None if job.dtype == "float32" or axis else False
@@ -289,20 +294,20 @@ def _load_unmodified(
         ) from problem
     inexact = "" if made.batch_invariant else "some of the model's own layers are not"
     plain = None if job.fit is None else lambda: of_model()[0]
-    return Served(made, params, text, inexact, _param_bytes(params), plain=plain)
+    return LoadedModel(made, params, text, inexact, _param_bytes(params), plain=plain)
 
 
-def _load_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
-    run = run_of(path)
+def _load_run(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedModel:
+    run = find_run(path)
     assert run is not None
-    given = object_of(run / "model.json")
+    given = read_json_object(run / "model.json")
     if missing := [name for name in ("model", "per_head", "tokenizer") if name not in given]:
         raise ValueError(f"{run / 'model.json'} has no {missing}; it has {sorted(given)}. Train again to write it.")
     changes, inexact = _choose_batch_invariant(job)
-    with reading(run / "model.json", "its model"):
+    with name_file_in_errors(run / "model.json", "its model"):
         check_sizes(given["model"], run / "model.json")
         config = gpt_config(given["model"], per_head=given["per_head"], **changes)
-    tokenizer = _tokenizer_of_run(run, given)
+    tokenizer = _load_run_tokenizer(run, given)
     place = sharded(lambda params: params, mesh=mesh, specs=gpt.specs(config, tp=_mesh_axis(mesh)))
     shapes = eval_shape(functools.partial(gpt.init, config), key(0))
     like = place.init(tree_map(lambda x: x.to(DTYPES[job.dtype]), shapes))
@@ -315,13 +320,13 @@ def _load_run(path: pathlib.Path, job: GenerateJob, mesh: Mesh) -> Served:
             title = f"{checkpoints} does not fit {run / 'model.json'}, in {len(wrong)} of {num} leaves"
             raise ValueError(f"{title}: {listed}") from error
         raise
-    text = text_of_data(tokenizer)
-    return Served(
+    text = wrap_data_tokenizer(tokenizer)
+    return LoadedModel(
         _make_decoder(config, mesh, job), params, text, inexact, _param_bytes(params), plain=_fit_decoder(config, job)
     )
 
 
-def _choose_batch_invariant(job: GenerateJob) -> tuple[dict[str, Any], str]:
+def _choose_batch_invariant(job: ModelSettings) -> tuple[dict[str, Any], str]:
     """Returns the change of a `gpt.Config`, and the reason why there is no change."""
     if job.dtype != "float32":
         return {}, f"batch-invariant layers compute float32, and --dtype is {job.dtype}"
@@ -334,7 +339,7 @@ def _mesh_axis(mesh: Mesh) -> str | None:
     return AXIS if mesh.size > 1 else None
 
 
-def _make_decoder(config: gpt.Config, mesh: Mesh, job: GenerateJob) -> Decoder:
+def _make_decoder(config: gpt.Config, mesh: Mesh, job: ModelSettings) -> Decoder:
     if job.weights is not None and not config.batch_invariant:
         raise ValueError(
             f"--weights {job.weights}: {_choose_batch_invariant(job)[1]}. Take other ranks, or leave out --weights"
@@ -342,7 +347,7 @@ def _make_decoder(config: gpt.Config, mesh: Mesh, job: GenerateJob) -> Decoder:
     return decoder(config, tp=_mesh_axis(mesh), quantization=job.weights)
 
 
-def _fit_decoder(config: gpt.Config, job: GenerateJob) -> Callable[[], Decoder] | None:
+def _fit_decoder(config: gpt.Config, job: ModelSettings) -> Callable[[], Decoder] | None:
     return None if job.fit is None else functools.partial(decoder, config)
 
 
@@ -356,24 +361,24 @@ def _import_transformers(path: pathlib.Path) -> Any:
     return importlib.import_module("transformers")
 
 
-def _tokenizer_of_files(path: pathlib.Path) -> Any:
+def _load_tokenizer(path: pathlib.Path) -> Any:
     transformers = _import_transformers(path)
-    with reading(path, "its tokenizer"):
+    with name_file_in_errors(path, "its tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(path, **_FILES_ALONE)
 
 
-def _tokenizer_of_gguf(path: pathlib.Path) -> Any:
+def _load_gguf_tokenizer(path: pathlib.Path) -> Any:
     if importlib.util.find_spec("gguf") is None:
         raise ImportError(f"{path}: transformers reads its tokenizer by a package that is missing: pip install gguf")
     transformers = _import_transformers(path)
-    with reading(path, "its tokenizer"):  # AutoTokenizer would read the whole file, for a config
+    with name_file_in_errors(path, "its tokenizer"):  # AutoTokenizer would read the whole file, for a config
         return transformers.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
 
 
-def _make_module(directory: pathlib.Path, job: GenerateJob, axis: str | None) -> _Module:
+def _make_module(directory: pathlib.Path, job: ModelSettings, axis: str | None) -> _Module:
     """Returns a model of transformers, without weights on several ranks, where each rank reads a part."""
     transformers = _import_transformers(directory)
-    with reading(directory, "its config.json"):
+    with name_file_in_errors(directory, "its config.json"):
         config = transformers.AutoConfig.from_pretrained(directory, **_FILES_ALONE)
     quantized = getattr(config, "quantization_config", None) is not None
     decoded = quantized and can_decode(read_quantization(directory))
@@ -381,18 +386,18 @@ def _make_module(directory: pathlib.Path, job: GenerateJob, axis: str | None) ->
         del config.quantization_config
     if not decoded and (axis is None or quantized):
         return _load_weights(directory, job), None
-    with reading(directory, "its config.json"), without_weights():
+    with name_file_in_errors(directory, "its config.json"), without_weights():
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[job.dtype], **_FILES_ALONE).eval()
     if job.dtype != "float32" and getattr(made, _WIDE, None) and not decoded:
         return _load_weights(directory, job), None
     return made, module_from_hf(made, directory, dtype=DTYPES[job.dtype])
 
 
-def _load_weights(directory: pathlib.Path, job: GenerateJob, **more: Any) -> Any:
+def _load_weights(directory: pathlib.Path, job: ModelSettings, **more: Any) -> Any:
     """Returns a model of transformers with the weights."""
     automatic = _import_transformers(directory).AutoModelForCausalLM
     more |= _FILES_ALONE if "gguf_file" in more else {"use_safetensors": True, **_FILES_ALONE}
-    with reading(directory, "its model"):
+    with name_file_in_errors(directory, "its model"):
         how = {"dtype": DTYPES[job.dtype], "output_loading_info": True, **more}
         made, about = automatic.from_pretrained(directory, **how)
     # transformers fills these with random values.
@@ -409,7 +414,7 @@ def _stop_tokens(path: pathlib.Path) -> frozenset[int]:
     Raises:
         ValueError: the tokens are not integers.
     """
-    value = object_of(path).get("eos_token_id") if path.is_file() else None
+    value = read_json_object(path).get("eos_token_id") if path.is_file() else None
     tokens = [] if value is None else value if isinstance(value, list) else [value]
     if any(type(x) is not int for x in tokens):
         raise ValueError(f"{path}: eos_token_id is {value!r:.60}; it must be a token, an integer, or a list of tokens.")

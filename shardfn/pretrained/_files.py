@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def object_of(path: pathlib.Path) -> dict[str, Any]:
+def read_json_object(path: pathlib.Path) -> dict[str, Any]:
     """Returns the object of a file of JSON.
 
     Raises:
         ValueError: the file is not JSON, or not an object. The message names the file.
     """
-    with reading(path, "its JSON"):
+    with name_file_in_errors(path, "its JSON"):
         found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
         raise ValueError(f"{path} has a {type(found).__name__}; it must have an object of JSON.")
@@ -21,7 +21,7 @@ def object_of(path: pathlib.Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def reading(path: pathlib.Path, part: str) -> Iterator[None]:
+def name_file_in_errors(path: pathlib.Path, part: str) -> Iterator[None]:
     """Turns errors of packages that read a model's files into refusals that name the files.
 
     Args:
