@@ -156,7 +156,7 @@ class GlobalTensor:
         """Returns the same leaf with another block, in the same memory and code."""
         return GlobalTensor(block, self.shape, self.spec, self.mesh, self.memory_kind, frozen=self.frozen)
 
-    def with_tensor(self, x: Tensor) -> "GlobalTensor":
+    def replace_block(self, x: Tensor) -> "GlobalTensor":
         """Returns the same leaf with a tensor as its block, which is on the host if the leaf is on disk."""
         kind = kind_when_loaded(self.memory_kind)
         return GlobalTensor(x, self.shape, self.spec, self.mesh, kind, frozen=self.frozen)

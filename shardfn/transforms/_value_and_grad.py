@@ -124,7 +124,7 @@ def _is_float(x: Any) -> bool:
 
 def _gradient_of(leaf: Any, x: Tensor) -> Any:
     """Returns the gradient of a leaf. The gradient of a leaf on disk is on the host."""
-    return leaf.with_tensor(x) if isinstance(leaf, GlobalTensor) else x
+    return leaf.replace_block(x) if isinstance(leaf, GlobalTensor) else x
 
 
 def _restore_leaf(x: Tensor, leaf: Any) -> Any:

@@ -97,7 +97,7 @@ class StepPrograms:
             return ProgramCall(lambda comms, agreed, now: run_update(parts, plan, comms, now, passed, apply))
         grads = tree_leaves(passed.grads)
         if not plan.at_home:  # a gradient on disk that was read and changed is on the host
-            grads = [x.with_tensor(x.held) if isinstance(x.held, Tensor) else x for x in grads]
+            grads = [x.replace_block(x.held) if isinstance(x.held, Tensor) else x for x in grads]
         last = () if finish is None else passed.model_state
         phase = phase_of(parts.optimizer, state.opt_state)
 

@@ -178,7 +178,7 @@ class Jitted(Transform):
             filled = list(leaves)
             for i, x in zip(at, tensors, strict=True):
                 old = leaves[i]
-                filled[i] = old.with_tensor(x) if isinstance(old, GlobalTensor) else x
+                filled[i] = old.replace_block(x) if isinstance(old, GlobalTensor) else x
             args, kwargs = tree_unflatten(treedef, filled)
             # The mesh as at the function's call, since a captured function may bind others.
             with bind_mesh(mesh), looping(copied_loop):
@@ -208,7 +208,7 @@ class ResultSlot(NamedTuple):
 
     def fill(self, x: Tensor) -> Tensor | GlobalTensor:
         """Returns the leaf of the result."""
-        return x if self.like is None else self.like.with_tensor(x)
+        return x if self.like is None else self.like.replace_block(x)
 
 
 def slot_of(x: Any) -> Any:
