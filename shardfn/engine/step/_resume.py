@@ -25,7 +25,7 @@ from shardfn.engine.resharding import reshard
 from shardfn.engine.transfers import cut_parts, pool_of, refresh, reopen
 from shardfn.memory import on_host
 from shardfn.optim import MasterState
-from shardfn.state import TrainState, cuts_of, lies_on_disk, start_move, widest
+from shardfn.state import TrainState, codes_of, cuts_of, lies_on_disk, start_move, widest, with_codes
 
 
 def resumed(plan: Plan, channels: AnyChannels, control: AnyControl, like: TrainState) -> TrainState:
@@ -85,7 +85,8 @@ def _fill_part(
 
 
 def _read_leaf(plan: Plan, path: str, like: Any, value: Any, problems: list[str], rows: bool) -> Any:
-    own = like.held if isinstance(like, GlobalTensor) else like
+    held = like.held if isinstance(like, GlobalTensor) else like
+    own = codes_of(held)
     if value is None:
         problems.append(f"{path} is missing")
         return like
@@ -95,7 +96,8 @@ def _read_leaf(plan: Plan, path: str, like: Any, value: Any, problems: list[str]
         return like
     if not isinstance(like, GlobalTensor):
         return value
-    return like.with_block(_place_value(plan, value, like))
+    block = _place_value(plan, value, like)
+    return like.with_block(block if own is held else with_codes(held, block, like.memory_kind))
 
 
 def _place_value(plan: Plan, value: StoredValue, like: GlobalTensor) -> StoredValue:

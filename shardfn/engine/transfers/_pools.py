@@ -13,7 +13,7 @@ from shardfn.collectives import AnyControl, GlobalTensor
 from shardfn.core import Disk, Mesh, PerMesh, PyTree, StoredValue, load, named_leaves, raise_all
 from shardfn.engine.plan import Plan, Planner
 from shardfn.memory import POOLS, AnyPool, Pool, TracedPool
-from shardfn.state import TrainState, check_origins, lies_on_disk, origin_of
+from shardfn.state import TrainState, check_origins, codes_of, lies_on_disk, origin_of
 
 log = logging.getLogger("shardfn.memory")
 
@@ -167,9 +167,9 @@ def _list_leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
 
 
 def _committed_value(x: Any) -> Any:
-    """Returns the value that a commit holds of a leaf."""
+    """Returns the value that a commit holds of a leaf: of a leaf in codes, the codes."""
     held: StoredValue = x.held if isinstance(x, GlobalTensor) else x
-    return held if lies_on_disk(x) else load(held).detach().to("cpu", copy=True)
+    return held if lies_on_disk(x) else load(codes_of(held)).detach().to("cpu", copy=True)
 
 
 def _is_held(plan: Plan, x: Any) -> bool:
