@@ -11,7 +11,7 @@ hops, in the route's code.
 
 Local hops, such as from a memory to another or into a code in which a leaf is kept, are left to the caller.
 
-In a capture a wire writes its ops down once for leaves that travel alike, such as the layers of a stack.
+In a capture a wire traces ops once for leaves that travel alike, such as the layers of a stack.
 """
 
 import functools

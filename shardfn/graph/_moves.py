@@ -86,7 +86,7 @@ def memory_of(node: Node) -> MemoryKind:
 
 
 def made_bytes(node: Node, x: Tensor) -> int:
-    """Returns the bytes of a tensor that a node makes: of a token, by a placeholder or a writer, those on disk."""
+    """Returns the bytes of a tensor that a node makes: of a token, by a placeholder or a writer, the bytes on disk."""
     if not is_disk(memory_of(node)):
         return x.untyped_storage().nbytes()
     shape, dtype = cast(tuple[Any, Any], node.meta["stored"] if node.op == "placeholder" else node.args)

@@ -121,7 +121,7 @@ def send(
         out: tensor of `dst` to fill, or None for a new tensor.
 
     Returns:
-        The tensor of `dst`, in flight. Without `out` it is `x` itself, if the memories are the same.
+        The tensor of `dst`, in flight: `x` for equal memories without `out`.
 
     Example:
         >>> send(torch.ones(2), "host", "device", torch.device("cpu")).result()

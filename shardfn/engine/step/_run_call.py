@@ -67,7 +67,7 @@ def run_call(mesh: Mesh, admit: Callable[[], AdmittedCall]) -> Any:
 
     Args:
         mesh: mesh of the call.
-        admit: admits the call on this rank. Its errors are sent to the other ranks, which wait in the agreement.
+        admit: admits the call on this rank. Errors are sent to the other ranks, which wait in the agreement.
     """
     comms = comms_of(mesh)
     control = comms.control
@@ -88,7 +88,7 @@ def run_purely(
         mesh: mesh of the call.
         what: the call, in words.
         agreement: facts that ranks compare before the first call of a plan.
-        admit: admits the call on this rank: the plan, and the function to run. Its errors are sent to the other ranks.
+        admit: admits the call on this rank: the plan, and the function to run. Errors are sent to the other ranks.
     """
     what = f"{what} in a transform"
     with losing_no_peer_purely(mesh, what):

@@ -321,7 +321,7 @@ class GradientStore:
             unit: number of the unit.
             part: the share, in the dtype in which it travelled. Without other shares it stays on the device in this
                 dtype, and a whole gradient travels on in it.
-            last: whether nothing will be added to it any more.
+            last: whether the share is the last.
         """
         if not self._stay[unit]:
             self._wait_for_share(unit)

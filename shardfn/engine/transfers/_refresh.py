@@ -56,7 +56,7 @@ def refresh(
 
 
 def _spread_unit(unit: Unit, pending: Pending[Tensor], wire: GatherWire | None, into: Sequence[Tensor | None]) -> None:
-    """Waits for a unit, and writes it to its leaves if it has not come there."""
+    """Waits for a unit, and writes the leaves, if the message has not come to their memory."""
     arrived = pending.result()
     if wire is not None:
         wire.put(arrived, [block for i in unit.leaves if (block := into[i]) is not None])
@@ -124,7 +124,7 @@ def _start_refresh(
     blocks: Sequence[Tensor | None],
     rows: Sequence[StoredValue | None],
 ) -> tuple[Pending[Tensor], GatherWire | None]:
-    """Starts one unit's transfer; also the wire that unpacks it, None if it comes to the parameter itself."""
+    """Starts one unit's transfer; also the wire that unpacks it, None for a message in the parameter's memory."""
     first, block = plan.layers[unit.leaves[0]], blocks[unit.leaves[0]]
     (wire,) = gather_wires(channels, [(first.ways.refresh, unit.packing)])
     pieces = [row for i in unit.leaves if isinstance(row := rows[i], Tensor)]
