@@ -172,6 +172,7 @@ def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
         "--drafter": model.drafter,
         "--generation-config": model.generation_config,
         **({} if model.context is None else {"--context": model.context}),
+        **({} if model.activations is None else {"--activations": model.activations}),
         **({} if model.fit is None else {"--fit": model.fit}),
         **({} if model.disk is None else {"--disk": model.disk}),
         **({} if model.draft_model is None else {"--draft-model": model.draft_model}),
