@@ -102,6 +102,12 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
         help="int8 or int4: codes of linear layers' weights, GGUF's own unchanged; disk or host: the memory from"
         " which a step reads them layer by layer; or both, such as int4,disk",
     )
+    add(
+        "--activations",
+        choices=("float32", "int8"),
+        default="float32",
+        help="int8 rounds the inputs of layers in codes: faster, less exact, the same in any batch",
+    )
     add("--fit", metavar="FILE", help="a text like those of prompts: codes are fitted to it, and not only rounded")
     add("--disk", metavar="DIR", help="an empty directory for --weights disk (default: a temporary one)")
     add(
@@ -118,6 +124,7 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
     dtype, cache_memory, cache_fits = _parse_pair(args.cache, CACHE_DTYPES, ("host",))
     found: dict[str, Any] = {"weights": codes, "memory": memory or "device", "fit": args.fit, "disk": args.disk}
     found |= {"cache": dtype, "cache_memory": cache_memory or "device"}
+    found["activations"] = None if args.activations == "float32" else args.activations
     if not cache_fits:
         found["cache"] = Problem(f"--cache {args.cache}: write {_CACHES}, and host, or one: int8,host")
     if not fits:
@@ -125,6 +132,9 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
     elif codes and args.dtype != "float32":
         hint = "needs --dtype float32, in which exact layers compute; leave out --dtype"
         found["weights"] = Problem(f"--weights {codes} {hint}")
+    if found["activations"] and args.dtype != "float32":
+        hint = "needs --dtype float32, in which exact layers compute; leave out --dtype"
+        found["activations"] = Problem(f"--activations {args.activations} {hint}")
     if args.fit is not None and not codes:
         found["fit"] = Problem(f"--fit {args.fit} has no effect without codes; add --weights int4, or int8")
     elif args.fit is not None and not pathlib.Path(args.fit).is_file():

@@ -1,5 +1,6 @@
 """The pure step over sharded weights and a donated KV cache: one captured graph for each bucket of tokens."""
 
+import collections
 import contextlib
 import functools
 from collections.abc import Sequence
@@ -111,7 +112,7 @@ class MemoryPlan(NamedTuple):
     def __str__(self) -> str:
         sizes = {name: f"{name} {size / 2**20:.1f} MiB" for name, size in self._asdict().items()}
         there = f"; of all these, on the {sizes['host']}" if self.host else ""
-        parts = ", ".join(sizes[name] for name in ("weights", "cache", "step"))
+        parts = ", ".join(sizes[name] for name in ("weights", "cache", "step") if self.step or name != "step")
         return f"{self.total / 2**20:.1f} MiB a rank: {parts}{there}"
 
 
@@ -183,6 +184,8 @@ class Runner:
         disk: directory for "disk".
         cache: memory of keys and values, "device" or "host". A step brings the blocks of its sequences in a layer while
             the layer before computes, and returns the rows of its tokens. Bits are the same.
+        eager_steps: number of first steps of each graph that run op by op. A capture takes seconds, which pays only for
+            many steps. Bits are the same.
 
     Raises:
         ValueError: the limits do not fit the model, or the mesh does not divide its heads, or there is no such memory,
@@ -198,6 +201,7 @@ class Runner:
         weights: MemoryKind = "device",
         disk: Disk | None = None,
         cache: MemoryKind = "device",
+        eager_steps: int = 0,
     ) -> None:
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
         _check_decoder(decoder, limits, mesh)
@@ -214,19 +218,22 @@ class Runner:
         }
         # With a budget of 0 bytes the next layer's cache is brought, and nothing else.
         self._prefetch = None if is_device(cache) else 0
-        self._steps: dict[tuple[str, _Further], Sharded] = {}  # by layout and further results
+        # By layout, further results, and whether the step is captured.
+        self._steps: dict[tuple[str, _Further, bool], Sharded] = {}
         self._bound: dict[Any, BoundCall] = {}
+        self._eager_steps, self._eager_calls = eager_steps, collections.Counter[Any]()
 
-    def _step_of(self, layout: str, further: "_Further" = ()) -> Sharded:
+    def _step_of(self, layout: str, further: "_Further" = (), *, captured: bool = True) -> Sharded:
         """Returns the pure step over weights in a layout, with some further results of the decoder."""
-        if (layout, further) in self._steps:
-            return self._steps[layout, further]
+        if (layout, further, captured) in self._steps:
+            return self._steps[layout, further, captured]
         ahead = self._prefetch
         schedule: dict[str, Any] = {} if ahead is None else {"prefetch": ahead, "passes": (drop_copies,)}
         # Its bits are torch's on every back end, and what lies between its kernels is not worth a compiler's time.
         backend = "graph" if self._decoder.batch_invariant else None
-        made = self._steps[layout, further] = sharded(
-            jit(functools.partial(_run_step, self._layouts[layout], further), backend=backend, **schedule),
+        run = functools.partial(_run_step, self._layouts[layout], further)
+        made = self._steps[layout, further, captured] = sharded(
+            jit(run, backend=backend, **schedule) if captured else run,
             mesh=self.mesh,
             specs=self._layouts[layout].packed,
             zero=self._zero,
@@ -311,9 +318,8 @@ class Runner:
             allowed = np.ones((len(plan.rows), self.limits.vocab), bool) if grammars else None
             step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
         layout = layout or self.limits.layout_of(bucket, adapters=step.low is not None)
-        sites = None if step.low is None else tuple((name, f.a.shape) for name, f in step.low.sites.items())
         further = list_further(hidden=hidden, routed=routed, edited=edited, states=states)
-        key = layout, bucket, step.penalties is not None, step.allowed is not None, sites, further
+        key = _find_graph_key(layout, bucket, step, further)
         if key not in self._bound:
             # Engines compare their states before each step, so calls need no check of their own.
             with self._threads():
@@ -324,10 +330,15 @@ class Runner:
     def memory(self, weights: Weights, cache: Cache) -> MemoryPlan:
         """Returns the bytes that this rank needs. Captures the graph of the largest bucket."""
         graph = self.bind(self.limits.budget, weights, cache).memory_analysis()
-        held, cached = count_bytes(weights, "device", "host"), count_bytes(cache, "device", "host")
+        held, cached, *_ = self.held_memory(weights, cache)
         own = count_bytes(weights[self.limits.layout_of(self.limits.budget)], "device", "host")
         device, host = graph.by_memory.get("device", 0), graph.by_memory.get("host", 0)
         return MemoryPlan(held, cached, max(device + host - own - cached, 0), host)
+
+    def held_memory(self, weights: Weights, cache: Cache) -> MemoryPlan:
+        """Returns the bytes between steps, without a capture."""
+        held, cached = count_bytes(weights, "device", "host"), count_bytes(cache, "device", "host")
+        return MemoryPlan(held, cached, 0, count_bytes((weights, cache), "host"))
 
     def run(
         self,
@@ -360,7 +371,13 @@ class Runner:
             cache = list(self._decoder.cache.move(cache, plan.moves))
         step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
         kind: dict[str, Any] = {"hidden": hidden, "routed": routed, "edited": bool(edits), "states": states}
-        call, further = self.bind(plan.bucket, weights, cache, step, layout=plan.layout, **kind), list_further(**kind)
+        further = list_further(**kind)
+        key = _find_graph_key(plan.layout, plan.bucket, step, further)
+        if key in self._bound or self._eager_calls[key] >= self._eager_steps:
+            call: Any = self.bind(plan.bucket, weights, cache, step, layout=plan.layout, **kind)
+        else:
+            self._eager_calls[key] += 1
+            call = self._step_of(plan.layout, further, captured=False)
         with self._threads():
             tokens, logprobs, cache, top, *more = call(weights[plan.layout], cache, step)
             found = dict(zip(further, more, strict=True))
@@ -387,6 +404,11 @@ def list_further(*, hidden: bool, routed: bool, edited: bool, states: tuple[int,
     """Returns the results of a decoder that a step has in addition to tokens: names, and layers for hidden states."""
     names = {"hidden": hidden or routed, "experts": routed, "logits": edited}
     return *(name for name, wanted in names.items() if wanted), *states
+
+
+def _find_graph_key(layout: str, bucket: int, step: StepTensors, further: _Further) -> Any:
+    sites = None if step.low is None else tuple((name, f.a.shape) for name, f in step.low.sites.items())
+    return layout, bucket, step.penalties is not None, step.allowed is not None, sites, further
 
 
 def _run_step(
@@ -427,6 +449,7 @@ def make_runner(
     weights: MemoryKind,
     disk: Disk | None,
     cache: MemoryKind,
+    eager_steps: int = 0,
 ) -> Runner:
     """Returns the runner of an engine: the given runner if it fits, or a new runner.
 
@@ -435,7 +458,7 @@ def make_runner(
             too.
     """
     if runner is None:
-        return Runner(decoder, limits, mesh=mesh, weights=weights, disk=disk, cache=cache)
+        return Runner(decoder, limits, mesh=mesh, weights=weights, disk=disk, cache=cache, eager_steps=eager_steps)
     if not is_device(weights) or disk is not None:
         raise ValueError(f"engine: weights={weights!r} is the runner's to choose: Runner(..., weights=, disk=).")
     if not is_device(cache):

@@ -9,7 +9,7 @@ import torch
 
 from shardfn.core import MemoryKind
 from shardfn.inference import Drafter, Ngram, Suffix
-from shardfn.kernels import Quantization
+from shardfn.kernels import Activations, Quantization
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8", "fp8")
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -30,6 +30,7 @@ class ModelSettings:
         ranks: number of ranks of tensor parallelism.
         dtype: key of `DTYPES`.
         weights: codes of weights of linear layers, "int8" or "int4". None is `dtype`.
+        activations: rounding of the inputs of layers in codes, "int8". None rounds nothing.
         memory: memory of weights between uses.
         fit: text to which codes are fitted, or None.
         disk: directory for "disk". None is a temporary directory.
@@ -50,6 +51,7 @@ class ModelSettings:
     ranks: int = 1
     dtype: str = "float32"
     weights: Quantization | None = None
+    activations: Activations | None = None
     fit: str | None = None
     memory: MemoryKind = "device"
     disk: str | None = None

@@ -66,7 +66,9 @@ class Program:
         self.lines, self.url = list[str](), ""
         found = threading.Event()
         threading.Thread(target=self._read, args=(found,), daemon=True).start()
-        assert found.wait(LIMIT) and self.url, self.lines
+        if not found.wait(LIMIT) or not self.url:
+            self.process.kill()
+            raise AssertionError(f"it is not ready: {self.lines}")
 
     def _read(self, found: threading.Event) -> None:
         assert self.process.stderr is not None
