@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardfn.core import did_you_mean, is_disk
+from shardfn.core import did_you_mean, find_directory_problem
 from shardfn.inference import Grammar, Limits, Request, Sampling, check_request
 from shardfn.pretrained import (
     CACHE_DTYPES,
@@ -139,7 +139,7 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
         found["fit"] = Problem(f"--fit {args.fit} has no effect without codes; add --weights int4, or int8")
     elif args.fit is not None and not pathlib.Path(args.fit).is_file():
         found["fit"] = Problem(f"--fit {args.fit} is no file; give a text like those of prompts")
-    if args.disk is not None and not is_disk(found["memory"]):
+    if find_directory_problem([found["memory"]], args.disk) == "idle":
         found["disk"] = Problem(f"--disk {args.disk} has no effect without --weights disk")
     return found
 

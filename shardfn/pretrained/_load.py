@@ -176,10 +176,10 @@ def describe_engine(
 
     Without captured graphs the memory is that of the weights and the cache.
     """
-    place = "" if is_device(job.memory) else f"on {job.memory}"
-    cache = "" if is_device(job.cache_memory) else f"cache on {job.cache_memory}"
+    pairs = ("on", job.memory), ("cache on", job.cache_memory)
+    places = [f"{on} {kind}" for on, kind in pairs if not is_device(kind)]
     rounded = job.activations and f"activations in {job.activations}"
-    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, rounded, place, cache)))
+    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, rounded, *places)))
     how = f"not batch-invariant: {served.inexact}" if served.inexact else "batch-invariant"
     memory = (
         str(engine.memory()) if captured else str(engine.runner.held_memory(engine.core.weights, engine.core.cache))
