@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.capture import alias, capturing, recorder, traced_once
+from shardfn.capture import alias, find_alias, recorder, traced_once
 from shardfn.core import PyTree, StoredValue, tree_unflatten
 from shardfn.engine.plan import Plan
 from shardfn.graph import storage_of
@@ -35,7 +35,7 @@ def enter(
     entered: list[Tensor] = []
     handles: dict[int, Tensor] = {}
     plain: list[tuple[str, Tensor]] = []
-    aliased: Callable[[Tensor], Tensor] = alias if capturing() else Tensor.detach
+    aliased = find_alias()
     for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
         if leaf.lazy:
             handle = _make_handle(plan, leaf)
@@ -68,12 +68,15 @@ def enter(
     return tree_unflatten(plan.treedef, tree), handles
 
 
-def make_write_detector(plan: Plan, blocks: Sequence[StoredValue], *, first: bool) -> Watch:
-    """Detects writes to the blocks that the loss gets without a copy; the first time, by their bits too."""
-    watch = Watch(bits=first and not plan.captured)
-    if not plan.captured:
-        pairs = zip(plan.leaves, blocks, strict=True)
-        watch.keep([(leaf.path, x) for leaf, x in pairs if isinstance(x, Tensor) and not leaf.ways.use.hops])
+def make_write_detector(
+    plan: Plan, blocks: Sequence[StoredValue], others: Sequence[tuple[str, Tensor]], *, first: bool
+) -> Watch:
+    """Detects writes to the blocks that the loss gets without a copy, and to others; first, by their bits too."""
+    if plan.captured:  # the ops of the graph show the writes, see `check_capture`
+        return Watch()
+    watch, pairs = Watch(bits=first), zip(plan.leaves, blocks, strict=True)
+    own = [(leaf.path, x) for leaf, x in pairs if isinstance(x, Tensor) and not leaf.ways.use.hops]
+    watch.keep([*own, *others])
     return watch
 
 
