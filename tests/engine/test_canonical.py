@@ -188,7 +188,7 @@ def test_a_nan_on_one_rank_is_in_the_norm(world: int) -> None:
     for bad in range(world):
         x = torch.full((3,), torch.nan if dist.get_rank() == bad else 1.0)
         with bind_mesh(mesh):
-            assert sum_all_squares([x], ("dp",)).isnan()
+            assert sum_all_squares({("dp",): [x]}).isnan()
 
 
 def test_unsupported_combinations_are_named() -> None:

@@ -21,6 +21,7 @@ from shardfn.memory import on_host, to_host
 from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares
 from shardfn.state import OverlappedUpdate, fetch, slices_of, stack_values, store
 
+from ._canonical import ChunkSums, add_in_order
 from ._pools import pool_of
 
 
@@ -142,10 +143,13 @@ class GradientStore:
         plan: the layout.
         wires: the wire on which its parts arrive by unit.
         late_axes: axes along which the gradients of shared leaves are summed by `finish`.
+        chunks: sums by chunk, or None. Then a late unit has a row for each use, which are added up last.
     """
 
-    def __init__(self, plan: Plan, wires: Sequence[SumWire], late_axes: tuple[str, ...]) -> None:
-        self._plan, self._wires, self._late_axes = plan, wires, late_axes
+    def __init__(
+        self, plan: Plan, wires: Sequence[SumWire], late_axes: tuple[str, ...], chunks: ChunkSums | None = None
+    ) -> None:
+        self._plan, self._wires, self._late_axes, self._chunks = plan, wires, late_axes, chunks
         # Leaves are made whole during the backward, but not while parameters use the same channel.
         self._overlaps = all(leaf.used.dim is None for leaf in plan.layers)
         self._pool = pool_of(plan)
@@ -208,6 +212,10 @@ class GradientStore:
             return self._ahead.square(unit)
         return sum_squares([load(self.share(unit))])
 
+    def is_late(self, unit: int) -> bool:
+        """Returns whether a unit is summed along other axes after the last backward."""
+        return unit in self._late
+
     def is_summed_in_one(self, unit: int) -> bool:
         """Returns whether one transfer makes a unit's sum whole: not if it is added to earlier or to later parts.
 
@@ -251,7 +259,10 @@ class GradientStore:
                     self._add_share(u, psum(self._pop_on_device(u).to(leaf.dtypes.reduce), leaf.extra_axes), last=True)
                 self._end_sum(u)
         for u in sorted(self._late):
-            self._add_share(u, psum(self._pop_on_device(u), self._late_axes), last=True)
+            total = psum(self._pop_on_device(u), self._late_axes)
+            if self._chunks is not None:  # at most one rank has had a row of numbers, so that this sum has no order
+                total = add_in_order(total.chunk(self._chunks.num_uses(self._plan.reduce_units[u].leaves)))
+            self._add_share(u, total, last=True)
             self._end_sum(u)
 
     def split(self, order: Sequence[int], is_made_here: Callable[[int], bool]) -> None:
