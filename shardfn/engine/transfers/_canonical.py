@@ -116,7 +116,7 @@ class ChunkSums:
 
         Args:
             leaves: the leaves, by number.
-            send: sends a message with one tensor per leaf, and returns the messages of all ranks for this one.
+            send: sends a message with one tensor per leaf, and returns the messages of all ranks for the message.
             separate: whether other ranks have other uses, so that the result has a row for each use.
         """
         runs = [any(place in self._list_places(i) for i in leaves) for place in range(self.num_uses(leaves))]
@@ -158,7 +158,7 @@ class JoinedNodes(Pending[Tensor]):
     """This rank's part of the sum over all chunks, joined from the nodes of all ranks as they arrive.
 
     Args:
-        arriving: by use, and by number of a node among its rank's, the parts that all ranks have for this one, in rank
+        arriving: by use, and by number of a node among its rank's, the parts that all ranks have for the node, in rank
             order. Empty for a use of another rank.
         chunks: whose they are.
         separate: whether the result has a row for each use, else their sum.

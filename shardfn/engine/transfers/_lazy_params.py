@@ -23,7 +23,7 @@ class Entered(NamedTuple):
     Attributes:
         params: parameter tree as the loss sees it.
         handles: tensors at which the gradients of trained layers arrive. A gradient belongs to the backward that runs.
-        by_use: separate tensors of leaves that several functions use.
+        by_use: separate tensors of leaves with several uses.
     """
 
     params: PyTree
@@ -102,7 +102,7 @@ REFUSED = -1
 
 
 def _list_further_uses(uses: Mapping[int, LeafUses]) -> dict[int, list[Use]]:
-    """Returns by function the uses for which a leaf has another tensor than the one that the loss sees, of its first.
+    """Returns by function the uses with separate tensors: all but the first, which has the tensor that the loss sees.
 
     Only functions that this rank runs, and those that must not use a leaf.
     """
@@ -172,7 +172,7 @@ def _make_refusal(leaf: LeafLayout) -> Callable[[Tensor], None]:
     def refuse(grad: Tensor) -> None:
         del grad
         raise ValueError(
-            f"Zero(reduction='canonical'): the layers of a pipeline use {leaf.path}, which is not one of theirs, by"
+            f"Zero(reduction='canonical'): the layers of a pipeline use {leaf.path}, which is none of their leaves, by"
             " an argument that code in front of the layers computes. Each rank would add up the uses of its own layers."
             " Pass the layers values without a gradient, freeze the leaf, or use reduction='by_rank'."
         )
