@@ -33,6 +33,7 @@ ROOMS = (
     "inference",
     "serve",
     "rl",
+    "distill",
     "data",
     "metrics",
     "checkpoint",
@@ -42,6 +43,7 @@ ROOMS = (
     "graph",
     "schedules",
     "testing",
+    "pretrained",
     "cli",
 )
 

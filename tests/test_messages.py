@@ -26,17 +26,17 @@ _OF_OTHERS = {"--nproc-per-node", "--local-dir", "--pid"}  # of torchrun, hf and
 def texts() -> Iterator[tuple[str, int, str]]:
     """Yields texts of several words that are not docstrings, with file and line; `{}` stands for a value."""
     for path in sorted(ROOT.rglob("*.py")):
-        tree = ast.parse(path.read_text())
+        nodes = list(ast.walk(ast.parse(path.read_text())))
         docs = {
             id(node.body[0].value)
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body
             if isinstance(node.body[0], ast.Expr)
         }
-        parts = {id(x) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for x in node.values}
-        reprs = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__repr__"]
+        parts = {id(x) for node in nodes if isinstance(node, ast.JoinedStr) for x in node.values}
+        reprs = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "__repr__"]
         skipped = docs | parts | {id(x) for node in reprs for x in ast.walk(node)}
-        for node in ast.walk(tree):
+        for node in nodes:
             text = "".join(map(_shown, node.values)) if isinstance(node, ast.JoinedStr) else _shown(node)
             if " " in text and id(node) not in skipped:
                 yield str(path.relative_to(ROOT)), getattr(node, "lineno", 0), text

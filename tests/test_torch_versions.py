@@ -1,13 +1,11 @@
 """Covers the versions of torch: those of the project's requirement, refusals, and private names in one room."""
 
 import ast
-import gc
 import pathlib
 import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 
 import pytest
 
@@ -55,15 +53,6 @@ def test_the_check_is_made_once_at_import(version: str, said: str) -> None:
     assert said in done.stdout + done.stderr and done.stderr.count(f"this is torch {version}") == 1
 
 
-@pytest.fixture
-def uncollected() -> Iterator[None]:
-    """Python 3.11 counts a parser's depth wrongly if an object is collected meanwhile (cpython issue 106905)."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("uncollected")
 def test_private_names_of_torch_are_used_in_one_room() -> None:
     found = []
     for path in sorted((ROOT / "shardfn").rglob("*.py")):
@@ -107,21 +96,21 @@ def test_public_and_documented_names_pass() -> None:
 
 def _private_names(code: str) -> list[str]:
     """The private names of torch in a file; docstrings, and strings that begin otherwise, are left out."""
-    tree = ast.parse(code)
-    known, docstrings = _aliases(tree), {id(x) for x in _docstrings(tree)}
-    found = {name for node in ast.walk(tree) if id(node) not in docstrings for name in _named(node, known)}
+    nodes = list(ast.walk(ast.parse(code)))
+    known, docstrings = _aliases(nodes), {id(x) for x in _docstrings(nodes)}
+    found = {name for node in nodes if id(node) not in docstrings for name in _named(node, known)}
     return sorted(name for name in found if PRIVATE.match(name) and not DOCUMENTED.match(name))
 
 
-def _aliases(tree: ast.Module) -> dict[str, str]:
+def _aliases(nodes: list[ast.AST]) -> dict[str, str]:
     """Names of a file -> the modules and objects of torch that they are."""
     known: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             known |= {x.asname or "torch": x.name if x.asname else "torch" for x in node.names if _of_torch(x.name)}
         elif isinstance(node, ast.ImportFrom) and _of_torch(node.module):
             known |= {x.asname or x.name: f"{node.module}.{x.name}" for x in node.names}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign | ast.AnnAssign) and (path := _path(node.value, known)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             known |= {x.id: path for x in targets if isinstance(x, ast.Name)}
@@ -138,11 +127,15 @@ def _path(node: ast.AST | None, known: dict[str, str]) -> str:
         return known.get(node.id, "")
     if isinstance(node, ast.Attribute):
         return _joined(_path(node.value, known), node.attr)
-    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "vars":
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call) and _is_call(node.value, "vars"):
         return _joined(_path(node.value.args[0], known), _text(node.slice))
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+    if isinstance(node, ast.Call) and _is_call(node, "getattr", "hasattr", "setattr", "delattr"):
         return _joined(_path(node.args[0], known), _text(node.args[1]))
     return ""
+
+
+def _is_call(node: ast.Call, *names: str) -> bool:
+    return isinstance(node.func, ast.Name) and node.func.id in names
 
 
 def _joined(path: str, name: str) -> str:
@@ -165,6 +158,6 @@ def _named(node: ast.AST, known: dict[str, str]) -> list[str]:
     return [_path(node, known) or _text(node)]
 
 
-def _docstrings(tree: ast.Module) -> list[ast.expr]:
-    bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+def _docstrings(nodes: list[ast.AST]) -> list[ast.expr]:
+    bodies = [node.body for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
     return [body[0].value for body in bodies if body and isinstance(body[0], ast.Expr)]

@@ -23,7 +23,7 @@ class OffloadedTensor:
     On disk the bytes live as long as the object.
 
     Args:
-        flat: all of the storage, as one row.
+        flat: all of the storage, as a single row.
         to: "host" or "disk".
         pool: function that returns the pool of files, where a pool is needed.
     """

@@ -163,7 +163,7 @@ class FilePlan(NamedTuple):
 
 
 def mesh_of(tree: PyTree) -> Mesh:
-    """Returns the mesh of a tree's leaves. For plain tensors, a mesh of one device.
+    """Returns the mesh of a tree's leaves. For plain tensors, a mesh of a single device.
 
     Raises:
         ValueError: the leaves have several meshes, or none in a program of several ranks.

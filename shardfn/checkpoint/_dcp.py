@@ -69,7 +69,7 @@ class DcpReader:
         self.storage.set_up_storage_reader(self.metadata, False)
 
     def manifest(self) -> Manifest:
-        """Returns the tensors as leaves of one chunk each. The key replaces the file's name."""
+        """Returns the tensors as leaves of a single chunk each. The key replaces the file's name."""
         leaves = {}
         for key, x in self.metadata.state_dict_metadata.items():
             if isinstance(x, TensorStorageMetadata) and dtype_name(x.properties.dtype) in DTYPES:
@@ -90,7 +90,7 @@ class DcpReader:
 
 
 class _Into(dcp.DefaultLoadPlanner):
-    """Reads into one tensor."""
+    """Reads into a single tensor."""
 
     def __init__(self, out: Tensor) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ class OpenFile:
 
 
 class FilePlace:
-    """The files of one checkpoint in a directory."""
+    """The files of a single checkpoint in a directory."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.directory = path
@@ -201,7 +201,7 @@ class DirectoryStore:
         return FilePlace(self.path(step))
 
     def itself(self) -> FilePlace:
-        """Returns the directory as one checkpoint."""
+        """Returns the directory as a single checkpoint."""
         return FilePlace(self._place)
 
     def path(self, step: int) -> pathlib.Path:

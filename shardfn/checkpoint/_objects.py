@@ -45,7 +45,7 @@ class ObjectSource:
 
 
 class ObjectPlace:
-    """The objects of one checkpoint.
+    """The objects of a single checkpoint.
 
     Args:
         fs: an fsspec file system.
@@ -187,7 +187,7 @@ class ObjectStore:
         return ObjectPlace(self.fs, f"{self.root}/{step_name(step)}")
 
     def itself(self) -> ObjectPlace:
-        """Returns the objects below the URL as one checkpoint."""
+        """Returns the objects below the URL as a single checkpoint."""
         return ObjectPlace(self.fs, self.root)
 
     def absent(self, step: int | None, found: list[int]) -> FileNotFoundError:

@@ -1,7 +1,7 @@
 """Protocols of the places of checkpoints, for their readers and writers: file systems and object stores.
 
     Store          a run's checkpoints
-    Location       the files of one checkpoint. `str(location)` is the path or URL
+    Location       the files of a single checkpoint. `str(location)` is the path or URL
     NewLocation    the files of a draft, not yet listed in `Store.steps`
 
 Both kinds guarantee that `Store.steps` lists only complete checkpoints.
@@ -34,7 +34,7 @@ class OpenedFile(Protocol):
 
 
 class Location(Protocol):
-    """The files of one checkpoint.
+    """The files of a single checkpoint.
 
     Attributes:
         name: `step_000100`, or the name of the directory of a single checkpoint.
@@ -83,7 +83,7 @@ class NewLocation(Location, Protocol):
         ...
 
     def called(self, name: str) -> str:
-        """Returns the name of a file in this draft: two drafts of one step must not write the same object."""
+        """Returns the name of a file in this draft: two drafts of a single step must not write the same object."""
         ...
 
     def create(self, name: str) -> AbstractContextManager[Sink]:

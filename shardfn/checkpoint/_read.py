@@ -107,7 +107,7 @@ def _split_bands(shape: Sequence[int], inner: Sequence[tuple[int, int]], itemsiz
             yield (*((i, i + 1) for i in at), (lo, min(lo + step, last)), *tail)
 
 
-# Files of one checkpoint that are open at a time. Often a process may have a thousand open files.
+# Files of a single checkpoint that are open at a time. Often a process may have a thousand open files.
 _MAX_OPEN = 64
 
 
@@ -120,7 +120,7 @@ class BoxReader(Protocol):
 
 
 class ChunkReader:
-    """The files of one checkpoint.
+    """The files of a single checkpoint.
 
     Args:
         place: location of the checkpoint.

@@ -54,7 +54,7 @@ class LeafReader(BoxReader, Protocol):
     """Reads boxes of leaves that have names."""
 
     def manifest(self) -> Manifest:
-        """Returns the leaves, each of one chunk whose file is the leaf's name."""
+        """Returns the leaves, each of a single chunk whose file is the leaf's name."""
         ...
 
 
@@ -94,7 +94,7 @@ def read_into(like: PyTree, opened: Callable[[], LeafReader], what: str, options
 
 
 def one_chunk(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredLeaf:
-    """Returns a leaf of one chunk, whose file has this name."""
+    """Returns a leaf of a single chunk, whose file has this name."""
     return StoredLeaf(shape, dtype_name(dtype), (), (StoredChunk((0,) * len(shape), shape, name, 0, ""),))
 
 

@@ -67,7 +67,7 @@ class SafetensorsEntry(NamedTuple):
 def safetensors_header(
     entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Returns the header of a file that has these tensors, one after another.
+    """Returns the header of a file that has these tensors, in sequence.
 
     Dtypes outside the format are declared as bytes.
 

@@ -15,4 +15,3 @@ from ._chart import write_chart as write_chart
 from ._search import SearchResult as SearchResult, search as search
 from ._longest import MLP_WIDTH as MLP_WIDTH, LongestSequence as LongestSequence, LongSettings as LongSettings
 from ._longest import longest as longest, peak_bytes as peak_bytes
-from ._llm import LLM as LLM

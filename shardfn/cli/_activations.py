@@ -22,11 +22,11 @@ _LOGIT_BYTES = 12
 
 @dataclasses.dataclass(frozen=True)
 class Activations:
-    """Bytes of activations on one rank.
+    """Bytes of activations on a single rank.
 
     Attributes:
         saved: bytes stored for the backward, of all microbatches open at a time. Without a pipeline there is one.
-        temporaries: largest number of further bytes in memory, for the loss over the vocabulary, or for one block.
+        temporaries: largest number of further bytes in memory, for the loss over the vocabulary, or for a single block.
     """
 
     saved: int
@@ -36,7 +36,7 @@ class Activations:
 def activation_bytes(setup: Setup) -> Activations:
     """Returns the activations on the rank with the most.
 
-    With remat (activation checkpointing) a block stores only the input, and the activations of one block at a time
+    With remat (activation checkpointing) a block stores only the input, and the activations of a single block at a time
     exist, in the block's backward.
 
     Example:

@@ -39,7 +39,7 @@ def local_cluster(shape: Mapping[str, int]) -> Cluster:
 
 
 def _local_ranks(known: Cluster, shape: Mapping[str, int]) -> int:
-    """Returns the number of ranks on one machine."""
+    """Returns the number of ranks on a single machine."""
     return max(1, min(math.prod(shape.values()), known.per_node))
 
 

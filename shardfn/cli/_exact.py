@@ -19,7 +19,7 @@ _KINDS = {"gathered": "gathered window"}
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """Figures of one rank from the captured step.
+    """Figures of a single rank from the captured step.
 
     Attributes:
         memory: bytes alive at the peak, by kind.

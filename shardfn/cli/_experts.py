@@ -22,7 +22,7 @@ class ExpertsPlan:
         layers: number of layers with experts.
         active: number of parameters that a token uses.
         balanced: bytes that a rank sends in a step for the exchange of tokens, if experts are equally busy.
-        most: bytes if all tokens choose the experts of one rank: the room of a captured step.
+        most: bytes if all tokens choose the experts of a single rank: the room of a captured step.
         weights: bytes of the gathers and sums of all experts, in place of the exchange.
     """
 

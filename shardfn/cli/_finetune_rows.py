@@ -21,7 +21,7 @@ class Scan(NamedTuple):
 
     Attributes:
         problems: a text for each wrong row, with the file and the line.
-        samples: place and value of one row of each form, for example of each sequence of roles.
+        samples: place and value of a single row of each form, for example of each sequence of roles.
         chats: whether there are rows of messages.
     """
 

@@ -23,11 +23,10 @@ from shardfn.inference import (
     limits_of,
 )
 from shardfn.memory import DamagedError
+from shardfn.pretrained import AXIS, Text, describe_engine, load_model, make_engine
 from shardfn.waits import end_start, waiting
 
 from ._generate_job import GenerateJob
-from ._generate_model import AXIS, about, engine_of, load
-from ._generate_text import Text
 
 _MOST = 256  # tokens of a completion, unless the job has a number
 _STDIN = "-"
@@ -87,7 +86,7 @@ def generate(job: GenerateJob) -> int:
 
 
 def one_line(error: Exception) -> str:
-    """Returns the message of an error as one line, with the first items of the list."""
+    """Returns the message of an error as a single line, with the first items of the list."""
     title, *lines = str(error).splitlines() or [type(error).__name__]
     items = [line.strip().removeprefix("- ") for line in lines if line.strip()]
     return " ".join([title, "; ".join(first_of(items, 3))]).strip()
@@ -97,7 +96,7 @@ def _prepare_job(job: GenerateJob) -> Ready:
     mesh = make_mesh({AXIS: job.ranks} if job.ranks > 1 else {})
     asked = _read_texts(job, mesh)
     with waiting("reading", job.model):
-        served = load(job, mesh)
+        served = load_model(job, mesh)
     made, text = served.decoder, served.text
     prompts = _make_prompts(job, made, text, asked)
     limits = _choose_limits(job, made, prompts)
@@ -108,11 +107,11 @@ def _prepare_job(job: GenerateJob) -> Ready:
             raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
     adapters = {} if job.adapter is None else {_ADAPTER: job.adapter}
     with waiting("packing weights"):
-        engine, drafter = engine_of(job, served, limits, mesh, adapters)
+        engine, drafter = make_engine(job, served, limits, mesh, adapters)
     # A grammar that the vocabulary cannot write is refused before graphs are captured.
     engine.core.admit(Request(tuple(prompts[0].ids), prompts[0].sampling))
     engine.warm_up(grammars=job.sampling.grammar is not None, penalties=job.sampling.extended)
-    lines = about(job, served, engine, drafter)  # of all ranks, which may capture together
+    lines = describe_engine(job, served, engine, drafter)  # of all ranks, which may capture together
     if mesh.rank == 0:
         print(lines, file=sys.stderr, flush=True)
     return Ready(job, engine, prompts)

@@ -5,87 +5,47 @@ import dataclasses
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
+from shardfn.core import did_you_mean, is_disk
+from shardfn.inference import Grammar, Limits, Request, Sampling, check_request
+from shardfn.pretrained import (
+    CACHE_DTYPES,
+    DRAFTERS,
+    DTYPES,
+    SAMPLING_FIELDS,
+    ModelSettings,
+    Problem,
+    detect_kind,
+    read_sampling,
+)
 
-from shardfn.core import MemoryKind, did_you_mean, is_disk
-from shardfn.inference import Drafter, Grammar, Limits, Ngram, Request, Sampling, Suffix, check_request
-from shardfn.kernels import Quantization
-
-from ._generation_config import add_config_argument, read_sampling
-
-CACHE_DTYPES = ("float32", "bfloat16", "int8", "fp8")
 _CACHES = f"{', '.join(CACHE_DTYPES[:-1])} or {CACHE_DTYPES[-1]}"
-DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DRAFTERS: Mapping[str, Drafter | None] = {"none": None, "ngram": Ngram(), "suffix": Suffix()}
-_DRAFTS = 15
 _TEMPERATURE = 0.8
-KINDS = {"run": "a run of examples/train_gpt.py", "files": "files of Hugging Face", "gguf": "a GGUF file"}
 
 
-@dataclasses.dataclass(frozen=True)
-class GenerateJob:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateJob(ModelSettings):
     """Settings of a run. See `shardfn generate --help`.
 
     Attributes:
-        model: path of the model.
-        kind: key of `KINDS`.
         prompts: texts of the prompts. "-" reads a prompt from each line of stdin.
         sampling: way to draw tokens, without the stop tokens and `max_tokens`.
         stop_tokens: texts or ids of tokens.
         max_tokens: number of tokens to draw at most. None is 256, or fewer where the context ends.
         chat: whether each prompt is a user's message.
         system: message before the user's.
-        context: largest number of tokens of a sequence. None is the model's.
-        cache_gib: limit in GiB of the KV cache, on all ranks together.
-        ranks: number of ranks of tensor parallelism.
-        dtype: key of `DTYPES`.
-        weights: codes of weights of linear layers, "int8" or "int4". None is `dtype`.
-        memory: memory of weights between uses.
-        fit: text to which codes are fitted, or None.
-        disk: directory for "disk". None is a temporary directory.
-        cache: dtype of the KV cache. None is `dtype`.
-        cache_memory: memory of keys and values between uses.
         json: whether the output is JSON lines.
-        drafter: key of `DRAFTERS`, for speculative decoding.
-        draft_model: path of a smaller model that guesses, or None.
-        adapter: directory of `peft`, or None.
-        generation_config: source of defaults: "auto" takes values from the model's `generation_config.json`, and "none"
-            ignores the file.
-        recommended: values of sampling from this file, defaults for the user's.
     """
 
-    model: str
-    kind: str
     prompts: tuple[str, ...]
     sampling: Sampling
     stop_tokens: tuple[str, ...] = ()
     max_tokens: int | None = None
     chat: bool = False
     system: str | None = None
-    context: int | None = None
-    cache_gib: float = 1.0
-    ranks: int = 1
-    dtype: str = "float32"
-    weights: Quantization | None = None
-    fit: str | None = None
-    memory: MemoryKind = "device"
-    disk: str | None = None
-    cache: str | None = None
-    cache_memory: MemoryKind = "device"
     json: bool = False
-    drafter: str = "none"
-    adapter: str | None = None
-    draft_model: str | None = None
-    generation_config: str = "auto"
-    recommended: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def drafts(self) -> int:
-        """Returns the number of guessed rows for each row."""
-        return 0 if self.drafter == "none" and self.draft_model is None else _DRAFTS
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +84,13 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add_drafter_arguments(parser)
     add("--adapter", metavar="DIR", help="adapters of peft, such as shardfn finetune --lora writes; float32 alone")
     add("--json", action="store_true", help="a line of JSON for each completion")
+
+
+def add_config_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that ignores `generation_config.json`."""
+    text = f"auto: {', '.join(SAMPLING_FIELDS)} and tokens that end a text are those of MODEL's"
+    text += " generation_config.json, unless they are given; none: the file is ignored (default %(default)s)"
+    parser.add_argument("--generation-config", choices=("auto", "none"), default="auto", help=text)
 
 
 def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
@@ -192,7 +159,7 @@ def drafter_problems(args: argparse.Namespace) -> Iterator[str]:
         return
     if args.drafter != "none":
         yield f"--draft-model and --drafter {args.drafter} are two drafters; leave one of them out"
-    kind = kind_of(pathlib.Path(args.draft_model))
+    kind = detect_kind(pathlib.Path(args.draft_model))
     if isinstance(kind, Problem):
         yield str(kind).replace("MODEL", "--draft-model", 1)
 
@@ -204,7 +171,7 @@ def parse_generate(args: argparse.Namespace) -> GenerateJob:
         ValueError: lists all mistakes, each with the remedy.
     """
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "n")
-    grammar, kind = _parse_grammar(args), kind_of(pathlib.Path(args.model))
+    grammar, kind = _parse_grammar(args), detect_kind(pathlib.Path(args.model))
     recommended = recommended_of(args, kind)
     defaults: dict[str, Any] = {"temperature": _TEMPERATURE} | ({} if isinstance(recommended, Problem) else recommended)
     sampling = Sampling(
@@ -221,10 +188,6 @@ def parse_generate(args: argparse.Namespace) -> GenerateJob:
     given = {name: value for name, value in (vars(args) | found).items() if name in fields}
     given |= {"prompts": tuple(args.prompts), "stop_tokens": tuple(args.stop_token), "sampling": sampling}
     return GenerateJob(**given)
-
-
-class Problem(str):
-    """Message in place of a value."""
 
 
 def recommended_of(args: argparse.Namespace, kind: Any) -> Any:
@@ -270,47 +233,15 @@ def _parse_grammar(args: argparse.Namespace) -> Any:
         return Problem(f"--json-schema {args.json_schema}: {error}" if args.regex is None else f"--regex: {error}")
 
 
-def kind_of(path: pathlib.Path) -> Any:
-    """Returns the kind of model at a path, as a key of `KINDS`, or else a message with the remedy."""
-    if path.is_file():
-        with open(path, "rb") as file:
-            first = file.read(4)
-        return "gguf" if first == b"GGUF" else Problem(f"MODEL {path} is a file of {first!r}..., and no GGUF file")
-    if not path.is_dir():
-        hint = f"hf download {path} --local-dir {path.name}"
-        return Problem(f"MODEL {path} does not exist; a model of Hugging Face is fetched first: {hint}")
-    if run_of(path) is not None:
-        return "run"
-    if (path / "config.json").is_file():
-        tokenizers = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-        if any((path / name).is_file() for name in tokenizers):
-            return "files"
-        return Problem(f"MODEL {path} has no tokenizer; tokenizer.save_pretrained({str(path)!r}) writes one")
-    if (path / "model/config.json").is_file():
-        return Problem(f"MODEL {path} is a run of shardfn finetune; its model is {path / 'model'}")
-    if (path / "checkpoints").is_dir():
-        return Problem(f"MODEL {path} has checkpoints, and no model.json, which examples/train_gpt.py writes")
-    if (path / "metrics.jsonl").is_file():
-        return Problem(f"MODEL {path} is a run without checkpoints; train again with --save-every 100")
-    has = ", ".join(sorted(p.name for p in path.iterdir())[:4]) or "no files"
-    return Problem(f"MODEL {path} has neither config.json nor model.json; it has {has}")
-
-
 def adapter_problems(path: pathlib.Path, args: argparse.Namespace) -> Iterator[str]:
     """Yields the reasons why a directory has no adapter for the model of the arguments."""
     missing = [n for n in ("adapter_config.json", "adapter_model.safetensors") if not (path / n).is_file()]
     if missing:
         yield f"--adapter {path} has no {' and no '.join(missing)}; give a directory of peft"
-    if kind_of(pathlib.Path(args.model)) != "files":
+    if detect_kind(pathlib.Path(args.model)) != "files":
         yield f"--adapter is for a directory of Hugging Face, and MODEL is {args.model}"
     if args.dtype != "float32":
         yield f"--adapter needs exact layers, which compute float32, and --dtype is {args.dtype}"
-
-
-def run_of(path: pathlib.Path) -> pathlib.Path | None:
-    """Returns the run at this path, or the run with a checkpoint at this path, or None."""
-    places = (path, path.absolute().parent, path.absolute().parent.parent)
-    return next((place for place in places if (place / "model.json").is_file()), None)
 
 
 def _parse_ranks(mesh: str) -> Any:

@@ -20,8 +20,8 @@ class Pipeline(NamedTuple):
     Attributes:
         num_chunks: number of pieces of the model on each rank.
         held: largest number of chunks with activations in memory at a time for each rank.
-        idle: idle time of a rank in a step, in units of the time of one microbatch on the rank.
-        sends: number of messages of the busiest rank for one microbatch.
+        idle: idle time of a rank in a step, in units of the time of a single microbatch on the rank.
+        sends: number of messages of the busiest rank for a single microbatch.
         hops: number of transfers on the way from the first stage to the last and back.
     """
 
@@ -33,7 +33,7 @@ class Pipeline(NamedTuple):
 
 
 def pipeline(setup: Setup) -> Pipeline:
-    """Returns the pipeline of a run, or a pipeline of one rank without "pp" in the mesh.
+    """Returns the pipeline of a run, or a pipeline of a single rank without "pp" in the mesh.
 
     Example:
         >>> from shardfn.cli import parse_model

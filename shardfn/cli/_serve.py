@@ -6,12 +6,11 @@ import pathlib
 import sys
 
 from shardfn.kernels import num_processors
+from shardfn.pretrained import compile_chat_template, load_text
 from shardfn.serve import Settings, Text, read_keys, serve
 from shardfn.waits import end_start
 
-from ._chat_template import template
 from ._generate import one_line
-from ._generate_model import load_text
 from ._serve_job import ServeJob, command_of
 
 _PACKAGES = ("starlette", "uvicorn", "jinja2")
@@ -33,11 +32,12 @@ def serve_command(job: ServeJob) -> int:
         settings = Settings(keys=keys, **job.server)
         text = load_text(job.model)
         if job.chat_template is not None:
-            text = text._replace(chat=template(pathlib.Path(job.chat_template).read_text(encoding="utf-8")))
+            source = pathlib.Path(job.chat_template).read_text(encoding="utf-8")
+            text = text._replace(chat=compile_chat_template(source), template=source)
         end_start()  # from here on the first rank reports
         return serve(
             settings,
-            Text(text.encode, text.tokenizer, text.chat, text.plain),
+            Text(text.encode, text.tokenizer, text.chat, text.plain, text.template),
             lambda end: command_of(job, end, sys.executable),
             ranks=job.model.ranks,
             threads=None if "OMP_NUM_THREADS" in os.environ else max(1, num_processors() // job.model.ranks),

@@ -7,23 +7,19 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardfn.inference import Limits, Sampling
-from shardfn.serve import POOLINGS
+from shardfn.inference import Limits
+from shardfn.pretrained import DTYPES, KINDS, ModelSettings, Problem, detect_kind
+from shardfn.serve import POOLINGS, REASONING_PARSERS, TOOL_PARSERS
 
 from ._generate_job import (
-    DTYPES,
-    KINDS,
-    GenerateJob,
-    Problem,
     adapter_problems,
+    add_config_argument,
     add_drafter_arguments,
     add_weights_arguments,
     drafter_problems,
-    kind_of,
     recommended_of,
     weights_of,
 )
-from ._generation_config import add_config_argument
 
 _GIB, _MIB = 1 << 30, 1 << 20
 
@@ -42,7 +38,7 @@ class ServeJob:
         server: fields of `shardfn.serve.Settings` but the keys.
     """
 
-    model: GenerateJob
+    model: ModelSettings
     running: int
     budget: int
     chat_template: str | None
@@ -66,6 +62,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key-file", metavar="FILE", help="the keys of clients, one in each line")
     add("--allowed-host", action="append", default=[], metavar="NAME", help="of a proxy before a server at loopback")
     add("--chat-template", metavar="FILE", help="a template of jinja, in place of the tokenizer's")
+    text = "how the model writes calls of tools (default: as the chat template shows)"
+    add("--tool-call-parser", choices=TOOL_PARSERS, default="auto", help=text)
+    text = "how the model writes reasoning (default: as the chat template shows)"
+    add("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help=text)
+    text = "of pages of other sites that may use the server, such as https://example.org; '*' is all; may be repeated"
+    add("--allowed-origin", action="append", default=[], metavar="ORIGIN", help=text)
     add_config_argument(parser)
     text = "adapters of peft for requests whose model is NAME; may be repeated; float32 alone"
     add("--adapter", action="append", default=[], metavar="NAME=DIR", help=text)
@@ -93,7 +95,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         ValueError: lists all mistakes, each with the remedy.
     """
     path = pathlib.Path(args.model)
-    kind, ranks = kind_of(path), _parse_ranks(args.mesh)
+    kind, ranks = detect_kind(path), _parse_ranks(args.mesh)
     wrong = [] if kind in KINDS else [str(kind)]
     wrong += [] if isinstance(ranks, int) else [ranks]
     weights = weights_of(args)
@@ -107,7 +109,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     given = {name: getattr(args, name) for name in names} | {"recommended": recommended}
     adapters = dict(pair.split("=", 1) for pair in args.adapter)
     given["adapter"] = next(iter(adapters.values()), None)
-    model = GenerateJob(args.model, kind, (), Sampling(), ranks=ranks, **given, **weights)
+    model = ModelSettings(model=args.model, kind=kind, ranks=ranks, **given, **weights)
     server = {
         "name": args.name or path.absolute().name,
         "host": args.host,
@@ -115,6 +117,9 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         "adapters": tuple(adapters),
         "pooling": args.pooling,
         "hosts": tuple(args.allowed_host),
+        "origins": tuple(args.allowed_origin),
+        "tool_call_parser": args.tool_call_parser,
+        "reasoning_parser": args.reasoning_parser,
         "max_body": int(args.max_body_mib * _MIB),
         "max_connections": args.max_connections,
         "max_waiting": args.max_waiting_tokens,

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from shardfn.core import RankError, make_mesh
 from shardfn.inference import Engine, limits_of
 from shardfn.memory import DamagedError
+from shardfn.pretrained import AXIS, describe_engine, load_model, make_engine
 from shardfn.serve import Ready, run_worker
 from shardfn.waits import end_start, waiting
 
 from ._generate import one_line
-from ._generate_model import AXIS, about, engine_of, load
 from ._serve_job import ServeJob, add_serve_arguments, parse_serve
 
 
@@ -54,7 +54,7 @@ def _warm_up(job: ServeJob) -> tuple[Engine, Ready]:
     ranks, model = job.model.ranks, job.model
     mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
     with waiting("reading", model.model):
-        served = load(model, mesh)
+        served = load_model(model, mesh)
     limits = limits_of(
         served.decoder,
         context=_find_context(job, served.decoder.context),
@@ -65,12 +65,12 @@ def _warm_up(job: ServeJob) -> tuple[Engine, Ready]:
         drafts=model.drafts,
     )
     with waiting("packing weights"):
-        engine, drafter = engine_of(model, served, limits, mesh, job.adapters)
+        engine, drafter = make_engine(model, served, limits, mesh, job.adapters)
     grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
     embeds = served.decoder.embeds
     engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters), later=ranks == 1)
     width = _embedding_width(engine, model.model) if embeds else 0
-    lines = about(model, served, engine, drafter)
+    lines = describe_engine(model, served, engine, drafter)
     end_start()
     return engine, Ready(limits, served.text.ends, served.text.size, grammars, lines, width)
 

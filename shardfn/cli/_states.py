@@ -268,7 +268,7 @@ def _place_leaves(
 
 @functools.lru_cache(maxsize=64)
 def _list_leaves(config: gpt.Config, cut: bool) -> tuple[list[_Leaf], list[_Leaf], list[_Leaf]]:
-    """Returns the shape and compute spec of the leaves of a model with one block.
+    """Returns the shape and compute spec of the leaves of a model with a single block.
 
     Leaves before the block, inside, and after.
     """

@@ -1,4 +1,4 @@
-"""Time and traffic of one step, by formula.
+"""Time and traffic of a single step, by formula.
 
 Work: 6 N + 12 L D T operations per token, for N multiplied weights (tables for look-ups do not count) and sequences of
 T tokens; with remat the blocks' forward runs twice. Attention counts all pairs, masked ones too, as in PaLM's appendix
@@ -19,7 +19,7 @@ from ._states import Setup, States, model_states
 
 @dataclasses.dataclass(frozen=True)
 class PlannedTransfer:
-    """Traffic of one kind.
+    """Traffic of a kind of transfer.
 
     Attributes:
         axis: axis of the mesh.
@@ -86,7 +86,7 @@ class Cost:
 
 
 def step_cost(setup: Setup) -> Cost:
-    """Returns the estimate for one step.
+    """Returns the estimate for a single step.
 
     Raises:
         ValueError: the device does not compute in the precision.

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from shardfn._torch import forward_level, is_functorch_wrapped_tensor
 from shardfn.core import PyTree, raise_all
 
-# Elements of one message: half a megabyte at one bit each.
+# Elements of a single message: half a megabyte at one bit each.
 BUCKET = 1 << 22
 
 

@@ -5,7 +5,7 @@ eager programs, in graphs that `jit` captures and inside transforms of `torch.fu
 executors. `carry_all` is for programs that need only the values: the same wire, with the next leaf's transfer under way
 while the last leaf's is waited for.
 
-`start_coalesced`: one hop of several small blocks, in one message.
+`start_coalesced`: one hop of several small blocks, in a single message.
 
 The bytes are the same as with a message for each block. The parts of each block have the block's place in the list. So
 the values equal the results of `start`, bit for bit.
@@ -29,10 +29,10 @@ from ._route import AllGather, AllToAll, Cast, Hop, Move, Psum, PsumScatter, Rou
 
 
 def start_coalesced(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
-    """Starts the call of each block, in one message where the call has a message. Results have separate memory.
+    """Starts the call of each block, in a single message where the call has a message. Results have separate memory.
 
     Args:
-        blocks: blocks of one dtype and device.
+        blocks: blocks of the same dtype and device.
         calls: calls of one primitive along one line. Dims and sizes may differ.
     """
     name = calls[0].name
@@ -63,14 +63,14 @@ def _gather_leaves(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[
 
 
 def _join_leaf(part: Tensor, lengths: Sequence[int], own: Tensor, dim: int) -> Tensor:
-    """Returns the whole of one leaf, from the rows of all ranks [ranks, width]."""
+    """Returns the whole of a single leaf, from the rows of all ranks [ranks, width]."""
     rest = own.shape[1:]
     pieces = [row[: n * rest.numel()].view(n, *rest) for row, n in zip(part, lengths, strict=True)]
     return torch.cat([piece.movedim(0, dim) for piece in pieces], dim).contiguous()
 
 
 def _exchange_leaves(blocks: Sequence[Tensor], calls: Sequence[Call]) -> Callable[[], list[Tensor]]:
-    """Sends each rank its parts of all blocks, one after another."""
+    """Sends each rank its parts of all blocks, in sequence."""
     line = calls[0].line
     sent = [x.split(line.lengths(call.size), call.dim) for x, call in zip(blocks, calls, strict=True)]
     arriving = [_arriving_shapes(x, call) for x, call in zip(blocks, calls, strict=True)]
@@ -102,7 +102,7 @@ def _arriving_shapes(x: Tensor, call: Call) -> list[torch.Size]:
 SMALL, MESSAGE = 64 << 10, 4 << 20
 
 Mover = Callable[[Tensor, MemoryKind], Tensor]
-# Starts to move a block from one memory to another.
+# Starts to move a block from a memory to another.
 Sender = Callable[[StoredValue, MemoryKind, MemoryKind], Pending[StoredValue]]
 # From the number of a route and its last block to the block that is kept.
 RematResults = Callable[[int, StoredValue], StoredValue]
@@ -165,7 +165,7 @@ def carry_all(
 
 
 def _group_routes(dtypes: Sequence[torch.dtype], routes: Sequence[Route]) -> list[list[int]]:
-    """Returns the numbers of routes that share messages: small leaves of one dtype with the same hops.
+    """Returns the numbers of routes that share messages: small leaves of the same dtype with the same hops.
 
     The result is equal on all ranks. A group has the place of the group's first route.
     """

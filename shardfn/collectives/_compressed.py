@@ -49,7 +49,7 @@ def compressed_pmean(
 
         mean_i (x_i + e_i) + f = out + mean_i e_i' + f'
 
-    where f are the servers' errors one after another. Through `identity()` the result is the sum in the order of ranks,
+    where f are the servers' errors in sequence. Through `identity()` the result is the sum in the order of ranks,
     divided by the number of ranks.
 
     Not differentiable: the mean is nonlinear, and meant for use after the backward.
@@ -57,7 +57,7 @@ def compressed_pmean(
     When: the link between ranks is slow and an optimizer can bear the noise. See `optim.onebit_adam`.
 
     Args:
-        tree: floating point tensors of one shape on all ranks, computed in float32. An empty tree is returned
+        tree: floating point tensors of the same shape on all ranks, computed in float32. An empty tree is returned
             unchanged.
         axis: mesh axes. A single rank also compresses, and sends no message.
         compressor: a compressor, such as `error_feedback(sign())`.
@@ -65,7 +65,7 @@ def compressed_pmean(
         outer: the slow axes among several, for example "node" of ("node", "gpu"). Along the other axes the mean is
             exact: psum_scatter in float32 inside, compressed traffic between, and an all_gather of the codes inside.
         donate: whether the tensors of `tree` and `state` may be overwritten. Do not use these tensors afterwards.
-        bucket: elements of one message, the same on all ranks. The value changes no bits.
+        bucket: elements of a single message, the same on all ranks. The value changes no bits.
 
     Returns:
         The means, a tree like `tree`, and the new state.
@@ -117,7 +117,7 @@ def compressed_psum(
         state: the errors of a sum, not of a mean.
         outer: the slow axes among several.
         donate: whether the tensors of `tree` and `state` may be overwritten.
-        bucket: elements of one message.
+        bucket: elements of a single message.
 
     Returns:
         The sums, a tree like `tree`, and the new state.
@@ -158,7 +158,7 @@ def compressed_pmean_codes(
         state: the errors.
         outer: the slow axes among several.
         donate: whether the tensors of `tree` and `state` may be overwritten.
-        bucket: elements of one message.
+        bucket: elements of a single message.
 
     Returns:
         The codes of each leaf, and the new state. Codes are a tuple of tensors with a leading dim of the number of

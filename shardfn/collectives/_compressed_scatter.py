@@ -127,7 +127,7 @@ def compressed_psum_scatter(
     When: gradients cross a slow link to the ranks that update them (ZeRO++'s qgZ: `int4()` on both hops).
 
     Args:
-        tree: floating point tensors of one shape on all ranks, each with a dim `dim`, computed in float32.
+        tree: floating point tensors of the same shape on all ranks, each with a dim `dim`, computed in float32.
         axis: mesh axes, major to minor, as in `psum_scatter`.
         compressor: compressor of the blocks on the wire. With `outer`, on the wire between the outer ranks.
         state: the result of `compressed_scatter_init` for a tree of these shapes, or the state that the last call
@@ -136,7 +136,7 @@ def compressed_psum_scatter(
         outer: the slow axes among several. Sums are taken along the other axes first.
         inner: with `outer`, the compressor along the other axes, without memory. Default: blocks are sent exactly.
         donate: whether the tensors of `tree` and `state` may be overwritten.
-        bucket: elements of one message, the same on all ranks. The value changes no bits.
+        bucket: elements of a single message, the same on all ranks. The value changes no bits.
 
     Returns:
         This rank's blocks of the sums, a tree like `tree`, and the new state.

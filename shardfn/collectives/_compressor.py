@@ -7,7 +7,7 @@
     identity  nothing
 
 A compressor works on `x [r, c]` in float32. The codes are tensors with a leading dim of r, so that each row can go to
-another rank. The memory from one call to the next is an error like `x`, or `()`.
+another rank. The memory from a call to the next is an error like `x`, or `()`.
 """
 
 import functools
@@ -42,8 +42,9 @@ class Compressor(NamedTuple):
     Attributes:
         name: name in messages.
         init: `like [r, c] -> memory`: zeros like `like`, or `()`.
-        compress: `(x [r, c], memory, whole=, donate=) -> (codes, memory)`. `whole`: the rows are parts of one tensor,
-            so that a scale of the whole is taken over all rows. `donate`: `x` and the memory may be overwritten.
+        compress: `(x [r, c], memory, whole=, donate=) -> (codes, memory)`. `whole`: the rows are parts of a single
+            tensor, so that a scale of the whole is taken over all rows. `donate`: `x` and the memory may be
+            overwritten.
         decompress: `(codes, c) -> x [r, c]`.
         quantum: divisor of a row's length.
         fed_back: the compressor with error feedback, if there is a faster form than the plain combination.

@@ -1,11 +1,11 @@
-"""`cross`: leaves from one mesh to another, from rank to rank, a bounded number of bytes at a time.
+"""`cross`: leaves from a mesh to another, from rank to rank, a bounded number of bytes at a time.
 
 All ranks start transfers in the same order: by leaf, then by `overlaps`, then by `pieces`. A rank waits only for the
 oldest transfer. So both ranks of the first unfinished transfer have started the transfer, or will, and there is no
 deadlock. A message of several parts has the place of the first part. Both ranks of a message know all parts between the
 two, so the ranks agree on the message, and the message comes before the end of each leaf inside.
 
-The messages by which a leaf goes from one mesh to another: the overlaps of its present blocks with the wanted ones.
+The messages by which a leaf goes from a mesh to another: the overlaps of its present blocks with the wanted ones.
 
 The distinct blocks of a leaf lie side by side. A rank with a new block needs the overlap of the new block with each old
 block, and may itself have some overlap already. The rank receives every other overlap once. So the bytes sent are the
@@ -155,7 +155,7 @@ def cross(crossings: Sequence[LeafCrossing], channel: Channel, places: Mapping[i
 
 @dataclasses.dataclass
 class _Message:
-    """Parts of leaves, one after another, in a single message from rank to rank.
+    """Parts of leaves, in sequence, in a single message from rank to rank.
 
     Attributes:
         sender: a rank of the program.

@@ -30,7 +30,7 @@ from ._primitive import Call, bind
 def arrived_rows(x: Shaped[Tensor, "rows ..."], sizes: Int64[Tensor, "n n"]) -> Shaped[Tensor, "rows ..."]:
     """Returns `x`, marked: only rows that have come by the table `sizes` are used, in the gradient, too.
 
-    All values with one table have the same number of rows in use. Outside of captures the mark does nothing.
+    All values with a single table have the same number of rows in use. Outside of captures the mark does nothing.
 
     Args:
         x: the result of `exchange_rows`, or the operand of the exchange back.

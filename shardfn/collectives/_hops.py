@@ -59,7 +59,7 @@ class TwoHops:
 
 
 class NearFar:
-    """Blocks of one size in the order of ranks along all axes, or of (near index, far index).
+    """Blocks of the same size in the order of ranks along all axes, or of (near index, far index).
 
     Args:
         axes: all axes.

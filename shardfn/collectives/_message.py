@@ -1,4 +1,4 @@
-"""Several tensors as one message: the bytes of each row, one after another, and back."""
+"""Several tensors as a single message: the bytes of each row, in sequence, and back."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class _MessagePlace(NamedTuple):
 
 
 def exchange_rows(parts: Sequence[Parts], line: AxisGroup | None, *, name: str) -> Callable[[], list[Parts]]:
-    """Sends row i of every tensor to index i, in one message each. The result waits for a row from each index.
+    """Sends row i of every tensor to index i, in a single message each. The result waits for a row from each index.
 
     Args:
         parts: groups of tensors with leading dims of the line's size.
@@ -43,7 +43,7 @@ def exchange_rows(parts: Sequence[Parts], line: AxisGroup | None, *, name: str) 
 
 
 def gather_rows(parts: Sequence[Parts], line: AxisGroup | None) -> Callable[[], list[Parts]]:
-    """Gathers the rows of every tensor, in one message. The result waits for the rows, in the order of indices.
+    """Gathers the rows of every tensor, in a single message. The result waits for the rows, in the order of indices.
 
     Args:
         parts: groups of tensors with equal leading dims, the same on all ranks.

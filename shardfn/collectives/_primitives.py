@@ -2,7 +2,7 @@
 
     all_gather, all_gather_invariant, quantized_all_gather    blocks to wholes
     psum_scatter, take_own_block                              wholes to blocks
-    all_to_all                                                blocks of one dim to blocks of another
+    all_to_all                                                blocks of a dim to blocks of another dim
     psum, pmean, pmax, pvary                                  reductions over an axis, and the transpose of a sum
     ppermute                                                  point to point
 
@@ -221,7 +221,7 @@ def all_to_all(
 
     Transpose: `all_to_all` with the two dims (and their global sizes) swapped.
 
-    When: a sharding moves from one dim to another (sequence to heads, tokens to experts), at 1 / n of a gather's bytes.
+    When: a sharding moves from a dim to another (sequence to heads, tokens to experts), at 1 / n of a gather's bytes.
 
     Args:
         x: whole along `split_dim`, a block along `concat_dim`.
@@ -282,7 +282,8 @@ def psum(x: PyTree, axis: Axes) -> PyTree:
     When: all ranks need the whole sum. When each rank goes on with a block, `psum_scatter` sends half the bytes.
 
     Args:
-        x: a tensor, or a tree of tensors, of one shape on all ranks. Booleans are counted, as by `torch.sum` (int64).
+        x: a tensor, or a tree of tensors, of the same shape on all ranks. Booleans are counted, as by `torch.sum`
+            (int64).
         axis: mesh axes. None, a missing axis and an axis of size 1 are the identity.
 
     Returns:
@@ -320,7 +321,7 @@ def pmean(x: PyTree, axis: Axes) -> PyTree:
     separately and divide once.
 
     Args:
-        x: a tensor, or a tree of tensors, of one shape on all ranks. Integers give the default float.
+        x: a tensor, or a tree of tensors, of the same shape on all ranks. Integers give the default float.
         axis: mesh axes. None, a missing axis and an axis of size 1 are the identity.
 
     Returns:
@@ -352,7 +353,7 @@ def pmax(x: PyTree, axis: Axes) -> PyTree:
 
         [A] [B]  =>  [max(A, B)] [max(A, B)]
 
-    A NaN on one rank gives NaN on all, on every backend, as in JAX.
+    A NaN on a single rank gives NaN on all, on every backend, as in JAX.
 
     Not differentiable: the maximum is nonlinear, and its gradient is an error. The minimum is `-pmax(-x)`.
 
@@ -360,7 +361,7 @@ def pmax(x: PyTree, axis: Axes) -> PyTree:
     flag.
 
     Args:
-        x: a tensor, or a tree of tensors, of one shape on all ranks.
+        x: a tensor, or a tree of tensors, of the same shape on all ranks.
         axis: mesh axes. None, a missing axis and an axis of size 1 are the identity.
 
     Returns:
@@ -434,7 +435,7 @@ def psum_scatter(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int = 0) -> Shape
     When: each rank goes on with a block of the sum, for example ZeRO's gradients or sequence-parallel activations.
 
     Args:
-        x: this rank's summand, of one shape on all ranks. Booleans are counted (int64).
+        x: this rank's summand, of the same shape on all ranks. Booleans are counted (int64).
         axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 are the identity.
         dim: the dim that is cut. Any size: blocks are those of `torch.chunk` (with several axes, the major axis cuts
             first), the last blocks short or empty. `all_gather(..., size=x.shape[dim])` joins the blocks again.
@@ -498,7 +499,7 @@ def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int
     When: a ring (such as attention over sequence blocks), a pipeline's hand-over, a halo.
 
     Args:
-        x: of one shape on all ranks.
+        x: of the same shape on all ranks.
         axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 have a single index 0: `[(0, 0)]`,
             the form of every ring there, is the identity, and `[]`, the form of every shift, gives zeros.
         perm: pairs (source, destination) of indices along `axis`. The same list on all ranks.
@@ -520,7 +521,7 @@ def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int
     _check_pairs(pairs, 1 if line is None else line.size)
     if line is not None:
         return bind(x, Call("ppermute", line, perm=pairs))
-    # Not zeros_like: the result is a function of x, with gradient zero, on one rank as on many.
+    # Not zeros_like: the result is a function of x, with gradient zero, on a single rank as on many.
     return x if pairs else x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
@@ -530,7 +531,7 @@ def ppermute_start(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[in
     In a capture the tensor is sent and waited for at once: the passes over the graph decide on overlap.
 
     Args:
-        x: of one shape on all ranks, not to be written before the wait.
+        x: of the same shape on all ranks, not to be written before the wait.
         axis: see `ppermute`.
         perm: see `ppermute`.
 

@@ -2,7 +2,7 @@
 
     encode(flat, sizes, c)          blocks of up to c elements => a message each
     decode(messages, sizes, c)      the inverse
-    decode_sum(messages, num, n)    of num messages of n elements, one after another: the sum, in fp32, in their order
+    decode_sum(messages, num, n)    of num messages of n elements, in sequence: the sum, in fp32, in their order
     decode_sum_encode(messages, num)  the same for several blocks at once, each sum encoded again
 
 A message is [scales, fp32][codes][0 to 3 bytes of padding]. The elements, with zeros up to c, are one row of

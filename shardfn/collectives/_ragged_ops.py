@@ -7,8 +7,8 @@
                                             with the last that arrives
 
 Places are integers for each rank along the axes, in the order of the group, or several rows of such integers, one after
-another (of a batch). Rows that arrive at the same place are added in the same order. An axis of one rank has the name
-"".
+another (of a batch). Rows that arrive at the same place are added in the same order. An axis of a single rank has the
+name "".
 
 The check comes before the exchange, as the exchange's op needs the check's result. So all ranks raise the same error,
 and nothing has been sent.
@@ -17,7 +17,7 @@ The collectives that a loss calls, as ops of a captured graph. The transfers of 
 
     loss_psum_start(x, axes)                       -> handle, like x        the sum over the ranks
     loss_pmax_start(x, axes)                       -> handle, like x        the maximum
-    loss_all_gather_start(own, num, axes)          -> handle [num * numel]  the blocks of all ranks, one after another
+    loss_all_gather_start(own, num, axes)          -> handle [num * numel]  the blocks of all ranks, in sequence
     loss_psum_scatter_start(rows, num, axes)       -> handle [numel / num]  the own block of the sum, in rank order
     loss_exchange_start(flat, send, recv, name, axes) -> handle [sum(recv)] part r to rank r, and the part from each
 

@@ -1,7 +1,7 @@
 """Results of transfers that a caller around may keep, in place of a second transfer in a recomputation.
 
 A keeper sees the result of each primitive that sends something, whole: the operations that pack and unpack messages are
-no part of the function. `as_one` joins the transfers of one collective: a name then means the collective's value.
+no part of the function. `as_one` joins the transfers of a single collective: a name then means the collective's value.
 """
 
 import functools

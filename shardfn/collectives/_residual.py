@@ -167,7 +167,7 @@ def _describe_value(what: Any) -> str:
 def global_residuals(state: PyTree, axis: Axes, specs: PyTree = P(), *, outer: Axes = None) -> PyTree:
     """Returns the errors of all ranks as `GlobalTensor`s with this rank's blocks.
 
-    Blocks along other axes must be of one size: pad a dim that an axis does not divide.
+    Blocks along other axes must be of the same size: pad a dim that an axis does not divide.
 
     Args:
         state: the result of `compressed_init`, or the state that a compressed collective returned.

@@ -13,8 +13,8 @@ A route is a sequence of hops. Each hop is a row of the closed table of collecti
     Quantize     elements   -> codes and scales         nothing
     Dequantize   codes      -> elements                 nothing
 
-(M: bytes that n ranks hold together, m: bytes of one rank's block.) A route gives, before the transfer runs, the bytes
-on each axis and the bytes that a rank holds on the way. Executors carry out the hops.
+(M: bytes that n ranks hold together, m: bytes of a single rank's block.) A route gives, before the transfer runs, the
+bytes on each axis and the bytes that a rank holds on the way. Executors carry out the hops.
 
 The order is fixed: move to the device, decode, narrow, cut, sum, exchange, gather, widen, encode, move. So values that
 need not be sent are dropped first, and a rank that needs a block of a sum receives only the block.

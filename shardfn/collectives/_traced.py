@@ -5,9 +5,9 @@ Transfers become ops of the graph, and each rank agrees only with itself.
 The classes replace `Channels` and `Control`, without messages: ranks compare their sequences of collectives once, after
 the capture.
 
-Messages from one rank to another, as ops of a captured graph. The other ops of the wire are in `_wire_ops.py`.
+Messages from a rank to another, as ops of a captured graph. The other ops of the wire are in `_wire_ops.py`.
 
-    send_start(x, to, tag, axes)                               -> handle [0]    x to one rank along the axes
+    send_start(x, to, tag, axes)                               -> handle [0]    x to a single rank along the axes
     receive_start(shape, dtype, device, source, tag, axes)     -> handle        that rank's message of the same tag
     sent(handle)                                               ends a send: the tensor that it read may be written
 

@@ -1,15 +1,15 @@
-"""Wires carry leaves that travel together along a route, in one message.
+"""Wires carry leaves that travel together along a route, in a single message.
 
-A route has the hops of one leaf. Leaves of one message have equal hops, so a wire runs the hops once for all leaves:
-the wire casts this rank's blocks, packs the blocks, and sends the message over the channels of the route's hops, in the
-route's code.
+A route has the hops of a single leaf. Leaves of a single message have equal hops, so a wire runs the hops once for all
+leaves: the wire casts this rank's blocks, packs the blocks, and sends the message over the channels of the route's
+hops, in the route's code.
 
     wire          starts from                     arrives as
     GatherWire    pieces of the leaves            the wholes; after `bring`, which crosses the far axes, the second hop
     SumWire       this rank's summands, whole     this rank's rows of the sums; or its deal of sums that are wanted
                                                   whole, which `join` brings together
 
-Local hops, such as from one memory to another or into a code in which a leaf is kept, are left to the caller.
+Local hops, such as from a memory to another or into a code in which a leaf is kept, are left to the caller.
 """
 
 from collections.abc import Sequence

@@ -293,7 +293,7 @@ def stack_draws(draws: Sequence[Shaped[Tensor, "..."]]) -> Shaped[Tensor, "..."]
     """Returns `torch.stack(draws)`, deferred for deferred draws, so that a block of the stack draws only the block.
 
     Args:
-        draws: tensors of one shape.
+        draws: tensors of the same shape.
 
     Example:
         >>> with deferred():

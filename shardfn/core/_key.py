@@ -173,6 +173,6 @@ def threefry2x32(
 
 
 def _rotate_left(x: Tensor, r: int) -> Tensor:
-    # The shift right is arithmetic, hence the mask. The sum with alpha is the shift left and the or in one pass.
+    # The shift right is arithmetic, hence the mask. The sum with alpha is the shift left and the or in a single pass.
     low = (x >> (32 - r)) & ((1 << r) - 1)
     return torch.add(low, x, alpha=1 << r)

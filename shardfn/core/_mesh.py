@@ -42,7 +42,7 @@ class Mesh:
         ranks: the ranks of the program that are in the mesh, in the mesh's order.
         rank: index of this rank in the mesh, as errors print, or -1 on a rank that is not a member.
         device: the device this rank computes on.
-        device_mesh: `torch.distributed.DeviceMesh`, or None for one process, and for a mesh of some of the ranks.
+        device_mesh: `torch.distributed.DeviceMesh`, or None for a single process, and for a mesh of some of the ranks.
         timeout: how long a collective waits for other ranks. Default: as long as in the default process group.
         agreement_timeout: how long a rank waits for other ranks to come to the same call. By default two minutes, or
             `timeout` if shorter.

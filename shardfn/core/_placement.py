@@ -44,8 +44,8 @@ class Placement:
             quantized frozen leaf (`Sharding.quantization`), or None if not rounded.
         stacked: whether the leading dim stacks layers that are used, and cut, one by one. Where `spec` cuts the leading
             dim, each rank has some of the layers.
-        brought: axes of `spec` along which every block is here, one after another: the result of the first hop of a
-            gather in two. Each axis belongs to a single dim, and some axis of the dim is still to be gathered.
+        brought: axes of `spec` along which every block is here, in sequence: the result of the first hop of a gather in
+            two. Each axis belongs to a single dim, and some axis of the dim is still to be gathered.
 
     Example:
         >>> kept = Placement(P("dp"))

@@ -131,7 +131,7 @@ class Absent:
         self.kind: MemoryKind = kind
 
     def flat(self) -> "Absent":
-        """The same, as one dim."""
+        """The same, as a single dim."""
         return Absent(1, self.dtype, self.kind, self._why)
 
     def load(self) -> Tensor:

@@ -33,7 +33,7 @@ _Run = dict[Node, KernelCall | None]  # in order, or None for views and parts of
 
 @dataclasses.dataclass(frozen=True)
 class ChainRegion(Region):
-    """Kernels that run one after another.
+    """Kernels that run in sequence.
 
     Attributes:
         steps: nodes, and the views between nodes.

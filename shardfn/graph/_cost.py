@@ -1,8 +1,8 @@
 """Costs of a captured step: operations, bytes and traffic, and the time on a given cluster.
 
 A node takes max(flops / rate, bytes / bandwidth), a transfer latency + sent / bandwidth. `estimate` lets the graph run
-on these clocks. A lane computes in the graph's order. Each link carries transfers one after another, from the moment of
-the start. A wait stops the computation until the transfer has arrived.
+on these clocks. A lane computes in the graph's order. Each link carries transfers in sequence, from the moment of the
+start. A wait stops the computation until the transfer has arrived.
 """
 
 import collections

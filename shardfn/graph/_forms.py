@@ -5,7 +5,7 @@ A value of a program that was written for a single device has a form along an ax
     WHOLE      every rank holds it, computed alike: it counts once (type I)
     VARYING    every rank holds it, and each uses it in its own way: gradients are parts of a sum (type V)
     cut(d, g)  rank i holds block i of dim d, which is cut at multiples of g as `torch.chunk` cuts (type V); of a dim
-               in which several things lie one after another, block i of each of these parts
+               in which several things lie in sequence, block i of each of these parts
     PARTIAL    every rank holds a summand (type V)
     rows       every rank holds a summand, and each row of the value is zeros on all ranks but its owner (type V)
 

@@ -170,7 +170,7 @@ def _is_rotation(node: Node, x: Node, cos: Node, sin: Node) -> bool:
     X, out, tables = x.meta["val"], node.meta["val"], [n.meta.get("val") for n in (cos, sin)]
     if X.ndim != 4 or out.shape != X.shape or not _is_transposed(X) or not _is_transposed(out):
         return False
-    if not out.numel() or _is_returned(node):  # the strides of dims of one element are torch's
+    if not out.numel() or _is_returned(node):  # the strides of dims of a single element are torch's
         return False
     batch, heads, time, k = X.shape
     if any(not isinstance(t, Tensor) or t.shape != (batch, 1, time, k) or not t.is_contiguous() for t in tables):

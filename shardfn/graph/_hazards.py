@@ -4,7 +4,7 @@ Nodes have a partial order, made of the rules below. Any order of the graph with
 bits:
 
     data             a user comes after its inputs
-    read after write, write after read, write after write: of one memory, through any alias
+    read after write, write after read, write after write: of a single memory, through any alias
     in flight        a transfer's operands count as read, and its result as written, until its `wait`
     stops            nodes that write, transfer or draw at random stay on their side of an op that may end the program
     messages         sends, receives and their waits keep their order, by which no two ranks wait for each other

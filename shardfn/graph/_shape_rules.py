@@ -204,8 +204,8 @@ def shard_constant_like(rule: Rule) -> Rule:
 
 # Sharding rules of ops that split a dim, or join values along a dim: a dim whose parts are cut separately.
 #
-# Queries, keys and values that come of the same projection lie one after another along the last dim. Where a rank holds
-# a block of each, the rank has a part of each without sending anything. For example, `split` of [3 D] cut by parts of
+# Queries, keys and values that come of the same projection lie in sequence along the last dim. Where a rank holds a
+# block of each, the rank has a part of each without sending anything. For example, `split` of [3 D] cut by parts of
 # [D, D, D] gives three values cut along D. `cat` is the way back.
 
 

@@ -4,7 +4,7 @@ Requests, events, the pool of blocks, the schedule and the plans have no tensors
 """
 
 from ._limits import Limits as Limits
-from ._grammar import Grammar as Grammar
+from ._grammar import Grammar as Grammar, spell_schema as spell_schema
 from ._matchers import Compiler as Compiler
 from ._requests import Request as Request, Sampling as Sampling, check_request as check_request
 from ._options import JsonKind as JsonKind
@@ -12,6 +12,7 @@ from ._requests import SAMPLING_OPTIONS as SAMPLING_OPTIONS, encode_sampling as 
 from ._stats import CacheStats as CacheStats, EngineStats as EngineStats, SpeculationStats as SpeculationStats
 from ._draft_tree import DraftTree as DraftTree
 from ._drafters import BatchDrafter as BatchDrafter, Context as Context, Drafter as Drafter, Ngram as Ngram
+from ._drafters import HiddenStateDrafter as HiddenStateDrafter
 from ._suffix_drafter import Suffix as Suffix
 from ._events import Add as Add, Cancel as Cancel, Clock as Clock, Drain as Drain, Event as Event
 from ._events import Stop as Stop, Weights as Weights
@@ -21,6 +22,7 @@ from ._plan import StepPlan as StepPlan
 from ._schedule import Output as Output, advance as advance
 from ._digest import digest as digest, field_digests as field_digests, first_difference as first_difference
 from ._cache import CacheLayout as CacheLayout, PagedAttention as PagedAttention
+from ._cache import make_single_bodies as make_single_bodies
 from ._layout import Layout as Layout, Outputs as Outputs
 from ._decoder import Decoder as Decoder, decoder as decoder
 from ._hf_decoder import hf_decoder as hf_decoder

@@ -145,13 +145,14 @@ class PagedAttention(nn.Local):
     The cache grows by the keys and values of the tokens at hand.
 
     Attributes:
-        cache: cache of one layer.
+        cache: cache of a single layer.
         slots: places where keys and values of each token are written.
         positions: positions of tokens in their sequences.
         sequences: sequence of each token.
         tables: blocks of each sequence.
         tree: where drafts may branch, the drafts that each token sees in their slots. See `kernels.ragged_attention`.
         host_blocks: part of a cache on the host. None where the cache is on the device.
+        queries: tokens that have a query. None: all tokens.
     """
 
     cache: Shaped[Tensor, "blocks 2 g block row"]
@@ -161,9 +162,14 @@ class PagedAttention(nn.Local):
     tables: Int[Tensor, "s width"]
     tree: Bool[Tensor, "t t"] | None = None
     host_blocks: HostCacheBlocks | None = None
+    queries: Int[Tensor, " r"] | None = None
+
+    def with_queries(self, rows_R: Tensor) -> "PagedAttention":
+        """Returns the body that takes the queries of only these tokens."""
+        return dataclasses.replace(self, queries=rows_R.int())
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
-        """Returns the attention of one row of tokens, each over its sequence."""
+        """Returns the attention of a single row of tokens, each over its sequence."""
         del length
         mask = how.mask
         if not isinstance(mask, nn.Window) or mask.right != 0:
@@ -203,6 +209,7 @@ class PagedAttention(nn.Local):
                 slopes=slopes_H,
                 sinks=sinks_H,
                 tree=self.tree,
+                rows=self.queries,
             )
         return y_THK[None].to(q_BTHK.dtype)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,10 @@ class Decoder:
         packed: specs of the result of `pack`, a prefix tree.
         batch_invariant: whether the decoder is batch-invariant: a token's logits have the same bits next to any other
             tokens.
-        embeds: whether `outputs` has hidden states. False: the engine embeds no prompt.
+        hidden_layers: numbers of layers that `outputs` has hidden states after. Without the number of all layers, the
+            engine embeds no prompt.
+        hidden_size: width of the hidden states, or 0.
+        digest: digest of the model's config. Drafters know their model by the digest. Empty if unknown.
         linear: layers that may have adapters, by name.
         expert_shape: number of layers with experts, and of a token's choices in each: `Engine(record_experts=True)`.
             (0, 0) if `outputs` has no experts.
@@ -48,10 +52,17 @@ class Decoder:
     pack: Callable[[PyTree], PyTree] = lambda params: params
     packed: PyTree = P()
     batch_invariant: bool = False
-    embeds: bool = False
+    hidden_layers: Sequence[int] = ()
+    hidden_size: int = 0
+    digest: str = ""
     linear: Mapping[str, Linear] = dataclasses.field(default_factory=dict)
     expert_shape: tuple[int, int] = (0, 0)
     more_layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
+
+    @property
+    def embeds(self) -> bool:
+        """Returns whether `outputs` has the states that the head multiplies."""
+        return self.cache.layers in self.hidden_layers
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -123,11 +134,34 @@ def decoder(config: gpt.Config, *, tp: str | None = None, quantization: Quantiza
         pack=lambda params: gpt.pack(config, params, axis=tp, quantization=quantization),
         packed=gpt.packed_specs(config, tp=tp),
         batch_invariant=config.batch_invariant,
-        embeds=True,
+        hidden_layers=range(config.num_layers + 1),
+        hidden_size=config.d_model,
+        digest=_digest_config(config),
         linear=linear,
         expert_shape=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
         more_layouts=_list_more(config, tp, quantization),
     )
+
+
+# Fields that change no function of the weights, or change only how the function is computed.
+_FREE = (
+    *("max_len", "dropout", "attention_dropout", "stacked", "per_head", "attention", "loss_tile", "layout"),
+    *("batch_invariant", "chunks", "experts"),
+)
+
+
+def _digest_config(config: gpt.Config) -> str:
+    """Returns a digest of the fields that decide on the model's function.
+
+    Example:
+        >>> config = gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4)
+        >>> exact = dataclasses.replace(config, batch_invariant=True, max_len=32)
+        >>> _digest_config(config) == _digest_config(exact)
+        True
+    """
+    fields = {x.name: getattr(config, x.name) for x in dataclasses.fields(config) if x.name not in _FREE}
+    fields |= {"num_kv_heads": config.kv_heads, "d_ff": config.ff_dim, "num_experts": config.num_experts}
+    return hashlib.blake2b(repr(sorted(fields.items())).encode(), digest_size=8).hexdigest()
 
 
 def _list_more(config: gpt.Config, tp: str | None, quantization: QuantizationPolicy) -> dict[str, Layout]:

@@ -25,7 +25,7 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class DecodeStream(Protocol):
-    """Text of one sequence."""
+    """Text of a single sequence."""
 
     def add(self, token: int) -> str:
         """Returns the further text that is certain with this token."""

@@ -70,12 +70,13 @@ class DraftModel:
         self._pool = BlockPool(self.limits.blocks)
         self._own: OrderedDict[int, Sequence] = OrderedDict()  # by serial number, those without drafts for long first
 
-    def check(self, limits: Limits) -> None:
+    def check(self, decoder: Decoder, limits: Limits) -> None:
         """Refuses an engine of another vocabulary.
 
         Raises:
             ValueError: the numbers of tokens differ.
         """
+        del decoder
         if limits.vocab != self.limits.vocab:
             raise ValueError(
                 f"drafter: its model has {self.limits.vocab} tokens, and the engine's has {limits.vocab}. Take a small"

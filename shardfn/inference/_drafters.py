@@ -1,7 +1,7 @@
 """Drafters for speculative decoding: a draft is accepted where it equals the token that the engine draws.
 
-So no drafter changes a token or a log probability. A good drafter saves steps. Drafters see only token ids, and are
-deterministic, so that all ranks propose the same drafts.
+So no drafter changes a token or a log probability. A good drafter saves steps. Drafters see token ids, and hidden
+states of the model where they ask for states. Drafters are deterministic, so that all ranks propose the same drafts.
 
 References:
     Saxena: Prompt Lookup Decoding, 2023, https://github.com/apoorvumang/prompt-lookup-decoding
@@ -11,11 +11,17 @@ import hashlib
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+from jaxtyping import Float32
+from torch import Tensor
 
 from ._draft_tree import DraftTree
 from ._limits import Limits
 from ._requests import Sampling
+
+if TYPE_CHECKING:
+    from ._decoder import Decoder
 
 
 class Context(NamedTuple):
@@ -30,6 +36,8 @@ class Context(NamedTuple):
         salt: salt of the request, with its adapter. Texts of different salts are kept separate.
         key: key of the draws.
         sampling: sampling of the request.
+        hidden: hidden states behind the last token's draw, after each layer that the drafter wants, concatenated. None
+            for a drafter that wants no states, and before the first draw of a request.
     """
 
     serial: int
@@ -40,6 +48,7 @@ class Context(NamedTuple):
     salt: bytes = b""
     key: int = 0
     sampling: Sampling = Sampling()
+    hidden: Float32[Tensor, " d"] | None = None
 
 
 class Drafter(Protocol):
@@ -70,13 +79,36 @@ class BatchDrafter(Drafter, Protocol):
         """Returns a proposal for each sequence, within the sequence's number of tokens."""
         ...
 
-    def check(self, limits: Limits) -> None:
+    def check(self, decoder: "Decoder", limits: Limits) -> None:
         """Refuses, by a ValueError, an engine for which the drafter cannot propose."""
         ...
 
     def warm_up(self, *, extended: bool = False) -> None:
         """Prepares the first proposals, also of requests with penalties, to be as fast as later proposals."""
         ...
+
+
+@runtime_checkable
+class HiddenStateDrafter(Drafter, Protocol):
+    """Drafter that sees hidden states of the model, as `Context.hidden`."""
+
+    @property
+    def wants_hidden(self) -> tuple[int, ...]:
+        """Returns the layers that the drafter wants states after, some of `Decoder.hidden_layers`.
+
+        For example (2, 6): the states after two layers, and after all of six layers.
+        """
+        ...
+
+
+def find_wanted_layers(drafter: Drafter | None) -> tuple[int, ...]:
+    """Returns the layers that a drafter wants hidden states after.
+
+    Example:
+        >>> find_wanted_layers(Ngram())
+        ()
+    """
+    return tuple(drafter.wants_hidden) if isinstance(drafter, HiddenStateDrafter) else ()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ Top = tuple[tuple[int, float], ...]  # tokens and their log probabilities, the m
 
 
 class LogitsEdit(NamedTuple):
-    """Change of the logits of one row.
+    """Change of the logits of a single row.
 
     Attributes:
         row: number of the row.

@@ -43,7 +43,7 @@ class Engine:
     Args:
         decoder: model.
         params: parameters: whole tensors, equal on all ranks, or `GlobalTensor`s of any layout on the mesh.
-        mesh: mesh from `make_mesh`. None is one device.
+        mesh: mesh from `make_mesh`. None is a single device.
         limits: sizes. Default: `limits_of(decoder)`.
         runner: graphs of an engine of the same decoder and mesh, to be shared. The runner's limits may have more
             blocks.
@@ -121,7 +121,7 @@ class Engine:
         self.adapters = Adapters(decoder, self.mesh.device, self.dtype, lambda: self.core.requests)
         self.logits_processors = LogitsProcessors(logits_processors)
         self.embeddings, self._constraints = Embeddings(decoder.embeds), Constraints(self.detokenizer, limits.vocab)
-        self._texts = Texts(self.detokenizer)
+        self._texts = Texts(self.detokenizer, lambda: detokenizer(tokenizer, special=True))
         extras = self._constraints, self._texts, self.embeddings, self.adapters, self.logits_processors
         hooks = [x.hooks for x in (*extras, *recorders)]
         state = start(limits, self.detokenizer.digest if self.detokenizer else b"", drafter)
@@ -163,7 +163,7 @@ class Engine:
     ) -> None:
         """Captures the graphs of all buckets, and builds the C++ of the kernels, so that no later step does.
 
-        Where ranks of one machine start together, one rank builds a file, and the other ranks wait.
+        Where ranks of a single machine start together, one rank builds a file, and the other ranks wait.
 
         Args:
             penalties: whether to capture also graphs of steps in which a request has penalties, biases, or wants the

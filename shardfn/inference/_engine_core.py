@@ -10,6 +10,7 @@ from shardfn.core import Mesh, PyTree, RankError
 from shardfn.engine import comms_of, losing_no_peer
 
 from ._digest import field_digests, first_difference
+from ._drafters import find_wanted_layers
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
 from ._hooks import EngineHooks
 from ._plan import StepPlan
@@ -185,7 +186,8 @@ class EngineCore:
         events, self._events, self._adding = [*self._events, *self._find_stops(drawn)], [], {}
         for x in self._hooks:
             x.before(self._state)
-        self._state, plan, outputs = advance(self._state, events, drawn, self._permit)
+        states = None if self._results is None else self._results.states
+        self._state, plan, outputs = advance(self._state, events, drawn, self._permit, states)
         for x in self._hooks:
             x.moved(self._state.moves if plan is None else plan.moves)
         found = [self._make_token(output) for output in outputs]
@@ -202,6 +204,7 @@ class EngineCore:
     def _launch_plan(self, plan: StepPlan) -> None:
         self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
         columns = {k: v for x in self._hooks for k, v in x.columns(self._state, plan).items()}
+        columns["states"] = find_wanted_layers(self._state.drafter)
         self._results = self._runner.run(self._versions[plan.version], self._cache, plan, **columns)
         self._cache = self._results.cache
         for x in self._hooks:

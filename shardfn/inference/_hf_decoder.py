@@ -78,8 +78,8 @@ def hf_decoder(
     the layer passes. All other code is the model's code.
 
     On several ranks each weight of a linear layer is cut by its outputs, and ranks copy results from one another. So
-    logits have the bits of one device on any number of ranks that divides the key heads, for example 1, 2 or 4 ranks
-    with 4 key heads.
+    logits have the bits of a single device on any number of ranks that divides the key heads, for example 1, 2 or 4
+    ranks with 4 key heads.
 
     Args:
         model: `...ForCausalLM` with its weights, in eval mode. The model is not changed. Its code and its buffers run,
@@ -96,7 +96,7 @@ def hf_decoder(
             of embeddings that is also the head is rounded, too.
         params: weights, by name, in place of the model's, which may be on "meta". Deferred weights, as of
             `interop.module_from_hf`, are read only by an engine, each rank its parts. A probe then runs on random
-            values, in the memory of one leaf of each shape.
+            values, in the memory of a single leaf of each shape.
 
     Returns:
         The decoder, and the parameters by name, as an engine takes them.
@@ -270,7 +270,8 @@ def _make_decoder(
         attend = functools.partial(_attend_heads, bodies, tp)
         mode = ExactRows(made) if linear else None
         logits, chosen = function(params, tokens_T, positions_T, rows_R, attend, mode, exchange)
-        return Outputs(logits, seen[0].reshape(-1, seen[0].shape[-1]) if seen else None, chosen)
+        last = seen[0].reshape(-1, seen[0].shape[-1]) if seen else None
+        return Outputs(logits, last, chosen, lambda num: last)
 
     placed = {name: P(tp) if name in cut and name not in kept else P() for name in like}
     placed |= dict.fromkeys(function.experts, P(tp))
@@ -281,7 +282,7 @@ def _make_decoder(
     if head in linear:
         inner = [name for name in linear if name != head and name not in kept]
         sizes = {name: Linear(inputs[name], nums[name], linear[name]) for name in inner}
-        made = replace(made, embeds=True, linear=sizes)
+        made = replace(made, hidden_layers=(layers,), hidden_size=inputs[head], linear=sizes)
     return made if tp is None else replace(made, specs=specs, packed=served)
 
 

@@ -1,4 +1,4 @@
-"""Layout of a decoder: functions of one rank's blocks, and the specs that cut the blocks, such as "tp"."""
+"""Layout of a decoder: functions of a single rank's blocks, and the specs that cut the blocks, such as "tp"."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,11 +16,14 @@ class Outputs(NamedTuple):
         hidden: [R, D], the states that the head multiplies. None from a decoder without `embeds`.
         experts: [T, m, k], the experts of each token in the m layers with experts. None from a decoder without
             `expert_shape`.
+        state_after: function from a number of layers to the states of the rows after so many layers, [R, D], for
+            `Decoder.hidden_layers`. After all layers the states are `hidden`.
     """
 
     logits: Tensor
     hidden: Tensor | None = None
     experts: Tensor | None = None
+    state_after: Callable[[int], Tensor | None] = lambda layers: None
 
 
 class Layout(NamedTuple):

@@ -30,8 +30,8 @@ class Limits:
             codes of one byte, with a scale for each token and key head. "float64" is for parameters in float64.
         layouts: layouts of the decoder, each with the number of rows from which a step has it, ascending from 1. For
             example (("tp", 1), ("sp", 64)). A step with adapters has the first layout.
-        drafts: most drafts of a step with one row. Each further row takes the place of a draft. Where no place is left,
-            drafts only fill rows that would be padding. 0 is no speculative decoding.
+        drafts: most drafts of a step with a single row. Each further row takes the place of a draft. Where no place is
+            left, drafts only fill rows that would be padding. 0 is no speculative decoding.
 
     Raises:
         ValueError: a size is not positive, buckets do not ascend, or the budget is not larger than `running`.

@@ -1,4 +1,4 @@
-"""Low-rank products of several adapters in one step: each row has the product of the request's adapter.
+"""Low-rank products of several adapters in a single step: each row has the product of the request's adapter.
 
     y[i] + (x[i] a[e]^T) b[e]^T,  e the adapter of row i
 
@@ -42,7 +42,7 @@ class Linear(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Factors A [R, I] and B [O, R] of one layer, B times the scale, or of E adapters, stacked."""
+    """Factors A [R, I] and B [O, R] of a single layer, B times the scale, or of E adapters, stacked."""
 
     a: Tensor
     b: Tensor

@@ -90,8 +90,8 @@ class Sampling:
         presence_penalty: number subtracted from logits of tokens drawn before.
         frequency_penalty: number subtracted from logits once for each time that a token was drawn before.
         repetition_penalty: divisor of positive logits of tokens in prompt or output, and factor of negative logits.
-        seed: seed of draws. Equal seeds draw equal tokens: give several requests of one prompt different seeds, or ask
-            for n choices.
+        seed: seed of draws. Equal seeds draw equal tokens: give several requests of a single prompt different seeds, or
+            ask for n choices.
         n: number of choices, each drawn with a separate key. Choices share the blocks of their prompt.
         stop_tokens: tokens that end a choice, for the reason "stop". A stop token has no text.
         stop: strings. The token that completes a string ends a choice, for the reason "stop", and the text ends before
@@ -113,6 +113,7 @@ class Sampling:
         allowed_token_ids: tokens that may be drawn, or None for all. A stop token is drawn only if it is among them.
         logits_processors: names of functions of `Engine(logits_processors=)`, applied in this order to the raw logits
             of each draw, before penalties.
+        skip_special_tokens: whether special tokens have no text. A stop token has a text only with `include_stop`.
 
     Example:
         >>> Sampling(max_tokens=4, temperature=0.0)
@@ -142,6 +143,7 @@ class Sampling:
     )
     allowed_token_ids: tuple[int, ...] | None = option(None, check_allowed, rule=forbid_others, http="integers")
     logits_processors: tuple[str, ...] = option((), Names(16, 256), http="strings")
+    skip_special_tokens: bool = option(True, check_flag, http="flag")
 
     @property
     def extended(self) -> bool:

@@ -55,7 +55,7 @@ def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int 
         **sizes: other fields of `Limits`.
 
     Raises:
-        ValueError: a size is out of range, or the cache has no room for one sequence.
+        ValueError: a size is out of range, or the cache has no room for a single sequence.
 
     Example:
         >>> from shardfn.inference import decoder
@@ -124,19 +124,28 @@ class GraphKind(NamedTuple):
     hidden: bool = False
     low: LowRank | None = None
     routed: bool = False
+    states: tuple[int, ...] = ()
     layout: str = ""
 
 
 def list_graph_kinds(
-    bucket: int, *, extended: bool, grammars: bool, hidden: bool, low: LowRank | None, routed: bool = False
+    bucket: int,
+    *,
+    extended: bool,
+    grammars: bool,
+    hidden: bool,
+    low: LowRank | None,
+    routed: bool = False,
+    states: tuple[int, ...] = (),
 ) -> list[GraphKind]:
     """Returns the graphs of a bucket: the plain graph first, and graphs of these kinds, without and with adapters."""
     made = list[GraphKind]()
     for added in (None,) if low is None else (None, low):
+        kind = GraphKind(bucket, low=added, routed=routed, states=states)
         for longer in (False, True)[: 1 + extended]:
-            made += [GraphKind(bucket, longer, x, low=added, routed=routed) for x in (False, True)[: 1 + grammars]]
+            made += [kind._replace(extended=longer, grammars=x) for x in (False, True)[: 1 + grammars]]
         if hidden and not routed:
-            made.append(GraphKind(bucket, hidden=True, low=added))
+            made.append(kind._replace(hidden=True))
     return made
 
 
@@ -150,6 +159,7 @@ class StepResults(NamedTuple):
         hidden: hidden states, float32. None if they are not wanted.
         top: most probable tokens that each row wants, empty where no row wants any.
         experts: experts of the plan's tokens. None if they are not wanted.
+        states: hidden states after each wanted layer, concatenated. None if they are not wanted.
     """
 
     tokens: list[int]
@@ -158,6 +168,7 @@ class StepResults(NamedTuple):
     hidden: Float[Tensor, "rows d"] | None
     top: list[Top]
     experts: Int[Tensor, "tokens m k"] | None
+    states: Float[Tensor, "rows n"] | None
 
 
 class Runner:
@@ -166,7 +177,7 @@ class Runner:
     Args:
         decoder: model.
         limits: sizes.
-        mesh: mesh from `make_mesh`. None is one device.
+        mesh: mesh from `make_mesh`. None is a single device.
         weights: memory of weights between their uses, "device", "host" or "disk". A step reads the weights of a layer
             while the layer before computes. Bits are the same.
         disk: directory for "disk".
@@ -203,10 +214,10 @@ class Runner:
         }
         # With a budget of 0 bytes the next layer's cache is brought, and nothing else.
         self._prefetch = None if is_device(cache) else 0
-        self._steps: dict[tuple[str, tuple[str, ...]], Sharded] = {}  # by layout and further results
+        self._steps: dict[tuple[str, _Further], Sharded] = {}  # by layout and further results
         self._bound: dict[Any, BoundCall] = {}
 
-    def _step_of(self, layout: str, further: tuple[str, ...] = ()) -> Sharded:
+    def _step_of(self, layout: str, further: "_Further" = ()) -> Sharded:
         """Returns the pure step over weights in a layout, with some further results of the decoder."""
         if (layout, further) in self._steps:
             return self._steps[layout, further]
@@ -291,6 +302,7 @@ class Runner:
         low: LowRank | None = None,
         routed: bool = False,
         edited: bool = False,
+        states: tuple[int, ...] = (),
         layout: str = "",
     ) -> BoundCall:
         """Returns the graph of a bucket, captured at the first call. The first call is collective."""
@@ -300,7 +312,7 @@ class Runner:
             step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
         layout = layout or self.limits.layout_of(bucket, adapters=step.low is not None)
         sites = None if step.low is None else tuple((name, f.a.shape) for name, f in step.low.sites.items())
-        further = list_further(hidden=hidden, routed=routed, edited=edited)
+        further = list_further(hidden=hidden, routed=routed, edited=edited, states=states)
         key = layout, bucket, step.penalties is not None, step.allowed is not None, sites, further
         if key not in self._bound:
             # Engines compare their states before each step, so calls need no check of their own.
@@ -328,6 +340,7 @@ class Runner:
         hidden: bool = False,
         routed: bool = False,
         edits: Sequence[LogitsEdit] = (),
+        states: tuple[int, ...] = (),
     ) -> StepResults:
         """Returns the results of the plan's rows.
 
@@ -341,11 +354,12 @@ class Runner:
             routed: whether the experts of the plan's tokens are wanted, and hidden states.
             edits: changes of the logits of rows by processors. The step then draws all rows outside of its graph, with
                 the same bits.
+            states: layers that the hidden states of the rows are wanted after.
         """
         if plan.moves:
             cache = list(self._decoder.cache.move(cache, plan.moves))
         step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
-        kind: dict[str, Any] = {"hidden": hidden, "routed": routed, "edited": bool(edits)}
+        kind: dict[str, Any] = {"hidden": hidden, "routed": routed, "edited": bool(edits), "states": states}
         call, further = self.bind(plan.bucket, weights, cache, step, layout=plan.layout, **kind), list_further(**kind)
         with self._threads():
             tokens, logprobs, cache, top, *more = call(weights[plan.layout], cache, step)
@@ -353,10 +367,11 @@ class Runner:
             if edits:
                 with torch.no_grad():
                     tokens, logprobs = draw_tokens(found["logits"], step, edit_logits(found["logits"], edits))
-        states = found["hidden"][: plan.num_rows].float() if "hidden" in found else None
+        last = found["hidden"][: plan.num_rows].float() if "hidden" in found else None
+        after = torch.cat([found[x][: plan.num_rows].float() for x in states], -1) if states else None
         experts = found["experts"][: plan.num_tokens] if routed else None
         tokens, logprobs = tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist()
-        return StepResults(tokens, logprobs, cache, states, read_tops(plan, top), experts)
+        return StepResults(tokens, logprobs, cache, last, read_tops(plan, top), experts, after)
 
     def close(self) -> None:
         """Drops the graphs, and releases the directory on disk. Weights in the directory cannot be used any more."""
@@ -365,14 +380,17 @@ class Runner:
             one.close()
 
 
-def list_further(*, hidden: bool, routed: bool, edited: bool) -> tuple[str, ...]:
-    """Returns the names of the results of a decoder that a step has in addition to tokens."""
+_Further = tuple[str | int, ...]
+
+
+def list_further(*, hidden: bool, routed: bool, edited: bool, states: tuple[int, ...] = ()) -> _Further:
+    """Returns the results of a decoder that a step has in addition to tokens: names, and layers for hidden states."""
     names = {"hidden": hidden or routed, "experts": routed, "logits": edited}
-    return tuple(name for name, wanted in names.items() if wanted)
+    return *(name for name, wanted in names.items() if wanted), *states
 
 
 def _run_step(
-    layout: Layout, further: tuple[str, ...], weights: PyTree, cache: list[Tensor], step: StepTensors
+    layout: Layout, further: _Further, weights: PyTree, cache: list[Tensor], step: StepTensors
 ) -> tuple[Tensor, Tensor, list[Tensor], Any, *tuple[Tensor | None, ...]]:
     """Runs the pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top, *further results)`.
 
@@ -381,7 +399,8 @@ def _run_step(
     bodies = _make_bodies(cache, step)
     found = layout.outputs(weights, step.tokens, step.positions, step.rows, bodies, step.low)
     drawn = draw_tokens(found.logits, step)
-    return *drawn, cache, find_top(found.logits, step), *(getattr(found, name) for name in further)
+    more = (found.state_after(x) if isinstance(x, int) else getattr(found, x) for x in further)
+    return *drawn, cache, find_top(found.logits, step), *more
 
 
 def find_layouts(decoder: Decoder, limits: Limits) -> dict[str, Layout]:

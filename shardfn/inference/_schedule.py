@@ -16,6 +16,9 @@ from array import array
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from jaxtyping import Float32
+from torch import Tensor
+
 from shardfn.core import DonatedError
 
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
@@ -49,7 +52,11 @@ class Output(NamedTuple):
 
 
 def advance(
-    state: State, events: Seq[Event] = (), drawn: Seq[int] = (), cut: Permit | None = None
+    state: State,
+    events: Seq[Event] = (),
+    drawn: Seq[int] = (),
+    cut: Permit | None = None,
+    hidden: Float32[Tensor, "rows d"] | None = None,
 ) -> tuple[State, StepPlan | None, list[Output]]:
     """Takes the tokens that the last plan has drawn, then the events, and makes the next plan.
 
@@ -60,6 +67,7 @@ def advance(
             were not finite: such a choice ends as "error".
         cut: function `(context, drafts) -> drafts` that keeps the drafts that a sequence's grammar permits. The result
             follows only from these calls. Without `cut`, requests with a grammar have no drafts.
+        hidden: hidden states of the rows of the last plan, for a drafter that wants states, equal on all ranks.
 
     Returns:
         The next state, the plan, or None if there is nothing to compute, and outputs in the order of the plan's rows.
@@ -87,7 +95,7 @@ def advance(
     state.consumed, state = True, dataclasses.replace(state)
     outputs: list[Output] = []
     stops = {(event.name, event.choice, event.at): event.finish_reason for event in events if isinstance(event, Stop)}
-    _settle_plan(state, drawn, stops, outputs)
+    _settle_plan(state, drawn, stops, outputs, hidden)
     for event in events:
         _take_event(state, event, outputs)
     _finish_sequences(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
@@ -148,13 +156,15 @@ def _is_drawn(state: State, stop: Stop, drawn: Seq[int]) -> bool:
 _Stops = dict[tuple[str, int, int], str]  # by names, choices and positions
 
 
-def _settle_plan(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output]) -> None:
+def _settle_plan(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output], hidden: Tensor | None) -> None:
     """Takes the results of the plan in flight, also of requests that end by an event of this step."""
     for chunk, sequence, first in state.rows_in_flight():
-        known, own, ends = len(sequence.tokens), chunk.own(drawn, first), False
+        known, own, ends, row = len(sequence.tokens), chunk.own(drawn, first), False, 0
         for row, p in chunk.valid(own):
             if ends := _take_token(state, sequence, p + 1, own[row], first + row, stops, outputs):
                 break
+        if hidden is not None and len(sequence.tokens) > known:
+            sequence.hidden = hidden[first + row]
         accepted = max(0, len(sequence.tokens) - known - 1)
         sequence.computed = chunk.start + chunk.count - len(chunk.drafts) + accepted
         _record_blocks(state, sequence)
@@ -244,7 +254,7 @@ def _renew_version(state: State, version: int) -> None:
         state.preempt(sequence)
         sequence.preempted = -1  # a waiting sequence may be admitted in this step
     for sequence in state.sequences.values():
-        sequence.contents = []
+        sequence.contents, sequence.hidden = [], None
     state.pool.forget()
     state.version, state.pending = version, None
 

@@ -4,7 +4,7 @@
 
 The heads are those of the layout "tp", so that both layouts share one KV cache. A step sends two exchanges a layer in
 place of the gathers of "tp", which pays for many tokens. Rows of a batch-invariant model do not depend on other rows,
-so logits have the bits of one device.
+so logits have the bits of a single device.
 
 References:
     Jacobs et al., DeepSpeed Ulysses, 2023, https://arxiv.org/abs/2309.14509

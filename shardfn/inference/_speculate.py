@@ -76,7 +76,7 @@ _Found = dict[int, DraftTree]  # by the number of a chunk
 
 
 def _propose_in_turn(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
-    """Returns proposals of one sequence after another, each within the rows that the sequences before have left."""
+    """Returns proposals, sequence by sequence, each within the rows that the sequences before have left."""
     assert state.drafter is not None
     found: _Found = {}
     for left, (i, most) in zip(range(len(able), 0, -1), able.items(), strict=True):

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ._draft_tree import NO_DRAFTS, DraftTree
 from ._drafters import Context, Drafter
 from ._limits import Limits
@@ -120,6 +122,7 @@ class Sequence:
     begun: bool = False
     preempted: int = -1  # last step of a preemption
     draft_length: DraftLength = field(default_factory=DraftLength)  # in its drafts
+    hidden: Tensor | None = None  # states behind the last token's draw, for a drafter that wants states
 
     @property
     def reusable(self) -> int:
@@ -134,7 +137,8 @@ class Sequence:
         """Returns the sequence as a drafter sees it."""
         request = self.request
         salt = request.salt + request.adapter and repr((request.salt, request.adapter)).encode()
-        return Context(self.serial, self.name, self.choice, self.tokens, self.prompt, salt, self.key, request.sampling)
+        own = self.serial, self.name, self.choice, self.tokens, self.prompt, salt, self.key
+        return Context(*own, request.sampling, self.hidden)
 
     def copy(self) -> "Sequence":
         """Returns a separate sequence, equal to this sequence."""

@@ -8,7 +8,7 @@ from typing import Any
 from shardfn.kernels import building
 from shardfn.waits import waiting
 
-from ._drafters import BatchDrafter, Drafter
+from ._drafters import BatchDrafter, Drafter, find_wanted_layers
 from ._engine_core import EngineCore
 from ._low_rank import LowRank
 from ._runner import GraphKind, Runner, list_graph_kinds
@@ -49,6 +49,7 @@ class GraphCaptures:
             if isinstance(self._drafter, BatchDrafter):
                 self._drafter.warm_up(extended=penalties)
             kinds: dict[str, Any] = {"extended": penalties, "grammars": grammars, "hidden": hidden}
+            kinds["states"] = find_wanted_layers(self._drafter)
             each = [list_graph_kinds(bucket, low=adapters(bucket), routed=self._routed, **kinds) for bucket in buckets]
             first = [each[0][0], each[-1][0]] if later else []
             # Plain graphs of all buckets come before graphs of rarer steps.

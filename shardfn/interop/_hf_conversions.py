@@ -72,7 +72,7 @@ class WeightConversion:
 
     @functools.cached_property
     def joined(self) -> int | None:
-        """Returns the dim of the leaf along which the patterns lie one after another.
+        """Returns the dim of the leaf along which the patterns lie in sequence.
 
         None where the patterns do not lie so.
         """

@@ -43,9 +43,8 @@ def gpt_from_hf(
             are decoded.
         **changes: other fields of the `Config`, such as `stacked=True` or `per_head=True`.
 
-    Returns:
-        The config, and a tree as of `gpt.init(config, key)`. Any use except by `step.init` reads the whole leaf:
-        `tree_map(lambda x: x.full(), params)` on one device.
+    Returns: The config, and a tree as of `gpt.init(config, key)`. Any use except by `step.init` reads the whole leaf:
+        `tree_map(lambda x: x.full(), params)` on a single device.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -119,8 +118,8 @@ def gpt_to_hf(
 ) -> None:
     """Writes a model so that `transformers.AutoModelForCausalLM.from_pretrained(directory)` has the same logits.
 
-    Leaves are gathered one after another, stacked ones layer by layer. The first rank writes. Collective over the mesh
-    of the leaves.
+    Leaves are gathered in sequence, stacked ones layer by layer. The first rank writes. Collective over the mesh of the
+    leaves.
 
     Args:
         directory: directory for the files, made if missing.

@@ -16,7 +16,7 @@ from shardfn.models import gpt
 
 
 class Row(NamedTuple):
-    """Place of one leaf in a file.
+    """Place of a single leaf in a file.
 
     Attributes:
         path: path of the leaf, for example ("embed",), or ("blocks", "wq") for a leaf of every block.

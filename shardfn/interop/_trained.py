@@ -53,7 +53,7 @@ def master_params(state: TrainState) -> PyTree:
 def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False) -> None:
     """Writes trained parameters into a module: master copies where there are some, and changing buffers.
 
-    Buffers come from the model state, or from a part, by the module's names. Leaves are gathered one after another.
+    Buffers come from the model state, or from a part, by the module's names. Leaves are gathered in sequence.
     Collective.
 
     Args:
@@ -108,8 +108,7 @@ def export(
     """Writes trained weights as `save_pretrained` does, for `from_pretrained`: `module_to_hf(master_params)`.
 
     The files are safetensors, `config.json`, `generation_config.json` and the tokenizer's files, equal byte for byte to
-    transformers' for a single file of weights. Leaves are gathered one after another. The first rank writes.
-    Collective.
+    transformers' for a single file of weights. Leaves are gathered in sequence. The first rank writes. Collective.
 
     Args:
         state: state of a step over the parameters from `from_module(module)`.

@@ -22,7 +22,7 @@ from ._ways import Manner, Memories, Places, Sizes, Ways, ways
 
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """The placements of one leaf and the routes between them.
+    """The placements of a single leaf and the routes between them.
 
     Attributes:
         path: name in errors.
@@ -118,7 +118,7 @@ class LeafLayout:
 
     @functools.cached_property
     def reduce_axes(self) -> tuple[str, ...]:
-        """Returns the axes over which its gradient is summed in one message.
+        """Returns the axes over which its gradient is summed in a single message.
 
         Each rank keeps its rows if the route scatters.
         """
@@ -216,7 +216,7 @@ def leaf_layout(
     home: MemoryKind | None = None,
     quantization: Quantization | None = None,
 ) -> LeafLayout:
-    """Applies the ZeRO rule to one leaf.
+    """Applies the ZeRO rule to a single leaf.
 
     A single dtype is used for all purposes. `home` overrides the rule's memory for the parameter, `quantization` are
     those in which it is kept. ZeRO does not cut the last dim of a leaf in codes, along which elements share scales.

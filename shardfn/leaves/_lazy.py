@@ -184,7 +184,7 @@ class LazyLeaf(MetadataTensor):
 
     @staticmethod
     def stack(path: str, layers: Sequence[Tensor], book: LeafBook) -> "LazyLeaf":
-        """Returns the stack of `layers`, lazy leaves or tensors of one shape."""
+        """Returns the stack of `layers`, lazy leaves or tensors of the same shape."""
         return LazyLeaf._stack_layers(path, layers, weakref.proxy(book))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Units: leaves that travel in one message, when they are used, when gradients are summed and after the update."""
+"""Units: leaves that travel in a single message, when they are used, when gradients are summed and after the update."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ WHOLE_BUCKET = 16 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Leaves that travel in one message.
+    """Leaves that travel in a single message.
 
     Attributes:
         leaves: indices in the layout.

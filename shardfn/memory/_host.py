@@ -79,7 +79,7 @@ def as_bytes(x: Shaped[Tensor, "..."]) -> Bytes:
     """Returns the memory of a contiguous CPU tensor, and keeps it alive."""
     if not x.numel():
         return np.empty(0, np.uint8)
-    # A contiguous tensor of one element may have any strides.
+    # A contiguous tensor of a single element may have any strides.
     return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
 
 

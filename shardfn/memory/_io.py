@@ -2,8 +2,8 @@
 
 `os.preadv` and `os.pwritev` release the interpreter's lock, so a handful of threads keeps a disk busy. Direct I/O needs
 file offsets, lengths and memory in multiples of a page. Aligned memory is moved without a copy. Other memory is copied
-through a buffer. Each thread has at most one buffer, used for one piece at a time. So the number of buffers is bounded,
-and threads that wait for a buffer cannot deadlock.
+through a buffer. Each thread has at most one buffer, used for a single piece at a time. So the number of buffers is
+bounded, and threads that wait for a buffer cannot deadlock.
 
 A file is opened for each piece. Opening takes 5 microseconds and a piece takes milliseconds, and the limit on open
 files is never reached.

@@ -13,10 +13,10 @@
     wait(handle) -> the value
     host_empty(shape, dtype) -> tensor             uninitialised host memory
 
-A value on disk is not a tensor: `value` and `writer` are tokens, int64 tensors of one element that identify the value
-by number. A value lives as long as the memory of a token does. The value of a transfer that fills existing memory, or
-the disk, is unused. The source must not be written before the `wait`. As in `shardfn.collectives`, handles are
-placeholders for values, and only the value may be looked at.
+A value on disk is not a tensor: `value` and `writer` are tokens, int64 tensors of a single element that identify the
+value by number. A value lives as long as the memory of a token does. The value of a transfer that fills existing
+memory, or the disk, is unused. The source must not be written before the `wait`. As in `shardfn.collectives`, handles
+are placeholders for values, and only the value may be looked at.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Slots: the files of a pool, each owned by one value and used again when that value is garbage.
+"""Slots: the files of a pool, each owned by a single value and used again when that value is garbage.
 
 Only users of the bytes hold a slot: the value, transfers in flight, and the last commit. When Python's reference count
 falls to zero, the file is free for the next value of the same size.
@@ -21,7 +21,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Slot:
-    """A file with room for one value.
+    """A file with room for a single value.
 
     Attributes:
         path: the file.

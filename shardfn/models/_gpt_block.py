@@ -38,17 +38,20 @@ def block(
     mask_BT: Tensor | None = None,
     chosen_BTk: Tensor | None = None,
     *,
+    rows_R: Tensor | None = None,
     load: bool = False,
 ) -> tuple[Tensor, Seen | None]:
     """Returns the stream after one layer, and the facts of its router if the layer has experts.
 
     `p` has the layer's leaves. `table` has attention's arguments for positions and documents. `bias_E` counts only in
     the choice. `mask_BT` is False for padding, which gets no expert. `chosen_BTk` is a choice of experts in place of
-    the router's. With `load` the facts have metrics.
+    the router's. With `rows_R` only these tokens go on, and the rest give only their keys and values. With `load` the
+    facts have metrics.
     """
     k1, k2 = (None, None) if key is None else split(key).unbind()
     table = _add_dropout(config, table, key, index_B)
-    y_BTD = _attend_tokens(config, along, p, norm(config, along, x_BTD, p["norm1_w"], p.get("norm1_b")), table)
+    y_BTD = _attend_tokens(config, along, p, norm(config, along, x_BTD, p["norm1_w"], p.get("norm1_b")), table, rows_R)
+    x_BTD = x_BTD if rows_R is None else x_BTD[:, rows_R]
     x_BTD = x_BTD + dropout(config, along, k1, y_BTD, index_B)
     seen = None
     if "router" in p:
@@ -71,11 +74,13 @@ def _feed_forward(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Ten
     return _apply_mlp(config, along, p, norm(config, along, x_BTD, p["norm2_w"], p.get("norm2_b")))
 
 
-def _attend_tokens(config: Config, along: Along, p: Params, x_BTD: Tensor, table: dict[str, Any]) -> Tensor:
+def _attend_tokens(
+    config: Config, along: Along, p: Params, x_BTD: Tensor, table: dict[str, Any], rows_R: Tensor | None
+) -> Tensor:
     biases = (p.get(name) for name in ("bq", "bk", "bv", "bo"))
     weights = nn.AttentionWeights(*(weight(config, p[name]) for name in ("wq", "wk", "wv", "wo")), *biases)
     heads = nn.Heads(config.num_heads, config.kv_heads, config.head_dim)
-    return nn.self_attention(x_BTD, weights, heads, **table, **along._asdict())
+    return nn.self_attention(x_BTD, weights, heads, rows_R=rows_R, **table, **along._asdict())
 
 
 def _apply_mlp(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
@@ -110,7 +115,7 @@ def position_tables(config: Config, positions_T: Tensor, dtype: torch.dtype) -> 
 
 
 def _add_dropout(config: Config, table: dict[str, Any], key: Tensor | None, index_B: Tensor | None) -> dict[str, Any]:
-    """Returns the arguments of attention, with the dropout of one block added."""
+    """Returns the arguments of attention, with the dropout of a single block added."""
     if key is None or config.attention_dropout == 0:
         return table
     how, index_B = table["how"], _check_numbers(f"attention_dropout {config.attention_dropout}", index_B)

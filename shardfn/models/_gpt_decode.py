@@ -30,11 +30,14 @@ class Decoded(NamedTuple):
         logits: logits of the rows.
         hidden: states of the rows that the head multiplies.
         experts: experts of each token, in each of the m layers with experts.
+        state_after: function from a number of layers to the states of the rows after so many layers, [R, D]. After all
+            layers they are `hidden`.
     """
 
     logits: Float[Tensor, "r v"]
     hidden: Float[Tensor, "r d"]
     experts: Int[Tensor, "t m k"]
+    state_after: Callable[[int], Tensor]
 
 
 def decode(
@@ -51,9 +54,9 @@ def decode(
 ) -> Decoded:
     """Returns logits of some of the tokens of several sequences, and the hidden states and experts behind the logits.
 
-    Each layer's attention is computed by a separate body, which keeps the layer's keys and values from one call to the
-    next, and knows which tokens belong together. So a sequence may be passed in any chunks, next to any other sequences
-    (continuous batching).
+    Each layer's attention is computed by a separate body, which keeps the layer's keys and values from a single call to
+    the next, and knows which tokens belong together. So a sequence may be passed in any chunks, next to any other
+    sequences (continuous batching).
 
     Args:
         config: shape, causal, without `layout`.
@@ -62,7 +65,7 @@ def decode(
         positions_T: positions of each token in its sequence, below `max_len`.
         rows_R: tokens whose logits are wanted.
         bodies: bodies of attention, one for each layer.
-        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
         then: functions for weights of a batch-invariant config, by names such as "blocks.0.wq". Each is a
             `BatchInvariantWeight.then`.
         gather_tokens: function from rows of `tokens_T` to the rows that `rows_R` counts, where ranks have parts of the
@@ -105,15 +108,53 @@ def decode(
         tables = position_tables(config, positions_T, x_TD.dtype)
     x_1TD = x_TD[None]
     mask = nn.Causal() if config.window is None else nn.Window(config.window - 1)
-    experts = list[Tensor]()
-    for p, body in zip(params["blocks"], bodies, strict=True):
-        x_1TD, seen = block(config, along, None, p, x_1TD, tables | {"how": nn.Attending(mask, body)}, None, None)
+    *early, last = params["blocks"]
+    bodies, wanted = [*bodies], _narrow_last(bodies[-1], last, rows_R, None if then else len(tokens_T))
+    if wanted is not None:
+        bodies[-1] = wanted
+    experts, states = list[Tensor](), [x_1TD]
+    for p, body in zip([*early, last], bodies, strict=True):
+        table, rows = tables | {"how": nn.Attending(mask, body)}, rows_R if body is wanted else None
+        x_1TD, seen = block(config, along, None, p, x_1TD, table, None, None, rows_R=rows)
         experts += [] if seen is None else [seen.experts]
-    x_RD = norm(config, along, gather_tokens(x_1TD[0])[rows_R], params["norm_w"], params.get("norm_b"))
+        states.append(x_1TD)
+    x_RD = gather_tokens(x_1TD[0])[rows_R] if wanted is None else x_1TD[0]
+    x_RD = norm(config, along, x_RD, params["norm_w"], params.get("norm_b"))
     own_RV = nn.column_linear(x_RD, params[_get_head(config)], features=config.vocab_size, axis=axis)
     logits_RV = all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size)
     experts_Tmk = torch.stack(experts, 1) if experts else tokens_T.new_zeros(len(tokens_T), 0, 0)
-    return Decoded(logits_RV, x_RD, experts_Tmk)
+    return Decoded(logits_RV, x_RD, experts_Tmk, _LayerStates(states, x_RD, rows_R, gather_tokens))
+
+
+def _narrow_last(body: nn.AttentionBackend, p: Params, rows_R: Tensor, num: int | None) -> nn.Local | None:
+    """Returns the body of the last layer for only the wanted tokens, or None where the layer computes all tokens.
+
+    Adapters and records of experts need all `num` tokens.
+    """
+    if num is None or len(rows_R) >= num or "router" in p or not isinstance(body, nn.Local):
+        return None
+    return body.with_queries(rows_R)
+
+
+class _LayerStates(NamedTuple):
+    """States of the rows after a number of layers. A program that does not ask pays nothing.
+
+    Attributes:
+        states: states [1, T, D] before the first layer, and after each layer.
+        last_RD: states after the last norm.
+        rows_R: rows.
+        gather_tokens: see `decode`.
+    """
+
+    states: list[Tensor]
+    last_RD: Tensor
+    rows_R: Tensor
+    gather_tokens: Callable[[Tensor], Tensor]
+
+    def __call__(self, layers: int) -> Tensor:
+        if layers == len(self.states) - 1:
+            return self.last_RD
+        return self.gather_tokens(self.states[layers][0])[self.rows_R]
 
 
 def _drop_losses(config: Config) -> Config:
@@ -131,14 +172,22 @@ class _Rotating(nn.Local):
     cos_TK: Tensor
     sin_TK: Tensor
 
-    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
-        q_BTHK, k_BSGK = (self._rotate_heads(x) for x in (q_BTHK, k_BSGK))
-        return self.inner.attend(q_BTHK, k_BSGK, v_BSGK, how, length)
+    rows_R: Tensor | None = None
 
-    def _rotate_heads(self, x_1THK: Tensor) -> Tensor:
-        if x_1THK.dtype != torch.float32:
-            return nn.rope(x_1THK, self.cos_TK, self.sin_TK)
-        return rotate(x_1THK[0], self.cos_TK, self.sin_TK)[None]
+    def with_queries(self, rows_R: Tensor) -> nn.Local | None:
+        inner = self.inner.with_queries(rows_R) if isinstance(self.inner, nn.Local) else None
+        return None if inner is None else dataclasses.replace(self, inner=inner, rows_R=rows_R)
+
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
+        tables = self.cos_TK, self.sin_TK
+        q_BTHK = _rotate_heads(q_BTHK, *(tables if self.rows_R is None else [x[self.rows_R] for x in tables]))
+        return self.inner.attend(q_BTHK, _rotate_heads(k_BSGK, *tables), v_BSGK, how, length)
+
+
+def _rotate_heads(x_1THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    if x_1THK.dtype != torch.float32:
+        return nn.rope(x_1THK, cos_TK, sin_TK)
+    return rotate(x_1THK[0], cos_TK, sin_TK)[None]
 
 
 def pack(config: Config, params: Params, *, axis: Axes = None, quantization: QuantizationPolicy = None) -> Params:
@@ -153,7 +202,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, quantization: Qua
     Args:
         config: shape.
         params: parameters as from `init`, or this rank's blocks of them.
-        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is one device.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
         quantization: codes to which the weights of linear layers are rounded. Logits equal the logits of the rounded
             weights, bit for bit. "int8", "int4", or codes by regular expressions found in names such as "blocks.0.wq"
             and "embed", of which the first that fits counts, for example `{"embed|head": "int8", "": "int4"}`.

@@ -1,4 +1,4 @@
-"""The mixture of experts of one layer, on this rank's part of the layer, and the facts of the router.
+"""The mixture of experts of a single layer, on this rank's part of the layer, and the facts of the router.
 
 B batch, T tokens, S = B T, D model, E experts, k choices.
 """

@@ -63,7 +63,7 @@ def name_functions(configs: Iterable[Any], name: str, field: str = "_attn_implem
 
 
 class AttentionRoute(Replacement):
-    """AttentionBackend that computes the attention of one module.
+    """AttentionBackend that computes the attention of a single module.
 
     Args:
         module: module with models of transformers inside.
@@ -148,7 +148,7 @@ class RoutedCall(Replacement):
         return mask if self._whole_BT is None else mask & Segments(_number_documents(self._whole_BT))
 
     def dropped(self, rate: float) -> Mask:
-        """Returns the dropout of one layer's attention.
+        """Returns the dropout of a single layer's attention.
 
         Raises:
             ValueError: there is no key.

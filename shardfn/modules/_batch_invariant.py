@@ -4,7 +4,8 @@ Torch's matrix products, and the last elements of some of its pointwise function
 `ExactRows` is open, linear layers read packed weights by `kernels.row_linear`, and the functions of a small table are
 computed by fixed expressions. Other functions run unchanged; a probe finds whether such functions are batch-invariant.
 
-Several ranks cut a weight only by outputs. So each element is computed by one rank, from a whole row of inputs, and
+Several ranks cut a weight only by outputs. So each element is computed by a single rank, from a whole row of inputs,
+and
 ranks exchange elements without sums: results have the same bits on any number of ranks.
 """
 
@@ -49,7 +50,7 @@ class PackedWeight(NamedTuple):
     Attributes:
         panels: panels of this rank's outputs, from `kernels.pack_rows`.
         num: number of outputs of all ranks.
-        axis: mesh axes that cut the outputs. None is one device.
+        axis: mesh axes that cut the outputs. None is a single device.
         edge: the values on both sides.
         inputs: number of inputs of the layer. None is the number of rows in panels of floats. Panels of codes need the
             number.
@@ -217,7 +218,7 @@ def handlers_of(
     """Returns handlers of torch's functions, called with the function and the arguments.
 
     Args:
-        silu: batch-invariant silu of one tensor.
+        silu: batch-invariant silu of a single tensor.
         gelu: batch-invariant gelu with tanh.
         norm: batch-invariant norm of an input, a scale, a shift or None, eps, and whether the mean is subtracted.
     """
@@ -356,7 +357,7 @@ _EXACT_HANDLERS = handlers_of(_apply_silu, nn.batch_invariant_gelu, _apply_norm)
 
 
 class SameInput:
-    """Linear layers that a module calls one after another with one input, computed in one call.
+    """Linear layers that a module calls in sequence with one input, computed in a single call.
 
     For example the projections to queries, keys and values. The first call computes all layers. Later calls find the
     results.
@@ -399,7 +400,7 @@ class InputUses(TorchFunctionMode):
         params: parameters by name, as in the module.
 
     Attributes:
-        groups: names of weights that are called one after another with one tensor.
+        groups: names of weights that are called in sequence with a single tensor.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:

@@ -55,7 +55,7 @@ class Replacement:
         """Refuses a call, or warns, before anything is replaced."""
 
     def of_call(self, call: "ModuleCall") -> "Replacement":
-        """Returns the replacement for one call and the parts of the call that run again in the backward."""
+        """Returns the replacement for a single call and the parts of the call that run again in the backward."""
         del call
         return self
 

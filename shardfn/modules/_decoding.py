@@ -1,7 +1,8 @@
 """Causal models of transformers as functions of the tokens of many sequences at once.
 
-Tokens lie in one row, [1, T], with positions, as continuous batching needs. Attention, the only part in which tokens
-meet, is computed from outside, over a KV cache. transformers looks up the attention function in a table, by a name in
+Tokens lie in a single row, [1, T], with positions, as continuous batching needs. Attention, the only part in which
+tokens meet, is computed from outside, over a KV cache. transformers looks up the attention function in a table, by a
+name in
 the model's config: while such a function runs, the configs have the name registered here. So no model is changed.
 
 T tokens, R rows with logits, H query heads, G key heads, K head dim, V vocabulary.
@@ -44,7 +45,7 @@ _UNKNOWN = ("position_bias", "head_mask", "sinks")
 
 
 class Scores(NamedTuple):
-    """Scores of one layer's causal attention.
+    """Scores of a single layer's causal attention.
 
     Attributes:
         layer: number of the layer.

@@ -1,4 +1,4 @@
-"""Random numbers of one call of a module: by a key, or refused.
+"""Random numbers of a single call of a module: by a key, or refused.
 
 A mask is a function of (key, number of the draw in the forward, global number of the sample, position in the sample):
 the same on any number of ranks, when a part of the forward runs again, and in a captured step. Draws in an element of
@@ -33,7 +33,7 @@ _DRAWS_IN_TRAINING = frozenset({"rrelu", "rrelu_"})
 
 
 class Draws:
-    """Random numbers of one call of a module.
+    """Random numbers of a single call of a module.
 
     Invariant: a part that runs again starts from the `mark` of the first run.
 

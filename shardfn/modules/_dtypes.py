@@ -53,7 +53,7 @@ class ParamDtypes(Replacement):
         self._casts: dict[Any, Casts] = {}
 
     def of_call(self, call: ModuleCall) -> "Replacement":
-        """Returns the casts of submodules for one call, and casts the buffers of the call."""
+        """Returns the casts of submodules for a single call, and casts the buffers of the call."""
         found = self._find_casts(call.parts, call.given)
         call.given.buffers.update(_cast_buffers(call.parts, call.given, found, call.state or {}))
         return _CastForwards(found)
@@ -71,7 +71,7 @@ class ParamDtypes(Replacement):
 
 
 class _CastForwards(Replacement):
-    """Casts of one call: a submodule with a separate dtype casts inputs to the dtype, and results back."""
+    """Casts of a single call: a submodule with a separate dtype casts inputs to the dtype, and results back."""
 
     order = ParamDtypes.order
 

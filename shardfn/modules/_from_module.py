@@ -129,7 +129,7 @@ class ModuleFunction:
 
         For example, sample 5 gets the same mask on rank 0 of 1 and on rank 2 of 3. With `from_module(attention=)` the
         dropout of attention is `nn.PairDropout`. Where the body cuts the tokens, other dropouts take tensors with this
-        rank's tokens in dim 1, and masks are as on one device.
+        rank's tokens in dim 1, and masks are as on a single device.
 
         Args:
             key: key for this step.

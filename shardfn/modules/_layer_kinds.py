@@ -1,8 +1,8 @@
 """Groups of equal layers in a list, with a stack of leaves each, and stages made of cut stacks.
 
-Layers of one kind have leaves of the same names, shapes and dtypes. A list of one kind has one stack. If there are
-several kinds, such as dense layers before mixtures of experts, each kind has a separate stack, under the number of the
-first layer.
+Layers of the same kind have leaves of the same names, shapes and dtypes. A list of the same kind has one stack. If
+there are several kinds, such as dense layers before mixtures of experts, each kind has a separate stack, under the
+number of the first layer.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from shardfn.core import P, frozen, named_parameters, raise_all
 
 
 class LayerKind(NamedTuple):
-    """Layers of one kind.
+    """Layers of the same kind.
 
     Attributes:
         layers: numbers of the layers, in order.

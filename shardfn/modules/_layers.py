@@ -36,7 +36,7 @@ class RunsModule(Protocol):
     specs: Any
 
     def draws(self, key: Tensor, index_B: Tensor) -> Callable[[], Draws]:
-        """Makes the random numbers of one call."""
+        """Makes the random numbers of a single call."""
         ...
 
     def run(
@@ -92,8 +92,8 @@ class LayeredFunction:
             **kwargs: arguments by name.
 
         Raises:
-            ValueError: as of `ModuleFunction`, or the forward does not call the layers once each, one after another,
-                each on the result of the previous layer.
+            ValueError: as of `ModuleFunction`, or the forward does not call the layers once each, in sequence, each on
+                the result of the previous layer.
         """
         return self._run(Draws(self.module), params, args, kwargs)
 

@@ -79,7 +79,7 @@ def _replay_choices(forward: Callable[..., Any], own: "_Chosen") -> Callable[...
 
 
 class _Chosen:
-    """Choices [S, k] of one layer's tokens, among E experts."""
+    """Choices [S, k] of a single layer's tokens, among E experts."""
 
     def __init__(self, path: str, num_experts: int, experts_Sk: Tensor) -> None:
         self.path, self.num_experts, self.experts_Sk = path, num_experts, experts_Sk

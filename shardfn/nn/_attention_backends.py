@@ -55,6 +55,10 @@ class Local(abc.ABC):
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Returns the attention of the rank's queries over all keys."""
 
+    def with_queries(self, rows_R: Tensor) -> "Local | None":
+        """Returns the body that takes the queries of only these tokens, or None if there is no such body."""
+        del rows_R
+
     def rows(self, length: int) -> Rows:
         """Returns the positions of the rank's tokens of a sequence."""
         return ((0, length),)

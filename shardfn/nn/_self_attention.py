@@ -12,7 +12,7 @@ the second is cut between heads by any axis, the first by axes that divide H.
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from shardfn.collectives import all_gather, axis_index, axis_size
@@ -21,6 +21,7 @@ from shardfn.core import Axes
 from ._attention import attention
 from ._attention_backends import Attending
 from ._batch_invariant import AnyWeight, BatchInvariantWeight
+from ._online import OnlineScores
 from ._parallel import affine, affines, all_ranges, check_block, enter_parallel, evenly, keys_of, own_range, row_linear
 
 
@@ -124,6 +125,7 @@ def self_attention(
     table: tuple[Tensor, Tensor] | None = None,
     slopes_H: Float[Tensor, " h"] | None = None,
     how: Attending = ATTENDING,
+    rows_R: Int[Tensor, " r"] | None = None,
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "b t2 d"]:
@@ -136,11 +138,13 @@ def self_attention(
         table: cos and sin for `rope`, of all tokens. None: no rotation.
         slopes_H: ALiBi's slopes of all H heads, or None.
         how: mask and body of attention. Where `how.impl` cuts the tokens, x and the table have only the rank's tokens.
+        rows_R: tokens with wanted results, for a body from `Local.with_queries(rows_R)`, without a table. All
+            tokens give their keys and values. None: all tokens.
         axis: mesh axes along which heads are cut. None means a single device.
         sequence: T where x and the result are the rank's rows of the tokens (sequence parallelism).
 
     Returns:
-        The shape of `x_BTD`.
+        The shape of `x_BTD`, with R tokens where `rows_R` is given.
 
     Raises:
         ValueError: the axis would cut a head in two, or a weight is not a block of the heads.
@@ -152,7 +156,7 @@ def self_attention(
     """
     start, stop = _local_heads(w.wq, heads, axis)
     x_BTD = enter_parallel(x_BTD, axis, sequence)
-    first, q_BTHK, k_BTGK, v_BTGK = _project_inputs(x_BTD, w, heads, axis)
+    first, q_BTHK, k_BTGK, v_BTGK = _project_inputs(x_BTD, w, heads, axis, rows_R)
     if table is not None:
         q_BTHK, k_BTGK = rope(q_BTHK, *table), rope(k_BTGK, *table)
     read = [h // (heads.queries // heads.keys) - first for h in range(start, stop)]
@@ -160,7 +164,10 @@ def self_attention(
         k_BTGK, v_BTGK = k_BTGK[:, :, read], v_BTGK[:, :, read]
     slopes_H = None if slopes_H is None else slopes_H[start:stop]
     mask = how.mask.of_heads(start, stop)
-    y_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, mask=mask, slopes_H=slopes_H, impl=how.impl)
+    if rows_R is None:
+        y_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, mask=mask, slopes_H=slopes_H, impl=how.impl)
+    else:  # the body knows the positions of its queries, and masks by number do not fit
+        y_BTHK = how.impl.attend(q_BTHK, k_BTGK, v_BTGK, OnlineScores(mask, None, slopes_H, None), k_BTGK.shape[1])
     columns = heads.queries * heads.dim if w.wo.ndim == 2 else (heads.queries, heads.dim)
     return row_linear(y_BTHK.flatten(-2), w.wo, w.bo, features=columns, axis=axis, sequence=sequence)
 
@@ -243,8 +250,13 @@ def _check_rows(name: str, w: AnyWeight, num: int, heads: Heads, axis: Axes, by_
     check_block(f"self_attention: {name} of {heads}", w.shape[:1], whole, axis, option="heads")
 
 
-def _project_inputs(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes) -> tuple[int, Tensor, Tensor, Tensor]:
-    """Returns the first needed key head, and the rank's queries, keys and values [B, T, heads, K]."""
+def _project_inputs(
+    x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes, rows_R: Tensor | None
+) -> tuple[int, Tensor, Tensor, Tensor]:
+    """Returns the first needed key head, and the rank's queries, keys and values [B, T, heads, K].
+
+    There are R queries where `rows_R` is given.
+    """
     ratio = heads.queries // heads.keys
     needed = [keys_of(queries, ratio) for queries in all_ranges(heads.queries, axis)]
     held = all_ranges(heads.keys, axis)
@@ -255,9 +267,12 @@ def _project_inputs(x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes
     # Rows cut inside a head are always joined.
     aligned = all_ranges(heads.keys * rows, axis) == [(a * rows, b * rows) for a, b in held]
     if aligned and all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
-        q, k, v = affines(x_BTD, (w.wq, w.wk, w.wv), (w.bq, w.bk, w.bv))
+        if rows_R is None:
+            q, k, v = affines(x_BTD, (w.wq, w.wk, w.wv), (w.bq, w.bk, w.bv))
+        else:
+            q, (k, v) = affine(x_BTD[:, rows_R], w.wq, w.bq), affines(x_BTD, (w.wk, w.wv), (w.bk, w.bv))
         return held[int(axis_index(axis))][0], _split_heads(q, heads), _split_heads(k, heads), _split_heads(v, heads)
-    q_BTHK = _split_heads(affine(x_BTD, w.wq, w.bq), heads)
+    q_BTHK = _split_heads(affine(x_BTD if rows_R is None else x_BTD[:, rows_R], w.wq, w.bq), heads)
     (start, stop), size = needed[int(axis_index(axis))], heads.keys * rows
     own = slice(start * rows, stop * rows)
     if isinstance(w.wk, BatchInvariantWeight):  # with joined keys, as panels cannot be cut

@@ -6,26 +6,22 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shardfn._torch import fused_adamw_
 from shardfn.core import PyTree, explains_keywords
 
-from ._base import GradientTransformation, Needs
+from ._base import GradientTransformation, LearningRate, Mask, Needs, Number, OptState, Params
 from ._chain import chain
-from ._checks import check_decay_rate, check_float_dtype, check_not_negative
-from ._decay import add_decayed_weights, decay_flags
+from ._checks import MEANT, check_decay_rate, check_float_dtype, check_not_negative
 from ._decide import resolve_prefix
-from ._elementwise import elementwise, keep_zeros
+from ._elementwise import as_number, elementwise, is_zero, keep_zeros, safe_root
 from ._fused import fused, pad_for_fused
-from ._hyper import as_number, is_zero, safe_root
-from ._kernels import fused_adamw_
-from ._learning_rate import check_rate, next_rate, on_device, scale_by_learning_rate
+from ._learning_rate import add_decayed_weights, check_rate, decay_flags, next_rate, on_device, scale_by_learning_rate
 from ._leaves import (
     Columns,
     check_shapes,
     leaves_like,
     wide,
 )
-from ._types import LearningRate, Mask, Number, OptState, Params
-from ._unsupported import MEANT
 
 
 class ScaleByAdamState(NamedTuple):

@@ -6,15 +6,29 @@ states the conditions for applying the rule to a part of a tree, or on one of ma
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor, pmean, take_own_block
-from shardfn.core import Mesh, P, StoredValue, explains_attributes
+from shardfn.core import Mesh, P, PyTree, StoredValue, explains_attributes
 
-from ._types import Grain, OptState, Params, Specs, Updates
+Params = PyTree
+Updates = PyTree
+OptState = PyTree
+Specs = PyTree
+Mask = PyTree | Callable[[Params], PyTree]
+# The smallest part of a tree that a rule can step separately.
+Grain = Literal["element", "leaf", "tree"]
+# A user-defined rule: `(init, update)`, the two fields of optax's GradientTransformation.
+Pair = tuple[Callable[..., Any], Callable[..., Any]]
+Count = int | Int[Tensor, ""]
+Schedule = Callable[[Any], Float[Tensor, ""]]
+# A hyperparameter: a tensor where a transform is to map or differentiate over it.
+Number = float | int | Float[Tensor, ""]
+LearningRate = float | int | Float[Tensor, ""] | Schedule
 
 
 class WholeLeaf(GlobalTensor):

@@ -1,4 +1,4 @@
-"""`chain` and `named_chain`: rules one after another."""
+"""`chain` and `named_chain`: rules in sequence."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,11 +10,9 @@ from torch import Tensor
 from shardfn.collectives import GlobalTensor, local
 from shardfn.core import MetadataTensor, named_leaves, raise_all, tree_leaves, tree_map
 
-from ._base import GradientTransformation, Phase, identity, rows_over
-from ._inplace import inplace
+from ._base import GradientTransformation, OptState, Pair, Params, Phase, Specs, Updates, identity, rows_over
 from ._needs import find_ascending, join_needs
-from ._pair import as_transformation
-from ._types import OptState, Pair, Params, Specs, Updates
+from ._pair import as_transformation, inplace
 
 Rule = Callable[..., tuple[Updates, OptState]]
 

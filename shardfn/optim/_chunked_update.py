@@ -29,12 +29,11 @@ from shardfn.core import (
     tree_unflatten,
 )
 
-from ._base import GradientTransformation
-from ._inplace import inplace
+from ._base import GradientTransformation, Grain, OptState, Pair, Params, Specs, Updates
 from ._leaves import spec_leaves
 from ._needs import bind_stats, resolve_masks
 from ._norm import block_squares, is_exact, leaf_squares, over_blocks
-from ._types import Grain, OptState, Pair, Params, Specs, Updates
+from ._pair import inplace
 
 Entries = tuple[tuple[Any, ...], ...]
 

@@ -1,16 +1,21 @@
-"""Parts shared by optimizers that average gradients: compressed means, and momentum under ZeRO.
+"""Optimizers that average gradients: compressed means, momentum under ZeRO, and the division of leaves.
 
 A compressed mean is of whole leaves, and the same on all ranks. Where ZeRO cuts a leaf's state over the axis of the
 mean, a rank keeps rows of the momentum, `A[I_axis]`, and the codes of the whole momentum. The next step decodes the
 codes. For example, codes of one bit per element have 1/32 of the bytes.
+
+`CompressedSplit` divides the leaves of a step into leaves that are averaged by a compressor and leaves that are
+averaged exactly.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardfn._torch import FakeTensor
 from shardfn.collectives import (
     Compressor,
     GlobalTensor,
@@ -30,10 +35,14 @@ from shardfn.collectives import (
     padded,
     pmean,
     take_own_block,
+    transforming,
 )
-from shardfn.core import Axes, P
+from shardfn.core import Axes, P, PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from shardfn.kernels import moving_average_
 
-from ._base import rows_over
+from ._base import LearningRate, Mask, OptState, Params, Specs, Updates, rows_over
+from ._decide import resolve_per_leaf
+from ._leaves import leaves_like, spec_leaves, wide
 
 Codes = tuple[Any, ...]
 
@@ -193,3 +202,200 @@ def _global_block(block: Tensor, own: P) -> GlobalTensor:
     mesh = current_mesh()
     shape = torch.Size((block.shape[0] * mesh.axis_size(own.dim_axes(0)), *block.shape[1:]))
     return GlobalTensor(block, shape, own, mesh)
+
+
+_PIECE = 1 << 16  # elements: a few tensors of this size stay in a core's cache
+
+
+@dataclass(frozen=True)
+class CompressedSplit:
+    """Leaves of a step, in flattening order.
+
+    Attributes:
+        averaging: method of averaging the compressed leaves.
+        treedef: the structure of the params.
+        ps: the parameters: this rank's rows.
+        gs: the gradients: whole.
+        specs: specs of the rows.
+        shares: averaged part of each leaf.
+        exact: for each leaf, whether it is not compressed.
+    """
+
+    averaging: Averaging
+    treedef: Any
+    ps: list[Tensor]
+    gs: list[Tensor]
+    specs: list[P]
+    shares: list[Share]
+    exact: Sequence[bool]
+
+    def pick(self, column: Sequence[Any]) -> list[Any]:
+        """Returns the entries of the compressed leaves."""
+        return [x for x, exact in zip(column, self.exact, strict=True) if not exact]
+
+    def merged(self, exact: Sequence[Any], compressed: Sequence[Any]) -> PyTree:
+        """Returns the tree of entries for both kinds."""
+        these, those = iter(exact), iter(compressed)
+        return tree_unflatten(self.treedef, [next(these if on else those) for on in self.exact])
+
+    def alone(self, column: Sequence[Any]) -> PyTree:
+        """Returns the tree of the exact leaves, or None in place of compressed leaves."""
+        return tree_unflatten(self.treedef, [x if on else None for x, on in zip(column, self.exact, strict=True)])
+
+    def exactly(
+        self,
+        step: Callable[..., tuple[Any, OptState]],
+        state: OptState,
+        mus: list[Tensor],
+        nus: list[Tensor],
+        *,
+        averaged: bool = False,
+    ) -> tuple[list[Tensor], OptState]:
+        """Returns the step of the exact leaves by a chain that begins with moments. All leaves share the counters."""
+        gs = [g for g, on in zip(self.gs, self.exact, strict=True) if on]
+        if not averaged:
+            cuts = [x for x, on in zip(zip(self.specs, self.shares, strict=True), self.exact, strict=True) if on]
+            means = self.averaging.exact(gs, [share for _, share in cuts])
+            gs = [self.averaging.rows(g, spec, share) for g, (spec, share) in zip(means, cuts, strict=True)]
+        grads = self.merged(gs, [None] * (len(self.gs) - len(gs)))
+        own = (state[0]._replace(mu=self.alone(mus), nu=self.alone(nus)), *state[1:])
+        out, own = step(grads, own, self.alone(self.ps), specs=self.alone(self.specs))
+        return tree_leaves(out), own
+
+    def joined(self, own: OptState, mus: Sequence[Tensor], nus: Sequence[Tensor]) -> OptState:
+        """Returns the state of a chain for exact leaves, with the moments of the compressed leaves put in."""
+        mu, nu = self.merged(tree_leaves(own[0].mu), mus), self.merged(tree_leaves(own[0].nu), nus)
+        return (own[0]._replace(mu=mu, nu=nu), *own[1:])
+
+    def init(self) -> tuple[PyTree, PyTree]:
+        """Returns the first errors and codes, each a tree like params."""
+        pairs = [
+            self.averaging.init(share, p.device)
+            for share, p in zip(*map(self.pick, (self.shares, self.ps)), strict=True)
+        ]
+        none = [None] * (len(self.ps) - len(pairs))
+        return self.merged(none, [r for r, _ in pairs]), self.merged(none, [c for _, c in pairs])
+
+    def wholes(self, rows: list[Tensor], codes: PyTree, *, gather: bool) -> list[Tensor]:
+        """Returns the whole compressed leaves that are kept as rows.
+
+        The leaves are gathered, or decoded from the last codes.
+        """
+        table = zip(*map(self.pick, (rows, self.treedef.flatten_up_to(codes), *self._leaf_columns())), strict=True)
+        return [
+            x
+            if not share.cut
+            else self.averaging.whole(x, spec, share, g)
+            if gather
+            else self.averaging.decode(code, share, g).to(x.dtype)
+            for x, code, g, spec, share in table
+        ]
+
+    def mean(self, xs: list[Tensor], residual: PyTree, *, donate: bool) -> tuple[list[Tensor], PyTree, PyTree]:
+        """Returns the means of whole compressed leaves, and the new errors and codes as trees."""
+        residuals = self.pick(self.treedef.flatten_up_to(residual))
+        means, new, codes = self.averaging.mean(xs, residuals, self.pick(self.shares), donate=donate)
+        none = [None] * (len(self.ps) - len(xs))
+        return means, self.merged(none, new), self.merged(none, codes)
+
+    def rows(self, xs: list[Tensor]) -> list[Tensor]:
+        """Returns this rank's rows of whole compressed leaves."""
+        table = zip(xs, *map(self.pick, (self.specs, self.shares)), strict=True)
+        return [self.averaging.rows(x, spec, share) for x, spec, share in table]
+
+    def _leaf_columns(self) -> tuple[list[Any], ...]:
+        return self.gs, self.specs, self.shares
+
+
+def split_leaves(
+    averaging: Averaging, grads: Updates, params: Params, specs: Specs, whole: PyTree, exact: Mask
+) -> CompressedSplit:
+    """Returns a step's leaves.
+
+    Args:
+        averaging: method of averaging the compressed leaves.
+        grads: whole gradients.
+        params: this rank's rows.
+        specs: specs of the parameters. None: parameters are whole.
+        whole: the whole blocks, by shapes. None: the shapes of `grads`.
+        exact: leaves that are not compressed. Leaves without elements are never compressed.
+    """
+    ps, treedef = tree_flatten(params)
+    gs = leaves_like(grads, treedef, "grads", "params")
+    blocks = gs if whole is None else leaves_like(whole, treedef, "whole", "params")
+    shares = [averaging.share(p, block) for p, block in zip(ps, blocks, strict=True)]
+    flags = resolve_per_leaf(False if exact is None else exact, bool, "exact")(params, ps, treedef, specs)
+    cuts = [P()] * len(ps) if specs is None else spec_leaves(specs, params)
+    return CompressedSplit(
+        averaging, treedef, ps, gs, cuts, shares, [on or not s.n for on, s in zip(flags, shares, strict=True)]
+    )
+
+
+def blend_momentum(mu: Tensor, g: Tensor, b1: float, *, donate: bool) -> Tensor:
+    """Returns `b1 mu + (1 - b1) g` in float32. With `donate`, in the memory of `mu` if possible."""
+    if not donate or mu.dtype != torch.float32:
+        return b1 * mu.float() + (1 - b1) * g.float()
+    if g.dtype == torch.float32 and mu.is_contiguous():
+        moving_average_(mu, g, b1)
+    else:
+        for m, part in split_rows([mu], [g]):
+            m.mul_(b1).add_((1 - b1) * part.float())
+    return mu
+
+
+def is_differentiated(tree: PyTree) -> bool:
+    """Returns whether results computed from the tensors may be differentiated, or transformed by torch.func."""
+    on = torch.is_grad_enabled()
+    return transforming() or any(on and isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(tree))
+
+
+def update_by_apply(
+    who: str,
+    rate: LearningRate,
+    apply: Callable[..., tuple[Params, OptState]],
+    grads: Updates,
+    state: OptState,
+    params: Params,
+    specs: Specs,
+) -> tuple[Updates, OptState]:
+    """Computes `update` by `apply`, on copies. The updates are `p' - p`, exact in float64.
+
+    Raises:
+        NotImplementedError: under a derivative, or another transform of torch.func.
+    """
+    # Parameters are not tested: a module's parameters always require a gradient.
+    if is_differentiated((grads, state, rate)):
+        raise NotImplementedError(
+            f"{who}: the update has no derivative once it is compressed, and torch.func does not map over it. Detach"
+            " its arguments, or differentiate the rule that it is made from."
+        )
+    copies = tree_map(torch.clone, (grads, state, params))
+    new, state = apply(*copies, specs=specs)
+    return tree_map(lambda x, p: x.double() - p.double(), new, params), state
+
+
+def add_rounded_(p: Tensor, u: Tensor) -> None:
+    """Computes `p = p + u` in place, rounded once."""
+    if p.dtype == u.dtype:
+        p.add_(u)
+    else:
+        p.copy_(wide(p) + u)
+
+
+def split_rows(*columns: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yields rows of tensors of equal shape, cut in flat pieces that fit a core's cache.
+
+    Columns of other values come last, and each piece has the row's value. Rows are not cut without need.
+    """
+    for row in zip(*columns, strict=True):
+        tensors = [x for x in row if isinstance(x, Tensor)]
+        if tensors[0].numel() <= _PIECE or not all(map(_is_plain, tensors)):
+            yield row
+            continue
+        for cut in zip(*(x.view(-1).split(_PIECE) for x in tensors), strict=True):
+            yield (*cut, *row[len(tensors) :])
+
+
+def _is_plain(x: Tensor) -> bool:
+    # A tracer would record every piece.
+    return x.is_contiguous() and x.device.type == "cpu" and not isinstance(x, FakeTensor)

@@ -15,8 +15,8 @@ from shardfn._torch import DisableTorchFunctionSubclass, make_wrapper_subclass
 from shardfn.collectives import current_mesh
 from shardfn.core import PyTree, broadcast_prefix, raise_all, tree_flatten, tree_paths, tree_unflatten
 
+from ._base import Specs
 from ._leaves import spec_leaves
-from ._types import Specs
 
 
 def resolve_per_leaf(prefix: Any, kind: type | tuple[type, ...], name: str) -> Callable[..., tuple[Any, ...]]:

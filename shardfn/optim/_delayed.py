@@ -8,18 +8,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from shardfn._torch import FakeTensor
+from shardfn._torch import FakeTensor, foreach_copy_
 from shardfn.collectives import transforming
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ._base import GradientTransformation, Measure, Phase
-from ._inplace import apply_updates, inplace
-from ._kernels import foreach_copy_
+from ._base import GradientTransformation, Measure, OptState, Pair, Params, Phase, Specs, Updates
 from ._leaves import check_shapes, check_state, leaves_like, spec_leaves, zero_count, zeros_like
 from ._needs import bind_stats, join_needs, refuse_phases
 from ._norm import dtype_of_squares, over_blocks
-from ._pair import as_transformation
-from ._types import OptState, Pair, Params, Specs, Updates
+from ._pair import apply_updates, as_transformation, inplace
 
 
 class DelayedState(NamedTuple):
@@ -40,7 +37,7 @@ class DelayedState(NamedTuple):
 
 
 def delayed(tx: GradientTransformation | Pair, warmup: int = 0) -> GradientTransformation:
-    """Steps along the gradients of one step ago: `p_{t+1} = p_t + tx(g_{t-1})`, where `g_t` is the gradient at `p_t`.
+    """Steps along the gradients of the previous step: `p_{t+1} = p_t + tx(g_{t-1})`, `g_t` the gradient at `p_t`.
 
     The update of step t does not depend on the gradients of step t, so an optimizer on the host can run in parallel
     with forward and backward on the device. The first `warmup` steps are plain ones, `p_{t+1} = p_t + tx(g_t)`:

@@ -1,17 +1,130 @@
-"""`elementwise`: a rule from the mathematics of one leaf, for rules that step every element separately."""
+"""Rules that step every element separately, from the mathematics of a single leaf.
+
+Hyperparameters may be tensors, for leaves that are cut over the mesh and for in-place kernels.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.core import tree_map
+from shardfn.collectives import current_mesh, pvary, transforming
+from shardfn.core import PyTree, tree_flatten, tree_map, tree_unflatten
 
-from ._base import GradientTransformation, Needs
-from ._hyper import map_leaves
-from ._leaves import check_state, zero_count, zeros_like
-from ._types import OptState, Params, Specs, Updates
+from ._base import GradientTransformation, Needs, Number, OptState, Params, Specs, Updates
+from ._leaves import check_shapes, check_state, leaves_like, spec_leaves, zero_count, zeros_like
+
+
+def vary_number(leaves: list[Tensor], value: Any, tree: PyTree, specs: Specs) -> list[Any]:
+    """Returns `value` for each leaf, varying over the axes that cut the leaf.
+
+    A number is the same on all ranks (I), a block is not (V). The cast between them is the identity, and the transpose
+    of the cast is the sum over blocks. Without the sum, the derivative with respect to a hyperparameter would be only
+    one rank's share.
+
+    Args:
+        leaves: the leaves of `tree`, flattened.
+        value: a number, or a tensor equal on all ranks.
+        tree: tree of local blocks.
+        specs: tree (or prefix) of `P`: specs of the blocks. None: leaves are whole.
+
+    Returns:
+        One entry a leaf. Tensors are on the leaf's device.
+    """
+    if not isinstance(value, Tensor):
+        return [value] * len(leaves)
+    if specs is None or not (transforming() or value.requires_grad):
+        return [value.to(x.device) for x in leaves]
+    cuts = [current_mesh().axes(spec.axes) for spec in spec_leaves(specs, tree)]
+    varying = {axes: pvary(value, axes) for axes in dict.fromkeys(cuts)}
+    return [varying[axes].to(x.device) for x, axes in zip(leaves, cuts, strict=True)]
+
+
+def map_leaves(
+    f: Callable[..., tuple[Tensor, ...]],
+    num: int,
+    updates: Updates,
+    *,
+    of: dict[str, PyTree],
+    specs: Specs,
+    **numbers: Any,
+) -> tuple[PyTree, ...]:
+    """Applies `f` to each leaf: `f(g, mu=..., b1=...)`, with leaves of the trees `of` and numbers by name.
+
+    Args:
+        f: the mathematics of a single leaf.
+        num: number of tensors that `f` returns.
+        updates: tree of gradients.
+        of: trees of a state, by name. Each must match `updates`.
+        specs: specs of the blocks. None: leaves are whole.
+        **numbers: hyperparameters, each given `vary_number` the leaf.
+
+    Returns:
+        A tree for each result of `f`.
+
+    Raises:
+        ValueError: a tree does not match. The message lists the leaves.
+
+    Example:
+        >>> g, mu = torch.ones(1), torch.full((1,), 2.0)
+        >>> map_leaves(lambda g, mu, b1: (b1 * mu + g,), 1, [g], of={"mu": [mu]}, specs=None, b1=0.5)
+        ([tensor([2.])],)
+    """
+    gs, treedef = tree_flatten(updates)
+    columns = {name: leaves_like(tree, treedef, f"state.{name}", "updates") for name, tree in of.items()}
+    check_shapes(treedef, gs, **columns)
+    columns |= {name: vary_number(gs, x, updates, specs) for name, x in numbers.items()}
+    rows = [f(g, **{name: column[i] for name, column in columns.items()}) for i, g in enumerate(gs)]
+    return tuple(tree_unflatten(treedef, [row[k] for row in rows]) for k in range(num))
+
+
+def as_number(value: Number) -> float:
+    """Returns a hyperparameter as a float on the host, for kernels.
+
+    Example:
+        >>> as_number(2)
+        2.0
+    """
+    return float(value.detach()) if isinstance(value, Tensor) else float(value)
+
+
+def is_zero(value: Number | None) -> bool:
+    """Returns whether a hyperparameter is known to be 0 (or None). The value of a tensor is not read.
+
+    Example:
+        >>> is_zero(0.0), is_zero(0.1)
+        (True, False)
+    """
+    return not isinstance(value, Tensor) and not value
+
+
+def safe_root(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Returns the square root, with derivative 0 at 0.
+
+    So a weight without any gradient so far does not get an infinite gradient.
+
+    Example:
+        >>> safe_root(torch.tensor([0.0, 4.0]))
+        tensor([0., 2.])
+    """
+    if not transforming():
+        return x.sqrt()
+    # `where` twice: the derivative of the unused branch is infinite at 0, and infinity times 0 is NaN.
+    return torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.0 * x)
+
+
+def rounded_root(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Returns the square root, correctly rounded in float32.
+
+    torch's root on a CPU is MKL's. On some processors the last bit is wrong for one number in six.
+
+    Example:
+        >>> rounded_root(torch.tensor([0.25]))
+        tensor([0.5000])
+    """
+    return x.double().sqrt().to(x.dtype)
 
 
 def elementwise(
@@ -27,7 +140,7 @@ def elementwise(
     Args:
         who: name of the rule, for errors.
         kind: the named tuple of the state, with a field for each key of `init_fns`, and `count` if the rule counts.
-        step: returns the update of one leaf, then its new trees in the order of `init_fns`.
+        step: returns the update of a single leaf, then its new trees in the order of `init_fns`.
         init_fns: field of the state -> function from a leaf of zeros to the leaf at the first step.
         numbers: function from the count of a step (1 at the first step) to hyperparameters. Without a count, the
             function gets `None`.

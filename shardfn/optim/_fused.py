@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn._torch import foreach_copy_
 from shardfn.core import tree_flatten
 
+from ._base import OptState, Params, Specs, Updates
 from ._chain import check_chain
-from ._kernels import foreach_copy_
 from ._leaves import (
     Columns,
     check_shapes,
@@ -26,7 +27,6 @@ from ._leaves import (
     stage_columns,
     unstage_columns,
 )
-from ._types import OptState, Params, Specs, Updates
 
 _CAST = 1 << 18  # elements a thread: a megabyte of cast gradient; smaller pieces pay more for their launches
 _LANES = 64  # elements: a multiple of every vector width, and of the cache line that divides the work among threads
@@ -46,11 +46,11 @@ def fused(
     widen: Callable[[Tensor], bool] | None = None,
     narrow: bool = False,
 ) -> Callable[..., tuple[Params, OptState]]:
-    """Returns `apply` of a chain: checks, columns of one dtype, and a call of the kernel for each group of leaves.
+    """Returns `apply` of a chain: checks, columns of the same dtype, and a call of the kernel for each group of leaves.
 
     Args:
         who: name of the rule, for errors.
-        kernel: `kernel(columns, decays, device, numbers)`: steps leaves of one device and dtype in place. The
+        kernel: `kernel(columns, decays, device, numbers)`: steps leaves of a single device and dtype in place. The
             columns are parameters, the fields of the state, and gradients.
         advance: `advance(state) -> numbers`: advances the counters and returns the numbers of the step.
         num: number of rules of the chain.
@@ -88,11 +88,10 @@ def pad_for_fused(columns: Columns) -> Iterator[Columns]:
     """Yields the columns in one or several forms for a fused kernel, and writes ends back after each.
 
     Args:
-        columns: a list for each role, gradients last. Leaves are contiguous, and on one device. All have the same
+        columns: a list for each role, gradients last. Leaves are contiguous, and on a single device. All have the same
             dtype, except gradients: those are cast in pieces that fit a core's cache.
 
-    Yields:
-        Columns of one dtype, each for one call of a kernel. All columns but the last are written through.
+    Yields: Columns of the same dtype, each for a single call of a kernel. All columns but the last are written through.
     """
     if not columns[0]:
         return
@@ -120,7 +119,7 @@ def _align_columns(columns: Columns) -> Iterator[Columns]:
     ends = [[_leaf_end(x, n, k) for x, n, k in zip(column, sizes, starts, strict=True) if k < n] for column in columns]
     joined = [_join_ends(column) for column in ends]
     yield [[*body, end] for body, end in zip(bodies, joined, strict=True)]
-    # The bodies are views, written in place. Ends were copied into one leaf, and are copied back.
+    # The bodies are views, written in place. Ends were copied into a single leaf, and are copied back.
     for end, join in zip(ends[:-1], joined, strict=False):
         foreach_copy_(end, _split_ends(join, end))
 

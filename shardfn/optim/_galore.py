@@ -11,19 +11,16 @@ from shardfn.collectives import transforming
 from shardfn.core import PyTree, explains_keywords, raise_all, tree_flatten, tree_map, tree_paths, tree_unflatten
 
 from ._adam import bias_corrections, moments, scale_by_adam
-from ._base import GradientTransformation, Needs
+from ._base import GradientTransformation, LearningRate, Mask, Needs, Number, OptState, Params, Updates
 from ._chain import chain
-from ._checks import check_decay_rate, check_not_negative, check_num_steps, check_positive
-from ._decay import add_decayed_weights
-from ._learning_rate import check_rate, scale_by_learning_rate
+from ._checks import MEANT, check_decay_rate, check_not_negative, check_num_steps, check_positive
+from ._learning_rate import add_decayed_weights, check_rate, scale_by_learning_rate
 from ._leaves import check_state, wide, zero_count
-from ._mask import multi_transform
-from ._types import LearningRate, Mask, Number, OptState, Params, Updates
-from ._unsupported import MEANT
+from ._masks import multi_transform
 
 
 class Subspace(NamedTuple):
-    """Moments of one matrix.
+    """Moments of a single matrix.
 
     Attributes:
         projector: [m, r] or [n, r] with orthonormal columns: basis of the subspace, for a gradient [m, n].

@@ -7,17 +7,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shardfn._torch import foreach_add_, foreach_addcmul_, foreach_copy_, foreach_div, foreach_mul_, foreach_sqrt
 from shardfn.core import PyTree, explains_keywords, tree_flatten
 
 from ._adam import bias_corrections, moments, moments_like, scale_by_adam
-from ._base import GradientTransformation, Needs
+from ._base import GradientTransformation, LearningRate, Mask, Needs, Number, OptState, Params, Specs, Updates
 from ._chain import chain, check_chain
-from ._checks import check_decay_rate, check_not_negative
-from ._decay import add_decayed_weights, decay_flags
+from ._checks import MEANT, check_decay_rate, check_not_negative
 from ._decide import resolve_prefix
-from ._hyper import as_number, is_zero, map_leaves, safe_root
-from ._kernels import foreach_add_, foreach_addcmul_, foreach_copy_, foreach_div, foreach_mul_, foreach_sqrt
-from ._learning_rate import check_rate, next_rate, scale_by_learning_rate
+from ._elementwise import as_number, is_zero, map_leaves, safe_root
+from ._learning_rate import add_decayed_weights, check_rate, decay_flags, next_rate, scale_by_learning_rate
 from ._leaves import (
     check_shapes,
     check_state,
@@ -31,8 +30,6 @@ from ._leaves import (
     zeros_like,
 )
 from ._trust_ratio import scale_by_trust_ratio, trust_ratios
-from ._types import LearningRate, Mask, Number, OptState, Params, Specs, Updates
-from ._unsupported import MEANT
 
 
 class ScaleByMomentRatioState(NamedTuple):

@@ -122,7 +122,7 @@ def spec_leaves(specs: PyTree, tree: PyTree) -> list[P]:
 def stage_columns(
     columns: Columns, *, widen: Callable[[Tensor], bool] | None = None, narrow: bool = False
 ) -> tuple[Columns, Copies]:
-    """Returns columns with contiguous rows of one dtype, and the copies to write back.
+    """Returns columns with contiguous rows of the same dtype, and the copies to write back.
 
     The last column is only read.
 

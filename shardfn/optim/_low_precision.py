@@ -1,7 +1,7 @@
 """Optimizer states of low precision: in codes of 8 bits a block, or in bfloat16 with keyed stochastic rounding.
 
 A rule around another rule: states are decoded, the inner rule steps in float32, and the new states are encoded. Blocks
-and random numbers are functions of global positions, so a sharded run keeps the bits of one device.
+and random numbers are functions of global positions, so a sharded run keeps the bits of a single device.
 """
 
 import functools
@@ -28,15 +28,13 @@ from shardfn.core import (
     uniform_block,
 )
 
-from ._base import GradientTransformation
+from ._base import GradientTransformation, OptState, Pair, Params, Specs, Updates
 from ._checks import check_num_steps
 from ._chunked_update import in_pieces
 from ._decide import Resolved, check_whole
-from ._inplace import inplace
 from ._leaves import check_params, check_state, leaves_like, spec_leaves, zero_count
 from ._needs import join_needs, refuse_phases, resolve_masks
-from ._pair import as_transformation, owners
-from ._types import OptState, Pair, Params, Specs, Updates
+from ._pair import as_transformation, inplace, owners
 
 # Fields of states that are averages, by sign. Other fields, such as copies of parameters, keep their precision.
 _SIGNED = frozenset({"mu", "m1", "m2", "trace", "ema", "exp_avg", "grad_sum"})

@@ -13,17 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn._torch import foreach_copy_
 from shardfn.collectives import GlobalTensor
 from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from ._base import GradientTransformation
+from ._base import GradientTransformation, OptState, Pair, Params, Specs, Updates
 from ._decide import Resolved, resolve_per_leaf, resolve_prefix
-from ._inplace import apply_updates, inplace
-from ._kernels import foreach_copy_
 from ._leaves import check_params, check_state, leaves_like
 from ._needs import Views, join_needs
-from ._pair import as_transformation
-from ._types import OptState, Pair, Params, Specs, Updates
+from ._pair import apply_updates, as_transformation, inplace
 
 
 class MasterState(NamedTuple):

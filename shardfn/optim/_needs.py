@@ -18,9 +18,8 @@ from torch import Tensor
 
 from shardfn.core import tree_leaves
 
-from ._base import GradientTransformation, Measure, Needs, Phase, Phases
+from ._base import GradientTransformation, Grain, Measure, Needs, OptState, Pair, Params, Phase, Phases
 from ._pair import as_transformation
-from ._types import Grain, OptState, Pair, Params
 
 Views = Sequence[tuple[Params, Tensor | None]]
 
@@ -102,8 +101,8 @@ def join_needs(
     Args:
         rules: inner rules.
         rebuild: `rebuild(*rules)`: the same rule, made of other inner rules.
-        states: `states(state)`: states of the inner rules. The default is for a wrapper of one rule without additional
-            state.
+        states: `states(state)`: states of the inner rules. The default is for a wrapper of a single rule without
+            additional state.
         sees: `sees(params, stats)`: leaves of a tree and measures that each of the rules gets. None: all leaves. Only
             the first rule gets measures.
         own: `own(params) -> rule`: the same rule, after the rule's functions of the tree were called on whole leaves.

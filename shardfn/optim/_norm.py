@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from shardfn._torch import foreach_norm
 from shardfn.collectives import current_mesh, pmax, psum, transforming
 from shardfn.core import Ambient, P, PyTree, tree_leaves
 
-from ._kernels import foreach_norm
+from ._base import Specs
 from ._leaves import spec_leaves, wide
-from ._types import Specs
 
 # torch's CPU norm adds in float32 lanes one element after another: over 17M elements the error is 1.3e-3. Rows of this
 # length, then a sum of rows in float64, are as fast, with an error of 1e-8 (at most 1e-6 for bfloat16).
@@ -141,7 +141,7 @@ def dtype_of_squares(leaves: Iterable[Tensor]) -> torch.dtype:
 
 
 def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = None) -> Float[Tensor, ""]:
-    """Returns the norm of a whole tree, as of one vector.
+    """Returns the norm of a whole tree, as of a single vector.
 
     Euclidean, the sum of absolute values, or the largest absolute value.
 

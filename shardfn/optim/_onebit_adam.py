@@ -14,23 +14,22 @@ from shardfn.core import Axes, PyTree, explains_keywords, tree_leaves
 from shardfn.kernels import preconditioned_step, preconditioned_step_
 
 from ._adam import bias_corrections, moments_like
-from ._base import GradientTransformation, Phase
-from ._compressed import make_averaging, write_over
-from ._compressed_split import (
+from ._base import GradientTransformation, LearningRate, Mask, OptState, Params, Phase, Specs, Updates
+from ._checks import MEANT
+from ._compressed import (
     CompressedSplit,
     add_rounded_,
     blend_momentum,
     is_differentiated,
+    make_averaging,
     split_leaves,
     split_rows,
+    write_over,
 )
-from ._freeze import SWITCH, FreezeState, FreezeStep, freeze_rule
-from ._hyper import rounded_root
-from ._inplace import inplace
+from ._elementwise import rounded_root
 from ._leaves import wide
-from ._phased import Phased
-from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
-from ._unsupported import MEANT
+from ._pair import inplace
+from ._phased import SWITCH, FreezeState, FreezeStep, Phased, freeze_rule
 
 SIGN = sign()
 

@@ -12,23 +12,27 @@ from shardfn.collectives import Compressor, GlobalTensor, current_mesh, pmax
 from shardfn.core import Axes, P, PyTree, explains_keywords, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ._adam import moments_like
-from ._base import GradientTransformation, Phase
+from ._base import GradientTransformation, LearningRate, Mask, OptState, Params, Phase, Specs, Updates
 from ._chain import chain
-from ._checks import check_decay_rate, check_not_negative
-from ._compressed import Share, make_averaging, write_over
-from ._compressed_split import CompressedSplit, add_rounded_, blend_momentum, split_leaves, update_by_apply
-from ._decay import add_decayed_weights
-from ._freeze import SWITCH, FreezeState, FreezeStep, freeze_rule
-from ._hyper import rounded_root
+from ._checks import MEANT, check_decay_rate, check_not_negative
+from ._compressed import (
+    CompressedSplit,
+    Share,
+    add_rounded_,
+    blend_momentum,
+    make_averaging,
+    split_leaves,
+    update_by_apply,
+    write_over,
+)
+from ._elementwise import rounded_root
 from ._lamb import bias_factor, lamb_in_place, scale_by_bias_correction, scale_by_moment_ratio
-from ._learning_rate import scale_by_learning_rate
+from ._learning_rate import add_decayed_weights, scale_by_learning_rate
 from ._leaves import spec_leaves, wide, zeros_like
 from ._norm import over_blocks, sum_squares
 from ._onebit_adam import SIGN, StepNumbers
-from ._phased import Phased
+from ._phased import SWITCH, FreezeState, FreezeStep, Phased, freeze_rule
 from ._trust_ratio import scale_by_trust_ratio, scaled, trust_ratios
-from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
-from ._unsupported import MEANT
 
 
 class OneBitLambState(NamedTuple):
@@ -91,9 +95,9 @@ def onebit_lamb(
         f = clamp(max(d / (sqrt(fresh) + eps)) r + 1 - r, factor_min, factor_max), within factor_threshold of the last
         p = p - lr sqrt(1 - b2^F) / (1 - b1^t) coeff f u
 
-    All leaves are sent in one message with a common scale, so `scaling` makes the momenta equally large. `scaling` is
-    the mean over leaves of the root mean square at the freeze, divided by the leaf's root mean square. Leaves that are
-    cut along different axes are sent in different messages. Norms and maxima are over whole leaves.
+    All leaves are sent in a single message with a common scale, so `scaling` makes the momenta equally large. `scaling`
+    is the mean over leaves of the root mean square at the freeze, divided by the leaf's root mean square. Leaves that
+    are cut along different axes are sent in different messages. Norms and maxima are over whole leaves.
 
     Args:
         learning_rate: a number >= 0, or a schedule.
@@ -325,7 +329,7 @@ class _OneBitLamb(Phased):
         cuts = None if specs is None else leaves.pick(leaves.specs)
         step = StepNumbers(1.0, None, None, self.eps, 0.0, decays)
         ds = [step.root(nu) for nu in nus]
-        # Roots of one kind: where fresh is still nu, the ratio is 1.
+        # Roots of the same kind: where fresh is still nu, the ratio is 1.
         pairs = zip(ds, freshs, strict=True)
         ratios = torch.stack([_largest_ratio(d, rounded_root(wide(fresh)).add_(self.eps)) for d, fresh in pairs])
         f = ratios if cuts is None else over_blocks(ratios, cuts, pmax)
@@ -377,7 +381,7 @@ def _replicated_tensor(x: Tensor) -> GlobalTensor:
 
 
 class LeafGroup(NamedTuple):
-    """Leaves of one message: indices among the compressed leaves, and the averaged part."""
+    """Leaves of a single message: indices among the compressed leaves, and the averaged part."""
 
     leaves: list[int]
     share: Share

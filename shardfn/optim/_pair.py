@@ -1,4 +1,4 @@
-"""User-defined rules: any pair of functions `(init, update)`, as in optax.
+"""User-defined rules, any pair of functions `(init, update)` as in optax, and the application of rules in place.
 
 A rule whose `update` takes no `specs` cannot distinguish a block from a leaf: for example, a norm would be the norm of
 the block. So the rule gets whole leaves, unless `needs` states that every element is stepped separately:
@@ -6,7 +6,7 @@ the block. So the rule gets whole leaves, unless `needs` states that every eleme
     A[I_x] --all_gather--> A[I] --update--> U[I] --take_own_block--> U[I_x]
 
 State leaves that belong to a parameter are kept as rows like the parameter, and gathered with the parameter. All other
-leaves are kept whole by every rank. The results are equal to the results on one device. The costs are a gather of
+leaves are kept whole by every rank. The results are equal to the results on a single device. The costs are a gather of
 gradients, parameters and state in each step, and the memory of the whole leaves during the step.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn._torch import FakeTensor
+from shardfn._torch import FakeTensor, foreach_add_
 from shardfn.collectives import GlobalTensor, Route, carry, current_mesh, route
 from shardfn.core import (
     Mesh,
@@ -34,11 +34,10 @@ from shardfn.core import (
     tree_unflatten,
 )
 
-from ._base import GradientTransformation
+from ._base import GradientTransformation, OptState, Pair, Params, Specs, Updates
+from ._checks import describe_non_rule
 from ._decide import Resolved
-from ._leaves import leaves_like, spec_leaves
-from ._types import OptState, Params, Specs, Updates
-from ._unsupported import describe_non_rule
+from ._leaves import check_shapes, leaves_like, spec_leaves, wide
 
 
 def as_transformation(tx: Any) -> GradientTransformation:
@@ -259,3 +258,61 @@ def _check_owners(state: OptState, own: list[int | None], seen: list[int | None]
         " them under other names:",
         wrong,
     )
+
+
+def apply_updates(params: Params, updates: Updates) -> Params:
+    """Returns the stepped parameters `p + u`, in the dtypes of `params`. Pure.
+
+    Args:
+        params: tree of tensors.
+        updates: tree of the same structure and shapes.
+
+    Returns:
+        A tree like `params`.
+
+    Raises:
+        ValueError: the trees differ in structure or shapes.
+
+    Example:
+        >>> apply_updates([torch.ones(2)], [torch.tensor([1.0, -1.0])])
+        [tensor([2., 0.])]
+    """
+    ps, treedef = tree_flatten(params)
+    us = leaves_like(updates, treedef, "updates", "params")
+    check_shapes(treedef, ps, updates=us)
+    return tree_unflatten(treedef, [(wide(p) + u).to(p.dtype) for p, u in zip(ps, us, strict=True)])
+
+
+def inplace(tx: GradientTransformation | Pair) -> Callable[..., tuple[Params, OptState]]:
+    """Returns the in-place form of `tx`.
+
+    The rule's `apply`, or else `update` and an addition into the parameters' buffers.
+
+    Args:
+        tx: any rule.
+
+    Returns:
+        `f(grads, state, params, *, specs=None) -> (params, state)`, which donates its arguments.
+
+    Example:
+        >>> from shardfn.optim import EmptyState, identity
+        >>> w = torch.ones(2)
+        >>> _ = inplace(identity())([torch.ones(2)], EmptyState(), [w])
+        >>> w
+        tensor([2., 2.])
+    """
+    tx = as_transformation(tx)
+    if tx.apply is not None:
+        return tx.apply
+
+    @torch.no_grad()
+    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+        updates, state = tx.update(grads, state, params, specs=specs)
+        ps, treedef = tree_flatten(params)
+        us = leaves_like(updates, treedef, "updates", "params")
+        check_shapes(treedef, ps, updates=us)
+        if ps:
+            foreach_add_(ps, us)
+        return params, state
+
+    return apply_fn

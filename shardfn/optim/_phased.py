@@ -1,29 +1,163 @@
-"""Common part of rules that learn a variance first, and then average gradients."""
+"""Rules that learn a variance first, and then average compressed gradients.
+
+The variance stops learning after a number of steps, or when the variance is stable.
+
+With a frozen variance, Adam is momentum with a fixed preconditioner. This is linear in the momentum, so that errors of
+compression cancel from step to step. The test of stability is from 1-bit Adam (https://arxiv.org/abs/2102.02888, 2021).
+"""
 
 import abc
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from shardfn.collectives import local
-from shardfn.core import PyTree, tree_unflatten
+from shardfn.core import PyTree, tree_flatten, tree_unflatten
 
 from ._adam import adamw
-from ._base import GradientTransformation, Needs, Phase, Phases
+from ._base import GradientTransformation, LearningRate, Mask, Needs, OptState, Params, Phase, Phases, Specs, Updates
 from ._chain import chain
-from ._checks import check_decay_rate, check_not_negative
-from ._compressed import Averaging
-from ._compressed_split import CompressedSplit
-from ._decay import add_decayed_weights, decay_flags
+from ._checks import check_decay_rate, check_not_negative, check_num_steps
+from ._compressed import Averaging, CompressedSplit
 from ._decide import resolve_prefix
-from ._freeze import Freeze
 from ._lamb import scale_by_moment_ratio
-from ._learning_rate import check_rate, evaluate_schedule, scale_by_learning_rate
-from ._leaves import check_params, check_state
-from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
+from ._learning_rate import add_decayed_weights, check_rate, decay_flags, evaluate_schedule, scale_by_learning_rate
+from ._leaves import check_params, check_state, spec_leaves, wide, zero_count
+from ._norm import over_blocks
+
+WARMUP = Phase("warmup", False)
+PROBE = Phase("probe", False)
+SWITCH = Phase("switch", True)
+COMPRESSED = Phase("compressed", True)
+
+
+class VarianceStability(NamedTuple):
+    """Freezes the variance when the norm is stable: `|nu_t|_1 / |nu_(t - D)|_1 >= ratio`, `D = 1 / (1 - b2)`.
+
+    The norms are over the whole tree and corrected for bias, because a variance that starts at zero would otherwise
+    always seem to grow. Norms are computed only at multiples of D, for example every 1000 steps for `b2 = 0.999`.
+
+    Attributes:
+        ratio: ratio in (0, 1).
+        after: first step at which the variance may freeze, for example after the warm-up of the learning rate.
+
+    References:
+        Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, 2021,
+        https://arxiv.org/abs/2102.02888
+    """
+
+    ratio: float = 0.96
+    after: int = 0
+
+
+FreezeStep = int | Literal["auto"] | VarianceStability
+
+
+class FreezeState(NamedTuple):
+    """State of the freeze: 0-d tensors.
+
+    Attributes:
+        count: int32: steps taken.
+        frozen: int32: step after which the variance is constant. 0 while the variance learns.
+        begun: int32: whether the next compressed step uses the codes of the last step. 0 before the first step, and
+            after a change of the number of ranks.
+        norm: float32: last computed norm of the variance, or 0.
+    """
+
+    count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
+    frozen: Int[Tensor, ""]
+    begun: Int[Tensor, ""]
+    norm: Float[Tensor, ""]
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """The rule: a number of steps, or a test."""
+
+    step: int | VarianceStability
+    b2: float
+
+    @property
+    def interval(self) -> int:
+        """Returns the number of steps between two norms."""
+        return max(1, round(1 / (1 - self.b2)))
+
+    def init(self, params: Params) -> FreezeState:
+        """Returns the first state."""
+        count = zero_count(params)
+        return FreezeState(count, count.clone(), count.clone(), torch.zeros((), device=count.device))
+
+    def phase(self, state: FreezeState, *, switches: bool) -> Phase:
+        """Returns the next step's phase.
+
+        Reads the state on the host. `switches`: whether the first compressed step is a separate phase.
+        """
+        count, frozen = int(state.count), int(state.frozen)
+        # By the current number, which may differ from the number before a resume.
+        learned = count >= self.step if isinstance(self.step, int) else frozen > 0
+        if not learned:
+            probes = not isinstance(self.step, int) and (count + 1) % self.interval == 0
+            return PROBE if probes else WARMUP
+        return SWITCH if switches and not int(state.begun) else COMPRESSED
+
+    def learning(
+        self, state: FreezeState, nu: Params, specs: Specs, phase: Phase, learnt: Int[Tensor, ""] | None = None
+    ) -> FreezeState:
+        """Returns the state after a step with averaged gradients.
+
+        A frozen variance learns again, if the number of steps is raised.
+
+        `learnt`: number of gradients that `nu` has averaged. None: one gradient a step.
+        """
+        count, zero = state.count + 1, torch.zeros_like(state.frozen)
+        if phase != PROBE:
+            return FreezeState(count, zero, zero.clone(), state.norm)
+        assert isinstance(self.step, VarianceStability)
+        norm = (l1_norm(nu, specs).double() / (1 - self.b2 ** (count if learnt is None else learnt).double())).float()
+        stable = (state.norm > 0) & (norm >= self.step.ratio * state.norm) & (count > self.step.after)
+        return FreezeState(count, torch.where(stable, count, zero), zero, norm)
+
+    @staticmethod
+    def frozen(state: FreezeState) -> FreezeState:
+        """Returns the state after a compressed step."""
+        # Without a test, no step was noted: the first compressed step comes after the last step of learning.
+        since = torch.where(state.frozen > 0, state.frozen, state.count)
+        return FreezeState(state.count + 1, since, torch.ones_like(state.begun), state.norm)
+
+
+def freeze_rule(who: str, step: Any, b2: float) -> Freeze:
+    """Returns the rule for a user's `freeze_step`.
+
+    Raises:
+        ValueError: `step` is not such a rule, or the variance would freeze before the first step.
+    """
+    if step == "auto":
+        step = VarianceStability()
+    if isinstance(step, VarianceStability):
+        if not 0 < step.ratio < 1 or step.after < 0:
+            raise ValueError(f"{who}: {step!r} needs a ratio in (0, 1) and after >= 0.")
+    elif isinstance(step, int) and not isinstance(step, bool) and step >= 1:
+        check_num_steps(who, freeze_step=step)
+    else:
+        raise ValueError(
+            f"{who}: freeze_step={step!r} must be an int >= 1, 'auto' or a VarianceStability: the number of steps after"
+            " which the variance is constant. 15 to 25 percent of all steps is usual."
+        )
+    return Freeze(step, b2)
+
+
+def l1_norm(nu: Params, specs: Specs) -> Float[Tensor, ""]:
+    """Returns the sum of a tree of nonnegative leaves, over all blocks."""
+    leaves, _ = tree_flatten(nu)
+    if not leaves:
+        return torch.zeros(())
+    local = torch.stack([wide(x).sum(dtype=torch.float64).to(leaves[0].device, torch.float32) for x in leaves])
+    return (local if specs is None else over_blocks(local, spec_leaves(specs, nu))).sum()
 
 
 @dataclass(frozen=True, kw_only=True)

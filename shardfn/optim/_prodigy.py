@@ -9,16 +9,13 @@ from torch import Tensor
 from shardfn.core import PyTree, explains_keywords, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ._adam import bias_corrections
-from ._base import GradientTransformation
-from ._checks import check_decay_rate, check_not_negative, check_positive
-from ._decay import decay_flags
+from ._base import GradientTransformation, LearningRate, Mask, OptState, Params, Specs, Updates
+from ._checks import MEANT, check_decay_rate, check_not_negative, check_positive
 from ._decide import resolve_prefix
-from ._hyper import vary_number
-from ._learning_rate import check_rate, evaluate_schedule
+from ._elementwise import vary_number
+from ._learning_rate import check_rate, decay_flags, evaluate_schedule
 from ._leaves import check_params, check_shapes, check_state, leaves_like, spec_leaves, wide, zero_count, zeros_like
 from ._norm import dtype_of_squares, over_blocks
-from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
-from ._unsupported import MEANT
 
 
 class ProdigyState(NamedTuple):

@@ -8,9 +8,9 @@ from torch import Tensor
 from shardfn.collectives import Compressor, GlobalTensor, Residual, error_feedback, recut_residuals, shard, unshard
 from shardfn.core import PyTree, raise_all, tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
 
+from ._base import OptState
 from ._onebit_adam import SIGN, OneBitAdamState
 from ._onebit_lamb import OneBitLambState
-from ._types import OptState
 from ._zero_one_adam import ZeroOneAdamState, is_in_round
 
 _KINDS = (OneBitAdamState, OneBitLambState, ZeroOneAdamState)

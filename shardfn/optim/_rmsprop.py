@@ -9,16 +9,13 @@ from torch import Tensor
 from shardfn.core import PyTree, explains_keywords
 
 from ._adam import bias_corrections
-from ._base import GradientTransformation
+from ._base import GradientTransformation, LearningRate, Number
 from ._chain import chain
-from ._checks import check_decay_rate, check_not_negative
-from ._elementwise import elementwise, fill_zeros, keep_zeros
-from ._hyper import is_zero, safe_root
+from ._checks import MEANT, check_decay_rate, check_not_negative
+from ._elementwise import elementwise, fill_zeros, is_zero, keep_zeros, safe_root
 from ._learning_rate import check_rate, scale_by_learning_rate
 from ._leaves import wide
-from ._sgd import trace
-from ._types import LearningRate, Number
-from ._unsupported import MEANT
+from ._momentum import trace
 
 
 class ScaleByRmsState(NamedTuple):

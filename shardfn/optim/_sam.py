@@ -10,15 +10,13 @@ from torch import Tensor
 from shardfn.collectives import local
 from shardfn.core import PyTree, explains_keywords, tree_flatten, tree_map, tree_unflatten
 
-from ._base import GradientTransformation, Measure, Phase
-from ._checks import check_positive
-from ._hyper import vary_number
+from ._base import GradientTransformation, Measure, OptState, Pair, Params, Phase, Specs, Updates
+from ._checks import MEANT, check_positive
+from ._elementwise import vary_number
 from ._leaves import check_params, check_state, leaves_like, wide, zero_count
 from ._needs import bind_stats, join_needs, refuse_phases
 from ._norm import block_squares, global_norm
 from ._pair import as_transformation
-from ._types import OptState, Pair, Params, Specs, Updates
-from ._unsupported import MEANT
 
 
 class SamState(NamedTuple):

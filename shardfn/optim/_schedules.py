@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shardfn.core import explains_keywords
 
+from ._base import Count, Number, Schedule
 from ._checks import check_finite, check_not_negative, check_num_steps, check_positive
-from ._types import Count, Number, Schedule
 
 # Keywords of other libraries, and their names here.
 MEANT_BY_SCHEDULES = {

@@ -11,16 +11,13 @@ from shardfn.collectives import local
 from shardfn.core import PyTree, explains_keywords, tree_flatten, tree_map, tree_unflatten
 
 from ._adam import bias_corrections, moments_like
-from ._base import GradientTransformation, Needs
+from ._base import GradientTransformation, LearningRate, Mask, Needs, OptState, Params, Specs, Updates
 from ._chain import chain
-from ._checks import check_decay_rate, check_not_negative, check_num_steps, check_positive
-from ._decay import add_decayed_weights
+from ._checks import MEANT, check_decay_rate, check_not_negative, check_num_steps, check_positive
 from ._decide import resolve_prefix
-from ._hyper import vary_number
-from ._learning_rate import check_rate, scale_by_learning_rate
+from ._elementwise import vary_number
+from ._learning_rate import add_decayed_weights, check_rate, scale_by_learning_rate
 from ._leaves import check_params, check_state, leaves_like, wide, zero_count, zeros_like
-from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
-from ._unsupported import MEANT
 
 
 class SophiaState(NamedTuple):

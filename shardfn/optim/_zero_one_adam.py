@@ -11,17 +11,22 @@ from shardfn.collectives import Compressor, local
 from shardfn.core import Axes, PyTree, explains_keywords, raise_all, tree_map, tree_paths
 
 from ._adam import bias_corrections, moments_like
-from ._base import GradientTransformation, Phase
-from ._checks import check_num_steps
-from ._compressed import make_averaging, write_over
-from ._compressed_split import CompressedSplit, add_rounded_, blend_momentum, split_leaves, split_rows, update_by_apply
-from ._freeze import PROBE, SWITCH, WARMUP, FreezeState, FreezeStep, freeze_rule
-from ._inplace import inplace
+from ._base import GradientTransformation, LearningRate, Mask, OptState, Params, Phase, Specs, Updates
+from ._checks import MEANT, check_num_steps
+from ._compressed import (
+    CompressedSplit,
+    add_rounded_,
+    blend_momentum,
+    make_averaging,
+    split_leaves,
+    split_rows,
+    update_by_apply,
+    write_over,
+)
 from ._leaves import wide, zero_count, zeros_like
 from ._onebit_adam import SIGN, StepNumbers
-from ._phased import Phased
-from ._types import LearningRate, Mask, OptState, Params, Specs, Updates
-from ._unsupported import MEANT
+from ._pair import inplace
+from ._phased import PROBE, SWITCH, WARMUP, FreezeState, FreezeStep, Phased, freeze_rule
 
 
 class Interval(NamedTuple):

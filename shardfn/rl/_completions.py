@@ -1,4 +1,4 @@
-"""Answers as rows of one width: masks from lengths, and sums over tokens.
+"""Answers as rows of the same width: masks from lengths, and sums over tokens.
 
 Column j of a row is the answer's token j. Where a tool wrote between tokens, column j is the j-th token that the model
 drew. A token counts if j is below the row's length, whatever its id, so an end token that is also the padding counts.

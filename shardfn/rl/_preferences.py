@@ -82,8 +82,8 @@ def dpo(
             have equal numbers of rows. A microbatch is sorted separately.
 
     Raises:
-        ValueError: a tensor has not one number for each answer (sum log probabilities of tokens first). A loss is
-            unknown, or an argument is out of range, missing or without effect for the losses.
+        ValueError: a tensor has no number for each answer (sum log probabilities of tokens first). A loss is unknown,
+            or an argument is out of range, missing or without effect for the losses.
 
     Example:
         >>> x = [torch.tensor([value]) for value in (-5.0, -7.0, -5.5, -6.8)]
@@ -163,7 +163,7 @@ def cpo(
         alpha: exponent of AlphaPO, which has (1 - pi^-alpha) / alpha in place of log pi. 0 is log pi.
 
     Raises:
-        ValueError: a tensor has not one number for each answer. The loss is unknown, or an argument is out of range or
+        ValueError: a tensor has no number for each answer. The loss is unknown, or an argument is out of range or
             without effect for the loss.
 
     Example:
@@ -227,8 +227,8 @@ def kto(
         undesirable_weight: w of undesirable answers.
 
     Raises:
-        ValueError: a tensor has not one number for each answer (sum log probabilities of tokens first), or beta is not
-            above 0, or a weight negative. `kl` is missing, or without effect.
+        ValueError: a tensor has no number for each answer (sum log probabilities of tokens first), or beta is not above
+            0, or a weight negative. `kl` is missing, or without effect.
 
     Example:
         >>> x = torch.tensor
@@ -269,8 +269,8 @@ def orpo(chosen_B: Float[Tensor, " b"], rejected_B: Float[Tensor, " b"], *, beta
         beta: weight of the term.
 
     Raises:
-        ValueError: a tensor has not one number for each answer, or beta is not above 0, or a mean is not below 0, such
-            as the mean of an empty answer.
+        ValueError: a tensor has no number for each answer, or beta is not above 0, or a mean is not below 0, such as
+            the mean of an empty answer.
 
     Example:
         >>> orpo(torch.tensor([-1.0]), torch.tensor([-1.0])).mean()

@@ -22,7 +22,7 @@ FAILURES = ("raised", "late", "invalid", "died")
 
 
 class Rollout(NamedTuple):
-    """Answers of one width, cut along rows as any batch, and saved as any tree.
+    """Answers of the same width, cut along rows as any batch, and saved as any tree.
 
     Attributes:
         ids: ids [B, L] of each prompt and behind it of its answer, then zeros, which no loss looks at.

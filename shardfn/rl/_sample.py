@@ -78,7 +78,7 @@ def sample(
     `completion_logprobs` of the training forward has the same bits, otherwise both differ by rounding.
 
     Args:
-        engine: engine of one rank, or of several that all pass the same prompts.
+        engine: engine of a single rank, or of several that all pass the same prompts.
         prompts: ids of each prompt.
         sampling: sampling with temperature 1 and without filters, penalties and a grammar, so that answers are drawn
             from the distribution of their log probabilities. Its seed is not used.

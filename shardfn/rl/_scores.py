@@ -55,7 +55,7 @@ def score(
         workers: number of processes. At most `rows / workers` calls wait for each other.
         mesh: mesh of `axis`. All its ranks call then, and wait for each other no longer than its `agreement_timeout`.
         axis: axes whose ranks hold the same rows, such as "tp". The ranks divide the calls and have the same rewards,
-            also if a call is late on one rank.
+            also if a call is late on a single rank.
 
     Raises:
         ValueError: `given` is not one value for each row, or a number is out of range.

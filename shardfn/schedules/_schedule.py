@@ -195,7 +195,7 @@ class PipelineSchedule:
 
 
 def split_backwards(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Returns the (microbatch, chunk) pairs of one rank's list whose weight gradient (W) is a separate action.
+    """Returns the (microbatch, chunk) pairs of a single rank's list whose weight gradient (W) is a separate action.
 
     Example:
         >>> split_backwards(parse("F0 F1 B0 B1 W1"))

@@ -1,4 +1,4 @@
-"""Schedules of one chunk a rank: GPipe, 1F1B and ZB-H1. p ranks, m microbatches."""
+"""Schedules of a single chunk a rank: GPipe, 1F1B and ZB-H1. p ranks, m microbatches."""
 
 from ._schedule import Action, Actions, PipelineSchedule, loop_stages
 

@@ -1,7 +1,7 @@
 """Ranks of a server as the server sees them: processes, and messages over pairs of sockets, each after its length.
 
 Numbered events go down, the same events to all ranks. One `Ready` and then a `StepReport` for each step come up, only
-from the first rank. Both ends are processes of one program on one machine, so messages are pickles.
+from the first rank. Both ends are processes of one program on a single machine, so messages are pickles.
 """
 
 import asyncio
@@ -195,7 +195,7 @@ def _store_at_loopback() -> dist.TCPStore:
 
 
 class WorkerProcesses:
-    """Ranks of one machine, each a process with a pair of sockets to the front.
+    """Ranks of a single machine, each a process with a pair of sockets to the front.
 
     Args:
         command: function from the number of an end of a pair of sockets to the program of a rank.

@@ -27,7 +27,7 @@ class Arrival(NamedTuple):
 
 
 class Delays(NamedTuple):
-    """Answer to one request.
+    """Answer to a single request.
 
     Attributes:
         first: seconds until the first piece.

@@ -25,7 +25,7 @@ class Spelled(NamedTuple):
 
 
 class Speller:
-    """Speller of the tokens of one choice.
+    """Speller of the tokens of a single choice.
 
     Args:
         spelling: texts of single tokens, also of special tokens.

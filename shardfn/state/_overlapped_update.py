@@ -190,7 +190,7 @@ class Promised:
         return self.shape.numel() * self.dtype.itemsize
 
     def flat(self) -> Stored:
-        """Not in one piece."""
+        """Not in a single piece."""
         raise NotImplementedError
 
     def load(self) -> Tensor:

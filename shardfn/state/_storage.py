@@ -86,7 +86,7 @@ def apart(value: StoredValue, at: Placement, pool: AnyPool | None) -> StoredValu
 def start_move(
     value: StoredValue, src: MemoryKind, dst: MemoryKind, device: torch.device, pool: AnyPool | None
 ) -> Pending[StoredValue]:
-    """Starts to move a value from one memory to another. A value that is there already is the result itself.
+    """Starts to move a value from a memory to another. A value that is there already is the result itself.
 
     Args:
         value: value in `src`.

@@ -24,13 +24,13 @@ def layers_of(value: StoredValue) -> Sequence[StoredValue]:
 
 
 def slices_of(value: StoredValue, shapes: Sequence[torch.Size]) -> Sequence[StoredValue]:
-    """Returns the parts of these shapes that lie one after another in a value that is no tensor."""
+    """Returns the parts of these shapes that lie in sequence in a value that is no tensor."""
     flat, sizes = _read_stored(value).flat(), [shape.numel() for shape in shapes]
     return [StoredSlice(flat, sum(sizes[:k]), shape) for k, shape in enumerate(shapes)]
 
 
 def stack_values(parts: Sequence[StoredValue]) -> StoredValue:
-    """Returns the stack of some parts of one memory; the tensor whose rows they are, if there is such a tensor."""
+    """Returns the stack of some parts of a single memory; the tensor whose rows they are, if there is such a tensor."""
     here = [x for x in parts if isinstance(x, Tensor)]
     if len(here) == len(parts):
         whole = _stack_of(here)
@@ -84,7 +84,7 @@ class StoredSlice:
         return self.shape.numel() * self.dtype.itemsize
 
     def flat(self) -> "StoredSlice":
-        """The same part as one dim."""
+        """The same part as a single dim."""
         return StoredSlice(self._base, self._start, torch.Size([self.shape.numel()]))
 
     def load(self) -> Tensor:
@@ -101,7 +101,7 @@ class StoredSlice:
 
 
 class StoredStack:
-    """Stored parts of one shape, as one with a leading dim.
+    """Stored parts of the same shape, as one with a leading dim.
 
     Args:
         parts: one or more.
@@ -129,7 +129,7 @@ class StoredStack:
         return sum(x.nbytes for x in self._parts)
 
     def flat(self) -> Any:
-        """Not stored in one piece."""
+        """Not stored in a single piece."""
         raise NotImplementedError
 
     def load(self) -> Tensor:

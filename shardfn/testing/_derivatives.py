@@ -1,4 +1,4 @@
-"""The parity harness of `step.loss`: derivatives equal the derivatives on one device."""
+"""The parity harness of `step.loss`: derivatives equal the derivatives on a single device."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ def assert_derivative_parity(
     derivatives: Sequence[str] = DERIVATIVES,
     **options: Any,
 ) -> None:
-    """Asserts that `step.loss` and its derivatives equal the loss and derivatives on one device.
+    """Asserts that `step.loss` and its derivatives equal the loss and derivatives on a single device.
 
     Compared are the value, `value_and_grad`, and by `torch.func` the gradient, a directional derivative, and a product
     of the Hessian with a vector. For your models: call the function inside `testing.distributed`.
@@ -41,7 +41,7 @@ def assert_derivative_parity(
         params: tree of whole floating-point tensors, the same on all ranks.
         batch: global batch.
         mesh: mesh of the ranks.
-        reference: plain loss of one device. Default: `loss`.
+        reference: plain loss of a single device. Default: `loss`.
         specs: compute specs of params.
         batch_spec: specs of the batch. Default: as in `sharded_step`.
         own: this rank's part of the batch. Default: the rows by `batch_spec`.

@@ -1,7 +1,7 @@
 """The process from which the pool's workers are forked, started as a script: imports the workers' modules once.
 
 Only the forking thread survives in the child, so this process has a single thread, and imported modules must not start
-threads. The process serves one pipe in one loop, and ends when the parent closes the other end.
+threads. The process serves one pipe in a single loop, and ends when the parent closes the other end.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The parity harness: a sharded run equals the run on one device.
+"""The parity harness: a sharded run equals the run on a single device.
 
 The one-device side is a plain loop: torch.autograd on the whole tree, the optimizer's pure `update`, and an addition.
 The loop shares no code with `sharded_step` except the optimizer's mathematics.

@@ -31,7 +31,7 @@ GRACE = 5.0  # seconds that the other ranks have to end once a rank has failed
 
 @dataclasses.dataclass
 class Report:
-    """Known state of one rank of a call."""
+    """Known state of a single rank of a call."""
 
     status: str = "running"  # then finished | failed | died
     time: float = 0.0

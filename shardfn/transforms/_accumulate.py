@@ -12,8 +12,9 @@ def accumulate(
     """Cuts the batch in microbatches along dim 0 and averages: `mean_i loss(params, batch_i)`.
 
     This is gradient accumulation. For a mean over rows the value and the gradient equal those of `loss(params, batch)`.
-    Activations of one microbatch at a time are in memory, and a step takes more time. Every tensor of the batch is cut
-    along dim 0; 0-d tensors go to each microbatch whole. Every microbatch gets the same key. Draws differ by sample.
+    Activations of a single microbatch at a time are in memory, and a step takes more time. Every tensor of the batch is
+    cut along dim 0; 0-d tensors go to each microbatch whole. Every microbatch gets the same key. Draws differ by
+    sample.
 
     A `WeightedMean` is averaged by its weights, exactly, also where microbatches differ in size: for example 7 rows in
     3 microbatches are 3, 2 and 2 rows, and with fewer rows than microbatches some are empty.

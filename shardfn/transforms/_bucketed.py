@@ -1,4 +1,4 @@
-"""`bucketed`: a captured function of tensors of any length, by one graph for each of a few lengths.
+"""`bucketed`: a captured function of tensors of any length, by a single graph for each of a few lengths.
 
 Rows beyond the length must not change the result: `testing.assert_bucket_invariant` checks the contract.
 """
@@ -13,7 +13,7 @@ from ._padding import Padding
 
 
 class BucketCounts(NamedTuple):
-    """Counts the calls of one bucket, for example rows of up to 512 tokens.
+    """Counts the calls of a single bucket, for example rows of up to 512 tokens.
 
     Attributes:
         calls: number of calls.

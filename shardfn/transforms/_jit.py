@@ -1,4 +1,4 @@
-"""`jit`: the same function, captured as one graph for each signature, scheduled and compiled."""
+"""`jit`: the same function, captured as a single graph for each signature, scheduled and compiled."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

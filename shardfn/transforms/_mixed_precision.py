@@ -20,7 +20,7 @@ def mixed_precision(
     value to `policy.output`. `sharded_step(mixed_precision(loss, policy), ...)` also stores parameters in
     `policy.param`, with wide copies in the optimizer's state (`MasterState`, sharded like the state), gathers
     parameters in `policy.compute`, sends gradients in `policy.reduce` and sums gradients in `policy.accum`. The result
-    equals the step of one device under the same policy.
+    equals the step of a single device under the same policy.
 
     With a loss scale the step differentiates `scale * loss` and divides the gradients by the same scale before the norm
     and the clipping. If gradients are not finite on some rank, all ranks skip the step: the state stays bitwise the

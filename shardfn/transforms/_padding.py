@@ -67,7 +67,7 @@ class Padding:
         """Returns the length of all padded dims.
 
         Raises:
-            TypeError: a padded leaf is not a tensor of one device.
+            TypeError: a padded leaf is not a tensor of a single device.
             ValueError: a leaf lacks the dim, or lengths differ.
         """
         rows = [(path, x, dim) for path, x, dim, _ in self._list_leaves(args) if dim is not None]
@@ -112,7 +112,7 @@ class Padding:
         return self.sizes[at]
 
     def padded(self, args: Sequence[Any], length: int, size: int, rows: Any = None) -> tuple[Any, ...]:
-        """Returns the arguments of one size, and the length as a tensor. Rows beyond `size` are cut.
+        """Returns the arguments of the same size, and the length as a tensor. Rows beyond `size` are cut.
 
         Args:
             args: arguments of the call.

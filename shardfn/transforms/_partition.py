@@ -1,4 +1,4 @@
-"""`partition`: a loss written for one device, run on blocks along a mesh axis."""
+"""`partition`: a loss written for a single device, run on blocks along a mesh axis."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +9,11 @@ from shardfn.engine import Partitioned, check_order
 def partition(loss: Callable[..., Any], axes: str | tuple[str, ...] = "tp", *, sequence: bool = False) -> Partitioned:
     """Runs an unmodified loss with tensor parallelism: the loss sees whole leaves, a step has blocks along `axes`.
 
-    `sharded_step(partition(loss), ..., specs=specs)` has the result of `sharded_step(loss, ...)` on one device. Only
-    the specs of the leaves are needed. The layout of all other values follows from the operations: each operation has a
-    rule for the result on blocks. For example, P(None, "tp") and P("tp") for the two weights of an MLP give one sum in
-    the forward. With Megatron's specs a transformer block sends two sums in the forward and two in the backward. An
-    operation without a rule runs on whole values.
+    `sharded_step(partition(loss), ..., specs=specs)` has the result of `sharded_step(loss, ...)` on a single device.
+    Only the specs of the leaves are needed. The layout of all other values follows from the operations: each operation
+    has a rule for the result on blocks. For example, P(None, "tp") and P("tp") for the two weights of an MLP give one
+    sum in the forward. With Megatron's specs a transformer block sends two sums in the forward and two in the backward.
+    An operation without a rule runs on whole values.
 
     The loss's Python runs once per signature, as under `jit`, and may not depend on the values of tensors.
 

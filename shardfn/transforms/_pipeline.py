@@ -40,10 +40,10 @@ def pipeline(
     In a step with `has_state` each function takes a part of the model state, a `PipelineState`, after the parameters,
     and returns the new part with the result: `block(p, state, h[, key]) -> (h, state)`.
 
-    For tensor parallelism of functions written for one device use `partition`: around the whole loss, to plan each
-    stage as a whole, or around some of the functions, to plan each function separately, for one layer's leaves.
+    For tensor parallelism of functions written for a single device use `partition`: around the whole loss, to plan each
+    stage as a whole, or around some of the functions, to plan each function separately, for a single layer's leaves.
 
-    Outside of a step of a mesh with `axis` (in `step.apply`, `sharded`, `torch.func`) stages run one after another.
+    Outside of a step of a mesh with `axis` (in `step.apply`, `sharded`, `torch.func`) stages run in sequence.
 
     Args:
         first: `first(params, batch[, key]) -> h`.
@@ -54,7 +54,7 @@ def pipeline(
         last: `last(params, h, batch[, key])`, with a loss as the result: a 0-d tensor or a `WeightedMean`, with
             `has_aux` also an aux.
         blocks: key of the stacked layers in params, or a function from params to the layers. With several chunks the
-            layers are a list with a stack for each chunk, one after another.
+            layers are a list with a stack for each chunk, in sequence.
         axis: axis along which the stages lie.
         num_microbatches: number of microbatches, which must divide the rows of the batch.
         num_chunks: number of stages on each rank.

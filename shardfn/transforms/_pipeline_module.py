@@ -53,9 +53,9 @@ def pipeline_module(
         schedule: "gpipe" or "1f1b", or a schedule of `shardfn.schedules`.
         layers_per_stage: numbers of layers as for `pipeline`, for a padded `params["model.layers"]` with layers of one
             kind.
-        adapters: adapters of the module's leaves. The parameters are then `{"base": params, "lora":
-            adapters.init(key)}`, with `adapters.specs`, and `loss` gets the module's parameters with the adapters
-            inside. Layers are of one kind.
+        adapters: adapters of the module's leaves. The parameters are then
+            `{"base": params, "lora": adapters.init(key)}`, with `adapters.specs`, and `loss` gets the module's
+            parameters with the adapters inside. Layers are of the same kind.
 
     Raises:
         TypeError: `function` was made without naming the layers.

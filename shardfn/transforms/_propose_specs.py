@@ -1,4 +1,4 @@
-"""`propose_specs`: the best cuts of the leaves of a loss for one device along a mesh axis."""
+"""`propose_specs`: the best cuts of the leaves of a loss for a single device along a mesh axis."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,16 +46,16 @@ def propose_specs(
     better layout.
 
     Args:
-        loss: `loss(params, *batch)`, written for one device, and accepted by `partition`. For an accumulated or
+        loss: `loss(params, *batch)`, written for a single device, and accepted by `partition`. For an accumulated or
             pipelined loss one microbatch counts. The stacked layers of a pipelined loss are cut along the pipeline's
             axis, too, if the mesh has the axis. A rank holds the rows of the rank's stages.
         params: tree of tensors, with data or without.
         mesh: mesh with the axes, which may be abstract. Other axes do not matter, except a pipeline's axis.
-        *batch: other arguments of the loss: the rows of one rank, with data or without. Only shapes count, and ranks
-            may have different numbers of rows, for example 4 and 3.
-        axes: axis along which leaves are cut, or several, as for `partition`. Axes are searched one after another:
-            specs along the first axis are held during the search along the second. Each search prices the whole program
-            along one axis, so a layout that pays only along both axes together is not found.
+        *batch: other arguments of the loss: the rows of a single rank, with data or without. Only shapes count, and
+            ranks may have different numbers of rows, for example 4 and 3.
+        axes: axis along which leaves are cut, or several, as for `partition`. Axes are searched in sequence: specs
+            along the first axis are held during the search along the second. Each search prices the whole program along
+            one axis, so a layout that pays only along both axes together is not found.
         optimizer: optimizer with the states to count. States with the shape of a leaf are cut as the leaf. None means
             that states do not count.
         memory: limit of bytes of parameters and the optimizer's states on a rank. Gradients and activations come on

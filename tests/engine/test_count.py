@@ -38,8 +38,9 @@ def _parity(loss: Any, mesh: Any, stage: int, reference: Any = _loss, **options:
     return assert_parity(loss, optim.adamw(1e-2), odd_params(), _batches(), mesh=mesh, **options)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=NIGHTLY), pytest.param(2, marks=NIGHTLY), 3])
-@distributed(world=[1, pytest.param(2, marks=NIGHTLY), 3])
+@pytest.mark.day("3-3")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world=[1, 2, 3])
 def test_eager_jitted_and_accumulated_steps_equal_one_device(world: int, stage: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     graph = functools.partial(sf.jit, backend="graph")

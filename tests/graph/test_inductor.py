@@ -129,6 +129,7 @@ def test_gelu_and_its_gradient(approximate: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=2e-6)
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_sixteen_bits_are_rounded_where_eager_rounds_them() -> None:
     x, y = torch.randn(2, 64, 32, dtype=torch.bfloat16)

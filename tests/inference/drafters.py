@@ -5,6 +5,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from shardfn.inference import Context, Drafter, DraftTree, Ngram, Suffix
 
 
@@ -25,6 +27,26 @@ class Random:
 
     def digest(self) -> bytes:
         return repr(self).encode()
+
+
+@dataclass(frozen=True)
+class Seeing(Random):
+    """Proposes tokens that follow from a hash of the hidden states, and keeps what it has seen.
+
+    Attributes:
+        wants_hidden: numbers of layers.
+        seen: tokens, and the states behind the last token's draw.
+    """
+
+    wants_hidden: tuple[int, ...] = (2,)
+    seen: list[tuple[list[int], Tensor]] = field(default_factory=list, hash=False, repr=False)
+
+    def propose(self, context: Context, most: int) -> list[int]:
+        if context.hidden is None:
+            return []
+        self.seen.append((context.tokens.tolist(), context.hidden))
+        data = hashlib.blake2b(context.hidden.numpy().tobytes(), digest_size=64).digest()
+        return [byte % self.vocab for byte in data[:most]]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from shardfn.inference import CacheLayout, PagedAttention
+from shardfn.inference._cache import make_single_bodies
 from shardfn.models import gpt
 from tests.inference.stories import Model, model
 from tests.inference.test_stories import KINDS
@@ -59,6 +60,27 @@ def in_parts(kind: str, ends: Sequence[int], block: int, order: Sequence[int]) -
 def test_any_cut_has_the_logits_of_one_forward(kind: str, cuts: set[int], block: int, order: list[int]) -> None:
     got = in_parts(kind, [0, *sorted(cuts), LONGEST], block, order)
     assert torch.equal(got, packed(kind)[0].full(0, TOKENS))
+
+
+@pytest.mark.day("llama")
+@pytest.mark.parametrize("kind", [k if k in DAY else pytest.param(k, marks=pytest.mark.nightly) for k in CASES])
+def test_wanted_rows_have_the_bits_of_all_rows(kind: str) -> None:
+    """The last layer passes only wanted rows. States after each layer are those of all rows, too."""
+    one, weights = packed(kind)
+    layout = CacheLayout(one.config.num_layers, one.config.kv_heads, one.config.head_dim)
+    at_T = torch.arange(LONGEST, dtype=torch.int32)
+
+    def decoded(rows: Tensor) -> gpt.Decoded:
+        bodies = make_single_bodies(layout, LONGEST)
+        return gpt.decode(one.config, weights, torch.tensor(TOKENS), at_T, rows, bodies)
+
+    with torch.no_grad():
+        whole = decoded(at_T)
+        for rows in ([LONGEST - 1], [3, 7], [0, 0, 5, 2]):
+            some = decoded(torch.tensor(rows, dtype=torch.int32))
+            assert torch.equal(some.logits, whole.logits[rows])
+            for layers in range(one.config.num_layers + 1):
+                assert torch.equal(some.state_after(layers), whole.state_after(layers)[rows])
 
 
 @pytest.mark.day(3)

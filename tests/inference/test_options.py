@@ -47,6 +47,7 @@ def alone(option: str) -> list[Completion]:
     return made
 
 
+@pytest.mark.day("all-2", "min_tokens-1")
 @distributed(world=[1, 2])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_tokens_are_those_of_the_request_alone(world: int, option: str) -> None:
@@ -153,7 +154,7 @@ def test_processors_that_are_no_functions_of_logits() -> None:
             engine.step()
 
 
-@distributed(world=[2, 4])
+@distributed(world=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_step_may_have_another_layout(world: int) -> None:
     """Prompts of many rows are cut by tokens and single rows by heads, over one cache."""
     one, mesh = model("tp", **CHANGES), make_mesh({"tp": world})

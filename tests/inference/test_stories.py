@@ -65,7 +65,7 @@ def drawn_stories(limits: Limits, number: int) -> list[Story]:
 
 
 def test_stories() -> None:
-    tell("gpt2", 60)
+    tell("gpt2", 25)
 
 
 @pytest.mark.nightly

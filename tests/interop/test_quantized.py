@@ -90,6 +90,7 @@ def full(params: Any) -> Any:
     return tree_map(lambda x: x.full(), params)
 
 
+@pytest.mark.day("awq")
 @pytest.mark.parametrize("kind", SERVED)
 def test_an_engine_has_the_bits_and_tokens_of_the_decoded_weights(kind: str, tmp_path: pathlib.Path) -> None:
     model = llama()

@@ -19,3 +19,12 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         pytest.skip("no C++ compiler")
     with kernels.implemented_by(request.param), np.errstate(all="ignore"):  # the interpreter computes with numpy
         yield request.param
+
+
+@pytest.fixture(params=[4, 3, pytest.param(1, marks=pytest.mark.nightly)], ids=lambda n: f"x86-64-v{n}")
+def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A generation of processors; a test that needs a newer one than is here runs as the newest."""
+    if _build.library() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(_build, "NEWEST", request.param)
+    return request.param

@@ -140,7 +140,7 @@ def test_implementations_are_the_formula_in_many_cases(which: str, dtype: torch.
             compare(seed, dtype)
 
 
-@pytest.mark.parametrize("generation", [3, 1])
+@pytest.mark.parametrize("generation", [3, pytest.param(1, marks=pytest.mark.nightly)])
 def test_older_processors_compute_the_same(generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_build, "NEWEST", generation)
     with kernels.implemented_by("native"):

@@ -40,15 +40,6 @@ def _same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
     return torch.equal(a[0], b[0]) and torch.equal(a[1].nan_to_num(9), b[1].nan_to_num(9))
 
 
-@pytest.fixture(params=[4, 3, 1], ids=lambda n: f"x86-64-v{n}")
-def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A generation of processors; a test that needs a newer one than is here runs as the newest."""
-    if _build.library() is None:
-        pytest.skip("no C++ compiler")
-    monkeypatch.setattr(_build, "NEWEST", request.param)
-    return request.param
-
-
 @pytest.mark.parametrize("vocab", [1, 63, 777, pytest.param(4096, marks=pytest.mark.nightly)])
 def test_c_has_the_bits_of_the_definition(generation: int, vocab: int) -> None:
     logits, uniform, how = _case(40, vocab)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from shardfn import kernels
-from shardfn.kernels import _build
 
 NIGHTLY = pytest.mark.nightly
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, pytest.param(torch.float16, marks=NIGHTLY)]
@@ -57,15 +56,6 @@ def test_products_are_those_of_each_group(counts: list[int], dtype: torch.dtype,
     assert torch.equal(got[sum(counts) :], torch.zeros_like(got[sum(counts) :]))
     assert torch.equal(kernels.grouped_product(x, layout.mT, sizes, transposed=not transposed), got)
     _close(kernels.grouped_outer(x, y, sizes), outer, dtype)
-
-
-@pytest.fixture(params=[4, 3, 1], ids=lambda n: f"x86-64-v{n}")
-def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A generation of processors; a test that needs a newer one than is here runs as the newest."""
-    if _build.library() is None:
-        pytest.skip("no C++ compiler")
-    monkeypatch.setattr(_build, "NEWEST", request.param)
-    return request.param
 
 
 @pytest.mark.usefixtures("generation")

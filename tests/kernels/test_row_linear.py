@@ -30,15 +30,6 @@ def _own(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, chunks: int =
     return kernels.row_linear(x, kernels.pack_rows(weight), len(weight), chunks=chunks, bias=bias)
 
 
-@pytest.fixture(params=[4, 3, 1], ids=lambda n: f"x86-64-v{n}")
-def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A generation of processors; a test that needs a newer one than is here runs as the newest."""
-    if _build.library() is None:
-        pytest.skip("no C++ compiler")
-    monkeypatch.setattr(_build, "NEWEST", request.param)
-    return request.param
-
-
 def test_the_fused_sum_is_that_of_the_c_library() -> None:
     library = ctypes.CDLL(ctypes.util.find_library("m"))
     library.fmaf.argtypes, library.fmaf.restype = [ctypes.c_float] * 3, ctypes.c_float

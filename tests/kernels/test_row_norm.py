@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import layer_norm, rms_norm
 
 from shardfn import kernels
-from shardfn.kernels import _build
 
 NIGHTLY = pytest.mark.nightly
 KINDS = [(True, True), (False, False), pytest.param((True, False), marks=NIGHTLY)]  # centered, with a bias
@@ -19,15 +18,6 @@ def _drawn(rows: int, d: int, biased: bool) -> Any:
     draw = torch.Generator().manual_seed(rows + d)
     x = 3 * torch.randn(rows, d, generator=draw) + 1
     return x, torch.randn(d, generator=draw), torch.randn(d, generator=draw) if biased else None
-
-
-@pytest.fixture(params=[4, 3, 1], ids=lambda n: f"x86-64-v{n}")
-def generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A generation of processors; a test that needs a newer one than is here runs as the newest."""
-    if _build.library() is None:
-        pytest.skip("no C++ compiler")
-    monkeypatch.setattr(_build, "NEWEST", request.param)
-    return request.param
 
 
 @pytest.mark.usefixtures("generation")

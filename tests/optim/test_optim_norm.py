@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfn import optim
 from shardfn.collectives import bind_mesh, current_mesh
 from shardfn.core import Mesh, P, all_coords, block_slices, make_mesh, tree_leaves, tree_map
-from shardfn.optim import _clip as unit_module
+from shardfn.optim import _bounds as unit_module
 from shardfn.optim import _norm as norm_module
 from shardfn.testing import distributed
 

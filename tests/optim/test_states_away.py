@@ -74,7 +74,7 @@ def _compare(name: str, at: pathlib.Path) -> None:
                 assert torch.equal(found[path], x), (name, stage, where, path)
 
 
-@pytest.mark.day("adafactor", "adafactor in rules")
+@pytest.mark.day("adafactor")
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.filterwarnings("ignore")
 def test_states_away_have_the_bits_of_states_on_the_device(name: str, tmp_path: pathlib.Path) -> None:

@@ -87,6 +87,7 @@ def test_aux_model_state_and_key_go_along() -> None:
     assert got == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.day("eager")
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: sf.jit(f, backend="graph")], ids=["eager", "graph"])
 def test_nothing_is_dropped(wrap: Any) -> None:
     params = {"w": torch.ones(6, 5)}

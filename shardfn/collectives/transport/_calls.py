@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from ._failure import Board
 
-# Seconds between two looks of the thread; between two comparisons of one call: at first, and at most.
+# Seconds between two looks of the thread; between two comparisons of a single call: at first, and at most.
 _LOOK, _FIRST, _LONGEST = 0.2, 0.2, 5.0
 # The number of calls that are compared.
 _KEPT = 64

@@ -1,7 +1,7 @@
 """A channel: a communicator along mesh axes for the step's asynchronous traffic, in a separate order.
 
 `all_gather` fills the blocks of a destination in place. `reduce_scatter` sums in rank order, so the bits depend neither
-on bucketing nor on timing. Ranks of one host talk through memory if memory is chosen (`_memory.py`). On gloo
+on bucketing nor on timing. Ranks of a single host talk through memory if memory is chosen (`_memory.py`). On gloo
 `all_gather` is a broadcast for each block, and `reduce_scatter` an all_to_all with a local sum: gloo's all_gather costs
 three times as much and gloo's reduce_scatter is an all_reduce. Sends from the calling thread block on the connection
 while another transfer runs. Elsewhere the backend's native operations run.
@@ -129,7 +129,7 @@ class Channel:
         settled: bool = False,
         idle: bool = False,
     ) -> Pending[Tensor]:
-        """Gathers every rank's block, one after another: `[A] [B] => [A, B]`.
+        """Gathers every rank's block, in sequence: `[A] [B] => [A, B]`.
 
         Args:
             own: this rank's block, contiguous, perhaps already in place in `into`. The block is sent without a copy and
@@ -166,8 +166,7 @@ class Channel:
         """Sums each rank's block over all ranks, in rank order, and keeps this rank's block.
 
         Args:
-            flat: 1-D, contiguous; the blocks of all ranks one after another. Not to be written until the result is
-                taken.
+            flat: 1-D, contiguous; the blocks of all ranks in sequence. Not to be written until the result is taken.
             sizes: number of elements of each rank's block; the same on all ranks.
             reuse: whether the result may take the place of this rank's block in `flat`, if no other tensor shares the
                 memory.
@@ -242,7 +241,7 @@ class Channel:
         """Sends rank r the r-th part, and fills the r-th destination with rank r's part for this rank.
 
         Args:
-            parts: contiguous, of one dtype. Not to be written until the result is taken.
+            parts: contiguous, of the same dtype. Not to be written until the result is taken.
             into: contiguous, each of the size of its sender's part.
             name: the operation's name for the traffic counter.
         """

@@ -202,7 +202,7 @@ class Control:
         return Agreed(even, (at_even, at_uneven), () if even else passed)
 
     def share(self) -> None:
-        """Lets rounds of ranks of one host go through memory from now on. Collective, after an agreement."""
+        """Lets rounds of ranks of a single host go through memory from now on. Collective, after an agreement."""
         if not self._shares:
             self._shares = True
             for rounds in (self._rounds, *self._along.values()):

@@ -1,4 +1,4 @@
-"""Transfers through memory between ranks of one host: rings that each rank writes in a segment and other ranks read.
+"""Transfers through memory between ranks of a host: rings that each rank writes in a segment and other ranks read.
 
 A transfer is blocks in lanes (`_lanes.h`): each rank writes blocks into lanes of a segment and counts the bytes. Other
 ranks copy or sum from there, and count the bytes read. A thread that starts or awaits a transfer moves as many bytes as

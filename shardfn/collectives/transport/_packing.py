@@ -1,4 +1,4 @@
-"""How the pieces of leaves that travel together lie in one message.
+"""How the pieces of leaves that travel together lie in a single message.
 
     a: 4 rows, cut along dim 0;  b: 3 columns, cut along dim 1;  2 ranks
 
@@ -64,7 +64,7 @@ class Cuts:
         """Returns a run of ranks' part of the tensor, rank by rank: a view [ranks, *shape of a piece]."""
         grid, order, first, num = self._cached_grids.get(run[:2]) or self._make_grid(*run[:2])
         part = x if num == self.whole[order[0]] else x.narrow(order[0], first, num)
-        # Views of one dim as two: no copy is needed, for any strides.
+        # Views of a single dim as two: no copy is needed, for any strides.
         return part.view(grid) if order[0] == 0 else part.view(grid).permute(order)
 
     @functools.cached_property
@@ -111,7 +111,7 @@ class Spot(NamedTuple):
 
 
 class Packing:
-    """Packing of leaves into one message. A value, without tensors.
+    """Packing of leaves into a single message. A value, without tensors.
 
     Args:
         leaves: the cuts of each leaf, all among the same ranks, or all uncut.

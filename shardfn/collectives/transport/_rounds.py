@@ -1,8 +1,8 @@
 """Rounds: small CPU messages in which each rank of a group sends a value and receives all ranks' values.
 
-Rounds go by gloo until the ranks have agreed on their channel (`share`). From then on exchanges among ranks of one host
-go through memory. Every round begins with the same message, in which each rank names the kind of round. So ranks at
-different places of a program all detect the difference in this message.
+Rounds go by gloo until the ranks have agreed on their channel (`share`). From then on exchanges among ranks of a single
+host go through memory. Every round begins with the same message, in which each rank names the kind of round. So ranks
+at different places of a program all detect the difference in this message.
 """
 
 import datetime
@@ -46,7 +46,7 @@ class Rounds:
     """Rounds of the ranks of a gloo group. All ranks take part in each round, in the same order.
 
     Args:
-        group: the group, or None for one rank.
+        group: the group, or None for a single rank.
         rank: this rank's name in errors.
         failure: function from the error of a round to the error to raise.
         call: this rank's call, in words.

@@ -112,7 +112,7 @@ def _gather_values(value: object, group: Any) -> list[Any]:
 
 
 def _identify_machine() -> str:
-    """Returns a text equal for processes of one kernel and network, such as containers on the host's network.
+    """Returns a text equal for processes of a single kernel and network, such as containers on the host's network.
 
     A host's name does not identify a host: two machines may share a name. Network namespaces without a common loopback
     count as separate hosts.

@@ -58,7 +58,7 @@ COMMS: PerMesh[Comms] = PerMesh()
 def comms_of(mesh: Mesh) -> Comms:
     """Returns the communicators of a mesh, made on first use and again after a failure. Collective then.
 
-    All steps on a mesh share the communicators, as steps run one after another, in the same order on all ranks. No rank
+    All steps on a mesh share the communicators, as steps run in sequence, in the same order on all ranks. No rank
     makes communicators again without the other ranks: an error that ends the communicators closes the rank's
     connections, and so ends the communicators of all ranks.
     """

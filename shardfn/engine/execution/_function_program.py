@@ -54,7 +54,7 @@ class FunctionArgs(NamedTuple):
 
 
 class FunctionPrograms:
-    """The calls of one function. An eager call leaves only the order of use, in its plan.
+    """The calls of a single function. An eager call leaves only the order of use, in its plan.
 
     Args:
         f: function of leaves as it sees them.

@@ -97,7 +97,8 @@ def pure_update(
 class _Pure:
     """An `Executor` of differentiable functions: it computes both outcomes of `choose`, and writes nothing in place.
 
-    It folds microbatches in one order under any schedule, as torch.func runs a forward and its backward in one call.
+    It folds microbatches in one order under any schedule, as torch.func runs a forward and its backward in a single
+    call.
     """
 
     def __init__(self, parts: StepParts, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> None:

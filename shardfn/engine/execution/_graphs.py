@@ -1,4 +1,4 @@
-"""The captured programs of one function: one graph per signature, with the same collectives on all ranks."""
+"""The captured programs of a single function: one graph per signature, with the same collectives on all ranks."""
 
 import collections
 import dataclasses
@@ -69,7 +69,7 @@ class ProgramCall(NamedTuple, Generic[_Result]):
 
 
 class Graphs:
-    """The graphs of one function, by signature: captured, scheduled, agreed on and compiled once each.
+    """The graphs of a single function, by signature: captured, scheduled, agreed on and compiled once each.
 
     The least recently used one is evicted if there are more than `max_graphs`. It is captured again if it comes back.
 

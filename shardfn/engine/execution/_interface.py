@@ -282,7 +282,7 @@ class Interface:
         """Finds global shapes by asking the other ranks. Collective where a result is cut.
 
         Raises:
-            ValueError: (by the returned function, on all ranks) blocks are not the cut of one tensor.
+            ValueError: (by the returned function, on all ranks) blocks are not the cut of a single tensor.
         """
 
         def shape_of(blocks: Sequence[tuple[str, Tensor, P]]) -> list[torch.Size]:

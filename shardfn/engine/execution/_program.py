@@ -1,4 +1,4 @@
-"""A call on one rank as a program of tensors, and its capture as a graph.
+"""A call on a single rank as a program of tensors, and its capture as a graph.
 
     Program             inputs, run, results        a step, its gradients, its update, or a function
     capture_program     Program -> CapturedProgram  a graph, and the way from its outputs to the results
@@ -66,7 +66,7 @@ class ProgramResults(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A call on one rank, which can run eagerly or be captured.
+    """A call on a single rank, which can run eagerly or be captured.
 
     Attributes:
         plan: layout of the parameters.

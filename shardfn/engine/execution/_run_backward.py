@@ -1,4 +1,4 @@
-"""Runs the loss of one step, and its gradients: storage -> compute, the user's loss, and the transpose.
+"""Runs the loss of a single step, and its gradients: storage -> compute, the user's loss, and the transpose.
 
 `run_backward` makes a `Performer`, which runs the forwards and backwards of the microbatches, action by action.
 `run_forward` runs a function without gradients.
@@ -65,7 +65,7 @@ from ._step_parts import check_canonical
 
 
 class Performer:
-    """The forwards and backwards of one step's microbatches, each a call. Made anew each step.
+    """The forwards and backwards of a single step's microbatches, each a call. Made anew each step.
 
     `enter` once, `perform` for each action of the schedule, `finish` once. One action runs at a time, and is one phase
     of the agreed order of use: so all ranks that share leaves perform the same actions in the same order, though their

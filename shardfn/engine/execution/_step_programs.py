@@ -1,4 +1,4 @@
-"""The calls of one step: the step, its gradients and its update. Each runs eagerly, or by a graph per signature.
+"""The calls of a single step: the step, its gradients and its update. Each runs eagerly, or by a graph per signature.
 
     step        differentiate, measure, choose, update                                         writes the state
     gradients   differentiate, measure, and the factor that gradients still lack               reads the state
@@ -37,7 +37,7 @@ Stepped = tuple[TrainState, Metrics]
 
 
 class StepPrograms:
-    """The calls of one step.
+    """The calls of a single step.
 
     Args:
         parts: loss, optimizer and flags of the step.
@@ -50,7 +50,7 @@ class StepPrograms:
         self.graphs = Graphs(jitted or Jitted(parts.loss))
 
     def step(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[Stepped]:
-        """Returns the call of one step."""
+        """Returns the call of a single step."""
         if self.eager:
             return ProgramCall(lambda comms, agreed, now: run_step(self.parts, plan, comms, now, args, agreed.even))
 
@@ -67,7 +67,7 @@ class StepPrograms:
         )
 
     def gradients(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[FoundGradients]:
-        """Returns the call of the gradients of one step."""
+        """Returns the call of the gradients of a single step."""
         parts = self.parts
         if self.eager:
             return ProgramCall(lambda comms, agreed, now: run_gradients(parts, plan, comms, now, args, agreed.even))
@@ -222,7 +222,7 @@ def step_program(parts: StepParts, plan: Plan, state: TrainState, args: tuple[An
 
 
 def gradient_program(parts: StepParts, plan: Plan, state: TrainState, args: tuple[Any, ...], *, even: bool) -> Program:
-    """Returns the gradients of one step as a program, which writes to no input; for arguments see `step_program`."""
+    """Returns a step's gradients as a program, which writes to no input. For arguments see `step_program`."""
     held, scale = (tree_leaves(state.params), (), state.model_state), scale_of(state)
     treedef = tree_flatten((held, args, () if scale is None else scale))[1]
 

@@ -1,4 +1,4 @@
-"""`StepRun`: the parts of one step on this rank's blocks, which an eager call and a capture run alike.
+"""`StepRun`: the parts of a single step on this rank's blocks, which an eager call and a capture run alike.
 
 The eager calls follow (a step, its gradients, and the update by gradients), and then the metrics of a step: the global
 loss, the norm of the averaged gradient, and the aux values of the loss.

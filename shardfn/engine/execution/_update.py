@@ -297,8 +297,8 @@ def early(
     ahead = None
     # Squares of canonical sums are added up by all ranks together, and so not by the thread of such an update.
     decided = decided and plan.chunks is None
-    # A rule of a coarser grain may sum over ranks, and wants the whole tree, or leaves in one piece. Not in the first
-    # step, and not where gradients are divided by a weight that the last microbatch makes known.
+    # A rule of a coarser grain may sum over ranks, and wants the whole tree, or leaves in a single piece. Not in the
+    # first step, and not where gradients are divided by a weight that the last microbatch makes known.
     decided = decided and plan.learnt.outcome is not None and not plan.learnt.outcome.startswith(WEIGHTED)
     if (
         decided

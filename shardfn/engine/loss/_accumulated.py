@@ -121,7 +121,7 @@ def cuts_by_function(loss: Loss) -> bool:
 def fold(loss: Loss, batch: PyTree, one: Callable[[Loss, PyTree], Sum], add: Callable[[Sum, Sum], Sum]) -> Sum:
     """Adds up `one(inner, microbatch)` over the microbatches, with at most two results at a time.
 
-    For functions that run forward and backward in one call. A step runs the two separately, by the schedule.
+    For functions that run forward and backward in a single call. A step runs the two separately, by the schedule.
     """
     inner, batches = microbatches(loss, batch)
     total = one(inner, batches[0])
@@ -211,7 +211,7 @@ def _weigh_parts(loss: Loss, batches: Sequence[PyTree]) -> Loss:
     """Returns the loss for these microbatches. With unequal shapes the loss must return a `WeightedMean`.
 
     Raises:
-        ValueError: shapes differ, and the loss is a pipeline with ranks that exchange tensors of one shape.
+        ValueError: shapes differ, and the loss is a pipeline with ranks that exchange tensors of the same shape.
     """
     num = len(batches)
     if num == 1 or len({tuple(getattr(x, "shape", ()) for x in tree_leaves(b)) for b in batches}) == 1:

@@ -15,7 +15,7 @@ def warning_of_draws(device: torch.device) -> Iterator[None]:
     """Warns if the loss inside has drawn from the generator of the CPU or of the device.
 
     Ranks with equal seeds then draw the same numbers for different rows. With different seeds the result is not equal
-    to the result on one device. And recomputation draws new numbers.
+    to the result on a single device. And recomputation draws new numbers.
     """
     before = _generator_states(device)
     yield

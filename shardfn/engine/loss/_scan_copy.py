@@ -1,4 +1,4 @@
-"""Scans in captured steps: the traced steps of one layer are copied into the graph for each layer.
+"""Scans in captured steps: the traced steps of a single layer are copied into the graph for each layer.
 
 Each copied layer is a node of autograd, with a forward and a backward that write the template's steps into the graph.
 So autograd itself does the work between layers (sums of several uses, hooks, recomputation). Engine calls (such as

@@ -201,7 +201,7 @@ class Pipelined(Transform):
             rows: number of rows by kind and rank.
 
         Raises:
-            ValueError: the rows of a rank are not rows of layers that run one after another.
+            ValueError: the rows of a rank are not rows of layers that run in sequence.
         """
         return list(rows[0])
 

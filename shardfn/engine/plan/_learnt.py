@@ -37,7 +37,7 @@ class Learnt:
     # Whether the model states after the end of a step have been compared, where `update` makes them.
     compared_end: bool = False
     # By optimizer, the same decided on this layout's leaves. A function of the layout alone, so ranks need not agree;
-    # shared by all plans of one layout.
+    # shared by all plans of a single layout.
     rules: dict[GradientTransformation, GradientTransformation] = dataclasses.field(default_factory=dict)
     # The facts of the stages of a pipeline. Each rank finds the shapes for itself. The last stage's kinds of values are
     # sent to the others in the first step.
@@ -46,11 +46,11 @@ class Learnt:
     unreduced: "dict[tuple[str, ...], Plan]" = dataclasses.field(default_factory=dict)
 
     def use_order(self, key: Hashable) -> UseOrder:
-        """Returns the order of use of one kind of call; created empty."""
+        """Returns the order of use of a kind of call; created empty."""
         return self.use_orders.setdefault(key, UseOrder())
 
     def forget_order(self, key: Hashable) -> None:
-        """Drops the order of one kind of call, if there is one."""
+        """Drops the order of a kind of call, if there is one."""
         self.use_orders.pop(key, None)
 
     def forget_orders(self, keep: int) -> None:

@@ -35,7 +35,7 @@ from ._order import UseOrder
 TAIL_BYTES = 2 << 20
 
 
-# Compared by identity: two plans of one layout learn apart.
+# Compared by identity: two plans of a single layout learn apart.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """A layout and its units of transfer.

@@ -41,7 +41,7 @@ class StagesSeen:
         return ends
 
     def shapes(self, key: Hashable, find: Callable[[], ActivationShapes]) -> ActivationShapes:
-        """Returns the tensors that travel between stages for batches of one shape: found by `find` the first time."""
+        """Returns the tensors that travel between stages for batches of a shape: found by `find` the first time."""
         if key not in self.between:
             self.between[key] = find()
         return self.between[key]

@@ -163,7 +163,7 @@ def _has_memory(held: object) -> bool:
 
 
 def _is_same_block(write: Write) -> bool:
-    """Returns whether the two are one block in one layout."""
+    """Returns whether the two are one block in a single layout."""
     x, y = write.x.held, write.y.held
     if write.x.mesh is not write.y.mesh or write.x.placement != write.y.placement or not _has_memory(y):
         return False

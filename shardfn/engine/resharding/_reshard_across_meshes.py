@@ -1,4 +1,4 @@
-"""Leaves that go from one mesh to another: `crossed`."""
+"""Leaves that go from a mesh to another: `crossed`."""
 
 from collections.abc import Callable, Sequence
 

@@ -44,7 +44,7 @@ def _move_blocks(mesh: Mesh, transits: Sequence[Transit]) -> list[GlobalTensor]:
     def send(block: StoredValue, src: MemoryKind, dst: MemoryKind) -> Pending[StoredValue]:
         return start_move(block, src, dst, mesh.device, transits[0].pool)
 
-    # Leaves of one shape and layout share theirs: finding one takes as long as a small leaf's share of a message.
+    # Leaves of the same shape and layout share theirs: finding one takes as long as a small leaf's share of a message.
     known: dict[object, Route] = {}
     for t in transits:
         if (t.x.shape, t.src, t.dst) not in known:

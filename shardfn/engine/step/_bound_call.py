@@ -1,4 +1,4 @@
-"""`BoundCall`: a captured sharded function, prepared once for one layout of its arguments, for calls that repeat.
+"""`BoundCall`: a captured sharded function, prepared once for a single layout of its arguments, for calls that repeat.
 
 The law: `f.bind(params, *args)(params, *args) == f(params, *args)`, bit for bit, also for other values of the layout.
 A call has no agreement of ranks and no exchange of shapes: both happened in `bind`. `Blocks` has the rules for memory
@@ -57,7 +57,7 @@ def layouts_of(
 
 
 class BoundCall:
-    """A captured sharded function for arguments of one layout; made by `Sharded.bind`, which documents it.
+    """A captured sharded function for arguments of a single layout; made by `Sharded.bind`, which documents it.
 
     Args:
         what: the call, in words.

@@ -48,7 +48,7 @@ def build_step(
     Args:
         loss: see there, as for the others.
         optimizer: or a pair of optax's form.
-        mesh: None for one device.
+        mesh: None for a single device.
         specs: specs of the parameters.
         batch: specs of the batch, or of each loss's, or None for the default.
         zero: a rule or a stage.

@@ -260,7 +260,7 @@ def _count_rows(batch: PyTree, specs: PyTree) -> list[int]:
 
 
 def one_row(batch: PyTree, specs: PyTree, device: torch.device) -> PyTree:
-    """Returns a batch of one row of zeros, for a rank without a batch. Only the shapes and dtypes of `batch` count."""
+    """Returns a batch with a row of zeros, for a rank without a batch. Only the shapes and dtypes of `batch` count."""
     rows = [
         torch.zeros((1, *x.shape[1:]) if cut else x.shape, dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
         for x, cut in zip(tree_leaves(batch), _cuts_rows(batch, specs), strict=True)

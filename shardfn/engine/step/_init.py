@@ -200,7 +200,7 @@ class _OneByOne:
         self._found: dict[Any, StoredValue] = self._name_leaves(self._optimizer.init(none))
 
     def add(self, leaf: int, rows: Tensor) -> None:
-        """Makes the state of one leaf, and moves it to its memory."""
+        """Makes the state of a single leaf, and moves it to its memory."""
         only: list[Tensor | None] = [None] * len(self._plan.leaves)
         only[leaf] = rows
         found = self._name_leaves(self._optimizer.init(tree_unflatten(self._plan.treedef, only)))
@@ -320,7 +320,7 @@ def _check_arguments(f: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class StepStates:
-    """Makes the states of one step. `first` and `resume` are collective.
+    """Makes the states of a single step. `first` and `resume` are collective.
 
     Attributes:
         parts: parts of the step.

@@ -50,7 +50,7 @@ class Lowered:
         mesh: the mesh it is for, seen from this rank; an abstract one from rank 0 or the rank that it names.
         schedule: the options with which it was scheduled.
         pipeline: for a step over stages of a pipeline, the actions of each rank, else None. The graph is that of the
-            stages of one rank, `mesh`'s own.
+            stages of a single rank, `mesh`'s own.
         choice: under `jit(cluster=...)` the schedules that were compared, with their scores, else None.
     """
 

@@ -33,7 +33,7 @@ from ._run_call import AdmittedBatch
 
 
 class Objective(NamedTuple):
-    """A loss among several of one step, and the leaves that it trains.
+    """A loss among several of a single step, and the leaves that it trains.
 
     Attributes:
         loss: loss as `sharded_step` takes it.

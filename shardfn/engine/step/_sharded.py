@@ -97,8 +97,8 @@ def sharded(
     """`f(params, *args)` as a function over sharded leaves: `sharded(f)(params, *args)`.
 
     `params` are stored as a step stores them under `specs` and `zero`. `f` sees each leaf in its compute spec. It is
-    gathered at its first use and freed after its last. `jit` around `f` captures all of this as one graph. Calls are
-    collective.
+    gathered at its first use and freed after its last. `jit` around `f` captures all of this as a single graph. Calls
+    are collective.
 
     It can be differentiated by `torch.func` and by `value_and_grad`. Then all leaves are gathered at once and stay
     gathered. The gradient is that of the sum of the ranks' results: return `pmean(x, axes)` for the gradient of the
@@ -106,7 +106,8 @@ def sharded(
 
     Args:
         f: `f(params, *args)`; may be jitted, accumulated, of mixed precision.
-        mesh: mesh from `make_mesh`, or a DeviceMesh with named axes. None is one device, in a program of one process.
+        mesh: mesh from `make_mesh`, or a DeviceMesh with named axes. None is a single device, in a program of a single
+            process.
         specs: compute specs: a prefix tree of `P` for params.
         zero: the ZeRO rule for params, or its stage; default stage 0. Its fields for gradients and the optimizer have
             no effect here.

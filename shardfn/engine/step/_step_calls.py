@@ -147,7 +147,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class StepCalls:
-    """The calls of one step, of its gradients and of its update. All but the pure calls are collective.
+    """The calls of a single step, of its gradients and of its update. All but the pure calls are collective.
 
     Attributes:
         admission: admission of the step.

@@ -513,7 +513,7 @@ class ShardedStep(Transform):
         It runs in the precision of the step, jitted if the step is, without gradients, and does not change the state.
         Modules of `from_module` run in eval mode, whatever mode they are in, with the statistics of the model state.
         Nothing is dropped, by modules, adapters or `sf.nn`. Each batch runs as a whole, not in microbatches. The means
-        equal those of one device that gets all rows. Collective.
+        equal those of a single device that gets all rows. Collective.
 
         Args:
             state: the state.

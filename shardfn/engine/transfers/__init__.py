@@ -1,4 +1,4 @@
-"""Transfers of one step: gathers, reductions, sums of gradients, refreshes."""
+"""Transfers of a single step: gathers, reductions, sums of gradients, refreshes."""
 
 from ._canonical import (
     ChunkStates as ChunkStates,

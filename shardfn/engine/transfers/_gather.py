@@ -32,7 +32,7 @@ Piece = Tensor | Fetch
 
 
 class GatheredUnit:
-    """The leaves of one unit, being gathered or complete.
+    """The leaves of a single unit, being gathered or complete.
 
     Made when its transfer starts. Also a unit that is dropped must `arrive`, as other ranks may wait for it.
 
@@ -114,7 +114,7 @@ FAR_AHEAD, READ_AHEAD = 2, 3
 
 
 class Gatherer:
-    """Serves the whole leaves of one step. Made anew each step. Only `order` is kept.
+    """Serves the whole leaves of a single step. Made anew each step. Only `order` is kept.
 
     Args:
         leaves: the layout.

@@ -193,7 +193,7 @@ class GradientStore:
         return self._at[unit]
 
     def squares(self, units: Sequence[int]) -> Tensor:
-        """Returns the sum of squares of each share; shares on disk are loaded one after another."""
+        """Returns the sum of squares of each share; shares on disk are loaded in sequence."""
         parts = [x for u in units if u not in self._taken and isinstance(x := self.share(u), Tensor)]
         if len(parts) < len(units):
             return torch.cat([self._wait_for_square(u) for u in units])

@@ -81,7 +81,7 @@ class LocalRunner:
     """A `MicrobatchRunner` of whole losses: each rank runs all of its microbatches by itself.
 
     Args:
-        loss: loss of one microbatch.
+        loss: loss of a single microbatch.
         batches: the microbatches.
         rest: the further arguments of the loss.
         has_aux: whether it returns an aux.

@@ -5,8 +5,8 @@
     blocks = refresh_purely(plan, blocks, rows)   updated rows -> storage
 
 Each is made of the differentiable collectives, so that it has a transpose and a vmap rule of its own. Leaves of one
-unit travel in one message, padded to the rows of the first rank. A vmapped step has the same number of messages, each K
-times as large.
+unit travel in a single message, padded to the rows of the first rank. A vmapped step has the same number of messages,
+each K times as large.
 """
 
 from collections.abc import Iterator, Sequence
@@ -112,7 +112,7 @@ def refresh_purely(plan: Plan, blocks: Sequence[Tensor], rows: Sequence[Tensor |
 def _gather_leaves(
     plan: Plan, unit: Unit, pieces: Sequence[Tensor], *, invariant: bool
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields the whole leaves of one unit, from every rank's rows."""
+    """Yields the whole leaves of a single unit, from every rank's rows."""
     packing = EvenPacking([plan.leaves[i].pieces for i in unit.leaves])
     gather = all_gather_invariant if invariant else all_gather
     arrived = gather(packing.pack([pieces[i] for i in unit.leaves]), plan.leaves[unit.leaves[0]].zero_axes)
@@ -120,7 +120,7 @@ def _gather_leaves(
 
 
 def _reduce_scatter(plan: Plan, leaves: list[LeafLayout], grads: list[Tensor]) -> list[Tensor]:
-    """This rank's rows of the sum over all axes of the batch, in one message."""
+    """This rank's rows of the sum over all axes of the batch, in a single message."""
     packing = EvenPacking([leaf.pieces for leaf in leaves])
     own = psum(psum_scatter(packing.lay(grads), leaves[0].reduce_axes), leaves[0].extra_axes)
     return packing.split(own, plan.zero_rank(leaves[0]))

@@ -133,6 +133,6 @@ def _start_refresh(
     (wire,) = gather_wires(channels, [(first.ways.refresh, unit.packing)])
     pieces = [row for i in unit.leaves if isinstance(row := rows[i], Tensor)]
     assert block is not None and len(pieces) == len(unit.leaves)
-    # The rows of all ranks, one after another, are the leaf as it lies in memory.
+    # The rows of all ranks, in sequence, are the leaf as it lies in memory.
     lands = len(unit.leaves) == 1 and first.dim == 0 and block.is_contiguous()
     return wire.start_into(pieces, block.view(-1) if lands else None), lands

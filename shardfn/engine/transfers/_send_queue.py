@@ -16,7 +16,7 @@ Keep = Callable[[int, Pending[Tensor]], None]
 
 
 class SentUnit(NamedTuple):
-    """A transfer of one unit.
+    """A transfer of a single unit.
 
     Attributes:
         unit: number.
@@ -30,7 +30,7 @@ class SentUnit(NamedTuple):
 
 
 class SendQueue:
-    """The units of one step's backwards, from complete to arrived.
+    """The units of a single step's backwards, from complete to arrived.
 
     Ranks issue the same transfers in the same order: that of `order`, whatever their losses do. A backward begins with
     `begin`. A unit that is `complete` leaves with the next `send`, once all before it in the order have left.

@@ -133,7 +133,7 @@ def find_experts(
 
 
 def split(groups: Sequence[Group], experts: ExpertLayout, shapes: Mapping[str, torch.Size]) -> list[tuple[Group, bool]]:
-    """Splits groups of the optimizer as DeepSpeed does, in one rank's names, and marks groups of experts.
+    """Splits groups of the optimizer as DeepSpeed does, in a single rank's names, and marks groups of experts.
 
     Args:
         groups: groups with parameters by name, including all experts, and settings.

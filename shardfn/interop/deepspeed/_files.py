@@ -1,4 +1,4 @@
-"""Files of a checkpoint of DeepSpeed, filled by leaves that are put one after another.
+"""Files of a checkpoint of DeepSpeed, filled by leaves that are put in sequence.
 
 A checkpoint is a directory that gets its name when complete. Flat groups and weights are mapped files until all leaves
 have been put. Then each rank's part is written. So one leaf and one rank's part are in memory, and twice the checkpoint
@@ -83,7 +83,7 @@ class UnfinishedFiles(ABC):
 
 
 class FlatFiles:
-    """Flat groups, and weights in the dtype of the module, filled by one rank. Experts are elsewhere.
+    """Flat groups, and weights in the dtype of the module, filled by a single rank. Experts are elsewhere.
 
     Args:
         directory: directory of the files.

@@ -1,7 +1,7 @@
 """`DeepSpeedJob`: settings that determine the place of each element in the files of a job of DeepSpeed.
 
-stage 1, 2   the parameters of a group, one after another, are cut in equal parts, one per rank
-stage 3      each parameter is cut so. A rank's part of a group is the rank's pieces, one after another
+stage 1, 2   the parameters of a group, in sequence, are cut in equal parts, one per rank
+stage 3      each parameter is cut so. A rank's part of a group is the rank's pieces, in sequence
 experts      are separate groups, cut among the ranks with the same experts
 stage 0      groups are whole. Only jobs with experts have such files
 
@@ -40,7 +40,7 @@ class FlatGroup(NamedTuple):
         used: number of elements of the whole group, paddings between parameters included.
         size: number of elements of a rank's part.
         ranks: number of parts.
-        experts: whether the parameters belong to the experts of one rank, by local names.
+        experts: whether the parameters belong to the experts of a single rank, by local names.
     """
 
     owner: int
@@ -149,7 +149,7 @@ class DeepSpeedJob:
 
 
 class PieceOfLeaf(NamedTuple):
-    """Elements of a parameter on one rank: `start` to `stop`, from `at` on in the rank's flat part.
+    """Elements of a parameter on a single rank: `start` to `stop`, from `at` on in the rank's flat part.
 
     The rank is counted among the ranks that share the group.
     """
@@ -173,7 +173,7 @@ class Partition(NamedTuple):
         order: names of all tensors that the module saves, in order.
         names: all names of each parameter, by the first name.
         shapes: shapes of all parameters, by first name.
-        owners: names of the parameters in each group of the optimizer, for experts the names on one rank.
+        owners: names of the parameters in each group of the optimizer, for experts the names on a single rank.
         settings: settings of the optimizer's groups, without parameters.
         groups: flat groups.
         states: names of a parameter's states in the optimizer.

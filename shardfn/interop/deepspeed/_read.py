@@ -3,7 +3,7 @@
 DeepSpeed's files are pickles, opened by torch's unpickler for weights, with tensors and plain containers as the result.
 The few classes of DeepSpeed in between become objects that do nothing, and any other name is refused.
 
-    stage 1, 2   ranks' flat partitions, one after another, are the group; parameters lie in it in order
+    stage 1, 2   ranks' flat partitions, in sequence, are the group; parameters lie in it in order
     stage 3      a parameter is cut in equal pieces, one per rank, the last ones padded
     universal    a file for each parameter and each of its states; flat where stage 3 wrote it
 """
@@ -185,7 +185,7 @@ def add_module(place: pathlib.Path, models: Sequence[Mapping[str, Any]], own: De
 
 
 class _Flat(NamedTuple):
-    """Part of a group on one rank: the step, and "fp32" and each state of the elements, flat."""
+    """Part of a group on a single rank: the step, and "fp32" and each state of the elements, flat."""
 
     step: int
     states: dict[str, Tensor]

@@ -6,8 +6,8 @@
                                                       last
 
 At stages 1 and 2 experts are in separate groups, each cut over the ranks with the same experts. Names count the experts
-of one rank. A native layer (`deepspeed.moe.layer.MoE`) has a module for each expert. A layer of AutoEP has one tensor
-for all.
+of a single rank. A native layer (`deepspeed.moe.layer.MoE`) has a module for each expert. A layer of AutoEP has one
+tensor for all.
 
 E experts, n ranks with different experts.
 """
@@ -49,9 +49,9 @@ _Paths = dict[tuple[int, int], pathlib.Path]
 def read_deepspeed_weights(directory: str, tag: str | None = None) -> DeepSpeedState:
     """Reads the weights of a checkpoint with experts, DeepSpeed's native or AutoEP's, of any `ep_size`.
 
-    Names and shapes are as in the module on one rank, with all experts. Weights are the module's, converted to float32:
-    the optimizer's states are not read, and `moments` is empty. `read_deepspeed_experts` reads the masters and moments
-    as well, and `read_deepspeed` where there are no experts.
+    Names and shapes are as in the module on a single rank, with all experts. Weights are the module's, converted to
+    float32: the optimizer's states are not read, and `moments` is empty. `read_deepspeed_experts` reads the masters and
+    moments as well, and `read_deepspeed` where there are no experts.
 
     Args:
         directory: directory passed to `save_checkpoint`.
@@ -171,9 +171,9 @@ States = dict[str, dict[str, Tensor]]
 def read_deepspeed_experts(directory: str, tag: str | None = None) -> DeepSpeedState:
     """Reads a checkpoint with experts that `engine.save_checkpoint` wrote at ZeRO stage 0, 1 or 2, of any `ep_size`.
 
-    Names and shapes are as in the module on one rank, with all experts, as from `read_deepspeed_weights`. Parameters
-    are masters where there are any. Give the result to `restore_deepspeed`: a leaf that stacks experts is read expert
-    by expert, for `names` gets the name with an expert's number between the parts.
+    Names and shapes are as in the module on a single rank, with all experts, as from `read_deepspeed_weights`.
+    Parameters are masters where there are any. Give the result to `restore_deepspeed`: a leaf that stacks experts is
+    read expert by expert, for `names` gets the name with an expert's number between the parts.
 
     Args:
         directory: directory passed to `save_checkpoint`.

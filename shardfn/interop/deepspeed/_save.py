@@ -56,8 +56,8 @@ def save_deepspeed(
     stage 0, 1 or 2. The job's `ep_size` may differ from the mesh here. Leaves of experts have the experts along dim 0.
     The names of experts are found as by `restore_deepspeed`, with a number between the parts.
 
-    Leaves are gathered one after another. The first rank writes. With experts, each expert's tensors go from a rank
-    with the expert to files, and all ranks write files of the job, so all ranks must share `directory`.
+    Leaves are gathered in sequence. The first rank writes. With experts, each expert's tensors go from a rank with the
+    expert to files, and all ranks write files of the job, so all ranks must share `directory`.
 
     Args:
         directory: directory to pass to `engine.load_checkpoint`. `latest_universal`, or `latest`, names the newest

@@ -1,4 +1,4 @@
-"""Leaves of a tree for files of other libraries: gathered one after another, with the names of the library."""
+"""Leaves of a tree for files of other libraries: gathered in sequence, with the names of the library."""
 
 from ._archive import Archive as Archive, ArchiveWriter as ArchiveWriter
 from ._gather import Turns as Turns, Writer as Writer, WrittenByFirst as WrittenByFirst, is_writer as is_writer

@@ -1,4 +1,4 @@
-"""Leaves of a tree one after another, whole, for a file: at most one leaf is in memory at a time.
+"""Leaves of a tree in sequence, whole, for a file: at most one leaf is in memory at a time.
 
 The first rank writes, and all gather. After an error in writing, the first rank must keep gathering, or the other ranks
 would wait for ever. All ranks raise the error at the end.

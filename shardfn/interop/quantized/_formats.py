@@ -34,7 +34,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class LayerTensors(NamedTuple):
-    """Tensors of one layer, by the name behind the layer's path.
+    """Tensors of a single layer, by the name behind the layer's path.
 
     Attributes:
         archive: files.

@@ -1,0 +1,186 @@
+"""A model in a single line: text in, text out, by an engine of a directory's model."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from shardfn.core import Mesh, explains_keywords, make_mesh
+from shardfn.inference import Sampling, limits_of
+from shardfn.kernels import Quantization
+
+from ._generation_config import read_sampling
+from ._load import AXIS, load_model, make_engine
+from ._settings import ModelSettings, Problem, detect_kind
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, str]
+_MEANT = {
+    "tensor_parallel_size": "mesh=sf.make_mesh({{'tp': {value!r}}}), in one process a rank",
+    "max_model_len": "context={value!r}",
+    "max_num_seqs": "running={value!r}",
+    "kv_cache_dtype": "cache_dtype={value!r}",
+    "gpu_memory_utilization": "cache_gib=, GiB of the KV cache",
+    "enable_lora": "adapters=, directories by name",
+    "tokenizer": "nothing: the tokenizer is the directory's",
+    "trust_remote_code": "nothing: code of a directory never runs",
+    "seed": "Sampling(seed={value!r}): each request has its own",
+}
+
+
+class LLM:
+    """A language model of a directory, with its tokenizer and its defaults. All ranks of a mesh make the same calls.
+
+    Args:
+        model: directory of Hugging Face, a GGUF file, or a run of examples/train_gpt.py.
+        mesh: mesh with the axis "tp". None is a single device.
+        dtype: "float32", which is batch-invariant, or "bfloat16".
+        quantization: "int8" or "int4" for the weights of linear layers.
+        context: most tokens of a sequence. Default: the model's.
+        cache_gib: most GiB of the KV cache, on all ranks together.
+        drafter: "none", "ngram" or "suffix", for speculative decoding.
+        adapters: directories of peft, by the names that calls give.
+        **sizes: other fields of `inference.Limits`.
+
+    Attributes:
+        engine: engine, for requests by hand.
+        sampling: sampling of calls without one: the values of the directory's `generation_config.json`.
+
+    Raises:
+        ValueError: the model cannot be served, or a value is out of range.
+        OSError: a file is missing, or damaged.
+        ImportError: a package is missing. The message has the installation.
+
+    Example:
+        >>> LLM("no/such/model")
+        Traceback (most recent call last):
+        ValueError: LLM: MODEL no/such/model does not exist; a model of Hugging Face is fetched first...
+    """
+
+    @explains_keywords(**_MEANT)
+    def __init__(
+        self,
+        model: str,
+        *,
+        mesh: Mesh | None = None,
+        dtype: str = "float32",
+        quantization: Quantization | None = None,
+        context: int | None = None,
+        cache_gib: float = 1.0,
+        drafter: str = "none",
+        adapters: Mapping[str, str] | None = None,
+        **sizes: Any,
+    ) -> None:
+        path = pathlib.Path(model)
+        kind = detect_kind(path)
+        if isinstance(kind, Problem):
+            raise ValueError(f"LLM: {kind}")
+        recommended = read_sampling(path) if kind == "files" else {}
+        job = ModelSettings(
+            **{"model": str(model), "kind": kind, "ranks": 1 if mesh is None else mesh.axis_size(AXIS), "dtype": dtype},
+            **{"weights": quantization, "cache_gib": cache_gib, "drafter": drafter, "recommended": recommended},
+        )
+        mesh = make_mesh({}, alone=True) if mesh is None else mesh
+        served = load_model(job, mesh)
+        sizes = {"context": context, "cache_bytes": int(cache_gib * 2**30), "drafts": job.drafts, **sizes}
+        limits = limits_of(served.decoder, **sizes)
+        self.engine, _ = make_engine(job, served, limits, mesh, adapters or {})
+        self._text = served.text
+        self.sampling = Sampling(**recommended)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+    ) -> list[Any]:
+        """Completes prompts. Tokens that end a text by the model's files end each completion, too.
+
+        Args:
+            prompts: text or token ids of a prompt, or a list of prompts.
+            sampling: one `Sampling` for all prompts, or one for each. Default: `sampling`.
+            adapter: name of one adapter, or one for each prompt.
+
+        Returns:
+            For each prompt a `Completion` with its text, or for a request of n > 1 choices a list of n.
+
+        Raises:
+            TypeError: as `Engine.generate`.
+            ValueError: as `Engine.generate`.
+        """
+        return self.engine.generate(self._encode_all(prompts), self._with_ends(sampling), adapter=adapter)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+    ) -> list[Any]:
+        """Answers conversations, by the tokenizer's chat template.
+
+        Args:
+            messages: messages with "role" and "content" of one conversation, or of each of several.
+            sampling: see `generate`.
+            adapter: see `generate`.
+
+        Returns:
+            See `generate`.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or the template refuses the messages.
+        """
+        if self._text.chat is None:
+            raise ValueError("chat: the tokenizer has no chat template. Use generate.")
+        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        each = [self._text.plain(self._text.chat([dict(x) for x in one])) for one in several]  # type: ignore[arg-type]
+        return self.engine.generate(each, self._with_ends(sampling), adapter=adapter)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: str = "last", *, normalize: bool = True
+    ) -> Float32[Tensor, "n d"]:
+        """Returns an embedding of each prompt. See `Engine.embed`.
+
+        Args:
+            prompts: see `generate`.
+            pooling: "last" or "mean".
+            normalize: whether embeddings have the length 1.
+        """
+        return self.engine.embed(self._encode_all(prompts), pooling, normalize=normalize)
+
+    def score(
+        self, text: Prompt | Sequence[Prompt], pairs: Prompt | Sequence[Prompt], pooling: str = "last"
+    ) -> Float32[Tensor, " n"]:
+        """Returns the cosines of the embeddings of pairs of texts.
+
+        Args:
+            text: one text for all pairs, or one for each.
+            pairs: text or texts that are compared with `text`.
+            pooling: see `embed`.
+
+        Raises:
+            ValueError: there are several texts, and not as many pairs.
+        """
+        left, right = self._encode_all(text), self._encode_all(pairs)
+        if len(left) not in (1, len(right)):
+            raise ValueError(f"score: {len(left)} texts and {len(right)} pairs. Pass one text, or one for each pair.")
+        rows = self.engine.embed(left + right, pooling, normalize=True)
+        return (rows[: len(left)].double() * rows[len(left) :].double()).sum(-1).to(torch.float32)
+
+    def _encode_all(self, prompts: Any) -> list[list[int]]:
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        return [self._text.encode(x) if isinstance(x, str) else list(x) for x in prompts]
+
+    def _with_ends(self, sampling: Sampling | Sequence[Sampling] | None) -> Any:
+        """Returns samplings that also end with the tokens of the model's files."""
+        if sampling is None or isinstance(sampling, Sampling):
+            one = self.sampling if sampling is None else sampling
+            ends = dict.fromkeys([*one.stop_tokens, *sorted(self._text.ends)])
+            return replace(one, stop_tokens=tuple(ends))
+        return [self._with_ends(one) for one in sampling]

@@ -1,0 +1,425 @@
+"""Loads models for an engine: files of Hugging Face, a GGUF file, or a run of examples/train_gpt.py."""
+
+import atexit
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from shardfn.checkpoint import restore
+from shardfn.core import (
+    Disk,
+    Mesh,
+    PyTree,
+    first_of,
+    is_device,
+    is_disk,
+    key,
+    make_mesh,
+    raise_all,
+    tree_leaves,
+    tree_map,
+)
+from shardfn.data import BPETokenizer, ByteTokenizer
+from shardfn.inference import Decoder, Drafter, DraftModel, Engine, Limits, decoder, hf_decoder, limits_of
+from shardfn.interop import (
+    GGUFFile,
+    check_sizes,
+    gguf_config,
+    gpt_config,
+    gpt_from_gguf,
+    gpt_from_hf,
+    module_from_hf,
+    without_weights,
+)
+from shardfn.interop.quantized import can_decode, read_quantization
+from shardfn.kernels import GROUP
+from shardfn.lora import load_peft
+from shardfn.models import gpt
+from shardfn.transforms import eval_shape, sharded
+
+from ._files import name_file_in_errors, read_json_object
+from ._fit import fit_codes
+from ._generation_config import GENERATION_CONFIG, describe_sampling
+from ._settings import DRAFTERS, DTYPES, ModelSettings, detect_kind, find_run
+from ._text import Text, wrap_data_tokenizer, wrap_transformers_tokenizer
+
+AXIS = "tp"
+# A model of transformers, and weights for a model without weights.
+_Module = tuple[Any, Mapping[str, Any] | None]
+_FILES_ALONE = {"trust_remote_code": False}  # without it transformers asks the user, and waits
+_WIDE = "_keep_in_fp32_modules_strict"  # names layers that from_pretrained leaves in float32
+
+
+class LoadedModel(NamedTuple):
+    """Model with a tokenizer.
+
+    Attributes:
+        decoder: decoder for an engine.
+        params: parameters of the decoder.
+        text: tokenizer of the model.
+        inexact: reason why the model is not batch-invariant, empty if batch-invariant.
+        size: number of parameters.
+        coded: remark on weights in codes.
+        plain: function that makes the decoder of the same weights without codes, for a single rank. None unless codes
+            are fitted.
+    """
+
+    decoder: Decoder
+    params: PyTree
+    text: Text
+    inexact: str
+    size: int
+    coded: str = ""
+    plain: Callable[[], Decoder] | None = None
+
+
+def load_model(job: ModelSettings, mesh: Mesh) -> LoadedModel:
+    """Loads a model. Collective.
+
+    Args:
+        job: job with the model's name.
+        mesh: mesh of the ranks.
+
+    Raises:
+        ValueError: the model cannot be served, or its tokenizer has more tokens.
+        OSError: a file is missing, or damaged.
+        ImportError: a package is missing. The message has the installation.
+    """
+    path = pathlib.Path(job.model)
+    made = _load_model(path, job, mesh)
+    if made.text.size > made.decoder.vocab:
+        raise ValueError(
+            f"the tokenizer of {path} has {made.text.size} tokens, and the model has {made.decoder.vocab}. Take the"
+            " tokenizer that the model was trained with."
+        )
+    if wrong := sorted(x for x in made.text.ends if not 0 <= x < made.decoder.vocab):
+        raise ValueError(
+            f"{path}: eos_token_id has {wrong[0]}, which is not a token of the model; it must be from 0 to"
+            f" {made.decoder.vocab - 1}."
+        )
+    if made.plain is None:
+        return made
+    params, remark = fit_codes(job, made.params, made.text, made.plain())
+    return made._replace(params=params, coded=", ".join(filter(None, (made.coded, remark))), plain=None)
+
+
+def _load_model(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedModel:
+    if job.kind == "run":
+        return _load_run(path, job, mesh)
+    if job.kind == "gguf":
+        return _load_gguf(path, job, mesh)
+    tokenizer = _load_tokenizer(path)
+    configs = ("config.json", GENERATION_CONFIG) if job.generation_config == "auto" else ("config.json",)
+    text = wrap_transformers_tokenizer(
+        tokenizer, frozenset[int]().union(*(_stop_tokens(path / name) for name in configs))
+    )
+    return _load_files(path, job, mesh, text)
+
+
+def _make_disk(job: ModelSettings) -> Disk | None:
+    """Returns the directory for weights on disk. A temporary directory lasts as long as the process."""
+    if not is_disk(job.memory):
+        return None
+    directory = job.disk or tempfile.mkdtemp(prefix="shardfn-weights-")
+    if job.disk is None:
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Disk(directory)
+
+
+def make_engine(
+    job: ModelSettings,
+    served: LoadedModel,
+    limits: Limits,
+    mesh: Mesh,
+    adapters: Mapping[str, str],
+) -> tuple[Engine, Drafter | None]:
+    """Returns the engine of a loaded model, and the drafter. Collective.
+
+    Args:
+        job: job of the model.
+        served: model from `load_model`.
+        limits: limits of the engine.
+        mesh: mesh of the ranks.
+        adapters: directories of peft, by name.
+
+    Raises:
+        ValueError: see `load_model`.
+        OSError: see `load_model`.
+        ImportError: see `load_model`.
+    """
+    drafter = _load_drafter(job, limits)
+    more = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _make_disk(job)}
+    engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, cache=job.cache_memory, **more)
+    for name, place in adapters.items():
+        engine.adapters.add(name, load_peft(place, served.params))
+    return engine, drafter
+
+
+def describe_engine(job: ModelSettings, served: LoadedModel, engine: Engine, drafter: Drafter | None) -> str:
+    """Returns the lines about a ready model: size, codes and place of weights, exactness and memory."""
+    place = "" if is_device(job.memory) else f"on {job.memory}"
+    cache = "" if is_device(job.cache_memory) else f"cache on {job.cache_memory}"
+    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place, cache)))
+    how = f"not batch-invariant: {served.inexact}" if served.inexact else "batch-invariant"
+    lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", str(engine.memory())]
+    lines += [describe_sampling(job.recommended)] if job.recommended else []
+    lines += [f"{job.draft_model}, which guesses: {drafter.memory()}"] if isinstance(drafter, DraftModel) else []
+    return "\n".join(lines)
+
+
+def _load_drafter(job: ModelSettings, limits: Limits) -> Drafter | None:
+    """Returns the drafter of a job. Each rank has a whole draft model.
+
+    Args:
+        job: job with the model's name.
+        limits: limits of the engine.
+
+    Raises:
+        ValueError: see `load_model`.
+        OSError: see `load_model`.
+        ImportError: see `load_model`.
+    """
+    if job.draft_model is None:
+        return DRAFTERS[job.drafter]
+    kind = detect_kind(pathlib.Path(job.draft_model))
+    small = dataclasses.replace(job, model=job.draft_model, kind=kind, ranks=1, adapter=None, draft_model=None)
+    served = load_model(small, make_mesh({}, alone=True))
+    sizes = limits_of(
+        served.decoder,
+        context=min(limits.context, served.decoder.context),
+        cache_bytes=int(job.cache_gib * 2**30),
+        running=limits.running,
+        buckets=limits.buckets,
+        cache_dtype=limits.cache_dtype,
+    )
+    return DraftModel(served.decoder, served.params, limits=sizes)
+
+
+def load_text(job: ModelSettings) -> Text:
+    """Loads only a model's tokenizer. The ends of GGUF files are the tokenizer's, not the model's.
+
+    Raises:
+        OSError: a file is missing.
+        ImportError: a package is missing. The message has the installation.
+    """
+    path = pathlib.Path(job.model)
+    if job.kind == "run":
+        run = find_run(path)
+        assert run is not None
+        return wrap_data_tokenizer(_load_run_tokenizer(run, read_json_object(run / "model.json")))
+    return wrap_transformers_tokenizer(_load_gguf_tokenizer(path) if job.kind == "gguf" else _load_tokenizer(path))
+
+
+def _load_run_tokenizer(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
+    name = given.get("tokenizer")
+    if not isinstance(name, str):
+        raise ValueError(f"{run / 'model.json'}: tokenizer is {name!r:.60}; it must be 'bytes', or a file's name.")
+    with name_file_in_errors(run / name, "its tokenizer"):
+        return ByteTokenizer() if name == "bytes" else BPETokenizer.load(run / name)
+
+
+def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: Text) -> LoadedModel:
+    settings = read_json_object(path / "config.json")
+    check_sizes(settings, path / "config.json")
+    changes, inexact = _choose_batch_invariant(job)
+    if job.adapter is not None:  # its files name the module's own weights
+        return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text)
+    try:
+        with name_file_in_errors(path / "config.json", "its model"):
+            gpt_config(settings)
+    except ValueError as error:
+        return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text, error)
+    with name_file_in_errors(path, "its weights"):
+        config, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], **changes)
+        size, coded = _param_bytes(params), ""
+        # Ranks cut these inputs, and must have whole blocks of codes.
+        inputs = config.num_heads * config.head_dim, config.ff_dim
+        whole = all(num // GROUP % job.ranks == 0 for num in inputs)
+        if read_quantization(path) is not None and config.batch_invariant and whole:  # the same values, in less memory
+            _, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], keep_codes=True, **changes)
+            num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
+            coded = f"{num} weights in codes of the file's values" if num else ""
+    return LoadedModel(_make_decoder(config, mesh, job), params, text, inexact, size, coded, _fit_decoder(config, job))
+
+
+def _load_gguf(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedModel:
+    file = GGUFFile(path)
+    tokenizer = _load_gguf_tokenizer(path)
+    ends = (file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    text = wrap_transformers_tokenizer(tokenizer, frozenset(x for x in ends if type(x) is int))
+    changes, inexact = _choose_batch_invariant(job)
+    # Layers that are batch-invariant read blocks as they are. Ranks cut blocks only where codes are asked for.
+    blocks = bool(changes) and (job.weights is not None or (mesh.size == 1 and job.fit is None))
+    try:
+        gpt_config(gguf_config(file))
+    except ValueError as error:
+        load_module = functools.partial(_load_weights, path.parent, job, gguf_file=path.name)
+        return _load_unmodified(lambda axis: (load_module(), None), job, mesh, text, error)
+    with name_file_in_errors(path, "its weights"):
+        config, params = gpt_from_gguf(file, dtype=DTYPES[job.dtype], blocks=blocks, **changes)
+    num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
+    coded = f"{num} weights in the file's own codes" if num else ""
+    size = _param_bytes(eval_shape(functools.partial(gpt.init, config), key(0)))
+    return LoadedModel(_make_decoder(config, mesh, job), params, text, inexact, size, coded, _fit_decoder(config, job))
+
+
+def _load_unmodified(
+    module: Callable[[str | None], _Module],
+    job: ModelSettings,
+    mesh: Mesh,
+    text: Text,
+    problem: ValueError | None = None,
+) -> LoadedModel:
+    """Loads an unmodified model of transformers, where `models.gpt` differs, or with an adapter."""
+    axis = _mesh_axis(mesh)
+    batch_invariant = None if job.dtype == "float32" or axis else False
+    try:
+        model, values = module(axis)
+        of_model = functools.partial(hf_decoder, model, params=values)
+        made, params = of_model(batch_invariant=batch_invariant, tp=axis, quantization=job.weights)
+    except ValueError as error:
+        raise error from problem
+    if made.cache.heads % mesh.size:
+        raise ValueError(
+            f"{job.model} has {made.cache.heads} key heads, which {mesh.size} ranks do not divide; take --mesh tp=N"
+            " with an N that does"
+        ) from problem
+    inexact = "" if made.batch_invariant else "some of the model's own layers are not"
+    plain = None if job.fit is None else lambda: of_model()[0]
+    return LoadedModel(made, params, text, inexact, _param_bytes(params), plain=plain)
+
+
+def _load_run(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedModel:
+    run = find_run(path)
+    assert run is not None
+    given = read_json_object(run / "model.json")
+    if missing := [name for name in ("model", "per_head", "tokenizer") if name not in given]:
+        raise ValueError(f"{run / 'model.json'} has no {missing}; it has {sorted(given)}. Train again to write it.")
+    changes, inexact = _choose_batch_invariant(job)
+    with name_file_in_errors(run / "model.json", "its model"):
+        check_sizes(given["model"], run / "model.json")
+        config = gpt_config(given["model"], per_head=given["per_head"], **changes)
+    tokenizer = _load_run_tokenizer(run, given)
+    place = sharded(lambda params: params, mesh=mesh, specs=gpt.specs(config, tp=_mesh_axis(mesh)))
+    shapes = eval_shape(functools.partial(gpt.init, config), key(0))
+    like = place.init(tree_map(lambda x: x.to(DTYPES[job.dtype]), shapes))
+    checkpoints = run / "checkpoints" if path == run else path
+    try:
+        params = restore(checkpoints, like, at="params", cast=job.dtype != "float32").tree
+    except ValueError as error:
+        if wrong := [line.strip().removeprefix("- ") for line in str(error).splitlines()[1:]]:
+            num, listed = len(tree_leaves(shapes)), "; ".join(first_of(wrong, 3))
+            title = f"{checkpoints} does not fit {run / 'model.json'}, in {len(wrong)} of {num} leaves"
+            raise ValueError(f"{title}: {listed}") from error
+        raise
+    text = wrap_data_tokenizer(tokenizer)
+    return LoadedModel(
+        _make_decoder(config, mesh, job), params, text, inexact, _param_bytes(params), plain=_fit_decoder(config, job)
+    )
+
+
+def _choose_batch_invariant(job: ModelSettings) -> tuple[dict[str, Any], str]:
+    """Returns the change of a `gpt.Config`, and the reason why there is no change."""
+    if job.dtype != "float32":
+        return {}, f"batch-invariant layers compute float32, and --dtype is {job.dtype}"
+    if gpt.Config.chunks % job.ranks:
+        return {}, f"{job.ranks} ranks do not divide the {gpt.Config.chunks} chunks of a sum"
+    return {"batch_invariant": True}, ""
+
+
+def _mesh_axis(mesh: Mesh) -> str | None:
+    return AXIS if mesh.size > 1 else None
+
+
+def _make_decoder(config: gpt.Config, mesh: Mesh, job: ModelSettings) -> Decoder:
+    if job.weights is not None and not config.batch_invariant:
+        raise ValueError(
+            f"--weights {job.weights}: {_choose_batch_invariant(job)[1]}. Take other ranks, or leave out --weights"
+        )
+    return decoder(config, tp=_mesh_axis(mesh), quantization=job.weights)
+
+
+def _fit_decoder(config: gpt.Config, job: ModelSettings) -> Callable[[], Decoder] | None:
+    return None if job.fit is None else functools.partial(decoder, config)
+
+
+def _param_bytes(params: PyTree) -> int:
+    return sum(x.shape.numel() for x in tree_leaves(params))
+
+
+def _import_transformers(path: pathlib.Path) -> Any:
+    if importlib.util.find_spec("transformers") is None:
+        raise ImportError(f"{path}: its tokenizer is read by transformers, which is missing: pip install 'shardfn[hf]'")
+    return importlib.import_module("transformers")
+
+
+def _load_tokenizer(path: pathlib.Path) -> Any:
+    transformers = _import_transformers(path)
+    with name_file_in_errors(path, "its tokenizer"):
+        return transformers.AutoTokenizer.from_pretrained(path, **_FILES_ALONE)
+
+
+def _load_gguf_tokenizer(path: pathlib.Path) -> Any:
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError(f"{path}: transformers reads its tokenizer by a package that is missing: pip install gguf")
+    transformers = _import_transformers(path)
+    with name_file_in_errors(path, "its tokenizer"):  # AutoTokenizer would read the whole file, for a config
+        return transformers.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def _make_module(directory: pathlib.Path, job: ModelSettings, axis: str | None) -> _Module:
+    """Returns a model of transformers, without weights on several ranks, where each rank reads a part."""
+    transformers = _import_transformers(directory)
+    with name_file_in_errors(directory, "its config.json"):
+        config = transformers.AutoConfig.from_pretrained(directory, **_FILES_ALONE)
+    quantized = getattr(config, "quantization_config", None) is not None
+    decoded = quantized and can_decode(read_quantization(directory))
+    if decoded:  # read as floats, into a module of plain layers
+        del config.quantization_config
+    if not decoded and (axis is None or quantized):
+        return _load_weights(directory, job), None
+    with name_file_in_errors(directory, "its config.json"), without_weights():
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[job.dtype], **_FILES_ALONE).eval()
+    if job.dtype != "float32" and getattr(made, _WIDE, None) and not decoded:
+        return _load_weights(directory, job), None
+    return made, module_from_hf(made, directory, dtype=DTYPES[job.dtype])
+
+
+def _load_weights(directory: pathlib.Path, job: ModelSettings, **more: Any) -> Any:
+    """Returns a model of transformers with the weights."""
+    automatic = _import_transformers(directory).AutoModelForCausalLM
+    more |= _FILES_ALONE if "gguf_file" in more else {"use_safetensors": True, **_FILES_ALONE}
+    with name_file_in_errors(directory, "its model"):
+        how = {"dtype": DTYPES[job.dtype], "output_loading_info": True, **more}
+        made, about = automatic.from_pretrained(directory, **how)
+    # transformers fills these with random values.
+    missing = [f"{name} is missing" for name in sorted(about["missing_keys"])]
+    raise_all(
+        ValueError, f"the files of {directory} are not those of the model in its config.json:", first_of(missing, 20)
+    )
+    return made.eval()
+
+
+def _stop_tokens(path: pathlib.Path) -> frozenset[int]:
+    """Returns the tokens that end a text by a file of configuration, if present.
+
+    Raises:
+        ValueError: the tokens are not integers.
+    """
+    value = read_json_object(path).get("eos_token_id") if path.is_file() else None
+    tokens = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(x) is not int for x in tokens):
+        raise ValueError(f"{path}: eos_token_id is {value!r:.60}; it must be a token, an integer, or a list of tokens.")
+    return frozenset(tokens)
+
+
+def _list_ids(value: int | list[int] | None) -> frozenset[int]:
+    return frozenset() if value is None else frozenset([value] if isinstance(value, int) else value)

@@ -1,0 +1,103 @@
+"""The settings of a model to load: its files, dtype, codes, memories and drafter."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardfn.core import MemoryKind
+from shardfn.inference import Drafter, Ngram, Suffix
+from shardfn.kernels import Quantization
+
+CACHE_DTYPES = ("float32", "bfloat16", "int8", "fp8")
+DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DRAFTERS: Mapping[str, Drafter | None] = {"none": None, "ngram": Ngram(), "suffix": Suffix()}
+_DRAFTS = 15
+KINDS = {"run": "a run of examples/train_gpt.py", "files": "files of Hugging Face", "gguf": "a GGUF file"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Settings of a model and of its engine.
+
+    Attributes:
+        model: path of the model.
+        kind: key of `KINDS`.
+        context: largest number of tokens of a sequence. None is the model's.
+        cache_gib: limit in GiB of the KV cache, on all ranks together.
+        ranks: number of ranks of tensor parallelism.
+        dtype: key of `DTYPES`.
+        weights: codes of weights of linear layers, "int8" or "int4". None is `dtype`.
+        memory: memory of weights between uses.
+        fit: text to which codes are fitted, or None.
+        disk: directory for "disk". None is a temporary directory.
+        cache: dtype of the KV cache. None is `dtype`.
+        cache_memory: memory of keys and values between uses.
+        drafter: key of `DRAFTERS`, for speculative decoding.
+        draft_model: path of a smaller model that guesses, or None.
+        adapter: directory of `peft`, or None.
+        generation_config: source of defaults: "auto" takes values from the model's `generation_config.json`, and "none"
+            ignores the file.
+        recommended: values of sampling from this file, defaults for the user's.
+    """
+
+    model: str
+    kind: str
+    context: int | None = None
+    cache_gib: float = 1.0
+    ranks: int = 1
+    dtype: str = "float32"
+    weights: Quantization | None = None
+    fit: str | None = None
+    memory: MemoryKind = "device"
+    disk: str | None = None
+    cache: str | None = None
+    cache_memory: MemoryKind = "device"
+    drafter: str = "none"
+    adapter: str | None = None
+    draft_model: str | None = None
+    generation_config: str = "auto"
+    recommended: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def drafts(self) -> int:
+        """Returns the number of guessed rows for each row."""
+        return 0 if self.drafter == "none" and self.draft_model is None else _DRAFTS
+
+
+class Problem(str):
+    """Message in place of a value."""
+
+
+def detect_kind(path: pathlib.Path) -> Any:
+    """Returns the kind of model at a path, as a key of `KINDS`, or else a message with the remedy."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            first = file.read(4)
+        return "gguf" if first == b"GGUF" else Problem(f"MODEL {path} is a file of {first!r}..., and no GGUF file")
+    if not path.is_dir():
+        hint = f"hf download {path} --local-dir {path.name}"
+        return Problem(f"MODEL {path} does not exist; a model of Hugging Face is fetched first: {hint}")
+    if find_run(path) is not None:
+        return "run"
+    if (path / "config.json").is_file():
+        tokenizers = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+        if any((path / name).is_file() for name in tokenizers):
+            return "files"
+        return Problem(f"MODEL {path} has no tokenizer; tokenizer.save_pretrained({str(path)!r}) writes one")
+    if (path / "model/config.json").is_file():
+        return Problem(f"MODEL {path} is a run of shardfn finetune; its model is {path / 'model'}")
+    if (path / "checkpoints").is_dir():
+        return Problem(f"MODEL {path} has checkpoints, and no model.json, which examples/train_gpt.py writes")
+    if (path / "metrics.jsonl").is_file():
+        return Problem(f"MODEL {path} is a run without checkpoints; train again with --save-every 100")
+    has = ", ".join(sorted(p.name for p in path.iterdir())[:4]) or "no files"
+    return Problem(f"MODEL {path} has neither config.json nor model.json; it has {has}")
+
+
+def find_run(path: pathlib.Path) -> pathlib.Path | None:
+    """Returns the run at this path, or the run with a checkpoint at this path, or None."""
+    places = (path, path.absolute().parent, path.absolute().parent.parent)
+    return next((place for place in places if (place / "model.json").is_file()), None)
