@@ -173,7 +173,7 @@ class PipelineSchedule:
             yield StageAction("backward", k, stage + 1)
 
     def find_late(self, kind: Kind) -> tuple[int, Action] | None:
-        """Returns an action that runs after the action of a later microbatch, with the rank, or None if there is none.
+        """Returns an action that runs after the action of a later microbatch, with the rank, or None.
 
         Example:
             >>> by_hand = PipelineSchedule("by hand", 2, ((0,),), (parse("F0 F1 B1 B0"),))

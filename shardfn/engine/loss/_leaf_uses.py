@@ -1,7 +1,7 @@
 """Leaves that several functions of a loss use, such as tied embeddings: each function has a separate tensor of a leaf.
 
-On several ranks of a pipeline each rank sums the gradients of its own functions over all microbatches, and then the
-ranks add up. On one device autograd adds the gradients of all functions in each microbatch. So the bits differ. With
+On several ranks of a pipeline a rank sums the gradients of the rank's functions over all microbatches, and then ranks
+add up. On one device autograd adds the gradients of all functions in each microbatch. So the bits differ. With
 canonical sums the uses are separate on any number of ranks:
 
     gradient of a leaf = sum over the chunks of `first` + sum over the chunks of `last`
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from shardfn.core import Ambient, PyTree, tree_map
 
-# Numbers of the functions of a pipeline. A function of a list has its number in the list plus one.
+# Numbers of the functions of a pipeline. Function i of a list has number i + 1.
 FIRST, LAYERS, LAST = 0, 1, -1
 
-# By number of a function, from the `id` of a leaf that the loss sees to the tensor for this function.
+# By number of a function, from the `id` of a leaf of the loss to the tensor for the function.
 LeavesByUse = Mapping[int, Mapping[int, Any]]
 
 
@@ -38,12 +38,12 @@ _SEPARATE = Ambient[LeavesByUse]("separate tensors of leaves that several functi
 
 
 def separating(leaves: LeavesByUse) -> AbstractContextManager[Any]:
-    """Gives each function its own tensors of leaves, while the context is open."""
+    """Gives each function separate tensors of leaves, while the context is open."""
     return _SEPARATE.bound(leaves)
 
 
 def is_separating() -> bool:
-    """Returns whether functions get their own tensors of leaves."""
+    """Returns whether functions get separate tensors of leaves."""
     return _SEPARATE.innermost() is not None
 
 

@@ -96,7 +96,7 @@ class PipelinedFunctions(Enclosed):
         return dataclasses.replace(super().with_functions(change), functions=functions)
 
     def leaf_uses(self, leaves: PyTree) -> dict[int, LeafUses]:
-        """Returns the functions that may use a leaf: `first`, those of the list that are called with it, and `last`."""
+        """Returns the functions that may use a leaf: `first`, functions of the list called with it, `last`."""
         owned = [set(tree_leaves(x)) for x in self._leaves_by_function(leaves)]
         by_leaf = {i: [f + 1 for f, own in enumerate(owned) if i in own] for i in tree_leaves(leaves)}
         return {i: self.uses_of((FIRST, *functions, LAST)) for i, functions in by_leaf.items()}

@@ -114,7 +114,7 @@ class PipelinedModule(Pipelined):
         return self._run_span(own, batch, LayerSpan(self.function.num_layers, 0, h, True), key)
 
     def uses_of(self, functions: tuple[int, ...]) -> LeafUses:
-        """Returns the uses of a leaf. The layers must not use it, as each rank runs other layers."""
+        """Returns the uses of a leaf. The layers must not use the leaf, as each rank runs other layers."""
         return super().uses_of(functions)._replace(refused=(LAYERS,))
 
     def _num_layers(self, params: PyTree, place: Place) -> int:

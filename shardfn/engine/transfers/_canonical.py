@@ -1,6 +1,6 @@
 r"""Sums that do not depend on the number of ranks: `Zero(reduction="canonical")`.
 
-The rows of the global batch are cut in a fixed number of chunks, a power of two. A rank runs its chunks one by one, as
+The rows of the global batch are cut in a fixed number of chunks, a power of two. A rank runs chunks one by one, as
 microbatches, so the sums of a chunk have the same bits on any rank. Chunks are added up by a fixed binary tree:
 
     chunks   0   1   2   3   4   5   6   7          3 ranks have 0-1, 2-4, 5-7
@@ -11,9 +11,9 @@ microbatches, so the sums of a chunk have the same bits on any rank. Chunks are 
                      \          /
                          0-7
 
-A rank adds up the nodes that lie entirely in its range (for the second of the three ranks: 2-3 and 4), and sends each
-rank a part of them. The owner of a part adds the rest. If the number of ranks is a power of two, each sends one node,
-as many bytes as usual. Ranks with fewer chunks than others run their last chunk again and drop its gradients, because
+A rank adds up the nodes that lie in the rank's range entirely (for the second of the three ranks: 2-3 and 4), and sends
+each rank a part of them. The owner of a part adds the rest. If ranks are a power of two, each sends one node,
+as many bytes as usual. Ranks with fewer chunks than others run their last chunk again and drop the gradients, because
 all ranks must take part in collectives of the loss.
 """
 
@@ -56,7 +56,7 @@ class ChunkSums:
 
     Of each use, backwards run in the order of microbatches, `chunks.parts` of each chunk: `begin`, then `add` at most
     once. The parts of a chunk are added up in order. A chunk without a gradient counts as zeros. After the last chunk,
-    `take` returns the nodes of a use, and drops them.
+    `take` returns and drops the nodes of a use.
 
     Args:
         plan: layout.
@@ -66,7 +66,7 @@ class ChunkSums:
 
     def __init__(self, plan: Plan, chunks: Chunks, uses: Mapping[int, LeafUses]) -> None:
         self.chunks, self._plan, self._uses = chunks, plan, uses
-        # By use, the nodes of all chunks up to the last that gave it a gradient: (start, stop, sum), in order, each as
+        # By use, the nodes of all chunks up to the last with a gradient: (start, stop, sum), in order, each as
         # large as the tree allows; and the chunk whose parts are being added up, with the sum so far.
         self._nodes: dict[Use, list[Node]] = {}
         self._open: dict[Use, tuple[int, Tensor]] = {}
@@ -120,7 +120,7 @@ class ChunkSums:
             separate: whether other ranks have other uses, so that the result has a row for each use.
         """
         runs = [any(place in self._list_places(i) for i in leaves) for place in range(self.num_uses(leaves))]
-        runs[0] |= not any(runs)  # all ranks take part in a sum, also those that use none of its leaves
+        runs[0] |= not any(runs)  # all ranks take part in a sum, also without a use
         by_use = [self._send_nodes(leaves, place, send) if here else [] for place, here in enumerate(runs)]
         return JoinedNodes(by_use, self.chunks, separate=separate)
 
@@ -155,13 +155,13 @@ _ONE_USE = LeafUses()
 
 
 class JoinedNodes(Pending[Tensor]):
-    """This rank's part of the sum over all chunks, joined from the nodes of all ranks as they arrive.
+    """This rank's part of the sum over all chunks, joined from the arriving nodes of all ranks.
 
     Args:
         arriving: by use, and by number of a node among its rank's, the parts that all ranks have for the node, in rank
             order. Empty for a use of another rank.
-        chunks: whose they are.
-        separate: whether the result has a row for each use, else their sum.
+        chunks: chunks of this rank.
+        separate: whether the result has a row for each use, else the sum.
     """
 
     def __init__(self, arriving: Sequence[Sequence[Pending[Tensor]]], chunks: Chunks, *, separate: bool) -> None:
@@ -199,7 +199,7 @@ class JoinedNodes(Pending[Tensor]):
                 x.wait()
 
 
-# The zero that changes no number that it is added to, not even another zero's sign.
+# The zero that changes no summand, not even the sign of another zero.
 NO_SUMMAND = -0.0
 
 
@@ -209,7 +209,7 @@ def add_in_order(rows: Sequence[Tensor]) -> Tensor:
 
 
 class ChunkStates:
-    """Model states that the chunks of this rank return, each from the state of the step, and their sum over ranks.
+    """Model states that the chunks of this rank return, each from the state of the step, and the sum over ranks.
 
         float leaves      the mean over all chunks, summed by the tree: for example running statistics
         other leaves      old + the sum of the changes, which are integers: for example counts
@@ -281,7 +281,7 @@ def describe_rows(plan: Plan, batch: PyTree) -> tuple[str, tuple[int, ...]]:
     Canonical sums use that of a chunk.
 
     Raises:
-        TypeError, ValueError: the batch does not fit its specs, or is not to be cut in this rank's chunks.
+        TypeError, ValueError: the batch does not fit the specs, or is not to be cut in this rank's chunks.
     """
     text, sizes = describe_batch(batch, plan.batch, plan.mesh)
     chunks = plan.chunks
@@ -306,9 +306,9 @@ def chunks_of(plan: Plan, chunks: Chunks, loss: Loss, batch: PyTree, *, even: bo
     The last chunk is repeated where other ranks have more.
 
     Args:
-        plan: the layout. Leaves of the batch that it does not cut are the same for all chunks, as for all ranks.
+        plan: the layout. Leaves of the batch without a cut are the same for all chunks, as for all ranks.
         chunks: the chunks that this rank runs.
-        loss: loss of a chunk, perhaps accumulated over parts of it.
+        loss: loss of a chunk, perhaps accumulated over parts of the chunk.
         batch: this rank's rows.
         even: whether ranks have equal numbers of rows a chunk.
 
@@ -325,13 +325,13 @@ def chunks_of(plan: Plan, chunks: Chunks, loss: Loss, batch: PyTree, *, even: bo
 
 
 def _is_cut(plan: Plan, batch: PyTree) -> list[bool]:
-    """Returns whether chunks have different rows of it for each leaf of a batch."""
+    """Returns whether chunks have different rows, for each leaf of a batch."""
     specs = broadcast_prefix(plan.batch, batch, is_spec, names=("batch spec", "batch"))
     return [bool(spec.dim_axes(0)) for spec in specs]
 
 
 def _count_rows(plan: Plan, batch: PyTree) -> list[tuple[str, int]]:
-    """Returns the paths of the leaves that are cut, with their numbers of rows."""
+    """Returns the paths of the leaves that are cut, with the numbers of rows."""
     named = zip(tree_paths(batch, "batch"), tree_leaves(batch), _is_cut(plan, batch), strict=True)
     return [(path, len(x)) for path, x, is_cut in named if is_cut]
 
@@ -362,7 +362,7 @@ def sum_values(values: Sequence[Value], chunks: Chunks, axes: tuple[str, ...]) -
 def sum_all_squares(parts: Mapping[tuple[str, ...], Sequence[StoredValue]]) -> Tensor:
     """Returns the sum of squares of all ranks' parts, in float64: summed as integers, so in any order. Collective.
 
-    A part that is kept elsewhere is loaded twice, first for the largest value, so that one part at a time is here.
+    A part that is kept elsewhere is loaded twice, first for the largest value, so that a single part at a time is here.
 
     Args:
         parts: parts of this rank, by the axes along which the parts of ranks are disjoint.

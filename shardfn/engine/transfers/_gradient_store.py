@@ -1,7 +1,7 @@
-"""Sums of gradients on this rank: of backwards that are not sent, and its shares of the sums over ranks.
+"""Sums of gradients on this rank: of backwards that are not sent, and shares of the sums over ranks.
 
 LocalSums        gradients that are added up before any of them is sent, by leaf
-GradientStore    shares from their arrival to the update, each in the memory where it waits
+GradientStore    shares from arrival to the update, each in the memory of the wait
 """
 
 import functools
@@ -121,7 +121,7 @@ class LocalSums:
 
     @functools.cached_property
     def _find_places(self) -> dict[int, tuple[int, int]]:
-        """Returns the first layer of its stack and how many it has, by layer."""
+        """Returns the first layer and the number of layers of the stack, by layer."""
         stacks = [(first, len(x.layers)) for first, x in zip(self._plan.first_layers, self._plan.leaves, strict=True)]
         return {first + k: (first, num) for first, num in stacks for k in range(num)}
 
@@ -132,7 +132,7 @@ LEAVING_BYTES = IN_FLIGHT_BYTES
 
 
 class GradientStore:
-    """The gradients of a step by unit, and at last by leaf, each in the memory where it waits for the update.
+    """The gradients of a step by unit, and at last by leaf, each in memory until the update.
 
     `receive` adds the part of a unit that arrives. After the last part, `finish` sums along the axes that are left, and
     `split` cuts the sums into the parts of leaves that the optimizer takes. The update calls `take` for each leaf.
@@ -141,9 +141,9 @@ class GradientStore:
 
     Args:
         plan: the layout.
-        wires: the wire on which its parts arrive by unit.
+        wires: the wire on which parts arrive, by unit.
         late_axes: axes along which the gradients of shared leaves are summed by `finish`.
-        chunks: sums by chunk, or None. Then a late unit has a row for each use, which are added up last.
+        chunks: sums by chunk, or None. With chunks a late unit has a row for each use, and rows are added up last.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class GradientStore:
         ]
 
     def receive(self, unit: int, pending: Pending[Tensor], *, last: bool) -> None:
-        """Waits for a unit: its whole sum, or this rank's part, which is added to the earlier parts."""
+        """Waits for a unit: its whole sum, or this rank's part, added to the earlier parts."""
         with named_range("reduce", self._plan.layers, self._plan.reduce_units[unit].leaves):
             x = pending.result()
         if last and self.is_summed_in_one(unit):
@@ -270,21 +270,21 @@ class GradientStore:
 
         Args:
             order: of units, the same on all ranks.
-            is_made_here: whether the memory of a layer's sum was made on this rank, for it alone.
+            is_made_here: whether the memory of a layer's sum was made on this rank, for the layer alone.
         """
         for u in order:
             if u not in self._taken:
                 self._parts.update(self._split_unit(u, is_made_here))
 
     def take(self, leaf: int) -> StoredValue:
-        """Returns the part of a leaf's sum that the optimizer takes, and lets go of it. Each leaf is taken once."""
+        """Returns and lets go of the part of a leaf's sum that the optimizer takes. Each leaf is taken once."""
         first, layers = self._plan.first_layers[leaf], self._plan.leaves[leaf].layers
         if not layers:
             return self._parts.pop(first)
         return stack_values([self._parts.pop(first + k) for k in range(len(layers))])
 
     def take_all(self) -> dict[int, StoredValue]:
-        """Returns by leaf the parts that the optimizer takes, and lets go of them."""
+        """Returns and lets go of the parts that the optimizer takes, by leaf."""
         return {i: self.take(i) for i, leaf in enumerate(self._plan.leaves) if leaf.trainable}
 
     def _split_unit(self, unit: int, is_made_here: Callable[[int], bool]) -> Iterator[tuple[int, StoredValue]]:

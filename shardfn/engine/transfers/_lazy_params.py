@@ -18,7 +18,7 @@ from ._reduce import Reducer
 
 
 class Entered(NamedTuple):
-    """Leaves that have entered a loss. They serve all microbatches of a step.
+    """Leaves that have entered a loss, for all microbatches of a step.
 
     Attributes:
         params: parameter tree as the loss sees it.
@@ -102,7 +102,7 @@ REFUSED = -1
 
 
 def _list_further_uses(uses: Mapping[int, LeafUses]) -> dict[int, list[Use]]:
-    """Returns by function the uses with separate tensors: all but the first, which has the tensor that the loss sees.
+    """Returns by function the uses with separate tensors: all but the first use, with the tensor that the loss sees.
 
     Only functions that this rank runs, and those that must not use a leaf.
     """
@@ -172,7 +172,7 @@ def _make_refusal(leaf: LeafLayout) -> Callable[[Tensor], None]:
     def refuse(grad: Tensor) -> None:
         del grad
         raise ValueError(
-            f"Zero(reduction='canonical'): the layers of a pipeline use {leaf.path}, which is none of their leaves, by"
+            f"Zero(reduction='canonical'): the layers of a pipeline use {leaf.path}, a leaf outside of the layers, by"
             " an argument that code in front of the layers computes. Each rank would add up the uses of its own layers."
             " Pass the layers values without a gradient, freeze the leaf, or use reduction='by_rank'."
         )

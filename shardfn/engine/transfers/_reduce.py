@@ -119,7 +119,7 @@ class Reducer:
             self._chunks.begin(microbatch)
 
     def take(self, use: Use, grad: Tensor) -> None:
-        """Takes the gradient of a leaf: the sum over its uses in this backward, by a function of a pipeline or by all.
+        """Takes the gradient of a leaf: the sum over the uses in this backward, of a function of a pipeline or of all.
 
         `grad` is an alias that only the caller has. It is written to only if no other tensor shares its memory, either.
         """
