@@ -113,8 +113,8 @@ class Performer:
         self._last_forward = max(i for i, a in enumerate(course.actions) if a.kind == "forward")
         self._last_backward = max(i for i, is_end in enumerate(ends) if is_end)
         self._performed = 0
-        # Values of the first step are compared, but a capture has no values.
-        self._compares = not (plan.learnt.compared or plan.captured)
+        # Values of the first step are compared.
+        self._compares = not plan.learnt.compared
         self._idle = False
         self._seen: dict[int, Value] = {}
 
@@ -129,8 +129,6 @@ class Performer:
         """Lets the leaves and the model state enter."""
         self._model_state = ModelState(model_state)
         self._states = None if self._chunks is None else ChunkStates(model_state, self._chunks)
-        if not self._plan.captured:
-            self._book.watch.keep(named_leaves(model_state, "model_state"))
         self._even, self._loss_scale = even, loss_scale
         entered = enter(self._plan, blocks, self._book, self._reducer, self._at_end)
         self._params, self._handles, by_use = entered
@@ -276,7 +274,7 @@ def run_forward(plan: Plan, comms: Comms, blocks: Sequence[StoredValue], key: An
     """`f(params)` without gradients, with the leaves as a loss sees them. Leaves that it returns come whole."""
     open_channels(comms, plan)
     kept, blocks = blocks, plan.by_layer(blocks)
-    watch = make_write_detector(plan, kept, first=key not in plan.learnt.use_orders)
+    watch = make_write_detector(plan, kept, (), first=key not in plan.learnt.use_orders)
     gatherer = _make_gatherer(plan, comms, blocks, plan.learnt.use_order(key), keep=False)
     book = LeafBook(gatherer.whole, plan.layers, watch)
     with _sending_errors(gatherer, comms), torch.no_grad():
@@ -316,7 +314,8 @@ def run_backward(
         ahead: an update that uses gradients as soon as they are complete; stopped if they must be divided by a weight.
     """
     open_channels(comms, plan, _late_axes(plan, parts))
-    watch, blocks = make_write_detector(plan, blocks, first=not plan.learnt.compared), plan.by_layer(blocks)
+    states = named_leaves(model_state, "model_state")
+    watch, blocks = make_write_detector(plan, blocks, states, first=not plan.learnt.compared), plan.by_layer(blocks)
     gatherer = _make_gatherer(plan, comms, blocks, plan.learnt.use_order("step"))
     check_canonical(plan, parts)
     chunks, uses = plan.chunks, dict[int, LeafUses]()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.capture import alias, capturing, recorder, traced_once
+from shardfn.capture import alias, find_alias, recorder, traced_once
 from shardfn.core import PyTree, StoredValue, tree_unflatten
 from shardfn.engine.loss import LeafUses, LeavesByUse
 from shardfn.engine.plan import Plan
@@ -50,7 +50,7 @@ def enter(
     seen: dict[Use, Tensor] = {}
     handles: dict[Use, Tensor] = {}
     plain: list[tuple[str, Tensor]] = []
-    aliased: Callable[[Tensor], Tensor] = alias if capturing() else Tensor.detach
+    aliased = find_alias()
     further = _list_further_uses({} if reducer is None else reducer.uses)
     for key in [*((i, 0) for i in range(len(blocks))), *(key for keys in further.values() for key in keys)]:
         i, use = key
@@ -114,12 +114,15 @@ def _list_further_uses(uses: Mapping[int, LeafUses]) -> dict[int, list[Use]]:
     return out
 
 
-def make_write_detector(plan: Plan, blocks: Sequence[StoredValue], *, first: bool) -> Watch:
-    """Detects writes to the blocks that the loss gets without a copy; the first time, by their bits too."""
-    watch = Watch(bits=first and not plan.captured)
-    if not plan.captured:
-        pairs = zip(plan.leaves, blocks, strict=True)
-        watch.keep([(leaf.path, x) for leaf, x in pairs if isinstance(x, Tensor) and not leaf.ways.use.hops])
+def make_write_detector(
+    plan: Plan, blocks: Sequence[StoredValue], others: Sequence[tuple[str, Tensor]], *, first: bool
+) -> Watch:
+    """Detects writes to the blocks that the loss gets without a copy, and to others; first, by their bits too."""
+    if plan.captured:  # the ops of the graph show the writes, see `check_capture`
+        return Watch()
+    watch, pairs = Watch(bits=first), zip(plan.leaves, blocks, strict=True)
+    own = [(leaf.path, x) for leaf, x in pairs if isinstance(x, Tensor) and not leaf.ways.use.hops]
+    watch.keep([*own, *others])
     return watch
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.capture import mark, traced_once
+from shardfn.capture import mark
 from shardfn.collectives import AnyChannels, SumWire
 from shardfn.core import Pending, PyTree
 from shardfn.engine.agreement import Comms, named_range
@@ -208,22 +208,9 @@ class Reducer:
                 return self._chunks.send(x.leaves, send, separate=separate), nbytes
             # Each gradient goes when the message has it, and not after the transfer.
             grads = [self._grads.pop(i).to(self._plan.layers[i].dtypes.reduce) for i in x.leaves]
-            if self._plan.captured and wire.scatters:
-                return self._write_down(unit, grads), nbytes
             if last and self.store.is_summed_in_one(unit):
-                return wire.sum_whole(grads, traced=self._plan.captured), nbytes
-            return wire.start(grads, traced=self._plan.captured, joins=last), nbytes
-
-    def _write_down(self, unit: int, grads: list[Tensor]) -> Pending[Tensor]:
-        """Sends in a capture, which sends nothing and traces the layers of a stack once."""
-        wire = self._wires[unit]
-        looks = *(self._plan.layers[i].looks for i in self._plan.reduce_units[unit].leaves), wire.axes
-
-        def start(*grads: Tensor) -> list[Tensor]:
-            return [wire.start([*grads], traced=True, joins=False).result()]
-
-        (part,) = traced_once(("reduce", looks), start, grads)
-        return Pending.of(part)
+                return wire.sum_whole(grads), nbytes
+            return wire.start(grads, joins=last), nbytes
 
     def _zero_gradient(self, leaf: int) -> Tensor:
         """Returns the gradient of a leaf that has got none in this backward."""
