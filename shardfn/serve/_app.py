@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._anthropic_messages import count_tokens, parse_messages
-from ._dialects import DialectAnswer, AnswerWriter
+from ._dialects import AnswerWriter, DialectAnswer
 from ._embeddings import make_embeddings_response, parse_embeddings
 from ._errors import ApiError, json_response
 from ._fields import read_json

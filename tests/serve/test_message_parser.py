@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardfn.serve._message_formats import REASONING_FORMATS, TOOL_FORMATS, find_reasoning_format, find_tool_format
-from shardfn.serve._message_parser import MessageParser, MessagePart, join_parts
+from shardfn.serve._message_parser import MessageParser, join_parts
+from shardfn.serve._message_parser import MessagePart as Part
 
 NAMES = ("f", "get_weather")
 # What models write, whole and broken.
@@ -22,7 +23,7 @@ FRAGMENTS = [
 ]
 
 
-def parse(pieces: list[str], tools: str | None, reasoning: str | None, **how: Any) -> tuple[list[MessagePart], bool]:
+def parse(pieces: list[str], tools: str | None, reasoning: str | None, **how: Any) -> tuple[list[Part], bool]:
     form, thought = TOOL_FORMATS.get(tools or ""), REASONING_FORMATS.get(reasoning or "")
     parser = MessageParser(form, thought, names=NAMES, **how)
     parts = [part for piece in pieces for part in parser.add(piece)]
@@ -95,9 +96,9 @@ def test_well_formed_texts_equal_a_plain_reading(
     assert [(name, json.loads(arguments)) for name, arguments in found] == want[2]
 
 
-CALL = [MessagePart("call", "f"), MessagePart("arguments", '{"a": 1}')]
+CALL = [Part("call", "f"), Part("arguments", '{"a": 1}')]
 ONE = '{"name": "f", "arguments": {"a": 1}}'
-TWO = [*CALL, MessagePart("call", "get_weather", 1), MessagePart("arguments", "{}", 1)]
+TWO = [*CALL, Part("call", "get_weather", 1), Part("arguments", "{}", 1)]
 
 
 @pytest.mark.parametrize(
@@ -107,18 +108,18 @@ TWO = [*CALL, MessagePart("call", "get_weather", 1), MessagePart("arguments", "{
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]get_weather{}', TWO, 0),
         ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', CALL, 0),
         ("llama3_json", '{"name": "f", "parameters": {"a": 1}}; {"name": "get_weather", "parameters": {}}', TWO, 0),
-        ("llama3_json", '{"name": "Ann", "age": 1}', [MessagePart("content", '{"name": "Ann", "age": 1}')], 0),
+        ("llama3_json", '{"name": "Ann", "age": 1}', [Part("content", '{"name": "Ann", "age": 1}')], 0),
         ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', CALL, 0),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', CALL, 0),
-        ("hermes", '<tool_call>{"name": "f"}</tool_call>', [CALL[0], MessagePart("arguments", "{}")], 0),
-        ("hermes", f"<tool_call>{ONE[:-2]},}}}}</tool_call>", [CALL[0], MessagePart("arguments", '{"a": 1,}')], 1),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a"', [CALL[0], MessagePart("arguments", '{"a"')], 1),
-        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', [CALL[0], MessagePart("arguments", "[1]")], 1),
-        ("hermes", "a <tool_call>b</tool_call>", [MessagePart("content", "a <tool_call>b</tool_call>")], 1),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', [CALL[0], Part("arguments", "{}")], 0),
+        ("hermes", f"<tool_call>{ONE[:-2]},}}}}</tool_call>", [CALL[0], Part("arguments", '{"a": 1,}')], 1),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a"', [CALL[0], Part("arguments", '{"a"')], 1),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', [CALL[0], Part("arguments", "[1]")], 1),
+        ("hermes", "a <tool_call>b</tool_call>", [Part("content", "a <tool_call>b</tool_call>")], 1),
     ],
     ids=lambda x: str(x)[:40],
 )  # fmt: skip
-def test_formats(tools: str, text: str, want: list[MessagePart], malformed: bool) -> None:
+def test_formats(tools: str, text: str, want: list[Part], malformed: bool) -> None:
     assert parse([text], tools, None) == (want, malformed)
 
 
