@@ -247,8 +247,8 @@ class Zero:
         disk: the directory for "disk"; None if no field is "disk".
         reduction: "by_rank", or "canonical": the global batch is cut into `reduction_chunks` chunks, which run one by
             one and are summed by a fixed tree, so that a step is bitwise identical on any number of ranks (on one kind
-            of processor). Rank r of n passes the rows of chunks r C // n to (r + 1) C // n. `accumulate(loss, k)` cuts
-            each chunk in k.
+            of processor). Rank r of n passes the rows of chunks r C // n to (r + 1) C // n. `accumulate(loss, k)` and
+            `pipeline(num_microbatches=k)` cut each chunk in k.
         reduction_chunks: C, a power of two, at least the number of ranks.
 
     Raises:

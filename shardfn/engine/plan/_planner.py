@@ -91,6 +91,12 @@ class Planner:
         # The last result of `kept`: nearly always the next one, too.
         self._last: Plan | None = None
 
+    @property
+    def num_chunks(self) -> int:
+        """Returns the number of chunks of the batch that each rank runs in a step: 1 without canonical sums."""
+        zero = self.zero
+        return Chunks.of(zero.reduction_chunks, self.mesh, self.batch_axes).most if zero.is_canonical else 1
+
     def plan(self, treedef: Any, like: list[Any]) -> Plan:
         """Returns the plan for leaves of these shapes and dtypes.
 

@@ -1,7 +1,7 @@
-"""Sums of gradients on this rank: of backwards that are not sent, and its shares of the sums over ranks.
+"""Sums of gradients on this rank: of backwards that are not sent, and shares of the sums over ranks.
 
 LocalSums        gradients that are added up before any of them is sent, by leaf
-GradientStore    shares from their arrival to the update, each in the memory where it waits
+GradientStore    shares from arrival to the update, each in the memory of the wait
 """
 
 import functools
@@ -21,6 +21,7 @@ from shardfn.memory import on_host, to_host
 from shardfn.optim import large_square, leaf_squares, sum_squares
 from shardfn.state import OverlappedUpdate, fetch, slices_of, stack_values, start_move, store
 
+from ._canonical import ChunkSums, add_in_order
 from ._pools import pool_of
 
 
@@ -119,7 +120,7 @@ class LocalSums:
 
     @functools.cached_property
     def _find_places(self) -> dict[int, tuple[int, int]]:
-        """Returns the first layer of its stack and how many it has, by layer."""
+        """Returns the first layer and the number of layers of the stack, by layer."""
         stacks = [(first, len(x.layers)) for first, x in zip(self._plan.first_layers, self._plan.leaves, strict=True)]
         return {first + k: (first, num) for first, num in stacks for k in range(num)}
 
@@ -131,7 +132,7 @@ _ON_DEVICE = Placement()
 
 
 class GradientStore:
-    """The gradients of a step by unit, and at last by leaf, each in the memory where it waits for the update.
+    """The gradients of a step by unit, and at last by leaf, each in memory until the update.
 
     `receive` adds the part of a unit that arrives. After the last part, `finish` sums along the axes that are left, and
     `split` cuts the sums into the parts of leaves that the optimizer takes. The update calls `take` for each leaf.
@@ -140,12 +141,15 @@ class GradientStore:
 
     Args:
         plan: the layout.
-        wires: the wire on which its parts arrive by unit.
+        wires: the wire on which parts arrive, by unit.
         late_axes: axes along which the gradients of shared leaves are summed by `finish`.
+        chunks: sums by chunk, or None. With chunks a late unit has a row for each use, and rows are added up last.
     """
 
-    def __init__(self, plan: Plan, wires: Sequence[SumWire], late_axes: tuple[str, ...]) -> None:
-        self._plan, self._wires, self._late_axes = plan, wires, late_axes
+    def __init__(
+        self, plan: Plan, wires: Sequence[SumWire], late_axes: tuple[str, ...], chunks: ChunkSums | None = None
+    ) -> None:
+        self._plan, self._wires, self._late_axes, self._chunks = plan, wires, late_axes, chunks
         # Leaves are made whole during the backward, but not while parameters use the same channel.
         self._overlaps = all(leaf.used.dim is None for leaf in plan.layers)
         self._pool = pool_of(plan)
@@ -202,6 +206,10 @@ class GradientStore:
             return self._ahead.square(unit)
         return sum_squares([load(self.share(unit))])
 
+    def is_late(self, unit: int) -> bool:
+        """Returns whether a unit is summed along other axes after the last backward."""
+        return unit in self._late
+
     def is_summed_in_one(self, unit: int) -> bool:
         """Returns whether one transfer makes a unit's sum whole: not if it is added to earlier or to later parts.
 
@@ -221,7 +229,7 @@ class GradientStore:
         ]
 
     def receive(self, unit: int, pending: Pending[Tensor], *, last: bool) -> None:
-        """Waits for a unit: its whole sum, or this rank's part, which is added to the earlier parts."""
+        """Waits for a unit: its whole sum, or this rank's part, added to the earlier parts."""
         with named_range("reduce", self._plan.layers, self._plan.reduce_units[unit].leaves):
             x = pending.result()
         if last and self.is_summed_in_one(unit):
@@ -245,7 +253,10 @@ class GradientStore:
                     self._add_share(u, psum(self._pop_on_device(u).to(leaf.dtypes.reduce), leaf.extra_axes), last=True)
                 self._end_sum(u)
         for u in sorted(self._late):
-            self._add_share(u, psum(self._pop_on_device(u), self._late_axes), last=True)
+            total = psum(self._pop_on_device(u), self._late_axes)
+            if self._chunks is not None:  # at most one rank has had a row of numbers, so that this sum has no order
+                total = add_in_order(total.chunk(self._chunks.num_uses(self._plan.reduce_units[u].leaves)))
+            self._add_share(u, total, last=True)
             self._end_sum(u)
 
     def split(self, order: Sequence[int], is_made_here: Callable[[int], bool]) -> None:
@@ -253,21 +264,21 @@ class GradientStore:
 
         Args:
             order: of units, the same on all ranks.
-            is_made_here: whether the memory of a layer's sum was made on this rank, for it alone.
+            is_made_here: whether the memory of a layer's sum was made on this rank, for the layer alone.
         """
         for u in order:
             if u not in self._taken:
                 self._parts.update(self._split_unit(u, is_made_here))
 
     def take(self, leaf: int) -> StoredValue:
-        """Returns the part of a leaf's sum that the optimizer takes, and lets go of it. Each leaf is taken once."""
+        """Returns and lets go of the part of a leaf's sum that the optimizer takes. Each leaf is taken once."""
         first, layers = self._plan.first_layers[leaf], self._plan.leaves[leaf].layers
         if not layers:
             return self._parts.pop(first)
         return stack_values([self._parts.pop(first + k) for k in range(len(layers))])
 
     def take_all(self) -> dict[int, StoredValue]:
-        """Returns by leaf the parts that the optimizer takes, and lets go of them."""
+        """Returns and lets go of the parts that the optimizer takes, by leaf."""
         return {i: self.take(i) for i, leaf in enumerate(self._plan.leaves) if leaf.trainable}
 
     def _split_unit(self, unit: int, is_made_here: Callable[[int], bool]) -> Iterator[tuple[int, StoredValue]]:
