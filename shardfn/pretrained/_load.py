@@ -43,6 +43,7 @@ from shardfn.interop.quantized import can_decode, read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import load_peft
 from shardfn.models import gpt
+from shardfn.speculators import load as load_speculator
 from shardfn.transforms import eval_shape, sharded
 
 from ._files import name_file_in_errors, read_json_object
@@ -56,6 +57,7 @@ AXIS = "tp"
 # A model of transformers, and weights for a model without weights.
 _Module = tuple[Any, Mapping[str, Any] | None]
 _FILES_ALONE = {"trust_remote_code": False}  # without it transformers asks the user, and waits
+_TOKENIZER_KEYS = "model_type", "tokenizer_class"  # of config.json and of tokenizer_config.json
 _WIDE = "_keep_in_fp32_modules_strict"  # names layers that from_pretrained leaves in float32
 
 
@@ -158,7 +160,7 @@ def make_engine(
         OSError: see `load_model`.
         ImportError: see `load_model`.
     """
-    drafter = _load_drafter(job, limits)
+    drafter = _load_drafter(job, limits, served.decoder)
     more: Any = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _make_disk(job)}
     more |= {"cache": job.cache_memory, "eager_steps": eager_steps}
     engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, **more)
@@ -174,10 +176,10 @@ def describe_engine(
 
     Without captured graphs the memory is that of the weights and the cache.
     """
-    place = "" if is_device(job.memory) else f"on {job.memory}"
-    cache = "" if is_device(job.cache_memory) else f"cache on {job.cache_memory}"
+    pairs = ("on", job.memory), ("cache on", job.cache_memory)
+    places = [f"{on} {kind}" for on, kind in pairs if not is_device(kind)]
     rounded = job.activations and f"activations in {job.activations}"
-    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, rounded, place, cache)))
+    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, rounded, *places)))
     how = f"not batch-invariant: {served.inexact}" if served.inexact else "batch-invariant"
     memory = (
         str(engine.memory()) if captured else str(engine.runner.held_memory(engine.core.weights, engine.core.cache))
@@ -188,18 +190,21 @@ def describe_engine(
     return "\n".join(lines)
 
 
-def _load_drafter(job: ModelSettings, limits: Limits) -> Drafter | None:
+def _load_drafter(job: ModelSettings, limits: Limits, made: Decoder) -> Drafter | None:
     """Returns the drafter of a job. Each rank has a whole draft model.
 
     Args:
         job: job with the model's name.
         limits: limits of the engine.
+        made: decoder of the engine.
 
     Raises:
         ValueError: see `load_model`.
         OSError: see `load_model`.
         ImportError: see `load_model`.
     """
+    if job.speculator is not None:
+        return load_speculator(job.speculator, made)
     if job.draft_model is None:
         return DRAFTERS[job.drafter]
     kind = detect_kind(pathlib.Path(job.draft_model))
@@ -377,7 +382,23 @@ def _import_transformers(path: pathlib.Path) -> Any:
 def _load_tokenizer(path: pathlib.Path) -> Any:
     transformers = _import_transformers(path)
     with name_file_in_errors(path, "its tokenizer"):
-        return transformers.AutoTokenizer.from_pretrained(path, **_FILES_ALONE)
+        return transformers.AutoTokenizer.from_pretrained(path, config=_tokenizer_config(path), **_FILES_ALONE)
+
+
+def _tokenizer_config(path: pathlib.Path) -> Any:
+    """Returns a config with all that the choice of the tokenizer's class needs, or None if the choice needs more.
+
+    transformers would take the model's config, whose import takes longer than the rest of the tokenizer.
+    """
+    files = [path / name for name in ("config.json", "tokenizer_config.json")]
+    if not all(file.is_file() for file in files):
+        return None
+    kind, name = (read_json_object(file).get(key) for file, key in zip(files, _TOKENIZER_KEYS, strict=True))
+    if not isinstance(kind, str) or not isinstance(name, str):
+        return None
+    config = _import_transformers(path).PreTrainedConfig(name_or_path=str(path))
+    config.model_type = kind
+    return config
 
 
 def _load_gguf_text(file: GGUFFile) -> Text:
