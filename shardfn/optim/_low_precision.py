@@ -196,7 +196,7 @@ class _StateCodec(Protocol):
         ...
 
 
-class _Span(NamedTuple):
+class _BlockSpan(NamedTuple):
     """Blocks along a dim that a rank's elements touch.
 
     Attributes:
@@ -247,7 +247,7 @@ class _BlockCodes(NamedTuple):
             out[-2] = -(-shape[-2] // self.num_rows(shape))
         return out
 
-    def spans(self, place: _LeafPlace) -> list[_Span]:
+    def spans(self, place: _LeafPlace) -> list[_BlockSpan]:
         """Returns the blocks of this rank along the last dim, and along the dim before if blocks have several rows."""
         sizes = [self.size] if self.num_rows(place.shape) == 1 else [self.num_rows(place.shape), self.size]
         spans = []
@@ -257,7 +257,7 @@ class _BlockCodes(NamedTuple):
             num = last - first if cut.stop > cut.start else 0
             before = cut.start - first * size if num else 0
             after = num * size - before - (cut.stop - cut.start)
-            spans.append(_Span(first, num, before, after, -(-place.shape[d] // size), size))
+            spans.append(_BlockSpan(first, num, before, after, -(-place.shape[d] // size), size))
         return spans
 
     def kept(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
@@ -290,7 +290,7 @@ class _BlockCodes(NamedTuple):
         values = self.table(signed, codes.device)[codes.int()] * self._spread(scales, self.spans(place), codes.shape)
         return values if signed else values.square_()
 
-    def _spread(self, scales: Tensor, spans: Sequence[_Span], shape: torch.Size) -> Tensor:
+    def _spread(self, scales: Tensor, spans: Sequence[_BlockSpan], shape: torch.Size) -> Tensor:
         """Returns the scale of each element of a rank's block, or of elements that share a row."""
         for d, span in zip(range(len(shape) - len(spans), len(shape)), spans, strict=True):
             scales = span.spread(scales, d, shape[d])
