@@ -43,6 +43,7 @@ from shardfn.interop.quantized import can_decode, read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import load_peft
 from shardfn.models import gpt
+from shardfn.speculators import Speculator
 from shardfn.speculators import load as load_speculator
 from shardfn.transforms import eval_shape, sharded
 
@@ -187,6 +188,7 @@ def describe_engine(
     lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", memory]
     lines += [describe_sampling(job.recommended)] if job.recommended else []
     lines += [f"{job.draft_model}, which guesses: {drafter.memory()}"] if isinstance(drafter, DraftModel) else []
+    lines += [f"{job.speculator} guesses: {drafter.describe()}"] if isinstance(drafter, Speculator) else []
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import math
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -73,6 +74,11 @@ class Speculator:
     def wants_hidden(self) -> tuple[int, ...]:
         """Returns the number of the model's layers: the state that the head multiplies."""
         return (self.config.num_layers,)
+
+    def describe(self) -> str:
+        """Returns the kind and the sizes of the speculator, as a part of a line."""
+        size = sum(math.prod(shape) for shape in list_shapes(self.config).values())
+        return f"{self.config.kind} speculator, {size:,} parameters, {self.config.num_heads} tokens"
 
     def check(self, decoder: Decoder, limits: Limits | None = None) -> None:
         """Refuses an engine of another model.

@@ -55,6 +55,7 @@ def test_a_speculator_in_one_command(
     asked = ["generate", run, "abcab", "cabd", "--json", "--seed", "2", "--max-tokens", "12"]
     plain, guessed = call(*asked), call(*asked, "--speculator", out)
     assert plain[:2] == (0, guessed[1]) and "drafts accepted" in guessed[2]
+    assert f"{out} guesses: {kind} speculator, " in guessed[2]
     about = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(about | {"model_digest": "0" * 16}))
     status, said, err = call(*asked, "--speculator", out)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardfn import core
-from shardfn.inference import Context, Engine, Runner, Sampling, decoder
+from shardfn.inference import Context, Engine, Runner, Sampling, decoder, hf_decoder, limits_of
 from shardfn.speculators import (
     RecurrentConfig,
     Speculator,
@@ -153,3 +153,23 @@ def test_training_refuses_too_few_rows() -> None:
         train(config, states, steps=1, batch_size=3)
     with pytest.raises(ValueError, match=r"steps must be an integer of at least 1, got 0"):
         train(config, states, steps=0)
+
+
+@pytest.mark.nightly
+def test_a_speculator_of_an_unmodified_model_of_transformers() -> None:
+    """Its states are those that the model's head multiplies, and its tokens are those without a speculator."""
+    pytest.importorskip("transformers")
+    from tests.inference.hf_models import MODELS
+
+    one, params = hf_decoder(MODELS["llama"]())
+    [states] = hidden_states(one, params, torch.tensor([[1, 2, 0, 1]]))
+    assert one.batch_invariant and states.shape == (4, one.hidden_size)
+    config = config_of(one, "lstm", d_inner=12)
+    drafter = Speculator(config, init(config, core.key(0)))
+    limits = limits_of(one, context=24, drafts=8, running=3, buckets=(4, 12))
+    parts: dict[str, Any] = {"limits": limits, "runner": Runner(one, limits)}
+    guessing, plain = Engine(one, params, drafter=drafter, **parts), Engine(one, params, **parts)
+    prompts = [[1, 2, 0], [2, 2]]
+    for how in (GREEDY, replace(GREEDY, temperature=0.9, seed=4)):
+        assert guessing.generate(prompts, how) == plain.generate(prompts, how)
+    assert guessing.stats.speculation.drafted > 3
