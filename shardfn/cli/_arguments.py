@@ -1,14 +1,57 @@
-"""Arguments of `shardfn plan`, and the described run."""
+"""Arguments of `shardfn plan`: the described run, and the machine of the estimate."""
 
 import argparse
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import torch
 
 from shardfn.core import HOUSE_AXES, Pace, Travel, Zero, did_you_mean, raise_all
-from shardfn.graph import DEVICES
+from shardfn.graph import DEVICES, Cluster, cluster, machine_memory
 from shardfn.schedules import SCHEDULES
 
-from ._devices import device_cluster
 from ._models import PRESETS, parse_model
 from ._states import PRECISIONS, Setup
+
+_NAMES = {"v100": "v100-32", "h200": "h200", "h100": "h100", "b200": "b200", "4090": "rtx4090", "a6000": "a6000"}
+
+
+def device_cluster(name: str, shape: Mapping[str, int]) -> Cluster:
+    """Returns the cluster of a device by name. Processes on a CPU share the memory of this machine.
+
+    Args:
+        name: name of the device, as `DEVICES` lists it.
+        shape: sizes of the mesh's axes.
+
+    Raises:
+        ValueError: the device is not known.
+    """
+    known = cluster(name)
+    return _limit_memory(known, machine_memory() // _local_ranks(known, shape)) if known.device.name == "cpu" else known
+
+
+def local_cluster(shape: Mapping[str, int]) -> Cluster:
+    """Returns the cluster of the local device, with the memory. An unknown GPU computes as an A100.
+
+    Args:
+        shape: sizes of the mesh's axes.
+    """
+    if not torch.cuda.is_available():
+        return device_cluster("cpu", shape)
+    about = torch.cuda.get_device_properties(0)
+    name = next((device for part, device in _NAMES.items() if part in about.name.lower()), "a100-80")
+    return _limit_memory(cluster(name), about.total_memory)
+
+
+def _local_ranks(known: Cluster, shape: Mapping[str, int]) -> int:
+    """Returns the number of ranks on a single machine."""
+    return max(1, min(math.prod(shape.values()), known.per_node))
+
+
+def _limit_memory(known: Cluster, memory: int) -> Cluster:
+    return dataclasses.replace(known, device=dataclasses.replace(known.device, memory=memory))
+
 
 _AXES = ("dp", "tp", "pp")
 

@@ -31,7 +31,7 @@ from shardfn.transforms import (
     sharded_step,
 )
 
-from ._devices import device_cluster, local_cluster
+from ._arguments import device_cluster, local_cluster
 from ._finetune_job import FinetuneJob, settings
 from ._finetune_rows import check_samples, encode_row
 from ._models import parse_model

@@ -13,7 +13,6 @@ from shardfn.memory import DamagedError
 
 from ._arguments import add_plan_arguments, check_recipe_alone, parse_setup
 from ._bench import add_bench_arguments, bench
-from ._chart import write_chart
 from ._checkpoint import add_checkpoint_arguments, checkpoint_command
 from ._env import env_text
 from ._exact import exact
@@ -21,11 +20,20 @@ from ._finetune import finetune
 from ._finetune_job import add_finetune_arguments, parse_job
 from ._generate import generate
 from ._generate_job import add_generate_arguments, parse_generate
-from ._longest import longest
+from ._models import recipe, recipe_json, recipe_text
 from ._plan import JobPlan, plan
-from ._recipes import recipe, recipe_json, recipe_text
-from ._report import advice_text, dump, found_json, found_text, longest_json, longest_text, plan_json, plan_text
-from ._search import search
+from ._report import (
+    advice_text,
+    dump,
+    found_json,
+    found_text,
+    longest_json,
+    longest_text,
+    plan_json,
+    plan_text,
+    write_chart,
+)
+from ._search import longest, search
 from ._serve import serve_command
 from ._serve_job import add_serve_arguments, parse_serve
 from ._states import Setup

@@ -3,6 +3,16 @@
 Counted piece by piece from the layout of `sharded_step`, including padding, whole leaves and tensor parallelism. For N
 parameters over n ranks the sum is (Rajbhandari et al. 2019, arXiv 1910.02054, section 5) p N + g N + o N at stage 0, (p
 + g) N + o N / n at 1, p N + (g + o) N / n at 2, (p + g + o) N / n at 3.
+
+Bytes of activations, stored by the forward for the backward, by formula.
+
+A block keeps, for each token, the inputs of its products, norms and attention. In units of the element size: 4 D (two
+norms: input and output) + 2 D + 2 G K (q, k, v, attention's output) + 2 F for gelu, 4 F for swiglu. The scores are not
+kept (attention is fused). For 16-bit elements, G K = D and F = 4 D that is 32 D bytes: the 34 D of Korthikanti et al.
+2022, arXiv 2205.05198, less the dropout masks, which add 2 D bytes where dropout is on. Tensor parallelism over t ranks
+divides all but the 4 D and the masks. A rank of a pipeline stores the activations of the rank's blocks, for each open
+microbatch of the schedule. The last rank has the logits as well. With experts F is the sum over a token's choices, in
+the mean of the layers, and each choice has three rows of D: the input, the sorted input, and the result.
 """
 
 import dataclasses

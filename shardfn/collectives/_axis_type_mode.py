@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardfn.core import Again, Axes, Note, rebind_ambient, rebind_note
 
+from ._axis_group import current_mesh
 from ._axis_index import AxisNumber
 from ._axis_types import NOTED, AxisTypeMode
-from ._env import current_mesh
 from ._function_modes import WAITING, LateMode, began, function_modes, function_modes_changed, waiting_to_begin
 
 _NONE = LateMode(TorchFunctionMode(), begun=True)

@@ -21,9 +21,8 @@ from torch import Tensor
 from shardfn.core import MemoryKind, Pending, Placement, StoredValue
 
 from . import _native as native
-from ._axis_group import axis_group_along
-from ._buckets import staggered
-from ._env import current_mesh
+from ._axis_group import axis_group_along, current_mesh
+from ._compressor import staggered
 from ._primitive import Call, bind, start
 from ._route import AllGather, AllToAll, Cast, Hop, Move, Psum, PsumScatter, Route, Slice
 

@@ -25,8 +25,7 @@ from shardfn.core import Axes, PyTree, raise_all, tree_flatten, tree_paths, tree
 
 from . import _native as native
 from ._axis_group import AxisGroup, axis_group_along
-from ._buckets import BUCKET, buckets, check_leaves, matched, misfit, padded, staggered
-from ._compressor import Codes, Compressor, combine
+from ._compressor import BUCKET, Codes, Compressor, buckets, check_leaves, combine, matched, misfit, padded, staggered
 from ._message import exchange_rows, gather_rows
 from ._residual import Cut, Residual, check_compressor, check_memory, cut_of, split_axes
 

@@ -15,10 +15,20 @@ from torch import Tensor
 
 from shardfn.core import Axes, PyTree, raise_all, tree_flatten, tree_paths, tree_unflatten
 
-from ._axis_group import axis_group_along, block_lengths
-from ._buckets import BUCKET, buckets, check_leaves, matched, misfit, staggered
-from ._compressor import Codes, Compressor, Memory, identity, sum_of_rows
-from ._env import axis_index, current_mesh
+from ._axis_group import axis_group_along, axis_index, block_lengths, current_mesh
+from ._compressor import (
+    BUCKET,
+    Codes,
+    Compressor,
+    Memory,
+    buckets,
+    check_leaves,
+    identity,
+    matched,
+    misfit,
+    staggered,
+    sum_of_rows,
+)
 from ._message import exchange_rows
 from ._residual import Residual, check_compressor, check_dims, check_memory, split_axes
 

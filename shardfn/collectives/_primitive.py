@@ -16,12 +16,24 @@
 `I` is a value that is equal on all ranks and counts once. `V` is a value that differs. The cotangent of an `I` value is
 `I`: every rank must compute the same cotangent. References: the `shard_map` design note of JAX (JEP 14273) for the
 types; Radul et al., "You Only Linearize Once", POPL 2023, for the transposition.
+
+Notes, in a capture, the line of the user's code that calls a collective, and the collective of an op.
+
+A forward collective runs under the user's frame. The transpose runs in the backward, where the frame is gone. So a
+primitive notes the line when applied, and the transpose is recorded under the same line.
+
+Results of transfers that a caller around may keep, in place of a second transfer in a recomputation.
+
+A keeper sees the result of each primitive that sends something, whole: the operations that pack and unpack messages are
+no part of the function. `as_one` joins the transfers of a single collective: a name then means the collective's value.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,14 +41,116 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardfn import kernels
 from shardfn._torch import forward_level, peek_interpreter_stack
-from shardfn.core import adopted, this_program
+from shardfn.core import Ambient, adopted, this_program
 
 from . import _native as native
 from ._axis_group import AxisGroup
-from ._call_sites import Applied, applying, current_call_site, recording, set_call_site
 from ._function_modes import began
 from ._message import gather_rows
-from ._remat_results import transferred
+
+
+class Applied(NamedTuple):
+    """Application of a primitive. Ops of a graph are part of an application.
+
+    Attributes:
+        name: name of the primitive.
+        axes: axes of the primitive, in the mesh's order.
+        number: number of the application.
+        transposes: the number of the transposed application, or 0 for an application of the program itself.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    number: int
+    transposes: int
+
+
+_FINDER = Ambient[Callable[[], str | None]]("finds the line of the user's code")
+_FIXED = Ambient[tuple[str | None]]("the line of the user's code")
+_APPLIED = Ambient[Applied]("application of a collective")
+
+
+def record_call_sites(find: Callable[[], str | None]) -> AbstractContextManager[Any]:
+    """Makes `find` the source of `current_call_site`."""
+    return _FINDER.bound(find)
+
+
+def set_call_site(line: str | None) -> AbstractContextManager[Any]:
+    """Makes `line` the current line."""
+    return _FIXED.bound((line,))
+
+
+def current_call_site() -> str | None:
+    """Returns the current line of the user's code, or None if lines are not recorded."""
+    find, fixed = _FINDER.innermost(), _FIXED.innermost()
+    return None if find is None else fixed[0] if fixed else find()
+
+
+def recording() -> bool:
+    """Returns whether a program is being captured."""
+    return bool(_FINDER)
+
+
+def applying(applied: Applied) -> AbstractContextManager[Any]:
+    """Makes ops that are recorded in the context part of an application."""
+    return _APPLIED.bound(applied)
+
+
+def current_application() -> Applied | None:
+    """Returns the application that is being recorded, if any."""
+    return _APPLIED.innermost()
+
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class RematResults(Protocol):
+    """Keeper of results of transfers: `remat` with a policy, for example."""
+
+    def transfer(self, name: str, run: Callable[[], Tensor]) -> Tensor:
+        """Returns the result of a transfer: `run()`, or the result that was kept."""
+        ...
+
+    def joined(self, run: Callable[[], T]) -> T:
+        """Returns `run()`. The transfers inside belong to the returned tensor, or to the first of several."""
+        ...
+
+
+_KEEPER = Ambient[RematResults]("a keeper of results of transfers", by_thread=True)
+
+
+def keep_remat_results(keeper: RematResults) -> AbstractContextManager[RematResults]:
+    """Shows the transfers of this thread to a keeper, which passes transfers on to `current_remat_results`."""
+    return _KEEPER.bound(keeper)
+
+
+def current_remat_results() -> RematResults | None:
+    """Returns the keeper that sees the transfers now."""
+    return _KEEPER.innermost()
+
+
+def transferred(name: str, run: Callable[[], Tensor]) -> Tensor:
+    """Returns the result of a transfer."""
+    keeper = _KEEPER.innermost()
+    return run() if keeper is None else keeper.transfer(name, run)
+
+
+def as_one(run: Callable[[], T]) -> T:
+    """Returns the value of a collective that is made of transfers and other operations."""
+    keeper = _KEEPER.innermost()
+    return run() if keeper is None else keeper.joined(run)
+
+
+def joined(f: Callable[..., T]) -> Callable[..., T]:
+    """Returns a function made of transfers as a single collective."""
+
+    @functools.wraps(f)
+    def one(*args: Any) -> T:
+        return as_one(functools.partial(f, *args))
+
+    return one
+
 
 _NUMBERS = itertools.count(1)
 # The primitives that send nothing.

@@ -19,9 +19,7 @@ from torch import Tensor
 from shardfn.core import Axes, PyTree, raise_all, tree_flatten, tree_map, tree_paths
 
 from ._axis_group import AxisGroup, axis_group_along
-from ._call_sites import recording
-from ._primitive import Call, bind, start
-from ._remat_results import as_one
+from ._primitive import Call, as_one, bind, recording, start
 
 
 def map_tensors(op: str, f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:

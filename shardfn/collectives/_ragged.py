@@ -16,11 +16,20 @@ from shardfn.core import Axes, raise_all
 
 from ._axis_group import AxisGroup, axis_group_along
 from ._axis_type_mode import run_one_operation
-from ._call_sites import recording
 from ._native import start_op
-from ._primitive import PRIMITIVES, Call, Operands, Primitive, bind, no_transpose, swap_dims
+from ._primitive import (
+    PRIMITIVES,
+    Call,
+    Operands,
+    Primitive,
+    bind,
+    joined,
+    no_transpose,
+    recording,
+    swap_dims,
+    transferred,
+)
 from ._ragged_ops import Header, compared_places
-from ._remat_results import joined, transferred
 
 _INTEGERS = (torch.int32, torch.int64)
 

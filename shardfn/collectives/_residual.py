@@ -18,9 +18,11 @@ from torch import Tensor
 
 from shardfn.core import Axes, Mesh, P, PyTree, broadcast_prefix, raise_all, tree_flatten, tree_paths, tree_unflatten
 
+from ._axis_group import axis_size, current_mesh
 from ._compressor import Compressor, Memory
-from ._env import axis_size, current_mesh
 from ._global_tensor import GlobalTensor, unshard
+
+# Elements of a single message: half a megabyte at one bit each.
 
 
 class Residual(NamedTuple):

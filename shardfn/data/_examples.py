@@ -17,8 +17,7 @@ from jaxtyping import Int64
 from shardfn.core import Mesh, PyTree, chunk_bounds, raise_all
 
 from ._collate import first_rows
-from ._digest import digest_examples
-from ._permute import shuffled
+from ._permute import digest_examples, shuffled
 
 ENDLESS = 1 << 62
 

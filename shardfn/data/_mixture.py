@@ -23,9 +23,8 @@ from jaxtyping import Int64
 from shardfn.core import PyTree, raise_all
 
 from ._batches import Batches
-from ._digest import digest_examples
 from ._examples import ENDLESS, BatchRamp, ExampleBatches, Examples
-from ._permute import permute, shuffled
+from ._permute import digest_examples, permute, shuffled
 
 BLOCK = 1 << 16
 

@@ -23,7 +23,7 @@ from shardfn.core import (
 )
 
 from ._lora import LoRA
-from ._site import Site, of_pattern
+from ._weight import Site, of_pattern
 
 _PREFIX = "base_model.model."
 # The ends of the names of an adapter's tensors.

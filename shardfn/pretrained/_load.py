@@ -1,4 +1,7 @@
-"""Loads models for an engine: files of Hugging Face, a GGUF file, or a run of examples/train_gpt.py."""
+"""Loads models for an engine: files of Hugging Face, a GGUF file, or a run of examples/train_gpt.py.
+
+Codes of weights can be fitted to a text: `--fit FILE`.
+"""
 
 import atexit
 import dataclasses
@@ -28,7 +31,17 @@ from shardfn.core import (
     tree_map,
 )
 from shardfn.data import BPETokenizer, ByteTokenizer
-from shardfn.inference import Decoder, Drafter, DraftModel, Engine, Limits, decoder, hf_decoder, limits_of
+from shardfn.inference import (
+    Decoder,
+    Drafter,
+    DraftModel,
+    Engine,
+    Limits,
+    decoder,
+    fit_quantization,
+    hf_decoder,
+    limits_of,
+)
 from shardfn.interop import (
     GGUFFile,
     check_sizes,
@@ -45,9 +58,7 @@ from shardfn.lora import load_peft
 from shardfn.models import gpt
 from shardfn.transforms import eval_shape, sharded
 
-from ._files import name_file_in_errors, read_json_object
-from ._fit import fit_codes
-from ._generation_config import GENERATION_CONFIG, describe_sampling
+from ._files import GENERATION_CONFIG, describe_sampling, name_file_in_errors, read_json_object
 from ._settings import DRAFTERS, DTYPES, ModelSettings, detect_kind, find_run
 from ._text import Text, wrap_data_tokenizer, wrap_transformers_tokenizer
 
@@ -423,3 +434,29 @@ def _stop_tokens(path: pathlib.Path) -> frozenset[int]:
 
 def _list_ids(value: int | list[int] | None) -> frozenset[int]:
     return frozenset() if value is None else frozenset([value] if isinstance(value, int) else value)
+
+
+# Rows of the text, and tokens of each.
+_ROWS, _LENGTH = 16, 512
+
+
+def fit_codes(job: ModelSettings, params: PyTree, text: Text, plain: Decoder) -> tuple[PyTree, str]:
+    """Returns the parameters on the grids of the codes, and a remark. Each rank fits all. Collective.
+
+    Args:
+        job: job with the text and the codes.
+        params: parameters of the model. Parameters in codes already are not changed.
+        text: tokenizer of the model.
+        plain: decoder of the model, without codes, on a single rank.
+
+    Raises:
+        ValueError: the text has no tokens, or the model's layers are not known one by one.
+        OSError: the text cannot be read.
+    """
+    assert job.fit is not None
+    place, length = pathlib.Path(job.fit), min(_LENGTH, plain.context)
+    tokens = text.encode(place.read_text(encoding="utf-8"))[: _ROWS * length]
+    if not tokens:
+        raise ValueError(f"--fit {place} has no tokens; give a text like those of prompts.")
+    rows = [tokens[at : at + length] for at in range(0, len(tokens), length)]
+    return fit_quantization(plain, params, job.weights, rows), f"fitted to {len(tokens):,} tokens of {place.name}"

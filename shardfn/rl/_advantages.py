@@ -18,8 +18,7 @@ from shardfn.core import Axes, explains_keywords
 from shardfn.inference import widen_floats
 
 from ._completions import completion_mask, masked
-from ._meant import ADVANTAGES
-from ._shapes import check_lengths, check_numbers, check_shapes, has_values
+from ._shapes import ADVANTAGES, check_lengths, check_numbers, check_shapes, has_values
 
 
 @explains_keywords(**ADVANTAGES)
