@@ -33,6 +33,7 @@ ROOMS = (
     "inference",
     "serve",
     "rl",
+    "distill",
     "data",
     "metrics",
     "checkpoint",

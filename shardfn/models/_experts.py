@@ -29,6 +29,7 @@ class Experts:
         every: distance of layers with experts. Layer i has experts where `i >= first` and `(i - first + 1) % every ==
             0`: 1 is all, 2 every second.
         first: number of dense layers at the beginning.
+        layers: numbers of the layers with experts, ascending, in place of `every` and `first`, for example (1, 3, 4).
         route: function `route(logits, k=, name=)` to a `moe.Routing`, such as `moe.top_k`, with settings by
             `functools.partial`. `route` also gets `bias=` where `bias_rate` is above 0, `batch_invariant=True` in a
             batch-invariant model, `mask=` where the batch has a mask, and `chosen=` where choices are replayed.
@@ -65,6 +66,7 @@ class Experts:
     d_ff: int | None = None
     every: int = 1
     first: int = 0
+    layers: tuple[int, ...] | None = None
     route: Callable[..., moe.Routing] = moe.top_k
     balance: float = 0.01
     balance_loss: Callable[..., Tensor] = moe.balance.switch
@@ -92,6 +94,8 @@ class Experts:
                 "residual=True and shared=True both use the layer's dense MLP; use residual=True for a learnt mean, or"
                 " shared=True for a sum."
             )
+        if self.layers is not None:
+            problems += self._problems_of_layers(self.layers)
         if self.d_ff is not None and self.d_ff < 1:
             problems.append(f"d_ff={self.d_ff} must be at least 1.")
         problems += [
@@ -107,6 +111,8 @@ class Experts:
 
     def in_layer(self, i: int) -> bool:
         """Returns whether layer `i` has experts."""
+        if self.layers is not None:
+            return i in self.layers
         return i >= self.first and (i - self.first + 1) % self.every == 0
 
     def num_of(self, i: int) -> int:
@@ -146,6 +152,14 @@ class Experts:
             out.append(f"{self.exchange} adds results in the order of ranks; use {fixed}.")
         if isinstance(self.exchange, moe.AllToAll) and self.exchange.overflow == "drop":
             out.append(f'{self.exchange} drops choices; use overflow="error".')
+        return out
+
+    def _problems_of_layers(self, layers: tuple[int, ...]) -> list[str]:
+        out = []
+        if not layers or min(layers) < 0 or list(layers) != sorted(set(layers)):
+            out.append(f"layers={layers} must be numbers of layers, ascending, for example (1, 3, 4).")
+        if self.every != 1 or self.first != 0:
+            out.append(f"layers={layers} is in place of every={self.every} and first={self.first}. Leave them out.")
         return out
 
     @property

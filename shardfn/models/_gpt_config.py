@@ -216,10 +216,12 @@ def _list_problems(c: Config) -> list[str]:
 
 
 def _problems_of_experts(c: Config, experts: Experts) -> list[str]:
-    if c.stacked and (experts.first or c.num_layers % experts.every):
+    if experts.layers is not None and max(experts.layers) >= c.num_layers:
+        return [f"{experts} names layers that the {c.num_layers} layers do not have; they are 0 to {c.num_layers - 1}."]
+    if c.stacked and (experts.layers is not None or experts.first or c.num_layers % experts.every):
         return [
             f"stacked=True takes blocks of {experts.every} layers that are alike, and {experts} in {c.num_layers}"
-            " layers has others; use first=0 and a multiple of `every`, or stacked=False."
+            " layers has others; use first=0, no layers=, and a multiple of `every`, or stacked=False."
         ]
     num = experts.num
     if not c.expert_layers:

@@ -64,7 +64,7 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
     leaves, treedef = tree_flatten(_list_leaves(config))
     keys = split(key, len(leaves))
     params = tree_unflatten(treedef, [leaf.draw(k) for leaf, k in zip(leaves, keys, strict=True)])
-    return _stack_blocks(config, params, stack_draws) if config.stacked else params
+    return stack_blocks(config, params, stack_draws) if config.stacked else params
 
 
 def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
@@ -90,9 +90,9 @@ def specs(config: Config, *, tp: Axes = None, pp: str | None = None) -> PyTree:
     if pp is not None:
         if not config.stacked:
             raise ValueError(f"specs(pp={pp!r}): a pipeline cuts stacked layers. Use Config(stacked=True).")
-        return _stack_blocks(config, tree, lambda same: P(pp, *same[0]))
+        return stack_blocks(config, tree, lambda same: P(pp, *same[0]))
     return (
-        _stack_blocks(config, tree, lambda same: Sharding(P(None, *same[0]), stacked=True)) if config.stacked else tree
+        stack_blocks(config, tree, lambda same: Sharding(P(None, *same[0]), stacked=True)) if config.stacked else tree
     )
 
 
@@ -154,7 +154,7 @@ def _get_shapes(config: Config, axis: Axes) -> PyTree:
     sizes = block_shapes(config, axis)
     if not config.stacked:
         return sizes
-    return _stack_blocks(config, sizes, lambda same: BlockShape((len(same), *same[0].shape)))
+    return stack_blocks(config, sizes, lambda same: BlockShape((len(same), *same[0].shape)))
 
 
 def block_shapes(config: Config, axis: Axes) -> PyTree:
@@ -219,7 +219,8 @@ def _list_leaves(config: Config) -> PyTree:
     return tree
 
 
-def _stack_blocks(config: Config, params: Params, join: Callable[[Any], Any]) -> Params:
+def stack_blocks(config: Config, params: Params, join: Callable[[Any], Any]) -> Params:
+    """Returns parameters whose blocks are a dict, with `join` of each leaf of the config's blocks."""
     num = config.layers_a_block
     groups = [join_layers(params["blocks"][i : i + num]) for i in range(0, config.num_layers, num)]
     return {**params, "blocks": {name: join([p[name] for p in groups]) for name in groups[0]}}

@@ -153,6 +153,7 @@ def loss(
     sequence: bool = False,
     tile: Wrap | None = None,
     bias: Float[Tensor, "m e"] | Sequence[Tensor] | None = None,
+    of_logits: LogitsLoss | None = None,
 ) -> Any:
     """Returns the mean cross entropy of each token given earlier tokens.
 
@@ -177,6 +178,9 @@ def loss(
             tiles=8)`.
         bias: biases as of `apply`. `models.moe.loss` takes biases from the model state, and counts the choices that
             move biases.
+        of_logits: function `of_logits(logits, batch)` to a 0-d tensor or a WeightedMean, in place of the mean cross
+            entropy, such as the cross entropy and a divergence from a teacher (`sf.distill`). The logits are `apply`'s
+            for all tokens, and the batch is `shifted`. The balance of experts is added to the result.
 
     Returns:
         A 0-d tensor, or a WeightedMean where "targets", "segment_ids" or "mask" are in the batch.
@@ -186,7 +190,7 @@ def loss(
         ValueError: as `apply`. A model that looks ahead and a batch without "targets", whose tokens it would see, or
             with a "mask" without "segment_ids", by which tokens leave out padding. A "mask" that does not fit the
             tokens. "at" or "routes", which are of `stages(loss=)`, or `tile` and `sequence`, whose layers take all of a
-            rank's tokens together.
+            rank's tokens together, or `of_logits` with a `loss_tile`, which computes no logits.
 
     Example:
         >>> import shardfn.core as core
@@ -196,7 +200,7 @@ def loss(
         torch.Size([])
     """
     options: dict[str, Any] = {"wrap": wrap, "axis": axis, "sequence": sequence, "tile": tile, "bias": bias}
-    return loss_and_seen(config, params, batch, key, load=False, **options)[0]
+    return loss_and_seen(config, params, batch, key, load=False, of_logits=of_logits, **options)[0]
 
 
 def loss_and_seen(
@@ -211,6 +215,7 @@ def loss_and_seen(
     sequence: bool = False,
     tile: Wrap | None = None,
     bias: Float[Tensor, "m e"] | Sequence[Tensor] | None = None,
+    of_logits: LogitsLoss | None = None,
 ) -> tuple[Any, Seen | None]:
     """Returns `loss`, and the facts of all routers. `models.moe.loss` makes metrics of the facts.
 
@@ -225,6 +230,7 @@ def loss_and_seen(
         sequence: see `loss`.
         tile: see `loss`.
         bias: see `loss`.
+        of_logits: see `loss`.
 
     Example:
         >>> import shardfn.core as core
@@ -236,10 +242,13 @@ def loss_and_seen(
     """
     _check_batch(batch)
     _check_of_logits(batch, "loss", "take a loss of apply(..., at=, chosen=)")
+    _check_untiled(config, "loss", "of_logits", of_logits)
     given, batch = batch, _shift_targets(config, batch)
     along = _Along(axis, batch["tokens"].shape[1] if sequence else None)
     x_BTD, seen = _compute_hidden(config, params, batch, key, wrap, along, tile, bias, load=load)
     extra = None if seen is None else seen.loss.mean()
+    if of_logits is not None:
+        return _add_balance(of_logits(_compute_logits(config, params, x_BTD, along), batch), extra), seen
     return _compute_mean(config, params, x_BTD, batch, along, extra, weighted=_is_weighted(given)), seen
 
 
@@ -382,11 +391,7 @@ def stages_and_seen(
     """
     if not config.stacked:
         raise ValueError("stages: a pipeline runs stacked layers. Use Config(stacked=True).")
-    if loss is not None and config.loss_tile is not None:
-        raise ValueError(
-            f"stages: loss={loss} reads logits, and Config(loss_tile={config.loss_tile}) has only those of a tile at a"
-            " time. Take loss_tile=None."
-        )
+    _check_untiled(config, "stages", "loss", loss)
 
     def get_along(num_tokens: int) -> _Along:
         return _Along(axis, num_tokens if sequence else None)
@@ -639,6 +644,14 @@ def _check_of_logits(batch: dict[str, Any], who: str, remedy: str) -> None:
         )
 
 
+def _check_untiled(config: Config, who: str, name: str, of_logits: LogitsLoss | None) -> None:
+    if of_logits is not None and config.loss_tile is not None:
+        raise ValueError(
+            f"{who}: {name}={of_logits} reads logits, and Config(loss_tile={config.loss_tile}) has only those of a tile"
+            " at a time. Take loss_tile=None."
+        )
+
+
 def _is_weighted(batch: dict[str, Any]) -> bool:
     """Returns whether rows differ in the number of targets that count."""
     return any(name in batch for name in ("targets", "segment_ids", "mask"))
@@ -655,11 +668,16 @@ def _compute_mean(
     else:
         options: dict[str, Any] = {"vocab_size": config.vocab_size, **along._asdict()}
         pair = nn.tiled_cross_entropy(x_BTD, _get_head(config, params), targets_BT, tile=config.loss_tile, **options)
-    if not weighted:
-        mean = pair[0] / pair[1].clamp(min=1)
-        return mean if extra is None else mean + extra
-    # A mean over ranks by their targets, of the balance losses, too.
-    return WeightedMean(pair[0] if extra is None else pair[0] + extra * pair[1], pair[1])
+    return _add_balance(WeightedMean(*pair) if weighted else pair[0] / pair[1].clamp(min=1), extra)
+
+
+def _add_balance(value: Any, extra: Tensor | None) -> Any:
+    """Returns a loss and the balance losses. A mean over ranks by their targets has the balance by the same weight."""
+    if extra is None:
+        return value
+    if isinstance(value, WeightedMean):
+        return WeightedMean(value.total + extra * value.weight, value.weight)
+    return value + extra
 
 
 def _get_head(config: Config, params: Params) -> Any:

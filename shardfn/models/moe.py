@@ -21,6 +21,7 @@ from shardfn.nn import moe
 from . import gpt
 from ._experts import Experts as Experts
 from ._gpt_leaves import Params
+from ._student import student as student
 
 ModelState = dict[str, Any]
 
