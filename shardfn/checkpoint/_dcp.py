@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from shardfn import core
 from shardfn.collectives import Box
-from shardfn.core import Mesh, PyTree, dtype_name, load
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.memory import DamagedError
 from shardfn.state import check_alive
@@ -46,7 +46,7 @@ class BlockPlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return load(self.state_dict[index.fqn].held).detach()
+        return core.load(self.state_dict[index.fqn].held).detach()
 
 
 def _write_item(x: Content) -> WriteItem | None:
@@ -72,7 +72,7 @@ class DcpReader:
         """Returns the tensors as leaves of a single chunk each. The key replaces the file's name."""
         leaves = {}
         for key, x in self.metadata.state_dict_metadata.items():
-            if isinstance(x, TensorStorageMetadata) and dtype_name(x.properties.dtype) in DTYPES:
+            if isinstance(x, TensorStorageMetadata) and core.dtype_name(x.properties.dtype) in DTYPES:
                 leaves[key] = one_chunk(key, tuple(x.size), x.properties.dtype)
         return Manifest(0, None, {}, leaves, {})
 
@@ -106,7 +106,7 @@ class _Into(dcp.DefaultLoadPlanner):
 # DCP takes as long to be imported as shardfn, so only the functions below import DCP.
 
 
-def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -> None:
+def save_dcp(directory: str | os.PathLike[str], tree: core.PyTree, *, at: str = "") -> None:
     """Saves a tree by `torch.distributed.checkpoint`, for programs that read its format. Collective over all ranks.
 
     Args:
@@ -153,7 +153,7 @@ def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -
         )
 
 
-def restore_dcp(directory: str | os.PathLike[str], like: PyTree, **options: Unpack[ReadKeywords]) -> Any:
+def restore_dcp(directory: str | os.PathLike[str], like: core.PyTree, **options: Unpack[ReadKeywords]) -> Any:
     """Reads a checkpoint of `torch.distributed.checkpoint` into a tree like this one. Collective over its mesh.
 
     As in `restore`, all leaves are compared before a value is read, and each rank reads only local blocks. The errors
@@ -181,7 +181,7 @@ def restore_dcp(directory: str | os.PathLike[str], like: PyTree, **options: Unpa
     return read_into(like, lambda: DcpReader(directory), f"the DCP checkpoint {directory}", options)
 
 
-def _check_all_ranks(mesh: Mesh) -> None:
+def _check_all_ranks(mesh: core.Mesh) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if mesh.size != world:
         raise ValueError(f"DCP needs a mesh of all {world} ranks, got {mesh!r}. Save on a mesh of all ranks.")

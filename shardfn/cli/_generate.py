@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from shardfn.core import Mesh, first_of, make_mesh
+from shardfn import core
 from shardfn.engine import comms_of
 from shardfn.inference import (
     Completion,
@@ -89,11 +89,11 @@ def one_line(error: Exception) -> str:
     """Returns the message of an error as a single line, with the first items of the list."""
     title, *lines = str(error).splitlines() or [type(error).__name__]
     items = [line.strip().removeprefix("- ") for line in lines if line.strip()]
-    return " ".join([title, "; ".join(first_of(items, 3))]).strip()
+    return " ".join([title, "; ".join(core.first_of(items, 3))]).strip()
 
 
 def _prepare_job(job: GenerateJob) -> Ready:
-    mesh = make_mesh({AXIS: job.ranks} if job.ranks > 1 else {})
+    mesh = core.make_mesh({AXIS: job.ranks} if job.ranks > 1 else {})
     asked = _read_texts(job, mesh)
     with waiting("reading", job.model):
         served = load_model(job, mesh)
@@ -117,7 +117,7 @@ def _prepare_job(job: GenerateJob) -> Ready:
     return Ready(job, engine, prompts)
 
 
-def _read_texts(job: GenerateJob, mesh: Mesh) -> list[str]:
+def _read_texts(job: GenerateJob, mesh: core.Mesh) -> list[str]:
     """Returns the texts. The first rank reads texts from stdin."""
     if _STDIN not in job.prompts:
         return list(job.prompts)

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardfn.core import Pace, Zero, did_you_mean, raise_all
+from shardfn import core
 from shardfn.graph import cluster
 from shardfn.interop import gpt_config
 from shardfn.models import gpt, moe
@@ -63,13 +63,13 @@ def parse_model(text: str) -> gpt.Config:
         known = ("gpt", *PRESETS)
         listed = ", ".join(PRESETS)
         raise ValueError(
-            f"--model {name!r} is not known.{did_you_mean(name, known)} Known: {listed}; or gpt:num_layers=..,"
+            f"--model {name!r} is not known.{core.did_you_mean(name, known)} Known: {listed}; or gpt:num_layers=..,"
             "d_model=..,num_heads=..,vocab_size=..; or a config.json of transformers"
         )
     fields = _parse_fields(rest)
     if name == "gpt":
         missing = [f for f in ("vocab_size", "num_layers", "d_model", "num_heads") if f not in fields]
-        raise_all(ValueError, f"--model {text}:", [f"{f} is missing; add {f}=.." for f in missing])
+        core.raise_all(ValueError, f"--model {text}:", [f"{f} is missing; add {f}=.." for f in missing])
         return gpt.Config(**fields)
     return dataclasses.replace(PRESETS[name].config, **fields)
 
@@ -96,13 +96,13 @@ def _parse_fields(text: str) -> dict[str, Any]:
     for item in filter(None, (i.strip() for i in text.split(","))):
         name, sep, word = (part.strip() for part in item.partition("="))
         if name not in known:
-            problems.append(f"{name!r} is not a field of models.gpt.Config.{did_you_mean(name, known)}")
+            problems.append(f"{name!r} is not a field of models.gpt.Config.{core.did_you_mean(name, known)}")
         elif not sep:
             problems.append(f"{name!r} has no value; write {name}=..")
         else:
             fields[name] = _parse_value(word)
             problems += _type_problem(name, fields[name])
-    raise_all(ValueError, "--model:", problems)
+    core.raise_all(ValueError, "--model:", problems)
     return fields
 
 
@@ -222,7 +222,9 @@ def recipe(name: str) -> Recipe:
         2240
     """
     if name not in RECIPES:
-        raise ValueError(f"--recipe {name!r} is not known.{did_you_mean(name, RECIPES)} Known: {', '.join(RECIPES)}.")
+        raise ValueError(
+            f"--recipe {name!r} is not known.{core.did_you_mean(name, RECIPES)} Known: {', '.join(RECIPES)}."
+        )
     return RECIPES[name]
 
 
@@ -251,7 +253,7 @@ def _device_rate(p: JobPlan) -> float:
 
 
 def _make_setup(model: str, mesh: dict[str, int], stage: int, precision: str, batch: int, **more: object) -> Setup:
-    once = Zero(stage=stage, pace=Pace(accumulate="once"))
+    once = core.Zero(stage=stage, pace=core.Pace(accumulate="once"))
     config, device = PRESETS[model].config, str(more.pop("device", "a100-80"))
     length = min(config.max_len, 2048)
     settings: dict[str, object] = {"batch": batch, "seq": length, "remat": True, **more}

@@ -22,14 +22,15 @@ from typing import Any
 
 import torch
 
+from shardfn import core
 from shardfn.collectives import Cuts
-from shardfn.core import Mesh, P, Zero, deferred, key, tree_leaves, tree_paths
+from shardfn.core import Zero
 from shardfn.graph import Cluster
 from shardfn.models import gpt
 from shardfn.nn.moe import AllToAll, Local
 from shardfn.transforms import LeafLayout, gather_units, leaf_layout, reduce_units, refresh_units
 
-_Leaf = tuple[torch.Size, P]
+_Leaf = tuple[torch.Size, core.P]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +199,7 @@ def _model_states(
         # Minor to the rest of dp: ranks of experts are near each other.
         shape = tuple(item for x in shape for item in ([("dp", dp // ep), ("ep", ep)] if x[0] == "dp" else [x]))
         zero = dataclasses.replace(zero, axis=("dp", "ep"))
-    mesh = Mesh(dict(shape), torch.device("cpu"))
+    mesh = core.Mesh(dict(shape), torch.device("cpu"))
     before, blocks, after = _place_leaves(config, mesh, zero, getattr(torch, size.dtype), num_layers)
     leaves = before + blocks + after
 
@@ -248,7 +249,7 @@ def _largest_piece(cuts: Cuts) -> int:
 
 
 def _place_leaves(
-    config: gpt.Config, mesh: Mesh, zero: Zero, dtype: torch.dtype, num_layers: int
+    config: gpt.Config, mesh: core.Mesh, zero: Zero, dtype: torch.dtype, num_layers: int
 ) -> tuple[list[LeafLayout], list[LeafLayout], list[LeafLayout]]:
     """Returns the layout of every leaf: before the blocks, in the blocks, and after the blocks.
 
@@ -257,7 +258,7 @@ def _place_leaves(
     axes = mesh.axes(("dp", "ep") if "ep" in mesh.shape else "dp")
 
     @functools.cache
-    def place_leaf(size: torch.Size, compute: P) -> LeafLayout:
+    def place_leaf(size: torch.Size, compute: core.P) -> LeafLayout:
         return leaf_layout("", size, dtype, compute, zero=zero, mesh=mesh, batch_axes=axes, trainable=True)
 
     # Layers of a stack are cut, gathered and reduced one by one, as layers of a list.
@@ -282,11 +283,11 @@ def _list_leaves(config: gpt.Config, cut: bool) -> tuple[list[_Leaf], list[_Leaf
 
     Leaves before the block, inside, and after.
     """
-    with deferred():
-        params = gpt.init(config, key(0))
-    paths = tree_paths(params, "params")
-    specs = tree_leaves(gpt.specs(config, tp="tp" if cut else None))
-    leaves = [(x.shape, spec) for x, spec in zip(tree_leaves(params), specs, strict=True)]
+    with core.deferred():
+        params = gpt.init(config, core.key(0))
+    paths = core.tree_paths(params, "params")
+    specs = core.tree_leaves(gpt.specs(config, tp="tp" if cut else None))
+    leaves = [(x.shape, spec) for x, spec in zip(core.tree_leaves(params), specs, strict=True)]
     inside = [i for i, p in enumerate(paths) if "['blocks']" in p]
     first, last = inside[0], inside[-1] + 1
     return leaves[:first], leaves[first:last], leaves[last:]

@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
-from shardfn.core import Again, Ambient, Axes, Mesh, chunk_bounds, rebind_ambient, rebind_in_checkpoints
+from shardfn import core
+from shardfn.core import Mesh
 
 from ._axis_index import AxisNumber
 from ._function_modes import WAITING, NotingMode, began, function_modes, note_crossed
 
-_MESH = Ambient[Mesh]("mesh")
-_SEEN = Ambient[list[Mesh]]("notes of meshes that are bound")
+_MESH = core.Ambient[Mesh]("mesh")
+_SEEN = core.Ambient[list[Mesh]]("notes of meshes that are bound")
 _ONE_RANK = Mesh({}, torch.device("cpu"))
 
 
@@ -38,7 +39,7 @@ def bind_mesh(mesh: Mesh) -> Iterator[Mesh]:
     """Binds `mesh`, to which the axis names of collectives refer."""
     for seen in _SEEN.all:
         seen.append(mesh)
-    with _MESH.bound(mesh), rebind_in_checkpoints():
+    with _MESH.bound(mesh), core.rebind_in_checkpoints():
         yield mesh
 
 
@@ -47,12 +48,12 @@ def this_mesh(mesh: Mesh) -> AbstractContextManager[Mesh]:
     return _MESH.bound(mesh)
 
 
-@rebind_ambient
-def _restore_mesh() -> list[Again]:
+@core.rebind_ambient
+def _restore_mesh() -> list[core.Again]:
     return [functools.partial(_MESH.bound, mesh) for mesh in _MESH.all[-1:]]
 
 
-def mesh_as_now() -> Again:
+def mesh_as_now() -> core.Again:
     """Returns a way to bind the current mesh again, for a backward that runs when the mesh is no longer bound.
 
     Example:
@@ -88,7 +89,7 @@ def current_mesh() -> Mesh:
     return _ONE_RANK if mesh is None else mesh
 
 
-def axis_size(axis: Axes) -> int:
+def axis_size(axis: core.Axes) -> int:
     """Returns the number of ranks along `axis` in the bound mesh, or 1 for None and a missing axis.
 
     Example:
@@ -98,7 +99,7 @@ def axis_size(axis: Axes) -> int:
     return current_mesh().axis_size(axis)
 
 
-def axis_index(axis: Axes) -> Any:
+def axis_index(axis: core.Axes) -> Any:
     """Returns this rank's index along `axis` in the bound mesh, or 0 for None and a missing axis.
 
     Where values are followed along axes, in `shard_map` and in losses, the index is a number that remembers its axes.
@@ -176,7 +177,7 @@ class AxisGroup:
         return block_lengths(size, self.sizes)
 
 
-def axis_group_along(axis: Axes) -> AxisGroup | None:
+def axis_group_along(axis: core.Axes) -> AxisGroup | None:
     """Returns the line of the bound mesh along `axis`, or None for only this rank.
 
     Raises:
@@ -208,7 +209,7 @@ def block_lengths(size: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     n = math.prod(sizes)
     if size % n == 0:
         return (size // n,) * n
-    bounds = [chunk_bounds(size, sizes[0], i) for i in range(sizes[0])]
+    bounds = [core.chunk_bounds(size, sizes[0], i) for i in range(sizes[0])]
     return tuple(rows for start, stop in bounds for rows in block_lengths(stop - start, sizes[1:]))
 
 

@@ -39,9 +39,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from shardfn import kernels
+from shardfn import core, kernels
 from shardfn._torch import forward_level, peek_interpreter_stack
-from shardfn.core import Ambient, adopted, this_program
 
 from . import _native as native
 from ._axis_group import AxisGroup
@@ -65,9 +64,9 @@ class Applied(NamedTuple):
     transposes: int
 
 
-_FINDER = Ambient[Callable[[], str | None]]("finds the line of the user's code")
-_FIXED = Ambient[tuple[str | None]]("the line of the user's code")
-_APPLIED = Ambient[Applied]("application of a collective")
+_FINDER = core.Ambient[Callable[[], str | None]]("finds the line of the user's code")
+_FIXED = core.Ambient[tuple[str | None]]("the line of the user's code")
+_APPLIED = core.Ambient[Applied]("application of a collective")
 
 
 def record_call_sites(find: Callable[[], str | None]) -> AbstractContextManager[Any]:
@@ -117,7 +116,7 @@ class RematResults(Protocol):
         ...
 
 
-_KEEPER = Ambient[RematResults]("a keeper of results of transfers", by_thread=True)
+_KEEPER = core.Ambient[RematResults]("a keeper of results of transfers", by_thread=True)
 
 
 def keep_remat_results(keeper: RematResults) -> AbstractContextManager[RematResults]:
@@ -270,7 +269,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, ctx.call, *operands = inputs
-        ctx.line, ctx.program = current_call_site(), this_program()
+        ctx.line, ctx.program = current_call_site(), core.this_program()
         if operands:
             ctx.save_for_backward(*operands)
             ctx.save_for_forward(*operands)
@@ -278,7 +277,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         operands = ctx.saved_tensors
-        with adopted(ctx.program), set_call_site(ctx.line):
+        with core.adopted(ctx.program), set_call_site(ctx.line):
             call = dataclasses.replace(transposed(ctx.call), number=next(_NUMBERS), transposes=ctx.call.number)
             out = bind(grad_outputs[0], call, *PRIMITIVES[ctx.call.name].turned(operands))
         return out, None, *(None for _ in operands)

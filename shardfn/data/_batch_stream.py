@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler
 
-from shardfn.core import Mesh, PyTree, RankError, adopting
+from shardfn import core
 from shardfn.engine.agreement import comms_of
 from shardfn.engine.loss import agree_on_step, told_before
 
@@ -51,7 +51,7 @@ def _yield_items(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
     items: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(depth)
     left = threading.Event()
     thread = threading.Thread(
-        target=adopting(_fill_queue), args=(iterable, items, left), name="shardfn-prefetch", daemon=True
+        target=core.adopting(_fill_queue), args=(iterable, items, left), name="shardfn-prefetch", daemon=True
     )
     thread.start()
     try:
@@ -185,8 +185,8 @@ class Stream:
 
     def __init__(
         self,
-        loader: Iterable[PyTree],
-        mesh: Mesh | None = None,
+        loader: Iterable[core.PyTree],
+        mesh: core.Mesh | None = None,
         *,
         ends: str = "together",
         resume: str = "state",
@@ -197,13 +197,13 @@ class Stream:
         _check_workers(loader)
         self.passes = self.next = 0
         self._loader, self._mesh, self._ends, self._resume = loader, mesh, ends, resume
-        self._batches: Iterator[PyTree] | None = None  # batches of a pass that has begun
+        self._batches: Iterator[core.PyTree] | None = None  # batches of a pass that has begun
         self._started = False  # whether the loader's state is the state of some batch
 
     def __iter__(self) -> "Stream":
         return self
 
-    def __next__(self) -> PyTree:
+    def __next__(self) -> core.PyTree:
         """Returns this rank's rows of the next batch.
 
         At the end of a pass raises StopIteration. Then the next pass begins.
@@ -297,7 +297,7 @@ class Stream:
         if order is not None:
             vars(self._loader)["generator"].set_state(order)
 
-    def _read_batch(self) -> tuple[PyTree, bool]:
+    def _read_batch(self) -> tuple[core.PyTree, bool]:
         """Returns the next batch, and whether a batch was left."""
         with self._send_errors():
             if self._batches is None:
@@ -319,7 +319,7 @@ class Stream:
             return have
         ended = [rank for rank, (count,) in enumerate(agreed.sizes) if not count]
         if self._ends == "together":
-            raise RankError(
+            raise core.RankError(
                 f"the stream has ended on rank{'s' * (len(ended) > 1)} {', '.join(map(str, ended))} after {self.next}"
                 f" batches of pass {self.passes}, and not on the other ranks. Give all ranks the same number of batches"
                 " (pad the shards, or cut the stream by sf.data.OwnExamples and drop_last=True); or end each pass with"

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from shardfn.core import PyTree, raise_all, tree_map
+from shardfn import core
 
 IGNORED = -100  # cross-entropy's `ignore_index` in torch, and so the usual one
 
@@ -140,9 +140,9 @@ def first_fit(lengths: Sequence[int], length: int) -> tuple[list[tuple[int, int]
     return places, len(used)
 
 
-def first_rows(batch: PyTree, count: int) -> PyTree:
+def first_rows(batch: core.PyTree, count: int) -> core.PyTree:
     """Returns the first rows of every tensor of a batch."""
-    return tree_map(lambda x: x[:count] if isinstance(x, Tensor) and x.ndim else x, batch)
+    return core.tree_map(lambda x: x[:count] if isinstance(x, Tensor) and x.ndim else x, batch)
 
 
 def _token_pairs(examples: list[Any], length: int | None) -> list[tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]]:
@@ -181,7 +181,7 @@ def _check_examples(examples: list[Any]) -> None:
         elif isinstance(example, Mapping) and "tokens" not in example:
             ids = next((name for name in ("input_ids", "ids") if name in example), "ids")
             problems.append(f"example {i} of the batch has {sorted(example)}; write {{'tokens': example[{ids!r}]}}")
-    raise_all(
+    core.raise_all(
         TypeError, "an example is a sequence of token ids, or a dict with 'tokens' and perhaps 'labels':", problems
     )
 

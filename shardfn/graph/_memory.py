@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from shardfn.core import dtype_name, is_device, is_disk
+from shardfn import core
 
 from ._exact_rows import balanced_shares
 from ._leaves import sources
@@ -84,7 +84,7 @@ def _memories_of(nodes: Sequence[Node], at: Mapping[Node, int]) -> dict[int, Blo
         for tensor in tensors_of(node):
             storage = storage_of(tensor)
             if storage not in blocks:
-                on_disk = is_disk(memory_of(node))
+                on_disk = core.is_disk(memory_of(node))
                 size = stored_bytes(node) if on_disk else tensor.untyped_storage().nbytes()
                 blocks[storage] = Block(size, node, -1 if given else i, last)
             block = blocks[storage]
@@ -239,7 +239,7 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20, balanced: bool = Fals
     walks = {m: _walk_in(m, nodes, blocks, kinds) for m in MEMORIES}
     walk, pairs = walks["device"], zip(blocks, kinds, strict=True)
     at, scratch = walk.at, _scratch_in("device", nodes)
-    alive = [(b, k) for b, k in pairs if b.born <= at <= b.dies and is_device(memory_of(b.maker))]
+    alive = [(b, k) for b, k in pairs if b.born <= at <= b.dies and core.is_device(memory_of(b.maker))]
     top = sorted(alive, key=lambda pair: -pair[0].nbytes)[:largest]
     return MemoryAnalysis(
         peak=walk.peak,
@@ -344,7 +344,7 @@ def _describe_live(block: Block, kind: str) -> Live:
     shown = value is not None and not block.operand
     shape = tuple(value.shape) if value is not None and shown else ()
     leaf = maker.meta.get("leaf", "") or block.operand
-    dtype = dtype_name(value.dtype) if value is not None and shown else "bytes"
+    dtype = core.dtype_name(value.dtype) if value is not None and shown else "bytes"
     return Live(maker.name, kind, block.nbytes, shape, dtype, leaf, where_of(maker))
 
 

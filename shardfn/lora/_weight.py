@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardfn.core import MetadataTensor, P, register_pytree_node
+from shardfn import core
 from shardfn.nn import Product, product_of
 
 V = TypeVar("V")
@@ -42,7 +42,7 @@ class Site:
 
     entries: tuple[Any, ...]
     shape: tuple[int, ...]
-    spec: P
+    spec: core.P
     stacked: bool = False
     rank: int = 0
     alpha: float = 0.0
@@ -83,7 +83,7 @@ class _WithoutValues(torch.autograd.Function):
         return None, grads[0], scaled @ right.mT, left.mT @ scaled
 
 
-class LowRankWeight(MetadataTensor):
+class LowRankWeight(core.MetadataTensor):
     """Weight `[..., m, n]` that behaves as the sum `weight + scale * (left @ right)`.
 
     Attributes:
@@ -229,4 +229,4 @@ def _join_parts(kept: tuple[float, Any], parts: Any) -> Any:
     return {"weight": weight, "left": left, "right": right}  # parts of another tree, of specs or names
 
 
-register_pytree_node(LowRankWeight, _parts_of, _join_parts)
+core.register_pytree_node(LowRankWeight, _parts_of, _join_parts)

@@ -15,20 +15,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from shardfn.collectives import GlobalTensor, current_mesh, pmax
-from shardfn.core import (
-    P,
-    block_slices,
-    check_key,
-    fold_in,
-    tree_flatten,
-    tree_leaves,
-    tree_paths,
-    tree_unflatten,
-    uniform_block,
-)
+from shardfn import collectives, core
 
-from ._base import GradientTransformation, OptState, Pair, Params, Specs, Updates
+from . import _base as base
 from ._checks import check_num_steps
 from ._chunked_update import in_pieces
 from ._decide import Resolved, check_whole
@@ -53,12 +42,16 @@ class LowPrecisionState(NamedTuple):
 
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
     scales: tuple[Any, ...]
-    inner: OptState
+    inner: base.OptState
 
 
 def quantize_states(
-    inner: GradientTransformation | Pair, *, code: str = "dynamic", block_size: int = 256, min_size: int = 4096
-) -> GradientTransformation:
+    inner: base.GradientTransformation | base.Pair,
+    *,
+    code: str = "dynamic",
+    block_size: int = 256,
+    min_size: int = 4096,
+) -> base.GradientTransformation:
     """Keeps the averages of `inner` in 8 bits: `block = scale * table[codes]`, with the block's largest value as scale.
 
     A block is `block_size` neighbours along the last dim of the whole leaf, for example 4 blocks for a row of 1,000
@@ -97,7 +90,9 @@ def quantize_states(
     return _wrap("quantize_states", inner, _BlockCodes(code, block_size), min_size)
 
 
-def round_states(inner: GradientTransformation | Pair, key: Int64[Tensor, "2"]) -> GradientTransformation:
+def round_states(
+    inner: base.GradientTransformation | base.Pair, key: Int64[Tensor, "2"]
+) -> base.GradientTransformation:
     """Keeps the averages of `inner` in bfloat16, rounded up or down at random: the expected value is exact.
 
     Rounding to nearest would lose every change below 1/256 of an average, for example all changes of `nu` with
@@ -123,7 +118,7 @@ def round_states(inner: GradientTransformation | Pair, key: Int64[Tensor, "2"]) 
     References:
         Zamirai et al., Revisiting BFloat16 Training, 2020, https://arxiv.org/abs/2010.06192
     """
-    check_key("round_states", key)
+    core.check_key("round_states", key)
     first, second = key.tolist()
     return _wrap("round_states", inner, _StochasticRounding((first, second)), 1)
 
@@ -169,12 +164,12 @@ class _LeafPlace(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    spec: P
+    spec: core.P
 
     @property
     def box(self) -> tuple[slice, ...]:
-        mesh = current_mesh()
-        return block_slices(self.shape, self.spec, mesh.shape, mesh.coords)
+        mesh = collectives.current_mesh()
+        return core.block_slices(self.shape, self.spec, mesh.shape, mesh.coords)
 
 
 @runtime_checkable
@@ -216,14 +211,17 @@ class _BlockCodes(NamedTuple):
     def encode(self, x: Tensor, place: _LeafPlace, number: int, count: Tensor, signed: bool) -> tuple[Tensor, Any]:
         del number, count
         first, num, before, after = self.spans(place)
-        total, axes = -(-place.shape[-1] // self.size), current_mesh().axes(place.spec.dim_axes(len(place.shape) - 1))
+        total, axes = (
+            -(-place.shape[-1] // self.size),
+            collectives.current_mesh().axes(place.spec.dim_axes(len(place.shape) - 1)),
+        )
         width = x.shape[-1]
         if num:
             x = F.pad(x.float(), (before, after)).unflatten(-1, (num, self.size))
         else:
             x = x.float().unsqueeze(-1).expand(*x.shape, self.size)
         scales = F.pad(x.abs().amax(-1), (first, total - first - num))
-        scales = pmax(scales, axes) if axes else scales
+        scales = collectives.pmax(scales, axes) if axes else scales
         own = scales[..., first : first + num].unsqueeze(-1)
         table = self.table(signed, x.device)
         codes = torch.bucketize(x / torch.where(own == 0, 1.0, own), (table[:-1] + table[1:]) / 2)
@@ -247,9 +245,9 @@ class _StochasticRounding(NamedTuple):
 
     def encode(self, x: Tensor, place: _LeafPlace, number: int, count: Tensor, signed: bool) -> tuple[Tensor, Any]:
         del signed
-        key = fold_in(fold_in(torch.tensor(self.key, device=x.device), number), count.to(x.device))
+        key = core.fold_in(core.fold_in(torch.tensor(self.key, device=x.device), number), count.to(x.device))
         # 16 random bits are added to the 16 bits that are cut off.
-        noise = (uniform_block(key, place.shape, place.box) * (1 << 16)).int()
+        noise = (core.uniform_block(key, place.shape, place.box) * (1 << 16)).int()
         bits = x.float().contiguous().view(torch.int32) + noise
         up = (bits & -(1 << 16)).view(torch.float32)
         return torch.where(x.isfinite(), up, x.float()).to(torch.bfloat16), ()
@@ -259,7 +257,9 @@ class _StochasticRounding(NamedTuple):
         return codes.float()
 
 
-def _wrap(who: str, inner: GradientTransformation | Pair, codec: _StateCodec, least: int) -> GradientTransformation:
+def _wrap(
+    who: str, inner: base.GradientTransformation | base.Pair, codec: _StateCodec, least: int
+) -> base.GradientTransformation:
     tx = as_transformation(inner)
     refuse_phases(who, tx)
     return _LowPrecision(who, tx, codec, least).rule()
@@ -286,40 +286,42 @@ class _LowPrecision:
     """The rule. `places` has the shape, and the spec if known, of each whole leaf."""
 
     who: str
-    tx: GradientTransformation
+    tx: base.GradientTransformation
     codec: _StateCodec
     least: int
     places: Resolved | None = None
 
-    def rule(self) -> GradientTransformation:
+    def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.inner,))
         decide = self.decide if self.places is None else None
         # Scales cannot be cut with rows of the leaf, so the rule steps whole trees, in groups of its own.
         needs = needs._replace(granularity="tree", measure=None, bind_stats=None, resolve_masks=decide)
-        return GradientTransformation(self.init, self.update, self.apply, needs._replace(ascends=self.tx.needs.ascends))
+        return base.GradientTransformation(
+            self.init, self.update, self.apply, needs._replace(ascends=self.tx.needs.ascends)
+        )
 
-    def decide(self, params: Params) -> GradientTransformation:
-        slots = tree_flatten(params, none_is_leaf=True)[0]
+    def decide(self, params: base.Params) -> base.GradientTransformation:
+        slots = core.tree_flatten(params, none_is_leaf=True)[0]
         places = {
-            str(i): None if x is None else (tuple(x.shape), x.spec if isinstance(x, GlobalTensor) else None)
+            str(i): None if x is None else (tuple(x.shape), x.spec if isinstance(x, collectives.GlobalTensor) else None)
             for i, x in enumerate(slots)
         }
         return replace(self, tx=resolve_masks(self.tx, params), places=Resolved(places)).rule()
 
-    def _find_places(self, params: Params, specs: Specs) -> list[_LeafPlace]:
-        ps = tree_leaves(params)
+    def _find_places(self, params: base.Params, specs: base.Specs) -> list[_LeafPlace]:
+        ps = core.tree_leaves(params)
         if self.places is None:
             check_whole(self.who, params, specs)
-            return [_LeafPlace(tuple(p.shape), P()) for p in ps]
+            return [_LeafPlace(tuple(p.shape), core.P()) for p in ps]
         cuts = [None] * len(ps) if specs is None else spec_leaves(specs, params)
         pairs = zip(self.places.of(params), cuts, strict=True)
-        return [_LeafPlace(shape, cut or spec or P()) for (shape, spec), cut in pairs]
+        return [_LeafPlace(shape, cut or spec or core.P()) for (shape, spec), cut in pairs]
 
-    def _find_kept(self, inner: OptState, params: Params, specs: Specs) -> list[_StateLeaf]:
-        places, names = self._find_places(params, specs), tree_paths(params)
+    def _find_kept(self, inner: base.OptState, params: base.Params, specs: base.Specs) -> list[_StateLeaf]:
+        places, names = self._find_places(params, specs), core.tree_paths(params)
         out = []
-        for path, owner in zip(tree_paths(inner), owners(inner, params), strict=True):
+        for path, owner in zip(core.tree_paths(inner), owners(inner, params), strict=True):
             # For example, the field of "[0].mu['w']", which belongs to "['w']", is "mu".
             field = "" if owner is None else path.removesuffix(names[owner]).rpartition(".")[2]
             place = places[owner] if owner is not None and field in _SIGNED | _POSITIVE else None
@@ -327,11 +329,11 @@ class _LowPrecision:
             out.append(_StateLeaf(owner, None if small else place, field in _SIGNED, field in _SIGNED | _POSITIVE))
         return out
 
-    def init(self, params: Params) -> LowPrecisionState:
+    def init(self, params: base.Params) -> LowPrecisionState:
         inner = self.tx.init(params)
-        leaves, treedef = tree_flatten(inner)
+        leaves, treedef = core.tree_flatten(inner)
         kept = self._find_kept(inner, params, None)
-        if tree_leaves(params) and not any(k.is_average for k in kept):
+        if core.tree_leaves(params) and not any(k.is_average for k in kept):
             raise ValueError(
                 f"{self.who}: the state of the inner rule has none of the averages {sorted(_SIGNED | _POSITIVE)}, so"
                 " nothing would be kept in low precision. Put the wrapper directly around the rule with the averages."
@@ -341,48 +343,50 @@ class _LowPrecision:
         ]
         pairs = zip(rows, kept, strict=True)
         scales = tuple(self._place_scales(s, k.place) for (_, s), k in pairs if isinstance(s, Tensor) and k.place)
-        return LowPrecisionState(zero_count(params), scales, tree_unflatten(treedef, [x for x, _ in rows]))
+        return LowPrecisionState(zero_count(params), scales, core.tree_unflatten(treedef, [x for x, _ in rows]))
 
-    def _place_scales(self, scales: Tensor, place: _LeafPlace) -> Tensor | GlobalTensor:
+    def _place_scales(self, scales: Tensor, place: _LeafPlace) -> Tensor | collectives.GlobalTensor:
         """Returns the scales of a leaf, cut like the leaf except along the last dim."""
         if self.places is None:
             return scales
         entries = [place.spec.dim_axes(d) or None for d in range(len(place.shape) - 1)]
         shape = torch.Size((*place.shape[:-1], scales.shape[-1]))
-        return GlobalTensor(scales, shape, P(*entries), current_mesh())
+        return collectives.GlobalTensor(scales, shape, core.P(*entries), collectives.current_mesh())
 
     def _decode(self, state: LowPrecisionState, kept: Sequence[_StateLeaf]) -> tuple[list[Tensor], list[Any], Any]:
         """Returns the codes of all leaves, the scales of each leaf (or None), and the structure."""
-        codes, treedef = tree_flatten(state.inner)
+        codes, treedef = core.tree_flatten(state.inner)
         scales = iter(state.scales)
         return codes, [next(scales, None) if k.place is not None else None for k in kept], treedef
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         check_params(self.who, params)
         check_state(self.who, state, LowPrecisionState)
         kept = self._find_kept(state.inner, params, specs)
         codes, scales, treedef = self._decode(state, kept)
-        inner = tree_unflatten(treedef, [self._wide(c, s, k) for c, s, k in zip(codes, scales, kept, strict=True)])
+        inner = core.tree_unflatten(treedef, [self._wide(c, s, k) for c, s, k in zip(codes, scales, kept, strict=True)])
         us, new = self.tx.update(updates, inner, params, specs=specs)
         rows = [
             (x, None) if k.place is None else self.codec.encode(x, k.place, i, state.count, k.signed)
             for i, (x, k) in enumerate(zip(leaves_like(new, treedef, "the new state", "the state"), kept, strict=True))
         ]
         after = tuple(s for _, s in rows if isinstance(s, Tensor))
-        return us, LowPrecisionState(state.count + 1, after, tree_unflatten(treedef, [x for x, _ in rows]))
+        return us, LowPrecisionState(state.count + 1, after, core.tree_unflatten(treedef, [x for x, _ in rows]))
 
     def _wide(self, codes: Tensor, scales: Any, kept: _StateLeaf) -> Tensor:
         return codes if kept.place is None else self.codec.decode(codes, scales, kept.place, kept.signed)
 
     @torch.no_grad()
-    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply(
+        self, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         check_state(self.who, state, LowPrecisionState)
-        ps, treedef = tree_flatten(params)
+        ps, treedef = core.tree_flatten(params)
         gs, kept = leaves_like(grads, treedef, "grads", "params"), self._find_kept(state.inner, params, specs)
         codes, scales, of = self._decode(state, kept)
-        cuts = None if specs is None else tree_unflatten(treedef, spec_leaves(specs, params))
+        cuts = None if specs is None else core.tree_unflatten(treedef, spec_leaves(specs, params))
         pieces = in_pieces(self.tx, params) if self.tx.needs.measure is None else None
         whole = pieces is None or pieces.granularity == "tree"
         token = None if pieces is None or whole else pieces.begin(state.inner, specs=cuts)
@@ -391,18 +395,18 @@ class _LowPrecision:
             columns = zip(here, codes, scales, kept, strict=True)
             wide = [self._wide(c, s, k) if on else None for on, c, s, k in columns]
             own, rows = (
-                tree_unflatten(treedef, [x if i in group else None for i, x in enumerate(xs)]) for xs in (gs, ps)
+                core.tree_unflatten(treedef, [x if i in group else None for i, x in enumerate(xs)]) for xs in (gs, ps)
             )
-            part = tree_unflatten(of, wide)
+            part = core.tree_unflatten(of, wide)
             if pieces is None or token is None:
                 _, part = inplace(self.tx)(own, part, rows, specs=cuts)
             else:
                 _, part = pieces.apply(token, own, part, rows, specs=cuts)
-            new = iter(tree_leaves(part))
+            new = iter(core.tree_leaves(part))
             for i, (on, c, s, k) in enumerate(zip(here, codes, scales, kept, strict=True)):
                 if on:
                     self._write(next(new), c, s, k, i, state.count)
-        inner = tree_unflatten(of, codes)
+        inner = core.tree_unflatten(of, codes)
         inner = inner if pieces is None or token is None else pieces.end(token, inner)
         return params, LowPrecisionState(state.count.add_(1), state.scales, inner)
 

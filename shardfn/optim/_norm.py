@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from shardfn import core
 from shardfn._torch import foreach_norm
 from shardfn.collectives import current_mesh, pmax, psum, transforming
-from shardfn.core import Ambient, P, PyTree, tree_leaves
 
 from ._base import Specs
 from ._leaves import spec_leaves, wide
@@ -26,7 +26,7 @@ _ROW = 1024
 _LARGE = 4 * _ROW
 
 
-def sum_squares(tree: PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves"]:
+def sum_squares(tree: core.PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves"]:
     """Returns the global sum of squares of each leaf: `sum_i x_i^2` over all blocks, 0 for a leaf without elements.
 
     Args:
@@ -44,11 +44,11 @@ def sum_squares(tree: PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves
         >>> sum_squares({"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(0)})
         tensor([25.,  0.])
     """
-    return leaf_squares(tree_leaves(tree), None if specs is None else spec_leaves(specs, tree))
+    return leaf_squares(core.tree_leaves(tree), None if specs is None else spec_leaves(specs, tree))
 
 
 def leaf_squares(
-    leaves: list[Tensor], specs: list[P] | None, dtype: torch.dtype | None = None
+    leaves: list[Tensor], specs: list[core.P] | None, dtype: torch.dtype | None = None
 ) -> Float[Tensor, " num_leaves"]:
     """Returns `sum_squares` of a flattened tree, in a dtype. None: the dtype of `sum_squares`."""
     dtype = dtype or dtype_of_squares(leaves)
@@ -82,10 +82,10 @@ def is_exact() -> bool:
     return bool(_EXACT.innermost())
 
 
-_EXACT = Ambient[bool]("whether sums of squares are exact")
+_EXACT = core.Ambient[bool]("whether sums of squares are exact")
 
 
-def _exact_squares(leaves: list[Tensor], specs: list[P] | None) -> Float[Tensor, " num_leaves"]:
+def _exact_squares(leaves: list[Tensor], specs: list[core.P] | None) -> Float[Tensor, " num_leaves"]:
     top = torch.stack([max_abs(x) for x in leaves])
     top = top if specs is None else over_blocks(top, specs, pmax)
     limbs = [exact_limbs(x, m) for x, m in zip(leaves, top.unbind(), strict=True)]
@@ -140,7 +140,7 @@ def dtype_of_squares(leaves: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if any(x.dtype == torch.float64 for x in leaves) else torch.float32
 
 
-def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = None) -> Float[Tensor, ""]:
+def global_norm(tree: core.PyTree, specs: Specs = None, *, ord: float | str | None = None) -> Float[Tensor, ""]:
     """Returns the norm of a whole tree, as of a single vector.
 
     Euclidean, the sum of absolute values, or the largest absolute value.
@@ -166,7 +166,7 @@ def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = 
         return sum_squares(tree, specs).sum().sqrt()
     if ord not in (1, math.inf, "inf", "infinity"):
         raise ValueError(f'global_norm: ord={ord!r} must be None, 1, 2, math.inf or "inf".')
-    leaves = tree_leaves(tree)
+    leaves = core.tree_leaves(tree)
     dtype = dtype_of_squares(leaves)
     if not leaves:
         return torch.zeros((), dtype=dtype)
@@ -208,7 +208,7 @@ def large_square(x: Tensor) -> Float[Tensor, ""]:
 
 
 def over_blocks(
-    local: Shaped[Tensor, "num_leaves *rest"], specs: list[P], reduce: Callable[..., Tensor] | None = None
+    local: Shaped[Tensor, "num_leaves *rest"], specs: list[core.P], reduce: Callable[..., Tensor] | None = None
 ) -> Shaped[Tensor, "num_leaves *rest"]:
     """Returns the sum (or another `reduce`) over blocks, of one or a few numbers a leaf.
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import all_gather, axis_index
-from shardfn.core import Axes, did_you_mean, explains_keywords, raise_all
 from shardfn.engine import WeightedMean
 
 from ._completions import row_mean
@@ -70,7 +70,7 @@ class Pairs(NamedTuple):
     beta: float
     smoothing: float
     tau: float
-    axis: Axes
+    axis: core.Axes
 
     @property
     def h_B(self) -> Tensor:
@@ -127,7 +127,7 @@ def _compute_discopop(x: Pairs) -> Tensor:
     return -F.logsigmoid(h_B) * (1 - share_B) + torch.exp(-h_B) * share_B
 
 
-def _sort_rows(x_B: Tensor, axis: Axes) -> Tensor:
+def _sort_rows(x_B: Tensor, axis: core.Axes) -> Tensor:
     """Returns this rank's part of the sorted rows of all ranks."""
     if axis is None:
         return x_B.sort().values
@@ -209,7 +209,7 @@ def check_losses(
         problems.append(f"f_divergence_type is only for {', '.join(map(repr, _SCORED))}, got {divergence!r}.")
     if alpha != 0.5 and divergence != "alpha_divergence":
         problems.append(f"f_alpha_divergence_coef={alpha} has no effect without f_divergence_type='alpha_divergence'.")
-    raise_all(ValueError, "dpo:", problems)
+    core.raise_all(ValueError, "dpo:", problems)
     check_numbers("dpo", "from 0 to 1", label_smoothing=smoothing)
     check_numbers("dpo", discopop_tau=tau)
 
@@ -217,10 +217,10 @@ def check_losses(
 def _explain(name: str) -> str:
     if name == "sft":
         return " Add the cross entropy of the chosen answers as a second loss of the step."
-    return did_you_mean(name, LOSSES)
+    return core.did_you_mean(name, LOSSES)
 
 
-@explains_keywords(**PREFERENCES)
+@core.explains_keywords(**PREFERENCES)
 def dpo(
     chosen_B: Float[Tensor, " b"],
     rejected_B: Float[Tensor, " b"],
@@ -235,7 +235,7 @@ def dpo(
     discopop_tau: float = 0.05,
     chosen_lengths_B: Int[Tensor, " b"] | None = None,
     rejected_lengths_B: Int[Tensor, " b"] | None = None,
-    axis: Axes = None,
+    axis: core.Axes = None,
 ) -> WeightedMean:
     """Computes a loss of direct preference optimisation, a mean over pairs.
 
@@ -326,7 +326,7 @@ def dpo(
     return row_mean(functools.reduce(torch.add, rows))
 
 
-@explains_keywords(**PREFERENCES)
+@core.explains_keywords(**PREFERENCES)
 def cpo(
     chosen_B: Float[Tensor, " b"],
     rejected_B: Float[Tensor, " b"],
@@ -397,7 +397,7 @@ def cpo(
     return row_mean(smooth_sigmoid(h_B, label_smoothing))
 
 
-@explains_keywords(**PREFERENCES)
+@core.explains_keywords(**PREFERENCES)
 def kto(
     logprobs_B: Float[Tensor, " b"],
     ref_logprobs_B: Float[Tensor, " b"],
@@ -455,7 +455,7 @@ def kto(
     return row_mean(torch.where(desirable_B, desirable_weight * rows_B, undesirable_weight * rows_B))
 
 
-@explains_keywords(**PREFERENCES)
+@core.explains_keywords(**PREFERENCES)
 def orpo(chosen_B: Float[Tensor, " b"], rejected_B: Float[Tensor, " b"], *, beta: float = 0.1) -> WeightedMean:
     """Returns the term of odds ratio preference optimisation: -beta log sigmoid(log odds(chosen) - log odds(rejected)).
 

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Int8, Int16
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import GlobalTensor
-from shardfn.core import Axes, Mesh, P, PyTree, tree_map
 from shardfn.engine import WeightedMean
 
 from ._completions import completion_mask, counted_mean, masked, row_mean
@@ -117,7 +117,7 @@ def empty_rollout(
     )
 
 
-def as_global(rows: PyTree, mesh: Mesh, axis: Axes) -> PyTree:
+def as_global(rows: core.PyTree, mesh: core.Mesh, axis: core.Axes) -> core.PyTree:
     """Returns each rank's rows as leaves of all ranks' rows, to be saved. `collectives.local` is the way back.
 
     Args:
@@ -131,7 +131,7 @@ def as_global(rows: PyTree, mesh: Mesh, axis: Axes) -> PyTree:
         torch.Size([2, 8])
     """
     num = mesh.axis_size(axis)
-    return tree_map(lambda x: GlobalTensor(x, torch.Size((len(x) * num, *x.shape[1:])), P(axis), mesh), rows)
+    return core.tree_map(lambda x: GlobalTensor(x, torch.Size((len(x) * num, *x.shape[1:])), core.P(axis), mesh), rows)
 
 
 def check_versions(rollout: Rollout, newest: int, *, behind: int = 0) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardfn.core import Axes, Mesh, explains_keywords
+from shardfn import core
 from shardfn.engine import comms_of, losing_no_peer
 
 from ._rollout import FAILURES, Rollout
@@ -64,8 +64,8 @@ def outcomes_of(
     *,
     seconds: float,
     workers: int,
-    mesh: Mesh | None = None,
-    axis: Axes = None,
+    mesh: core.Mesh | None = None,
+    axis: core.Axes = None,
 ) -> list[Outcome]:
     """Returns the outcomes of all calls, in order. The ranks along `axis`, which make the same calls, divide them.
 
@@ -114,7 +114,7 @@ class _Worker:
         os.waitpid(self.pid, 0)
 
 
-def _join_outcomes(who: str, outcomes: list[Outcome], mesh: Mesh, axis: Axes) -> list[Outcome]:
+def _join_outcomes(who: str, outcomes: list[Outcome], mesh: core.Mesh, axis: core.Axes) -> list[Outcome]:
     """Returns the outcomes of all ranks along the axes."""
     if mesh.axis_size(axis) == 1:
         return outcomes
@@ -231,7 +231,7 @@ class Scores(NamedTuple):
     first: str
 
 
-@explains_keywords(**ADVANTAGES)
+@core.explains_keywords(**ADVANTAGES)
 def score(
     reward: Callable[..., float],
     rollout: Rollout,
@@ -239,8 +239,8 @@ def score(
     *,
     seconds: float = 10.0,
     workers: int = 1,
-    mesh: Mesh | None = None,
-    axis: Axes = None,
+    mesh: core.Mesh | None = None,
+    axis: core.Axes = None,
 ) -> Scores:
     """Calls a reward function for each answer.
 

@@ -13,19 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn import core, engine
 from shardfn.collectives import GlobalTensor
-from shardfn.core import (
-    PyTree,
-    a_kind,
-    broadcast_prefix,
-    named_leaves,
-    raise_all,
-    tree_flatten,
-    tree_leaves,
-    tree_paths,
-    tree_unflatten,
-)
-from shardfn.engine import CacheInfo, Jitted, Sharded, Transform, check_order
 
 
 def is_dim(x: Any) -> bool:
@@ -41,10 +30,10 @@ def _is_fill(x: Any) -> bool:
 class Padding:
     """Arguments of `bucketed`. See there."""
 
-    in_dims: tuple[PyTree, ...]
-    out_dims: PyTree
+    in_dims: tuple[core.PyTree, ...]
+    out_dims: core.PyTree
     sizes: tuple[int, ...] | None
-    fill: PyTree = 0
+    fill: core.PyTree = 0
     with_length: bool = True
 
     def check(self) -> None:
@@ -54,10 +43,10 @@ class Padding:
             TypeError: a dim is not an int or None, or a size not an int.
             ValueError: no dim is padded, or sizes are not positive and ascending.
         """
-        named = [*named_leaves(self.in_dims, "in_dims", is_leaf=is_dim)]
-        rows = [*named, *named_leaves(self.out_dims, "out_dims", is_leaf=is_dim)]
-        wrong = [f"{path} is {a_kind(x)}; pass the number of a dim, or None" for path, x in rows if not is_dim(x)]
-        raise_all(TypeError, "bucketed: the padded dims:", wrong)
+        named = [*core.named_leaves(self.in_dims, "in_dims", is_leaf=is_dim)]
+        rows = [*named, *core.named_leaves(self.out_dims, "out_dims", is_leaf=is_dim)]
+        wrong = [f"{path} is {core.a_kind(x)}; pass the number of a dim, or None" for path, x in rows if not is_dim(x)]
+        core.raise_all(TypeError, "bucketed: the padded dims:", wrong)
         if all(x is None for _, x in named):
             raise ValueError(
                 f"bucketed(in_dims={self.in_dims!r}) pads nothing; name a dim, as (None, 0) for dim 0 of args[1]."
@@ -77,24 +66,24 @@ class Padding:
             ValueError: a leaf lacks the dim, or lengths differ.
         """
         rows = [(path, x, dim) for path, x, dim, _ in self._list_leaves(args) if dim is not None]
-        raise_all(
+        core.raise_all(
             TypeError,
             "bucketed pads plain tensors alone:",
             [
-                f"{n} is {a_kind(x)}; pad it before sf.shard, or name no dim of it"
+                f"{n} is {core.a_kind(x)}; pad it before sf.shard, or name no dim of it"
                 for n, x, _ in rows
                 if not _is_plain(x)
             ],
         )
         short = [(n, x, d) for n, x, d in rows if not -x.ndim <= d < x.ndim]
-        raise_all(
+        core.raise_all(
             ValueError, "bucketed:", [f"{n} of shape {tuple(x.shape)} has no dim {d} to be padded" for n, x, d in short]
         )
         if not rows:
             raise ValueError("bucketed: the arguments have no leaf with a dim of in_dims; call the function itself.")
         lengths = {x.shape[d] for _, x, d in rows}
         if len(lengths) > 1:
-            raise_all(
+            core.raise_all(
                 ValueError,
                 "bucketed: padded dims have one length; nest bucketed for dims of another:",
                 [f"{n} has {x.shape[d]} along dim {d}" for n, x, d in rows],
@@ -126,7 +115,7 @@ class Padding:
             size: size of the bucket.
             rows: function for tests, from a leaf, the dim and a number of rows to the rows beyond the length.
         """
-        leaves, treedef = tree_flatten(tuple(args))
+        leaves, treedef = core.tree_flatten(tuple(args))
         length = min(length, size)
         device = torch.device("cpu")
         for i, (_, x, dim, fill) in enumerate(self._list_leaves(args)):
@@ -140,25 +129,25 @@ class Padding:
                 own = torch.cat([own, more], dim)
             # One layout for all lengths of a bucket: strides are part of a graph.
             leaves[i] = own.contiguous()
-        out = tree_unflatten(treedef, leaves)
+        out = core.tree_unflatten(treedef, leaves)
         return (*out, torch.tensor(length, device=device)) if self.with_length else out
 
-    def cut(self, out: PyTree, length: int, size: int) -> PyTree:
+    def cut(self, out: core.PyTree, length: int, size: int) -> core.PyTree:
         """Returns the result without the rows of the padding.
 
         Raises:
             ValueError: a leaf has another size along the dim in `out_dims`, or ranks cut the dim.
         """
-        leaves, treedef = tree_flatten(out)
-        dims = broadcast_prefix(self.out_dims, out, is_dim, names=("out_dims", "result"))
-        named = [*zip(tree_paths(out, "result"), leaves, dims, strict=True)]
-        raise_all(ValueError, "bucketed: out_dims does not fit the result:", list(_find_misfits(named, size)))
-        return tree_unflatten(treedef, [x if d is None else _narrow_rows(x, d, length) for _, x, d in named])
+        leaves, treedef = core.tree_flatten(out)
+        dims = core.broadcast_prefix(self.out_dims, out, is_dim, names=("out_dims", "result"))
+        named = [*zip(core.tree_paths(out, "result"), leaves, dims, strict=True)]
+        core.raise_all(ValueError, "bucketed: out_dims does not fit the result:", list(_find_misfits(named, size)))
+        return core.tree_unflatten(treedef, [x if d is None else _narrow_rows(x, d, length) for _, x, d in named])
 
-    def undeclared(self, out: PyTree) -> dict[str, tuple[int, ...]]:
+    def undeclared(self, out: core.PyTree) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of a result's uncut leaves, by path."""
-        dims = broadcast_prefix(self.out_dims, out, is_dim, names=("out_dims", "result"))
-        rows = zip(tree_paths(out, "result"), tree_leaves(out), dims, strict=True)
+        dims = core.broadcast_prefix(self.out_dims, out, is_dim, names=("out_dims", "result"))
+        rows = zip(core.tree_paths(out, "result"), core.tree_leaves(out), dims, strict=True)
         return {n: tuple(x.shape) for n, x, d in rows if d is None and isinstance(x, Tensor | GlobalTensor)}
 
     def rest(self, args: Sequence[Any]) -> Any:
@@ -179,10 +168,10 @@ class Padding:
         more = (None,) * (len(args) - len(self.in_dims))
         fills = self.fill if _is_fill(self.fill) else (*self.fill, *more)[: len(args)]
         for k, (tree, dims) in enumerate(zip(args, (*self.in_dims, *more), strict=True)):
-            each = broadcast_prefix(dims, tree, is_dim, names=(f"in_dims[{k}]", f"args[{k}]"))
+            each = core.broadcast_prefix(dims, tree, is_dim, names=(f"in_dims[{k}]", f"args[{k}]"))
             fill = fills if _is_fill(fills) else fills[k]
-            values = broadcast_prefix(fill, tree, _is_fill, names=(f"fill[{k}]", f"args[{k}]"))
-            yield from zip(tree_paths(tree, f"args[{k}]"), tree_leaves(tree), each, values, strict=True)
+            values = core.broadcast_prefix(fill, tree, _is_fill, names=(f"fill[{k}]", f"args[{k}]"))
+            yield from zip(core.tree_paths(tree, f"args[{k}]"), core.tree_leaves(tree), each, values, strict=True)
 
 
 def _is_plain(x: Any) -> bool:
@@ -200,7 +189,7 @@ def _find_misfits(named: Sequence[tuple[str, Any, int | None]], size: int) -> It
         if dim is None:
             continue
         if not isinstance(x, Tensor | GlobalTensor):
-            yield f"{path} is {a_kind(x)}, which has no dim {dim}. Name None for it"
+            yield f"{path} is {core.a_kind(x)}, which has no dim {dim}. Name None for it"
         elif isinstance(x, GlobalTensor) and x.ndim and x.mesh.axes(x.spec.dim_axes(dim % x.ndim)):
             yield f"{path} is cut along dim {dim} as {x.spec!r}; return this rank's rows, with None in out_specs"
         elif not -x.ndim <= dim < x.ndim or x.shape[dim] != size:
@@ -240,7 +229,7 @@ class BucketInfo(NamedTuple):
         buckets: counts of calls by size.
     """
 
-    graphs: CacheInfo | None
+    graphs: engine.CacheInfo | None
     buckets: Mapping[int, BucketCounts]
 
     @property
@@ -252,11 +241,11 @@ class BucketInfo(NamedTuple):
 
 def bucketed(
     f: Callable[..., Any],
-    in_dims: Sequence[PyTree],
-    out_dims: PyTree = None,
+    in_dims: Sequence[core.PyTree],
+    out_dims: core.PyTree = None,
     *,
     sizes: Sequence[int] | None = None,
-    fill: PyTree = 0,
+    fill: core.PyTree = 0,
     with_length: bool = True,
 ) -> "Bucketed":
     """Pads dims of varying length up to the next of a few sizes: a graph for each size, not for each length.
@@ -303,10 +292,10 @@ def bucketed(
         >>> f.cache_info().buckets
         {4: BucketCounts(calls=2, rows=5, padding=3)}
     """
-    check_order("bucketed", f)
+    engine.check_order("bucketed", f)
     padding = Padding(tuple(in_dims), out_dims, None if sizes is None else tuple(sizes), fill, with_length)
     padding.check()
-    jitted = f if isinstance(f, Jitted) else f.jitted if isinstance(f, Sharded) else None
+    jitted = f if isinstance(f, engine.Jitted) else f.jitted if isinstance(f, engine.Sharded) else None
     if padding.sizes is not None and jitted is not None and len(padding.sizes) > jitted.max_graphs:
         raise ValueError(
             f"bucketed has {len(padding.sizes)} sizes, and jit(max_graphs={jitted.max_graphs}) keeps fewer graphs; pass"
@@ -315,7 +304,7 @@ def bucketed(
     return Bucketed(f, padding)
 
 
-class Bucketed(Transform):
+class Bucketed(engine.Transform):
     """Function with padded arguments. See `bucketed`."""
 
     transform: ClassVar[str] = "bucketed"
@@ -344,7 +333,7 @@ class Bucketed(Transform):
         self._counts[size] = BucketCounts(before.calls + 1, before.rows + length, before.padding + size - length)
         return result
 
-    def _check_shapes(self, size: int, rest: Any, out: PyTree) -> None:
+    def _check_shapes(self, size: int, rest: Any, out: core.PyTree) -> None:
         """Refuses a shape that depends on the bucket where `out_dims` does not name the dim."""
         shapes = self.padding.undeclared(out)
         for other, (sizes, before) in self._first.items():
@@ -380,7 +369,7 @@ class Bucketed(Transform):
         """
         if self.padding.sizes is None:
             raise ValueError("bucketed without sizes= has no last bucket, so it cannot be bound; pass sizes=.")
-        if not isinstance(self.inner, Sharded | Bucketed):
+        if not isinstance(self.inner, engine.Sharded | Bucketed):
             raise ValueError("only a sharded function can be bound: bucketed(sharded(jit(f)), ...).")
         length, inner = self.padding.length(args), self.inner
         each = {
@@ -390,7 +379,9 @@ class Bucketed(Transform):
 
     def cache_info(self) -> BucketInfo:
         """Returns the counts of the graphs, and of calls, rows and padding by bucket. Bound calls are included."""
-        counted = isinstance(self.inner, Jitted) or (isinstance(self.inner, Sharded) and self.inner.jitted is not None)
+        counted = isinstance(self.inner, engine.Jitted) or (
+            isinstance(self.inner, engine.Sharded) and self.inner.jitted is not None
+        )
         inner: Any = self.inner
         graphs = inner.cache_info() if counted else inner.cache_info().graphs if isinstance(inner, Bucketed) else None
         return BucketInfo(graphs, dict(sorted(self._counts.items())))

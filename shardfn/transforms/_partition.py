@@ -6,18 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.core import (
-    Mesh,
-    PyTree,
-    RankError,
-    named_leaves,
-    raise_all,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
-from shardfn.engine import HeldBytes, Partitioned, SpecSearch, Unplaced, agree_on_step, check_order, comms_of
+from shardfn import core, engine
 from shardfn.graph import Cluster
 from shardfn.graph import cluster as named_cluster
 from shardfn.optim import GradientTransformation, resolve_masks
@@ -25,7 +14,9 @@ from shardfn.optim import GradientTransformation, resolve_masks
 from ._jit import eval_shape
 
 
-def partition(loss: Callable[..., Any], axes: str | tuple[str, ...] = "tp", *, sequence: bool = False) -> Partitioned:
+def partition(
+    loss: Callable[..., Any], axes: str | tuple[str, ...] = "tp", *, sequence: bool = False
+) -> engine.Partitioned:
     """Runs an unmodified loss with tensor parallelism: the loss sees whole leaves, a step has blocks along `axes`.
 
     `sharded_step(partition(loss), ..., specs=specs)` has the result of `sharded_step(loss, ...)` on a single device.
@@ -71,20 +62,20 @@ def partition(loss: Callable[..., Any], axes: str | tuple[str, ...] = "tp", *, s
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     if not names or not all(isinstance(x, str) for x in names) or len(set(names)) < len(names):
         raise ValueError(f"partition(axes={axes!r}): name a mesh axis, or several, each once.")
-    check_order("partition", loss, deep=True)
-    return Partitioned(loss, names, sequence)
+    engine.check_order("partition", loss, deep=True)
+    return engine.Partitioned(loss, names, sequence)
 
 
 def propose_specs(
     loss: Callable[..., Any],
-    params: PyTree,
-    mesh: Mesh,
+    params: core.PyTree,
+    mesh: core.Mesh,
     *batch: Any,
     axes: str | tuple[str, ...] = "tp",
     optimizer: GradientTransformation | None = None,
     memory: float | None = None,
     cluster: Cluster | str | None = None,
-) -> PyTree:
+) -> core.PyTree:
     """Returns specs for `partition(loss)` with little traffic, under a limit of memory on each rank.
 
     All ranks get the same specs, for the largest batch of a rank. Collective, unless the mesh is abstract.
@@ -148,16 +139,16 @@ def propose_specs(
             f"propose_specs(cluster={cluster!r}): a Cluster, as sf.graph.calibrate(mesh) and sf.graph.cluster(name)"
             " make, or a name of sf.graph.DEVICES."
         )
-    of = Unplaced.of(loss, params, _largest_batch(batch, mesh), mesh.shape)
+    of = engine.Unplaced.of(loss, params, _largest_batch(batch, mesh), mesh.shape)
     if of.stages in names:
         raise ValueError(
             f"propose_specs(axes={axes!r}): the layers of the pipeline lie along {of.stages!r}, and are cut along it"
             " anyway. Name another axis."
         )
-    return SpecSearch(of, mesh, names, _kept_bytes(params, optimizer), memory, on).found()
+    return engine.SpecSearch(of, mesh, names, _kept_bytes(params, optimizer), memory, on).found()
 
 
-def _largest_batch(batch: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
+def _largest_batch(batch: tuple[Any, ...], mesh: core.Mesh) -> tuple[Any, ...]:
     """Returns the largest batch of a rank, without data, or this rank's batch where all shapes are equal.
 
     Raises:
@@ -165,15 +156,15 @@ def _largest_batch(batch: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
     """
     if mesh.abstract or mesh.size == 1:
         return batch
-    control = comms_of(mesh).control
-    agree_on_step(control, "propose_specs")
-    shown = tree_map(lambda x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x, batch)
+    control = engine.comms_of(mesh).control
+    engine.agree_on_step(control, "propose_specs")
+    shown = core.tree_map(lambda x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x, batch)
     of_all: list[Any] = control.gather(shown)
-    tensors = [[(path, x) for path, x in named_leaves(b, "batch") if isinstance(x, Tensor)] for b in of_all]
+    tensors = [[(path, x) for path, x in core.named_leaves(b, "batch") if isinstance(x, Tensor)] for b in of_all]
     looks = [[(path, x.dtype, x.ndim) for path, x in own] for own in tensors]
     if any(look != looks[0] for look in looks):
-        raise_all(
-            RankError,
+        core.raise_all(
+            core.RankError,
             "propose_specs: the batches of ranks must have the same leaves, dtypes and numbers of dims; got:",
             [
                 f"rank {r}: {', '.join(f'{p} {tuple(x.shape)} {x.dtype}' for p, x in own)}"
@@ -182,28 +173,28 @@ def _largest_batch(batch: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
         )
     if all([x.shape for _, x in own] == [x.shape for _, x in tensors[0]] for own in tensors):
         return batch
-    return max(of_all, key=lambda b: sum(x.numel() for x in tree_leaves(b) if isinstance(x, Tensor)))
+    return max(of_all, key=lambda b: sum(x.numel() for x in core.tree_leaves(b) if isinstance(x, Tensor)))
 
 
-def _kept_bytes(params: PyTree, optimizer: GradientTransformation | None) -> list[HeldBytes]:
+def _kept_bytes(params: core.PyTree, optimizer: GradientTransformation | None) -> list[engine.HeldBytes]:
     """Returns the bytes kept for each leaf, from an optimizer's state without the other leaves."""
-    leaves, treedef = tree_flatten(params)
+    leaves, treedef = core.tree_flatten(params)
     rule = None if optimizer is None else resolve_masks(optimizer, params)
     by_leaf = rule is not optimizer  # a rule that decides by leaf, as `multi_transform` does
-    found: dict[Any, HeldBytes] = {}
-    out: list[HeldBytes] = []
+    found: dict[Any, engine.HeldBytes] = {}
+    out: list[engine.HeldBytes] = []
     for i, x in enumerate(leaves):
         key = i if by_leaf else (tuple(x.shape), x.dtype)
         if key not in found:
-            alone = tree_unflatten(treedef, [y if j == i else None for j, y in enumerate(leaves)])
+            alone = core.tree_unflatten(treedef, [y if j == i else None for j, y in enumerate(leaves)])
             found[key] = _held_bytes(x, alone, rule if x.is_floating_point() else None)
         out.append(found[key])
     return out
 
 
-def _held_bytes(x: Tensor, alone: PyTree, rule: GradientTransformation | None) -> HeldBytes:
-    states = [] if rule is None else tree_leaves(eval_shape(rule.init, alone))
+def _held_bytes(x: Tensor, alone: core.PyTree, rule: GradientTransformation | None) -> engine.HeldBytes:
+    states = [] if rule is None else core.tree_leaves(eval_shape(rule.init, alone))
     tensors = [s for s in states if isinstance(s, Tensor)]
     like = sum(s.element_size() for s in tensors if s.shape == x.shape)
     other = sum(s.element_size() * s.numel() for s in tensors if s.shape != x.shape)
-    return HeldBytes(x.element_size() + like, other)
+    return engine.HeldBytes(x.element_size() + like, other)

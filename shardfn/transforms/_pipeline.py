@@ -10,23 +10,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardfn.core import PyTree, frozen, is_frozen, named_leaves, raise_all, tree_map
-from shardfn.engine import (
-    Accumulated,
-    LeafAdapters,
-    Partitioned,
-    PipelinedFunctions,
-    PipelinedLayers,
-    PipelinedModule,
-    check_order,
-    padded,
-    unpadded,
-)
+from shardfn import core, engine
 from shardfn.modules import LayeredFunction
 from shardfn.schedules import PipelineSchedule, named_schedule
 
 
-def pad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
+def pad_layers(stack: core.PyTree, layers_per_stage: Sequence[int]) -> core.PyTree:
     """Returns a stack with unused rows added, so that each stage has as many rows as the longest stage.
 
     Ranks along an axis have equal blocks of a leaf. For stages of unequal numbers of layers, `pipeline` and
@@ -46,10 +35,10 @@ def pad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
         {'w': tensor([1., 0., 2., 3.])}
     """
     _check_stages(stack, sum(layers_per_stage), layers_per_stage)
-    return _frozen_as(stack, padded(stack, layers_per_stage))
+    return _frozen_as(stack, engine.padded(stack, layers_per_stage))
 
 
-def unpad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
+def unpad_layers(stack: core.PyTree, layers_per_stage: Sequence[int]) -> core.PyTree:
     """Returns the layers of a stack from `pad_layers`, for another number of stages or a checkpoint.
 
     Args:
@@ -65,19 +54,19 @@ def unpad_layers(stack: PyTree, layers_per_stage: Sequence[int]) -> PyTree:
         tensor([1., 2., 3.])
     """
     _check_stages(stack, len(layers_per_stage) * max(layers_per_stage, default=0), layers_per_stage)
-    return _frozen_as(stack, unpadded(stack, layers_per_stage))
+    return _frozen_as(stack, engine.unpadded(stack, layers_per_stage))
 
 
-def _frozen_as(stack: PyTree, made: PyTree) -> PyTree:
+def _frozen_as(stack: core.PyTree, made: core.PyTree) -> core.PyTree:
     """Returns the leaves of `made`, frozen where the leaves of the stack are frozen."""
-    return tree_map(lambda x, y: frozen(y) if is_frozen(x) else y, stack, made)
+    return core.tree_map(lambda x, y: core.frozen(y) if core.is_frozen(x) else y, stack, made)
 
 
-def _check_stages(stack: PyTree, rows: int, layers_per_stage: Sequence[int]) -> None:
+def _check_stages(stack: core.PyTree, rows: int, layers_per_stage: Sequence[int]) -> None:
     if not layers_per_stage or min(layers_per_stage) < 1:
         raise ValueError(f"every stage has a layer, got layers_per_stage={tuple(layers_per_stage)}.")
-    pairs = named_leaves(stack, "stack")
-    raise_all(
+    pairs = core.named_leaves(stack, "stack")
+    core.raise_all(
         ValueError,
         f"layers_per_stage={tuple(layers_per_stage)} is for {rows} rows:",
         [f"{path} has {x.shape[0]}" for path, x in pairs if x.shape[0] != rows],
@@ -85,17 +74,17 @@ def _check_stages(stack: PyTree, rows: int, layers_per_stage: Sequence[int]) -> 
 
 
 def pipeline(
-    first: Callable[..., PyTree],
-    block: Callable[..., PyTree] | Sequence[Callable[..., PyTree]],
+    first: Callable[..., core.PyTree],
+    block: Callable[..., core.PyTree] | Sequence[Callable[..., core.PyTree]],
     last: Callable[..., Any],
     *,
-    blocks: str | Callable[[PyTree], Any] = "blocks",
+    blocks: str | Callable[[core.PyTree], Any] = "blocks",
     axis: str = "pp",
     num_microbatches: int = 1,
     num_chunks: int = 1,
     schedule: str | PipelineSchedule = "1f1b",
     layers_per_stage: Sequence[int] | None = None,
-) -> Accumulated | PipelinedLayers | PipelinedFunctions:
+) -> engine.Accumulated | engine.PipelinedLayers | engine.PipelinedFunctions:
     """Returns a loss of a first function, layers on several ranks, and a last function.
 
         h = first(params, batch);  for p in layers:  h = block(p, h);  return last(params, h, batch)
@@ -161,7 +150,7 @@ def pipeline(
     """
     functions = (block,) if callable(block) else tuple(block)
     for f in (first, *functions, last):
-        check_order("pipeline", f, deep=True)
+        engine.check_order("pipeline", f, deep=True)
     if num_microbatches < 1 or num_chunks < 1:
         raise ValueError(f"pipeline needs a microbatch and a chunk, got {num_microbatches} and {num_chunks}.")
     table = schedule_of(schedule, num_chunks)
@@ -174,8 +163,8 @@ def pipeline(
             f"a pipeline of {len(functions)} functions with layers_per_stage={layers_per_stage}: give a function or"
             " more, and leave layers_per_stage out. Make one function of those that are to be a stage's together."
         )
-    loss = PipelinedLayers(*how, block) if callable(block) else PipelinedFunctions(*how, functions)
-    return Accumulated(loss, num_microbatches) if num_microbatches > 1 else loss
+    loss = engine.PipelinedLayers(*how, block) if callable(block) else engine.PipelinedFunctions(*how, functions)
+    return engine.Accumulated(loss, num_microbatches) if num_microbatches > 1 else loss
 
 
 def per_stage_of(layers_per_stage: Sequence[int] | None, num_chunks: int) -> tuple[int, ...] | None:
@@ -218,8 +207,8 @@ def pipeline_module(
     num_microbatches: int = 1,
     schedule: str | PipelineSchedule = "1f1b",
     layers_per_stage: Sequence[int] | None = None,
-    adapters: LeafAdapters | None = None,
-) -> Accumulated | PipelinedModule | Partitioned:
+    adapters: engine.LeafAdapters | None = None,
+) -> engine.Accumulated | engine.PipelinedModule | engine.Partitioned:
     """Returns a loss of an unmodified module with layers on several ranks: `pipeline` of a module.
 
         params, apply = from_module(module, layers="model.layers")
@@ -282,7 +271,7 @@ def pipeline_module(
 
     References: Huang et al., GPipe, 2018, https://arxiv.org/abs/1811.06965
     """
-    check_order("pipeline", loss, deep=True)
+    engine.check_order("pipeline", loss, deep=True)
     if not isinstance(function, LayeredFunction):
         raise TypeError(
             f"pipeline_module(loss, function): function is a {type(function).__name__}; make it by"
@@ -301,16 +290,16 @@ def pipeline_module(
             " one. Write the layers as functions: sf.pipeline(first, block, last)."
         )
     table, path, per_stage = schedule_of(schedule, 1), function.path, per_stage_of(layers_per_stage, 1)
-    whole = loss.inner if isinstance(loss, Partitioned) else loss
+    whole = loss.inner if isinstance(loss, engine.Partitioned) else loss
     blocks = (
         functools.partial(_find_layers, path) if adapters is None else functools.partial(_adapt_params, path, adapters)
     )
-    made = PipelinedModule(blocks, axis, table, 1, False, per_stage, whole, function, adapters)
-    piped = Accumulated(made, num_microbatches) if num_microbatches > 1 else made
-    return dataclasses.replace(loss, inner=piped) if isinstance(loss, Partitioned) else piped
+    made = engine.PipelinedModule(blocks, axis, table, 1, False, per_stage, whole, function, adapters)
+    piped = engine.Accumulated(made, num_microbatches) if num_microbatches > 1 else made
+    return dataclasses.replace(loss, inner=piped) if isinstance(loss, engine.Partitioned) else piped
 
 
-def _find_layers(path: str, params: PyTree) -> PyTree:
+def _find_layers(path: str, params: core.PyTree) -> core.PyTree:
     if path not in params:
         raise ValueError(
             f"pipeline_module(loss, function): params have {sorted(params)}, and the function's layers are at {path!r};"
@@ -319,7 +308,7 @@ def _find_layers(path: str, params: PyTree) -> PyTree:
     return params[path]
 
 
-def _adapt_params(path: str, adapters: LeafAdapters, params: PyTree) -> PyTree:
+def _adapt_params(path: str, adapters: engine.LeafAdapters, params: core.PyTree) -> core.PyTree:
     if set(params) != {"base", "lora"}:
         raise ValueError(
             f"pipeline_module(adapters=...): params have {sorted(params)}. Pass {{'base': params, 'lora': adapters}}."

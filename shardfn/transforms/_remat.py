@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from shardfn import core, engine
 from shardfn.activations import (
     RecordedForward,
     Rerun,
@@ -23,15 +24,13 @@ from shardfn.activations import (
 )
 from shardfn.capture import recomputing
 from shardfn.collectives import transforming
-from shardfn.core import rebind_in_checkpoints, tree_flatten, tree_leaves, tree_unflatten
-from shardfn.engine import Transform, check_order, in_section
 from shardfn.leaves import LazyLeaf
 
 WINDOW = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Offloaded(Transform):
+class Offloaded(engine.Transform):
     """Function with saved tensors stored where a policy decides.
 
     Attributes:
@@ -55,7 +54,7 @@ class Offloaded(Transform):
             return self.inner(*args, **kwargs)
         # For a partitioned loss the graph runs, and the graph's values are moved.
         again = functools.partial(Offloaded, policy=self.policy, directory=self.directory, window=self.window)
-        written, out = in_section(again, lambda: self.inner(*args, **kwargs))
+        written, out = engine.in_section(again, lambda: self.inner(*args, **kwargs))
         if written:
             return out
         checking = check_policy_names("offload", self.policy, self._called)
@@ -110,7 +109,7 @@ def offload(
 
     References: Rajbhandari et al., ZeRO-Infinity, 2021, https://arxiv.org/abs/2104.07857
     """
-    check_order("offload", f)
+    engine.check_order("offload", f)
     if not callable(policy):
         raise TypeError(f"offload takes a policy, which is a function of a SavedTensor; got {policy!r}.")
     if window < 0:
@@ -121,7 +120,7 @@ def offload(
 def _held_tensors(args: Any) -> list[Tensor]:
     """Returns the arguments that the caller holds for longer than the backward, and views of such arguments."""
     out = []
-    for x in tree_leaves(args):
+    for x in core.tree_leaves(args):
         if is_plain(x):
             # A leaf of autograd, or a tensor without a gradient, outlives the backward: a move would not free memory.
             base = x if x._base is None else x._base
@@ -169,7 +168,7 @@ def remat(
         >>> torch.equal(x.grad, torch.cos(x.detach()))
         True
     """
-    check_order("remat", f)
+    engine.check_order("remat", f)
     if policy is not None and not callable(policy):
         raise TypeError(f"remat takes a policy, which is a function of a SavedTensor (sf.policies); got {policy!r}.")
 
@@ -187,10 +186,10 @@ def remat(
             return f(*args, **kwargs)
         # For a partitioned loss the graph runs, and is recomputed.
         again = functools.partial(remat, policy=policy, directory=directory, window=window)
-        written, out = in_section(again, lambda: f(*args, **kwargs))
+        written, out = engine.in_section(again, lambda: f(*args, **kwargs))
         if written:
             return out
-        leaves, treedef = tree_flatten((args, kwargs))
+        leaves, treedef = core.tree_flatten((args, kwargs))
         # Tensors in trees are saved as inputs, too. A leaf gathered by a step cannot be saved as an input.
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and type(x) is not LazyLeaf]
         tensors = [leaves[i] for i in at]
@@ -205,13 +204,13 @@ def remat(
             filled = list(leaves)
             for i, x in zip(at, tensors, strict=True):
                 filled[i] = x
-            args, kwargs = tree_unflatten(treedef, filled)
+            args, kwargs = core.tree_unflatten(treedef, filled)
             around = recomputing() if ran else contextlib.nullcontext()
             ran.append(None)
             with around:
                 return f(*args, **kwargs)
 
-        with check_policy_names("remat", policy, called), rebind_in_checkpoints():
+        with check_policy_names("remat", policy, called), core.rebind_in_checkpoints():
             return checkpoint(run_flat, *tensors, **options)
 
     return recompute_call

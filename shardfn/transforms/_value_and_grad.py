@@ -18,28 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn import core, engine
 from shardfn.collectives import GlobalTensor, local
-from shardfn.core import Policy, PyTree, is_disk, tree_flatten, tree_leaves, tree_paths, tree_unflatten
-from shardfn.engine import (
-    COMMS,
-    Accumulated,
-    Loss,
-    Mixed,
-    NoGradientError,
-    Split,
-    WeightedMean,
-    check_order,
-    check_state,
-    evaluate,
-    fold,
-    losing_no_peer_purely,
-)
+from shardfn.core import Policy
+from shardfn.engine import WeightedMean
 from shardfn.optim import LossScale
 
 
 def accumulate(
-    loss: Callable[..., Any], num_microbatches: int, *, has_state: bool = False, split: Split | None = None
-) -> Accumulated:
+    loss: Callable[..., Any], num_microbatches: int, *, has_state: bool = False, split: engine.Split | None = None
+) -> engine.Accumulated:
     """Cuts the batch in microbatches along dim 0 and averages: `mean_i loss(params, batch_i)`.
 
     This is gradient accumulation. For a mean over rows the value and the gradient equal those of `loss(params, batch)`.
@@ -87,20 +75,20 @@ def accumulate(
         >>> accumulate(loss, 3, split=by_example)(torch.tensor(2.0), batch).mean()
         tensor(7.5000)
     """
-    check_order("accumulate", loss)
+    engine.check_order("accumulate", loss)
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ValueError(f"accumulate needs a positive number of microbatches, got {num_microbatches!r}.")
-    check_state("accumulate", loss, has_state=has_state)
+    engine.check_state("accumulate", loss, has_state=has_state)
     if split is not None and not callable(split):
         raise TypeError(
             f"accumulate(split={split!r}): pass a function, split(batch, num_microbatches) -> list of batches."
         )
-    return Accumulated(loss, num_microbatches, has_state, split)
+    return engine.Accumulated(loss, num_microbatches, has_state, split)
 
 
 def mixed_precision(
     loss: Callable[..., Any], policy: Policy, loss_scale: LossScale | None = None, *, has_state: bool = False
-) -> Mixed:
+) -> engine.Mixed:
     """Computes `loss` in a policy's precision: `cast(loss(cast(params), cast(batch)))`.
 
     Called directly, the result casts parameters and floating-point leaves of the batch to `policy.compute`, and the
@@ -136,7 +124,7 @@ def mixed_precision(
 
     References: Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740
     """
-    check_order("mixed_precision", loss, deep=True)
+    engine.check_order("mixed_precision", loss, deep=True)
     if not isinstance(policy, Policy):
         shown = policy.__name__ if isinstance(policy, types.FunctionType) else repr(policy)
         raise TypeError(
@@ -148,11 +136,11 @@ def mixed_precision(
             "Policy(accum=torch.float16) with a loss scale: gradients are divided by the scale in the dtype they are"
             " added up in, where they would become 0 again. Use accum=torch.float32."
         )
-    check_state("mixed_precision", loss, has_state=has_state)
-    return Mixed(loss, policy, loss_scale, has_state)
+    engine.check_state("mixed_precision", loss, has_state=has_state)
+    return engine.Mixed(loss, policy, loss_scale, has_state)
 
 
-def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
+def value_and_grad(loss: engine.Loss, *, has_aux: bool = False) -> Callable[..., Any]:
     """Returns a function to the loss and the gradient with respect to the first argument.
 
     Leaves may be `GlobalTensor`s, in a `sharded` function. Their gradients are then `GlobalTensor`s, too.
@@ -175,40 +163,40 @@ def value_and_grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
         (tensor(5.), {'w': tensor([2., 4.])})
     """
 
-    def sum_microbatches(params: PyTree, *args: Any) -> Any:
-        leaves, treedef = tree_flatten(params)
+    def sum_microbatches(params: core.PyTree, *args: Any) -> Any:
+        leaves, treedef = core.tree_flatten(params)
         _check_leaves(params, leaves)
         handles = [x.detach().requires_grad_() for x in local(leaves)]
-        tree = tree_unflatten(treedef, map(_restore_leaf, handles, leaves))
+        tree = core.tree_unflatten(treedef, map(_restore_leaf, handles, leaves))
 
-        def differentiate_one(inner: Loss, batch: PyTree) -> _Totals:
+        def differentiate_one(inner: engine.Loss, batch: core.PyTree) -> _Totals:
             with torch.enable_grad():
-                value = evaluate(inner, tree, (batch, *args[1:]) if args else (), has_aux)
+                value = engine.evaluate(inner, tree, (batch, *args[1:]) if args else (), has_aux)
             grads, total = _compute_grads(value.total, handles), 0.0 + value.total.detach()
             return _Totals(total, 1.0 if value.weight is None else value.weight, grads, [value.aux])
 
         total, weight, grads, auxes = (
-            fold(loss, args[0], differentiate_one, _add_totals) if args else differentiate_one(loss, None)
+            engine.fold(loss, args[0], differentiate_one, _add_totals) if args else differentiate_one(loss, None)
         )
         if handles and all(g is None for g in grads):
-            raise NoGradientError(tree_paths(params, "params"))
+            raise engine.NoGradientError(core.tree_paths(params, "params"))
         scaled = [torch.zeros_like(x) if g is None else g / weight for g, x in zip(grads, handles, strict=True)]
         out: Any = total / weight
         if has_aux:
             out = out, {k: sum(a[k].total for a in auxes) / sum(a[k].weight for a in auxes) for k in auxes[0]}
-        return out, tree_unflatten(treedef, map(_gradient_of, leaves, scaled))
+        return out, core.tree_unflatten(treedef, map(_gradient_of, leaves, scaled))
 
-    def value_and_grad_call(params: PyTree, *args: Any) -> Any:
+    def value_and_grad_call(params: core.PyTree, *args: Any) -> Any:
         # A function of only this rank's blocks need not be called by all ranks, and has no communicators.
-        meshes = [x.mesh for x in tree_leaves(params) if isinstance(x, GlobalTensor)]
-        mesh = next((m for m in meshes if COMMS.get(m) is not None), None)
-        with contextlib.nullcontext() if mesh is None else losing_no_peer_purely(mesh, ""):
+        meshes = [x.mesh for x in core.tree_leaves(params) if isinstance(x, GlobalTensor)]
+        mesh = next((m for m in meshes if engine.COMMS.get(m) is not None), None)
+        with contextlib.nullcontext() if mesh is None else engine.losing_no_peer_purely(mesh, ""):
             return sum_microbatches(params, *args)
 
     return value_and_grad_call
 
 
-def grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
+def grad(loss: engine.Loss, *, has_aux: bool = False) -> Callable[..., Any]:
     """Returns a function to the gradient only, or to `(grads, aux)`. See `value_and_grad`.
 
     Example:
@@ -218,7 +206,7 @@ def grad(loss: Loss, *, has_aux: bool = False) -> Callable[..., Any]:
     """
     both = value_and_grad(loss, has_aux=has_aux)
 
-    def grad_call(params: PyTree, *args: Any) -> Any:
+    def grad_call(params: core.PyTree, *args: Any) -> Any:
         value, grads = both(params, *args)
         return (grads, value[1]) if has_aux else grads
 
@@ -247,8 +235,8 @@ def _compute_grads(total: Tensor, handles: list[Tensor]) -> list[Tensor | None]:
     return list(torch.autograd.grad(total, handles, allow_unused=True))
 
 
-def _check_leaves(params: PyTree, leaves: list[Any]) -> None:
-    pairs = zip(tree_paths(params, "params"), leaves, strict=True)
+def _check_leaves(params: core.PyTree, leaves: list[Any]) -> None:
+    pairs = zip(core.tree_paths(params, "params"), leaves, strict=True)
     bad = [f"{p} is {getattr(x, 'dtype', type(x).__name__)}" for p, x in pairs if not _is_float(x)]
     if bad:
         raise TypeError("can only differentiate floating-point tensors; " + ", ".join(bad) + ". Close over the others.")
@@ -260,7 +248,7 @@ def _is_float(x: Any) -> bool:
 
 def _gradient_of(leaf: Any, x: Tensor) -> Any:
     """Returns the gradient of a leaf. The gradient of a leaf on disk is on the host."""
-    if isinstance(leaf, GlobalTensor) and is_disk(leaf.memory_kind):
+    if isinstance(leaf, GlobalTensor) and core.is_disk(leaf.memory_kind):
         return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, "host")
     return _restore_leaf(x, leaf)
 
