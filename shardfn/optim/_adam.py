@@ -254,7 +254,7 @@ def _leaf_direction(
     c1: Tensor,
     c2: Tensor,
     ahead: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the update of a leaf, and the next moments in the stored dtypes."""
     kept, dtype = mu.dtype, nu.dtype
     mu, nu = moments(g, mu, nu, b1, b2)
