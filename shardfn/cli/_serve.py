@@ -32,13 +32,12 @@ def serve_command(job: ServeJob) -> int:
         settings = Settings(keys=keys, **job.server)
         text = load_text(job.model)
         if job.chat_template is not None:
-            text = text._replace(
-                chat=compile_chat_template(pathlib.Path(job.chat_template).read_text(encoding="utf-8"))
-            )
+            source = pathlib.Path(job.chat_template).read_text(encoding="utf-8")
+            text = text._replace(chat=compile_chat_template(source), template=source)
         end_start()  # from here on the first rank reports
         return serve(
             settings,
-            Text(text.encode, text.tokenizer, text.chat, text.plain),
+            Text(text.encode, text.tokenizer, text.chat, text.plain, text.template),
             lambda end: command_of(job, end, sys.executable),
             ranks=job.model.ranks,
             threads=None if "OMP_NUM_THREADS" in os.environ else max(1, num_processors() // job.model.ranks),

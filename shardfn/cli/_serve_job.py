@@ -9,7 +9,7 @@ from typing import Any
 
 from shardfn.inference import Limits
 from shardfn.pretrained import DTYPES, KINDS, ModelSettings, Problem, detect_kind
-from shardfn.serve import POOLINGS
+from shardfn.serve import POOLINGS, REASONING_PARSERS, TOOL_PARSERS
 
 from ._generate_job import (
     adapter_problems,
@@ -62,6 +62,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key-file", metavar="FILE", help="the keys of clients, one in each line")
     add("--allowed-host", action="append", default=[], metavar="NAME", help="of a proxy before a server at loopback")
     add("--chat-template", metavar="FILE", help="a template of jinja, in place of the tokenizer's")
+    text = "how the model writes calls of tools (default: as the chat template shows)"
+    add("--tool-call-parser", choices=TOOL_PARSERS, default="auto", help=text)
+    text = "how the model writes reasoning (default: as the chat template shows)"
+    add("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help=text)
+    text = "of pages of other sites that may use the server, such as https://example.org; '*' is all; may be repeated"
+    add("--allowed-origin", action="append", default=[], metavar="ORIGIN", help=text)
     add_config_argument(parser)
     text = "adapters of peft for requests whose model is NAME; may be repeated; float32 alone"
     add("--adapter", action="append", default=[], metavar="NAME=DIR", help=text)
@@ -111,6 +117,9 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         "adapters": tuple(adapters),
         "pooling": args.pooling,
         "hosts": tuple(args.allowed_host),
+        "origins": tuple(args.allowed_origin),
+        "tool_call_parser": args.tool_call_parser,
+        "reasoning_parser": args.reasoning_parser,
         "max_body": int(args.max_body_mib * _MIB),
         "max_connections": args.max_connections,
         "max_waiting": args.max_waiting_tokens,

@@ -121,7 +121,7 @@ class Engine:
         self.adapters = Adapters(decoder, self.mesh.device, self.dtype, lambda: self.core.requests)
         self.logits_processors = LogitsProcessors(logits_processors)
         self.embeddings, self._constraints = Embeddings(decoder.embeds), Constraints(self.detokenizer, limits.vocab)
-        self._texts = Texts(self.detokenizer)
+        self._texts = Texts(self.detokenizer, lambda: detokenizer(tokenizer, special=True))
         extras = self._constraints, self._texts, self.embeddings, self.adapters, self.logits_processors
         hooks = [x.hooks for x in (*extras, *recorders)]
         state = start(limits, self.detokenizer.digest if self.detokenizer else b"", drafter)

@@ -11,6 +11,9 @@ KINDS = ("json_schema", "regex", "lark")
 MOST_BYTES = 1 << 16
 # A compiled `multipleOf` has a state for each remainder.
 MOST_REMAINDERS = 5000
+# Default rules of JSON texts: a bound on white space between the parts, so that a weak model does not draw white space
+# until `max_tokens`, and `anyOf` for `oneOf`, since no context-free grammar excludes a second match.
+_JSON_RULES = {"whitespace_pattern": r"[ \t\n\r]{1,20}", "coerce_one_of": True}
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,9 @@ class Grammar:
     def json_schema(cls, schema: str | Mapping[str, Any]) -> "Grammar":
         """Returns the grammar of JSON texts that have a schema, with properties in the order of the schema.
 
-        Between two parts of a text there are at most 20 characters of white space. The schema may have another rule,
-        for example `"x-guidance": {"whitespace_flexible": False}` for a text without white space.
+        Between two parts of a text there are at most 20 characters of white space, and `oneOf` permits each text that
+        `anyOf` permits. The schema may have another rule, for example `"x-guidance": {"whitespace_flexible": False}`
+        for a text without white space.
 
         Raises:
             ValueError: the schema is not JSON.
@@ -79,6 +83,38 @@ class Grammar:
             'lark'
         """
         return cls("lark", text)
+
+
+def list_json_rules(schema: Any) -> dict[str, Any]:
+    """Returns the rules of texts that have a schema, except those that the schema's `x-guidance` sets.
+
+    Example:
+        >>> list_json_rules({"x-guidance": {"whitespace_flexible": False}})
+        {'coerce_one_of': True}
+    """
+    if not isinstance(schema, Mapping):  # the compiler takes rules only next to an object
+        return {}
+    own = schema.get("x-guidance")
+    own = {str(name).partition("_")[0] for name in own} if isinstance(own, Mapping) else set()
+    return {name: value for name, value in _JSON_RULES.items() if name.partition("_")[0] not in own}
+
+
+def spell_schema(schema: Any) -> str:
+    """Returns the text of a schema after `%json` in a Lark grammar, with the rules of `Grammar.json_schema`.
+
+    Raises:
+        ValueError: the schema is not JSON.
+
+    Example:
+        >>> spell_schema({"type": "integer", "x-guidance": {"whitespace_flexible": False}})
+        '{"type": "integer", "x-guidance": {"coerce_one_of": true, "whitespace_flexible": false}}'
+    """
+    if not isinstance(schema, Mapping):
+        return _dump_schema({} if schema is True else schema)
+    own = schema.get("x-guidance")
+    if own is not None and not isinstance(own, Mapping):
+        return _dump_schema(schema)
+    return _dump_schema({**schema, "x-guidance": {**list_json_rules(schema), **(own or {})}})
 
 
 def check_grammar(grammar: Grammar) -> None:

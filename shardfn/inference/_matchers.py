@@ -18,12 +18,10 @@ from jaxtyping import Bool
 
 from ._detokenize import Detokenizer
 from ._draft_tree import NO_DRAFTS, DraftTree
-from ._grammar import Grammar, check_grammar
+from ._grammar import Grammar, check_grammar, list_json_rules
 
 # About 50 of the first and 14 of the second take a microsecond.
 _LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "verbose_errors": False}
-# White space between the parts of JSON: without a bound a weak model draws it until `max_tokens`.
-_WHITE_SPACE = {"whitespace_pattern": r"[ \t\n\r]{1,20}"}
 Allowed = Bool[np.ndarray, " vocab"]
 
 
@@ -203,20 +201,10 @@ class Compiler:
         make = getattr(self._library.LLMatcher, f"grammar_from_{grammar.kind}")
         is_any = grammar.kind == "json_schema" and grammar.text.strip() == "true"
         text = "{}" if is_any else grammar.text  # the same schema, as an object
-        rules = _white_space(text) if grammar.kind == "json_schema" else {}
+        rules = list_json_rules(json.loads(text)) if grammar.kind == "json_schema" else {}
         made = make(text, rules) if rules else make(text)
         limits = self._library.LLParserLimits(**_LIMITS)
         return self._library.LLMatcher(self._tokenizer, made, limits=limits, log_level=0)
-
-
-def _white_space(schema: str) -> dict[str, str]:
-    """Returns the rule of white space for a schema without a rule. A rule of the schema is never overridden."""
-    given = json.loads(schema)
-    if not isinstance(given, dict):  # the compiler takes rules only next to an object
-        return {}
-    own = given.get("x-guidance")
-    has = isinstance(own, dict) and bool({"whitespace_flexible", "whitespace_pattern"} & set(own))
-    return {} if has else _WHITE_SPACE
 
 
 def _shorten_problem(problem: str) -> str:

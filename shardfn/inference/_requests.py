@@ -113,6 +113,7 @@ class Sampling:
         allowed_token_ids: tokens that may be drawn, or None for all. A stop token is drawn only if it is among them.
         logits_processors: names of functions of `Engine(logits_processors=)`, applied in this order to the raw logits
             of each draw, before penalties.
+        skip_special_tokens: whether special tokens have no text. A stop token has a text only with `include_stop`.
 
     Example:
         >>> Sampling(max_tokens=4, temperature=0.0)
@@ -142,6 +143,7 @@ class Sampling:
     )
     allowed_token_ids: tuple[int, ...] | None = option(None, check_allowed, rule=forbid_others, http="integers")
     logits_processors: tuple[str, ...] = option((), Names(16, 256), http="strings")
+    skip_special_tokens: bool = option(True, check_flag, http="flag")
 
     @property
     def extended(self) -> bool:

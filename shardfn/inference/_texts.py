@@ -12,7 +12,7 @@ References:
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ._detokenize import DecodeStream, Detokenizer
@@ -96,10 +96,13 @@ class Texts:
 
     Args:
         detokenizer: detokenizer. None gives every token an empty text.
+        make_spelling: function that makes a detokenizer with texts of special tokens, for requests that ask for them.
+            None takes `detokenizer`.
     """
 
-    def __init__(self, detokenizer: Detokenizer | None) -> None:
+    def __init__(self, detokenizer: Detokenizer | None, make_spelling: Callable[[], Detokenizer] | None = None) -> None:
         self._detokenizer = detokenizer
+        self._make_spelling = None if make_spelling is None else functools.cache(make_spelling)
         self._texts: dict[Choice, _Text] = {}
 
     @property
@@ -153,7 +156,8 @@ class Texts:
         how, (name, choice, at) = drawn.request.sampling, drawn.place
         one = self._texts.get((name, choice))
         if one is None:
-            growing = self._detokenizer.start(drawn.request.prompt)
+            hides = how.skip_special_tokens or self._make_spelling is None
+            growing = (self._detokenizer if hides else self._make_spelling()).start(drawn.request.prompt)
             one = self._texts[name, choice] = _Text(growing, StopStringMatcher(how.stop, include=how.include_stop))
         ends = at + 1 - len(drawn.request.prompt) > how.min_tokens
         hidden = drawn.token in how.stop_tokens and not how.include_stop

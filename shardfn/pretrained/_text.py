@@ -17,8 +17,10 @@ class Text(NamedTuple):
         plain: function as `encode`, without further special tokens.
         tokenizer: tokenizer in a form that an engine takes.
         token: function from a token's text to its id, or None if there is no such token.
-        chat: function from messages to a text for `plain`, or None without a chat template.
+        chat: function from messages to a text for `plain`, or None without a chat template. It takes variables of the
+            template, `add_generation_prompt` and `continue_final_message`.
         ends: tokens that end a completion.
+        template: source of the chat template.
     """
 
     size: int
@@ -26,8 +28,9 @@ class Text(NamedTuple):
     plain: Callable[[str], list[int]]
     tokenizer: Any
     token: Callable[[str], int | None]
-    chat: Callable[[list[dict[str, str]]], str] | None = None
+    chat: Callable[..., str] | None = None
     ends: frozenset[int] = frozenset()
+    template: str = ""
 
 
 def wrap_transformers_tokenizer(tokenizer: Any, ends: frozenset[int] = frozenset()) -> Text:
@@ -38,11 +41,11 @@ def wrap_transformers_tokenizer(tokenizer: Any, ends: frozenset[int] = frozenset
         ends: tokens that end a completion, by the model's files.
     """
 
-    def render_chat(messages: list[dict[str, str]]) -> str:
+    def render_chat(messages: list[dict[str, Any]], **options: Any) -> str:
+        options = {"add_generation_prompt": not options.get("continue_final_message"), **options}
         try:
-            check_template(tokenizer.get_chat_template())
-            how = {"tokenize": False, "add_generation_prompt": True}
-            return render_template(lambda: tokenizer.apply_chat_template(messages, **how))
+            check_template(tokenizer.get_chat_template(None, options.get("tools")))
+            return render_template(lambda: tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except Exception as error:  # a template is a program and may, for example, divide by zero
             raise ValueError(f"--chat: the chat template refuses these messages: {describe_reason(error)}") from error
 
@@ -56,7 +59,16 @@ def wrap_transformers_tokenizer(tokenizer: Any, ends: frozenset[int] = frozenset
         token=vocabulary.get,
         chat=render_chat if tokenizer.chat_template else None,
         ends=ends | {*own},
+        template=_find_template(tokenizer),
     )
+
+
+def _find_template(tokenizer: Any) -> str:
+    """Returns the source of the chat template for requests with tools."""
+    try:
+        return tokenizer.get_chat_template(None, [{}]) if tokenizer.chat_template else ""
+    except ValueError:  # several templates, none of them the default
+        return ""
 
 
 def describe_reason(error: Exception) -> str:

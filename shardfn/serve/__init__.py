@@ -1,5 +1,6 @@
 """A server of OpenAI's interface over an engine: a front for clients, and ranks that compute."""
 
+from ._message_formats import REASONING_PARSERS as REASONING_PARSERS, TOOL_PARSERS as TOOL_PARSERS
 from ._settings import POOLINGS as POOLINGS, Settings as Settings
 from ._keys import Keys as Keys, read_keys as read_keys
 from ._errors import ApiError as ApiError

@@ -98,9 +98,6 @@ COMMON: Mapping[str, FieldKind] = {
 # Fields of other servers, with the values that ask for nothing.
 _NEUTRAL: Mapping[str, FieldKind] = {
     # OpenAI's.
-    "tools": neutral_kind([]),
-    "tool_choice": neutral_kind("none", "auto"),  # among no tools
-    "parallel_tool_calls": ignored_kind(FLAG),
     "functions": neutral_kind([]),
     "function_call": neutral_kind("none", "auto"),
     "store": neutral_kind(False),
@@ -108,7 +105,6 @@ _NEUTRAL: Mapping[str, FieldKind] = {
     "service_tier": neutral_kind("auto", "default"),
     "modalities": neutral_kind(["text"]),
     "verbosity": neutral_kind("medium"),
-    "reasoning_effort": neutral_kind("none"),
     "prompt_cache_key": ignored_kind(TEXT),
     "prompt_cache_retention": ignored_kind(TEXT),
     "safety_identifier": ignored_kind(TEXT),
@@ -116,7 +112,6 @@ _NEUTRAL: Mapping[str, FieldKind] = {
     # vLLM's.
     "use_beam_search": neutral_kind(False),
     "length_penalty": neutral_kind(1, 1.0),  # of beams
-    "skip_special_tokens": neutral_kind(True),
     "spaces_between_special_tokens": neutral_kind(True),
     "return_tokens_as_token_ids": neutral_kind(False),
     "return_token_ids": neutral_kind(False),
@@ -134,6 +129,18 @@ COMPLETIONS: Mapping[str, FieldKind] = {
     "best_of": INTEGER,
     "suffix": neutral_kind(""),
     "add_special_tokens": neutral_kind(True),
+    "tools": neutral_kind([]),
+    "tool_choice": neutral_kind("none", "auto"),  # among no tools
+    "parallel_tool_calls": ignored_kind(FLAG),
+    "reasoning_effort": neutral_kind("none"),
+}
+# Fields that a chat template sees.
+TEMPLATE: Mapping[str, FieldKind] = {
+    "tools": LIST,
+    "reasoning_effort": TEXT,
+    "add_generation_prompt": FLAG,
+    "continue_final_message": FLAG,
+    "chat_template_kwargs": OBJECT,
 }
 CHAT: Mapping[str, FieldKind] = {
     **_NEUTRAL,
@@ -144,12 +151,12 @@ CHAT: Mapping[str, FieldKind] = {
     "top_logprobs": INTEGER,
     "echo": neutral_kind(False),
     "add_special_tokens": neutral_kind(False),
-    "add_generation_prompt": neutral_kind(True),
-    "continue_final_message": neutral_kind(False),
-    "chat_template_kwargs": neutral_kind({}),
     "mm_processor_kwargs": neutral_kind({}),
     "documents": neutral_kind([]),
-    "include_reasoning": ignored_kind(FLAG),  # answers have no part of this kind
+    **TEMPLATE,
+    "tool_choice": ANY,
+    "parallel_tool_calls": FLAG,
+    "include_reasoning": FLAG,
 }
 EMBEDDINGS: Mapping[str, FieldKind] = {
     "model": TEXT,
@@ -175,9 +182,16 @@ MESSAGE: Mapping[str, FieldKind] = {
     "reasoning": TEXT,
     "reasoning_content": TEXT,
     "refusal": neutral_kind(""),
-    "tool_calls": neutral_kind([]),
+    "tool_calls": LIST,
+    "tool_call_id": TEXT,
     "annotations": neutral_kind([]),
 }
+TOOL: Mapping[str, FieldKind] = {"type": TEXT, "function": OBJECT}
+FUNCTION: Mapping[str, FieldKind] = {"name": TEXT, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
+CHOICE: Mapping[str, FieldKind] = {"type": TEXT, "function": OBJECT}
+CHOSEN: Mapping[str, FieldKind] = {"name": TEXT}
+CALL: Mapping[str, FieldKind] = {"id": TEXT, "type": TEXT, "function": OBJECT, "index": ignored_kind(INTEGER)}
+CALLED: Mapping[str, FieldKind] = {"name": TEXT, "arguments": TEXT}
 PART: Mapping[str, FieldKind] = {"type": TEXT, "text": TEXT}
 
 # Fields of OpenAI's interface that are not served, except with the values of the tables.

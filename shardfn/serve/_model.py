@@ -1,5 +1,6 @@
 """The model of a server, as the reader of bodies sees it."""
 
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 from shardfn.inference import Compiler, Detokenizer, Limits
 
 from ._errors import ApiError
+from ._message_formats import ReasoningFormat, ToolFormat
 
 
 class Text(NamedTuple):
@@ -15,16 +17,19 @@ class Text(NamedTuple):
     Attributes:
         encode: function from a text to the ids of a prompt.
         tokenizer: tokenizer in a form that `shardfn.inference.detokenizer` takes.
-        chat: function from messages to the text of a prompt, or None without a chat template. A `ValueError` refuses
-            messages.
+        chat: function from messages to the text of a prompt, or None without a chat template. It also takes variables
+            that `template` names, such as `tools`, and `add_generation_prompt` and `continue_final_message`, as in
+            transformers. A `ValueError` refuses messages.
         plain: function from the text of `chat` to the ids of a prompt, without further special tokens. None takes
             `encode`.
+        template: source of the chat template. Requests may give the variables that it names.
     """
 
     encode: Callable[[str], list[int]]
     tokenizer: Any
-    chat: Callable[[list[dict[str, str]]], str] | None = None
+    chat: Callable[..., str] | None = None
     plain: Callable[[str], list[int]] | None = None
+    template: str = ""
 
 
 class Model(NamedTuple):
@@ -44,6 +49,8 @@ class Model(NamedTuple):
         width: width of embeddings, or 0 if embeddings are not served.
         longest: bytes of the longest token, or 0 where single tokens have no bytes.
         defaults: values of `Sampling` for fields that a body leaves out.
+        tools: format of calls of tools, or None if tools are not served.
+        reasoning: format of the model's reasoning, or None.
     """
 
     name: str
@@ -59,11 +66,24 @@ class Model(NamedTuple):
     processors: tuple[str, ...] = ()
     longest: int = 0
     defaults: Mapping[str, float] = MappingProxyType({})
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Returns all names that clients may give."""
         return (self.name, *self.adapters)
+
+    def names_variable(self, name: str) -> bool:
+        """Returns whether the chat template has a variable."""
+        return re.search(rf"\b{re.escape(name)}\b", self.text.template) is not None
+
+    def find_special(self, marker: str) -> int | None:
+        """Returns the id of a marker that is a special token, whose text answers leave out. Otherwise None."""
+        if not marker or self.texts.encode is None or self.texts.bytes_of is None:
+            return None
+        ids = self.texts.encode(marker)
+        return ids[0] if len(ids) == 1 and self.texts.bytes_of(ids[0]) is None else None
 
 
 def find_longest(spelling: Detokenizer) -> int:

@@ -9,12 +9,42 @@ from shardfn.inference import Grammar, Limits, Request, Sampling, check_names, c
 
 from ._errors import ApiError
 from ._fields import CHAT, COMPLETIONS, FORMAT, NUMBER, OPTIONS, SAMPLING, SCHEMA, get_required, read_fields
+from ._message_formats import AnswerGrammar, ReasoningFormat
+from ._message_parser import MessageParser
 from ._model import Model, adapter_of
 from ._prompts import read_chat, read_prompts
+from ._tools import Tools, check_schemas, read_tools
 
 _COMPLETION = 16  # OpenAI's default for max_tokens of the older route
 _OLDER_TOP = 5  # its most probable tokens
 _SEED_BITS = 53  # of a seed that the server draws: the integers that each reader of JSON keeps exactly
+
+
+class MessageRules(NamedTuple):
+    """Rules of the way from a choice's text to a message.
+
+    Attributes:
+        tools: tools that the answer may call, or None.
+        reasoning: format of reasoning, or None.
+        inside: whether the answer begins with reasoning.
+        shows: whether the message has its reasoning.
+    """
+
+    tools: Tools | None = None
+    reasoning: ReasoningFormat | None = None
+    inside: bool = False
+    shows: bool = True
+
+    def make_parser(self) -> MessageParser:
+        """Returns a parser of a choice's text."""
+        tools = self.tools
+        return MessageParser(
+            None if tools is None else tools.form,
+            self.reasoning,
+            inside=self.inside,
+            names=() if tools is None else tools.schemas,
+            most=None if tools is None else tools.most,
+        )
 
 
 class ParsedRequest(NamedTuple):
@@ -31,6 +61,8 @@ class ParsedRequest(NamedTuple):
         echo: whether a choice's text begins with its prompt.
         scores: whether the answer has no completion: `max_tokens` is 0, and the token that the engine draws at least is
             left out.
+        rules: rules of messages. Without rules a message is the text of its choice.
+        grammar_field: field that has the grammar.
     """
 
     model: str
@@ -40,6 +72,8 @@ class ParsedRequest(NamedTuple):
     logprobs: int | None
     echo: bool = False
     scores: bool = False
+    rules: MessageRules | None = None
+    grammar_field: str = "response_format"
 
 
 def parse_completions(body: Mapping[str, Any], model: Model) -> ParsedRequest:
@@ -85,14 +119,28 @@ def parse_chat(body: Mapping[str, Any], model: Model) -> ParsedRequest:
         raise ApiError(400, "top_logprobs has no effect without logprobs: true. Leave it out.", "top_logprobs")
     if "max_completion_tokens" in given and "max_tokens" in given:
         raise ApiError(400, "max_tokens is given beside max_completion_tokens. Give one of them.", "max_tokens")
-    prompt = read_chat(given, model)
-    rest = max(1, model.limits.context - len(prompt))
+    tools = read_tools(given, model)
+    prompt = read_chat(given, model, () if tools is None else tools.listed)
+    # An expression is the language of the whole text, so that there are neither calls nor reasoning.
+    rules = MessageRules(tools, model.reasoning, prompt.inside, given.get("include_reasoning", True))
+    if "regex" in given:
+        if tools is not None:
+            raise ApiError(400, "regex is given beside tools. Give one of them.", "regex")
+        rules = MessageRules()
+    rest = max(1, model.limits.context - len(prompt.ids))
     most = given.get("max_completion_tokens", given.get("max_tokens", rest))
-    return _make_asked(given, [prompt], model, adapter, most, top)
+    plain = rules.tools is None and rules.reasoning is None
+    return _make_asked(given, [prompt.ids], model, adapter, most, top, None if plain else rules)
 
 
 def _make_asked(
-    given: Mapping[str, Any], prompts: list[list[int]], model: Model, adapter: bytes, most: int, top: int | None
+    given: Mapping[str, Any],
+    prompts: list[list[int]],
+    model: Model,
+    adapter: bytes,
+    most: int,
+    top: int | None,
+    rules: MessageRules | None = None,
 ) -> ParsedRequest:
     ends = frozenset() if given.get("ignore_eos") else model.ends
     numbers: dict[str, Any] = {**model.defaults, "max_tokens": most}
@@ -101,6 +149,8 @@ def _make_asked(
         numbers["top_k"] = 0
     draws_seed = numbers.get("seed", -1) == -1  # -1 is vLLM's word for a seed that the server draws
     numbers |= {"seed": 0} if draws_seed else {}
+    if rules is not None and _has_special_markers(rules, model):
+        numbers["skip_special_tokens"] = False
     stop_tokens = tuple(dict.fromkeys([*given.get("stop_token_ids", ()), *sorted(ends)]))
     sampling = Sampling(
         **numbers,
@@ -120,7 +170,8 @@ def _make_asked(
     except ValueError as error:
         field = str(error).split()[0]
         raise ApiError(400, str(error), field) from error
-    if (grammar := _make_grammar(given, model, stop_tokens)) is not None:
+    field, grammar = _make_grammar(given, model, stop_tokens, rules)
+    if grammar is not None:
         encoded = replace(encoded, grammar=grammar)
     if encoded is not sampling:
         requests = [replace(request, sampling=encoded) for request in requests]
@@ -131,7 +182,15 @@ def _make_asked(
     if options is not None and not stream:
         raise ApiError(400, "stream_options has no effect without stream: true. Leave it out.", "stream_options")
     usage = read_fields(options or {}, OPTIONS, "stream_options").get("include_usage", False)
-    return ParsedRequest(given["model"], requests, stream, usage, top)
+    asked = ParsedRequest(given["model"], requests, stream, usage, top)
+    return asked._replace(rules=rules, grammar_field=field)
+
+
+def _has_special_markers(rules: MessageRules, model: Model) -> bool:
+    tools, reasoning = rules.tools, rules.reasoning
+    markers = [] if tools is None else [tools.form.begin, tools.form.end]
+    markers += [] if reasoning is None else [reasoning.begin, reasoning.end]
+    return any(model.find_special(marker) is not None for marker in markers)
 
 
 def _list_stops(given: str | list[str]) -> tuple[str, ...]:
@@ -174,23 +233,41 @@ def _check_request(request: Request, limits: Limits, where: str, given: Mapping[
         raise ApiError(400, where + str(error).replace(name, field, 1), field, code) from error
 
 
-def _make_grammar(given: Mapping[str, Any], model: Model, stop_tokens: Sequence[int]) -> Grammar | None:
-    """Returns the language of the text, compiled here, so that a wrong grammar never reaches the engine."""
+def _make_grammar(
+    given: Mapping[str, Any], model: Model, stop_tokens: Sequence[int], rules: MessageRules | None
+) -> tuple[str, Grammar | None]:
+    """Returns the language of the text with its field. It is compiled here, so that no wrong grammar is admitted."""
     schema = _get_schema(given["response_format"]) if "response_format" in given else None
-    if schema is None and "regex" not in given:
-        return None
     if schema is not None and "regex" in given:
         raise ApiError(400, "regex is given beside response_format. Give one of them.", "regex")
-    field = "response_format" if schema is not None else "regex"
+    tools = None if rules is None else rules.tools
+    field = "regex" if "regex" in given else "response_format" if schema is not None else "tools"
+    if tools is not None and not tools.form.begin and schema is not None and not tools.forced:
+        text = f"response_format is given beside tools, and calls in the format {tools.form.name!r} have no marker."
+        raise ApiError(400, f"{text} Give one of them.", field)
+    if schema is None and "regex" not in given and not (tools is not None and (tools.forced or tools.strict)):
+        return field, None
     if model.compiler is None:
         text = "needs llguidance (pip install 'shardfn[text]'), and a tokenizer whose tokens have bytes of their own."
         raise ApiError(400, f"{field} is not served: it {text}", field, "unsupported_parameter")
+    if tools is not None:
+        check_schemas(tools, model)
     try:
-        made = Grammar.regex(given["regex"]) if schema is None else Grammar.json_schema(schema)
+        if "regex" in given:
+            made = Grammar.regex(given["regex"])
+        elif rules is None:
+            assert schema is not None
+            made = Grammar.json_schema(schema)
+        else:
+            if schema is not None:  # separately, since the whole may begin with free text
+                model.compiler.compile(Grammar.json_schema(schema), stop_tokens)
+            language = AnswerGrammar() if tools is None else tools.grammar
+            language = language._replace(answer=schema, reasoning=rules.reasoning, inside=rules.inside)
+            made = Grammar.lark(language.write(model.find_special))
         model.compiler.compile(made, stop_tokens)  # as the engine will: a text that no token can begin is refused
     except ValueError as error:
         raise ApiError(400, f"{field}: {str(error).removeprefix('grammar: ')}", field) from error
-    return made
+    return field, made
 
 
 def _get_schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -1,13 +1,20 @@
 """From texts, lists of ids and messages to the ids of prompts. A text that can never fit is refused by its bytes."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ._errors import ApiError
 from ._fields import MESSAGE, PART, check_text, get_required, read_fields
 from ._model import Model
+from ._tools import read_calls
 
-_ROLES = ("system", "developer", "user", "assistant")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+# Arguments of a chat function that are no variables of its template.
+_OPTIONS = frozenset(
+    "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding"
+    " truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
 _SYNONYMS = {"developer": "system"}  # OpenAI's newer name, which few templates know
 
 
@@ -39,8 +46,25 @@ def read_prompts(
     return [model.text.encode(x) if isinstance(x, str) else x for x in prompt]
 
 
-def read_chat(given: Mapping[str, Any], model: Model) -> list[int]:
-    """Returns the ids of the prompt that a chat template makes of messages.
+class ChatPrompt(NamedTuple):
+    """Prompt of a chat.
+
+    Attributes:
+        ids: token ids.
+        inside: whether the prompt ends with the marker of reasoning, so that the answer begins with reasoning.
+    """
+
+    ids: list[int]
+    inside: bool
+
+
+def read_chat(given: Mapping[str, Any], model: Model, tools: Sequence[Mapping[str, Any]] = ()) -> ChatPrompt:
+    """Returns the prompt that a chat template makes of messages.
+
+    Args:
+        given: fields of the body.
+        model: model of the server.
+        tools: definitions of tools that the template shows.
 
     Raises:
         ApiError: a message is wrong, the tokenizer has no template, or the text can never fit.
@@ -49,12 +73,58 @@ def read_chat(given: Mapping[str, Any], model: Model) -> list[int]:
     if model.text.chat is None:
         text = f"the tokenizer of {model.name!r} has no chat template; use /v1/completions."
         raise ApiError(400, text, "messages", "no_chat_template")
+    options = _read_options(given, model, messages)
+    if tools:
+        check_text(json.dumps(tools, ensure_ascii=False), "tools")
+        options["tools"] = list(tools)
     try:
-        text = model.text.chat(messages)
+        text = model.text.chat(messages, **options)
     except ValueError as error:
         raise ApiError(400, str(error).removeprefix("--chat: "), "messages") from error
+    check_text(text, "messages")
     _check_bytes(text, model, "messages", "")
-    return (model.text.plain or model.text.encode)(text)
+    return ChatPrompt((model.text.plain or model.text.encode)(text), _is_inside(text, options, messages, model))
+
+
+def _read_options(given: Mapping[str, Any], model: Model, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the variables of the chat template, except messages and tools."""
+    options = dict[str, Any]()
+    for name, value in given.get("chat_template_kwargs", {}).items():
+        full = f"chat_template_kwargs.{name[:60]}"
+        if name in _OPTIONS or not model.names_variable(name):
+            text = f"{full} has no effect: the chat template has no such variable. Leave it out."
+            raise ApiError(400, text, full, "unsupported_parameter")
+        check_text(json.dumps(value, ensure_ascii=False), full)
+        options[name] = value
+    effort = given.get("reasoning_effort", "none")
+    if model.names_variable("reasoning_effort") and "reasoning_effort" in given:
+        options.setdefault("reasoning_effort", effort)
+    elif effort != "none":
+        text = f"reasoning_effort {effort[:60]!r} is not served: the chat template has no such variable. Leave it out."
+        raise ApiError(400, text, "reasoning_effort", "unsupported_parameter")
+    elif "reasoning_effort" in given and model.names_variable("enable_thinking"):
+        options.setdefault("enable_thinking", False)
+    continues = given.get("continue_final_message", False)
+    if continues:
+        if given.get("add_generation_prompt"):
+            text = "add_generation_prompt is given beside continue_final_message. Give one of them."
+            raise ApiError(400, text, "add_generation_prompt")
+        if messages[-1]["role"] != "assistant":
+            text = "continue_final_message needs a last message of role assistant, got"
+            raise ApiError(400, f"{text} {messages[-1]['role']!r}.", "continue_final_message")
+        options["continue_final_message"] = True
+    if not given.get("add_generation_prompt", not continues):
+        options["add_generation_prompt"] = False
+    return options
+
+
+def _is_inside(text: str, options: Mapping[str, Any], messages: list[dict[str, Any]], model: Model) -> bool:
+    if model.reasoning is None:
+        return False
+    begin, end = model.reasoning.begin, model.reasoning.end
+    if options.get("continue_final_message"):
+        return messages[-1]["content"].rfind(begin) > messages[-1]["content"].rfind(end)
+    return text.rstrip().endswith(begin)
 
 
 def _check_bytes(text: str, model: Model, field: str, where: str) -> None:
@@ -76,14 +146,14 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)
 
 
-def _read_messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
+def _read_messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not given.get("messages"):
         how = "is empty" if "messages" in given else "is missing"
         raise ApiError(400, f"messages {how}. Give one message at least.", "messages", "missing_parameter")
     return [_read_message(message, f"messages[{i}]") for i, message in enumerate(given["messages"])]
 
 
-def _read_message(message: Any, at: str) -> dict[str, str]:
+def _read_message(message: Any, at: str) -> dict[str, Any]:
     """Returns a message as templates read it."""
     if not isinstance(message, dict):
         raise ApiError(400, f"{at} must be an object with role and content.", at)
@@ -93,8 +163,14 @@ def _read_message(message: Any, at: str) -> dict[str, str]:
         text = f"{at}.role must be one of {', '.join(_ROLES)}, got {role[:60]!r}."
         raise ApiError(400, text, f"{at}.role")
     # Clients send back an answer without a text as null.
-    content = given.get("content", "") if role == "assistant" else get_required(given, "content", at)
-    more = {name: given[name] for name in ("name", "reasoning", "reasoning_content") if name in given}
+    can_be_null = role in ("assistant", "tool")
+    content = given.get("content", "") if can_be_null else get_required(given, "content", at)
+    more = {name: given[name] for name in ("name", "reasoning", "reasoning_content", "tool_call_id") if name in given}
+    if calls := given.get("tool_calls"):
+        if role != "assistant":
+            text = f"{at}.tool_calls is a field of role assistant, got {role!r}."
+            raise ApiError(400, text, f"{at}.tool_calls")
+        more["tool_calls"] = read_calls(calls, f"{at}.tool_calls")
     return {"role": _SYNONYMS.get(role, role), "content": _read_content(content, f"{at}.content"), **more}
 
 

@@ -6,13 +6,19 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
-from shardfn.inference import Grammar
-
 from ._errors import ApiError
 from ._logprobs import Shape, Spelled, Speller, chat_logprobs, completion_logprobs
+from ._message_parser import Part, join_parts
 from ._model import Model
-from ._parse_request import ParsedRequest
+from ._parse_request import MessageRules, ParsedRequest
 from ._request_tracker import Chunk, ClientRequest
+
+
+class CallIds(dict[int, str]):
+    """Ids of a choice's calls by their numbers. An id is drawn when it is first read."""
+
+    def __missing__(self, call: int) -> str:
+        return self.setdefault(call, "call_" + secrets.token_hex(12))
 
 
 class ResponseFormat(NamedTuple):
@@ -23,8 +29,8 @@ class ResponseFormat(NamedTuple):
         whole: name of an answer's object.
         chunk: name of a piece's object.
         opens: whether each choice begins with a piece that has its role.
-        text: function from a whole text to a choice's fields.
-        delta: function from a further text to a choice's fields.
+        text: function from the parts of a whole answer to a choice's fields.
+        delta: function from further parts to a choice's fields.
         logprobs: function from tokens with log probabilities, and the number of most probable tokens of each, to
             fields.
     """
@@ -33,26 +39,92 @@ class ResponseFormat(NamedTuple):
     whole: str
     chunk: str
     opens: bool
-    text: Callable[[str], dict[str, Any]]
-    delta: Callable[[str], dict[str, Any]]
+    text: Callable[[list[Part], CallIds], dict[str, Any]]
+    delta: Callable[[list[Part], CallIds], dict[str, Any]]
     logprobs: Shape
+
+
+def _join_text(parts: list[Part], ids: CallIds) -> dict[str, Any]:
+    del ids
+    return {"text": "".join(part.text for part in parts)}
+
+
+def _make_message(parts: list[Part], ids: CallIds) -> dict[str, Any]:
+    """Returns the field of a whole message."""
+    joined = {kind: "".join(x.text for x in parts if x.kind == kind) for kind in ("content", "reasoning")}
+    calls = list[dict[str, Any]]()
+    for part in parts:
+        if part.kind == "call":
+            function = {"name": part.text, "arguments": ""}
+            calls.append({"id": ids[part.call], "type": "function", "function": function})
+        elif part.kind == "arguments":
+            calls[part.call]["function"]["arguments"] += part.text
+    made = {"role": "assistant", "content": joined["content"] or (None if calls else ""), "refusal": None}
+    made |= {"reasoning_content": joined["reasoning"]} if joined["reasoning"] else {}
+    return {"message": made | ({"tool_calls": calls} if calls else {})}
+
+
+def _make_delta(parts: list[Part], ids: CallIds) -> dict[str, Any]:
+    """Returns the field of a further piece of a message."""
+    made = dict[str, Any]()
+    for part in parts:
+        name = {"content": "content", "reasoning": "reasoning_content"}.get(part.kind)
+        if name is not None:
+            made[name] = made.get(name, "") + part.text
+        elif part.kind == "call":
+            call = {"index": part.call, "id": ids[part.call], "type": "function"}
+            made.setdefault("tool_calls", []).append(call | {"function": {"name": part.text, "arguments": ""}})
+        else:
+            calls = made.setdefault("tool_calls", [])
+            if not calls or calls[-1]["index"] != part.call:
+                calls.append({"index": part.call, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += part.text
+    return {"delta": made}
 
 
 COMPLETION_FORMAT = ResponseFormat(
     *("cmpl-", "text_completion", "text_completion", False),
-    *(lambda text: {"text": text}, lambda text: {"text": text}, completion_logprobs),
+    *(_join_text, _join_text, completion_logprobs),
 )
 CHAT_FORMAT = ResponseFormat(
     *("chatcmpl-", "chat.completion", "chat.completion.chunk", True),
-    lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
-    lambda text: {"delta": {"content": text} if text else {}},
-    chat_logprobs,
+    *(_make_message, _make_delta, chat_logprobs),
 )
 _FAILURES = {
     "error": (500, "The logits of the model are not finite; this request has ended."),
     "cancelled": (503, "The server ends; this request was cancelled."),
     "refused": (503, "The server ends; this request was not begun."),
 }
+
+
+class ChoiceReader:
+    """Reader of the parts of a choice.
+
+    Args:
+        rules: rules of messages. Without rules all text is content.
+
+    Attributes:
+        ids: ids of calls.
+    """
+
+    def __init__(self, rules: MessageRules | None) -> None:
+        self._shows = rules is None or rules.shows
+        self._parser = None if rules is None else rules.make_parser()
+        self.ids = CallIds()
+
+    def take(self, piece: Chunk) -> tuple[list[Part], str | None]:
+        """Returns the parts that are certain with a piece, and the reason if the choice ends."""
+        text, reason = piece.token.text, piece.token.finish_reason
+        if self._parser is None:
+            return [Part("content", text)] if text else [], reason
+        parts = self._parser.add(text)
+        if reason is not None:
+            parts = join_parts(parts + self._parser.end())
+            if reason == "stop" and self._parser.malformed:
+                reason = "invalid_tool_call"
+            elif reason == "stop" and self._parser.num_calls:
+                reason = "tool_calls"
+        return [part for part in parts if self._shows or part.kind != "reasoning"], reason
 
 
 class ResponseBuilder:
@@ -68,6 +140,7 @@ class ResponseBuilder:
     def __init__(self, form: ResponseFormat, model: Model, asked: ParsedRequest, call: ClientRequest) -> None:
         self._form, self._model, self._asked, self._call = form, model, asked, call
         self._spellers = dict[int, Speller]()  # by choice
+        self._choices = [ChoiceReader(asked.rules) for _ in range(call.starts[-1])]
         self._head = {"id": form.prefix + secrets.token_hex(12), "created": int(time.time()), "model": asked.model}
         seeds = [request.sampling.seed for request in asked.requests]
         self._seeds = seeds if len(set(seeds)) > 1 else []  # where prompts have drawn separate seeds
@@ -81,14 +154,18 @@ class ResponseBuilder:
         """
         num = self._call.starts[-1]
         begins = [self._spell_echo(i) for i in range(num)]
-        texts, tokens, ends = [text for text, _ in begins], [found for _, found in begins], [""] * num
+        parts, tokens, ends = [text for text, _ in begins], [found for _, found in begins], [""] * num
         while pieces := await self._read_pieces():
             for piece in pieces:
-                texts[piece.choice] += piece.token.text
+                more, end = self._choices[piece.choice].take(piece)
+                parts[piece.choice] += more
                 tokens[piece.choice] += self._choose_logprob(piece)
-                ends[piece.choice] = piece.token.finish_reason or ""
-        rows = zip(texts, tokens, ends, strict=True)
-        choices = [self._make_choice(i, self._form.text(text), found, end) for i, (text, found, end) in enumerate(rows)]
+                ends[piece.choice] = end or ""
+        rows = zip(parts, tokens, ends, strict=True)
+        choices = [
+            self._make_choice(i, self._form.text(join_parts(text), self._choices[i].ids), found, end)
+            for i, (text, found, end) in enumerate(rows)
+        ]
         return {**self._head, "object": self._form.whole, "choices": choices, "usage": self.usage}
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -99,7 +176,8 @@ class ResponseBuilder:
         if self._asked.echo:
             begins = [self._spell_echo(i) for i in range(self._call.starts[-1])]
             yield b"".join(
-                self._make_event(i, self._form.delta(text), found, None) for i, (text, found) in enumerate(begins)
+                self._make_event(i, self._form.delta(text, CallIds()), found, None)
+                for i, (text, found) in enumerate(begins)
             )
         try:
             while pieces := await self._read_pieces():
@@ -120,7 +198,8 @@ class ResponseBuilder:
 
     async def _read_pieces(self) -> list[Chunk]:
         pieces = await self._call.take()
-        raise_failures(pieces, self._asked.requests[0].sampling.grammar)
+        has_grammar = self._asked.requests[0].sampling.grammar is not None
+        raise_failures(pieces, self._asked.grammar_field if has_grammar else "")
         return [self._drop_drawn(piece) for piece in pieces] if self._asked.scores else pieces
 
     def _drop_drawn(self, piece: Chunk) -> Chunk:
@@ -132,13 +211,13 @@ class ResponseBuilder:
     def _get_prompt(self, choice: int) -> tuple[int, ...]:
         return self._asked.requests[self._call.request_of(choice)].prompt
 
-    def _spell_echo(self, choice: int) -> tuple[str, list[Spelled]]:
+    def _spell_echo(self, choice: int) -> tuple[list[Part], list[Spelled]]:
         """Returns the beginning of a choice: its prompt's text, and the first token, which has no log probability."""
         if not self._asked.echo:
-            return "", []
+            return [], []
         prompt = self._get_prompt(choice)
         found = [] if self._asked.logprobs is None else [self._get_speller(choice).spell(prompt[0], None)]
-        return self._model.texts.decode(prompt), found
+        return [Part("content", self._model.texts.decode(prompt))], found
 
     def _get_speller(self, choice: int) -> Speller:
         if choice not in self._spellers:
@@ -151,10 +230,12 @@ class ResponseBuilder:
         made = []
         for choice in dict.fromkeys(piece.choice for piece in pieces):
             mine = [piece for piece in pieces if piece.choice == choice]
-            text, finish = "".join(piece.token.text for piece in mine), mine[-1].token.finish_reason
+            taken = [self._choices[choice].take(piece) for piece in mine]
+            parts, finish = join_parts([part for more, _ in taken for part in more]), taken[-1][1]
             tokens = [found for piece in mine for found in self._choose_logprob(piece)]
-            if text or tokens or finish:
-                made.append(self._make_event(choice, self._form.delta(text), tokens, finish))
+            if parts or tokens or finish:
+                fields = self._form.delta(parts, self._choices[choice].ids)
+                made.append(self._make_event(choice, fields, tokens, finish))
         return made
 
     def _make_event(self, i: int, fields: dict[str, Any], tokens: list[Spelled], finish: str | None) -> bytes:
@@ -174,21 +255,22 @@ class ResponseBuilder:
         return [self._get_speller(piece.choice).spell(token.token, token.logprob, token.top)]
 
 
-def raise_failures(pieces: Sequence[Chunk], grammar: Grammar | None = None) -> None:
+def raise_failures(pieces: Sequence[Chunk], grammar: str = "") -> None:
     """Raises the error of a choice that has failed.
 
     Args:
         pieces: pieces of a call.
-        grammar: grammar of the call's requests.
+        grammar: field that has the grammar of the call's requests, or empty.
 
     Raises:
         ApiError: a choice has ended otherwise than by a stop or its length.
     """
     for piece in pieces:
-        if (reason := piece.token.finish_reason) == "error" and grammar is not None:
-            field = "regex" if grammar.kind == "regex" else "response_format"
-            text = f"{field} needs more steps for one token than a server takes; this request has ended. Give a simpler"
-            raise ApiError(400, f"{text} one. (Or the logits of the model are not finite.)", field)
+        if (reason := piece.token.finish_reason) == "error" and grammar:
+            text = (
+                f"{grammar} needs more steps for one token than a server takes; this request has ended. Give a simpler"
+            )
+            raise ApiError(400, f"{text} one. (Or the logits of the model are not finite.)", grammar)
         if reason in _FAILURES:
             raise ApiError(*_FAILURES[reason])
 

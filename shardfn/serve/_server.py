@@ -18,6 +18,7 @@ from ._connection import protocol
 from ._errors import ApiError
 from ._ipc import Message, Ready, StepReport, WorkerProcesses
 from ._log import Log, reporting_records
+from ._message_formats import find_reasoning_format, find_tool_format
 from ._metrics import Metrics
 from ._model import Model, Text, find_longest
 from ._open_files import allow_connections
@@ -143,6 +144,9 @@ class Server:
         compiler = Compiler(self._texts, ready.limits.vocab) if ready.grammars else None
         fixed = settings.name, self._text, self._spelling
         more = {"texts": self._texts, "adapters": settings.adapters, "defaults": settings.defaults}
+        template = self._text.template
+        more |= {"tools": find_tool_format(settings.tool_call_parser, template)}
+        more |= {"reasoning": find_reasoning_format(settings.reasoning_parser, template)}
         more |= {"width": ready.width, "processors": ready.processors, "longest": self._longest}
         self.app.model = Model(*fixed, ready.limits, ready.ends, settings.max_choices, compiler, **more)
         self.calls.max_waiting = settings.max_waiting or max(_WAITING, ready.limits.context)

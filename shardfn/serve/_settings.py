@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ._message_formats import REASONING_PARSERS, TOOL_PARSERS
+
 POOLINGS = ("last", "mean")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -31,6 +33,10 @@ class Settings:
         drain_seconds: time for requests in progress after SIGTERM.
         health_seconds: time that a step may take before the server counts as ill.
         defaults: values of `shardfn.inference.Sampling` for fields that a body leaves out, by name.
+        tool_call_parser: format of calls of tools: "hermes" (also Qwen's), "llama3_json", "mistral", "none", or "auto"
+            for the format that the chat template shows.
+        reasoning_parser: format of the model's reasoning: "think" for `<think>`, "mistral", "none" or "auto".
+        origins: origins of further sites with pages that may use the server, for example "https://example.org", or "*".
 
     Raises:
         ValueError: a value is out of range, or the address is not a loopback address and there are no keys.
@@ -57,6 +63,9 @@ class Settings:
     drain_seconds: float = 30.0
     health_seconds: float = 60.0
     defaults: Mapping[str, float] = field(default_factory=dict)
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
@@ -64,8 +73,10 @@ class Settings:
         names = (self.name, *self.adapters)
         if len(set(names)) < len(names) or not all(names):
             raise ValueError(f"the model and its adapters are named {names}. Give each a name of its own.")
-        if self.pooling not in POOLINGS:
-            raise ValueError(f"pooling must be one of {', '.join(map(repr, POOLINGS))}, got {self.pooling!r}.")
+        words = {"pooling": POOLINGS, "tool_call_parser": TOOL_PARSERS, "reasoning_parser": REASONING_PARSERS}
+        for name, known in words.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
         for name, value in vars(self).items():
             if name.startswith("max_") or name.endswith("_seconds"):
                 if value is not None and not value > 0:

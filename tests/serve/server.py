@@ -34,17 +34,39 @@ ADAPTERS = {"tuned": [r"wq$"], "other/one": [r"w_down$", r"wv$"]}
 LIMIT = float(os.environ.get("SHARDFN_LIMIT", "60"))  # seconds; a machine with other work needs more
 
 
-def chat_text(messages: list[dict[str, str]]) -> str:
+def chat_text(messages: list[dict[str, Any]], **options: Any) -> str:
     if any(message["content"] == "forbidden" for message in messages):
         raise ValueError("the chat template refuses these messages: forbidden")
-    return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: "
+    text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+    if options.get("continue_final_message"):
+        return text[:-1]
+    return text + "assistant: " * options.get("add_generation_prompt", True) + "<think>" * options.get("thinks", False)
+
+
+def tool_text(messages: list[dict[str, Any]], tools: Any = (), **options: Any) -> str:
+    """As `chat_text`, with tools, and calls of tools."""
+    shown = "".join(f"tool: {tool['function']['name']}\n" for tool in tools)
+    for m in messages:
+        calls = [one["function"] for one in m.get("tool_calls", ())]
+        shown += "".join(f"call: {one['name']} {one['arguments']['a']}\n" for one in calls)
+    return shown + chat_text(messages, **options)
 
 
 # A tokenizer of bytes; its template has a line for each message.
 WORDS = Text(lambda text: list(text.encode()), ByteTokenizer(), chat_text)
+# A template with tools, and with reasoning that the prompt may begin.
+TALKS = WORDS._replace(chat=tool_text, template="tools <tool_call> <think> thinks")
 
 
-PROCESSORS = {"even": lambda output, logits: logits + (torch.arange(len(logits)) % 2 == 0) * 2.0}
+def say(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Draws the text after the last SAY: of the prompt, up to the last line."""
+    text = bytes(prompt).rpartition(b"SAY:")[2].rpartition(b"\nassistant: ")[0]
+    made = torch.zeros_like(logits)
+    made[text[len(output)] if len(output) < len(text) else END] = 1000.0
+    return made
+
+
+PROCESSORS = {"even": lambda output, logits: logits + (torch.arange(len(logits)) % 2 == 0) * 2.0, "say": say}
 
 
 @functools.cache

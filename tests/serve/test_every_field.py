@@ -11,15 +11,24 @@ from shardfn.inference import SAMPLING_OPTIONS
 from shardfn.inference._options import Range
 from shardfn.serve import _fields
 from shardfn.serve._fields import FieldKind
-from tests.serve.server import CONTEXT, LIMIT, NAME, Received, Running
+from tests.serve.server import CONTEXT, LIMIT, NAME, TALKS, Received, Running
 
 Path = tuple[str | int, ...]
 _PART = {"type": "text", "text": "ab"}
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "integer"}}}
 _MORE = {"model": NAME, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
+_FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+_TOOLS = {
+    "tools": [{"type": "function", "function": _FUNCTION}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+}
+_MESSAGES = [
+    {"role": "user", "content": [_PART]},
+    {"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]},
+]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {**_MORE, "prompt": "ab", "response_format": _FORMAT},
-    "/v1/chat/completions": {**_MORE, "messages": [{"role": "user", "content": [_PART]}], "response_format": _FORMAT},
+    "/v1/chat/completions": {**_MORE, **_TOOLS, "messages": _MESSAGES, "response_format": _FORMAT},
     "/v1/embeddings": {"model": NAME, "input": "ab"},
 }
 _BOTH: dict[Path, Mapping[str, FieldKind]] = {
@@ -35,11 +44,17 @@ TABLES: dict[str, dict[Path, Mapping[str, FieldKind]]] = {
         **_BOTH,
         ("messages", 0): _fields.MESSAGE,
         ("messages", 0, "content", 0): _fields.PART,
+        ("messages", 1, "tool_calls", 0): _fields.CALL,
+        ("messages", 1, "tool_calls", 0, "function"): _fields.CALLED,
+        ("tools", 0): _fields.TOOL,
+        ("tools", 0, "function"): _fields.FUNCTION,
+        ("tool_choice",): _fields.CHOICE,
+        ("tool_choice", "function"): _fields.CHOSEN,
     },
     "/v1/embeddings": {(): _fields.EMBEDDINGS},
 }
 PLACES = [(route, at) for route, tables in TABLES.items() for at in tables]
-PARTS = {"_KINDS", "_NEUTRAL", "COMMON", "SAMPLING"}  # tables that are in others
+PARTS = {"_KINDS", "_NEUTRAL", "COMMON", "SAMPLING", "TEMPLATE"}  # tables within tables
 
 VALUES = [True, False, 0, -1, 1.5, 2**70, -1e308, "", "x", "1", [], [1], [1.5], ["x"], [None], [[]], [{}], {}, {"a": 1}]
 # Values that are wrong where a field takes several types.
@@ -48,13 +63,20 @@ OTHERS: dict[str, list[Any]] = {
     "content": [True, 1, 1.5, {}, {"text": "a"}, [1], ["a"], [None], [[]]],
 }
 OTHERS["input"] = OTHERS["prompt"]
+OTHERS["tool_choice"] = [True, 1, 1.5, [], ["auto"], {}, {"a": 1}]
 _IDS = [-1, 256, 2**70]
 OUTSIDE: dict[str, list[Any]] = {
     "model": ["other", "", "x" * 10_000],
     "prompt": ["", "a" * CONTEXT, [256], [-1], [2**70], ["a", ""], ["a"] * 129],
     "input": ["", "a" * CONTEXT, [256], [-1], [2**70], ["a", ""], ["a"] * 2049],
     "messages": [[]],
-    "role": ["tool", "", "x" * 10_000],
+    "tools": [_TOOLS["tools"] * 129, _TOOLS["tools"] * 2, [1]],
+    "tool_choice": ["", "some", "x" * 10_000],
+    "parameters": [{"type": "nothing"}, {"$ref": "#"}, {"enum": ["x" * 1_000_000]}],
+    "arguments": ["{", "[1]", "x" * 10_000],
+    "chat_template_kwargs": [{"other": 1}, {"messages": []}, {"x" * 10_000: 1}],
+    "reasoning_effort": ["low", "", "x" * 10_000],
+    "role": ["function", "", "x" * 10_000],
     "content": ["a" * CONTEXT, "forbidden"],
     "type": ["image_url", "", "x" * 10_000],
     "logprobs": [-1, 6, 2**70],
@@ -80,14 +102,29 @@ OUTSIDE |= {name: [-2, *OUTSIDE[name][1:]] for name in ("top_k", "seed")}  # -1 
 # Each value of the right type is within the range of these.
 UNBOUNDED = set("stream stream_options ignore_eos cache_salt response_format include_usage json_schema".split())
 UNBOUNDED |= set("name description strict text echo include_stop_str_in_output reasoning reasoning_content".split())
-REQUIRED = {"model", "prompt", "messages", "input", "role", "content", "type", "text", "schema"}
+UNBOUNDED |= set("function tool_calls tool_call_id id parallel_tool_calls include_reasoning".split())
+UNBOUNDED |= set("skip_special_tokens add_generation_prompt continue_final_message".split())
+REQUIRED = {"function", "model", "prompt", "messages", "input", "role", "content", "type", "text", "schema"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """A server whose model calls tools."""
+    made = Running(text=TALKS)
+    yield made
+    made.wait_idle()
+    assert made.close() == 0
 
 
 def changed(value: Any, at: Path, name: str, new: Any) -> Any:
     """A body in which one field is another; `...` leaves it out."""
     if at:
         inner = changed(value[at[0]], at[1:], name, new)
-        return [inner] if isinstance(at[0], int) else value | {at[0]: inner}
+        return (
+            [inner if i == at[0] else x for i, x in enumerate(value)]
+            if isinstance(value, list)
+            else value | {at[0]: inner}
+        )
     rest = {key: x for key, x in value.items() if key != name}
     return rest if new is ... else rest | {name: new}
 
@@ -101,7 +138,7 @@ def doubled(value: Any, at: Path, name: str) -> str:
         pairs = [(name, json.dumps(value.get(name)))] * 2
         rest = [(key, json.dumps(x)) for key, x in value.items() if key != name]
     if isinstance(value, list):
-        return f"[{pairs[0][1]}]"
+        return f"[{', '.join(pairs[0][1] if i == at[0] else json.dumps(x) for i, x in enumerate(value))}]"
     return "{" + ", ".join(f"{json.dumps(key)}: {text}" for key, text in [*rest, *pairs]) + "}"
 
 
@@ -110,8 +147,12 @@ def base(route: str, name: str) -> dict[str, Any]:
     body = dict(BODIES[route])
     if name == "regex":
         del body["response_format"]
+    if name == "regex" and "tools" in body:
+        del body["tools"], body["tool_choice"]
     if name == "max_completion_tokens":
         del body["max_tokens"]
+    if name in ("schema", "json_schema", "response_format") and "tools" in body:
+        body["tool_choice"] = "auto"  # a forced call has its tool's schema
     return body | {"logprobs": True} if name == "top_logprobs" else body
 
 
@@ -187,7 +228,7 @@ def test_out_of_range(server: Running, route: str, at: Path) -> None:
 
 @pytest.mark.parametrize(("route", "at"), PLACES, ids=str)
 def test_missing(server: Running, route: str, at: Path) -> None:
-    for name in REQUIRED & set(TABLES[route][at]):
+    for name in REQUIRED & set(TABLES[route][at]) - ({"type"} if at[-2:-1] == ("tool_calls",) else set()):
         for value in (..., None):
             found = refuse(server, route, changed(BODIES[route], at, name, value), full(at, name))
             assert "missing" in found.error["message"], found.error

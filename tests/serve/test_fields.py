@@ -59,8 +59,6 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"1": "2"}}, "logit_bias", "logit_bias of token 1 must be a number"),
     ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias of token 1 must be a number from -100 to 100, got 101"),
     ({"logit_bias": {"1": 1, "01": 1}}, "logit_bias", "logit_bias has token 1 twice"),
-    ({"tools": [{"type": "function"}]}, "tools", "tools is a list, which is not served; leave it out, or give []."),
-    ({"tool_choice": "required"}, "tool_choice", 'leave it out, or give "none" or "auto".'),
     ({"functions": [1]}, "functions", "is not served"),
     ({"service_tier": "flex"}, "service_tier", "is not served"),
     ({"store": True}, "store", "store is true, which is not served; leave it out, or give false."),
@@ -68,9 +66,13 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"bad_words": "a"}, "bad_words", 'bad_words must be a list of strings, got "a"'),
     ({"allowed_token_ids": []}, "allowed_token_ids", "must have at least one token id"),
     ({"allowed_token_ids": [256]}, "allowed_token_ids", r"allowed_token_ids[0] must be an integer from 0 to 255"),
-    ({"logits_processors": ["f"]}, "logits_processors", "logits_processors has 'f', but this engine has ['even']"),
+    (
+        {"logits_processors": ["f"]},
+        "logits_processors",
+        "logits_processors has 'f', but this engine has ['even', 'say']",
+    ),
     ({"use_beam_search": True}, "use_beam_search", "is not served"),
-    ({"skip_special_tokens": False}, "skip_special_tokens", "leave it out, or give true."),
+    ({"skip_special_tokens": 1}, "skip_special_tokens", "must be true or false"),
     ({"store": 0}, "store", "store is 0, which is not served"),
     ({"\ud800": 1}, r"'\ud800'", r"'\ud800' has half of a surrogate pair"),
     ({"logit_bias": {"\udfff": 1}}, r"'\udfff'", "half of a surrogate pair"),
@@ -101,6 +103,8 @@ OLDER: list[tuple[dict[str, Any], str, str]] = [
         f"prompt 1 of 2: prompt must have at most {CONTEXT} bytes, got {2 * CONTEXT}",
     ),
     ({"suffix": "b"}, "suffix", "is not served"),
+    ({"tools": [{"type": "function"}]}, "tools", "tools is a list, which is not served; leave it out, or give []."),
+    ({"tool_choice": "required"}, "tool_choice", 'leave it out, or give "none" or "auto".'),
 ]
 NEWER: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": None}, "messages", "messages is missing"),
@@ -109,10 +113,10 @@ NEWER: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": ["ab"]}, "messages[0]", "must be an object with role and content"),
     ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "is missing"),
     ({"messages": [{"content": "a"}]}, "messages[0].role", "is missing"),
-    ({"messages": [USER | {"role": "tool"}]}, "messages[0].role", "must be one of system, developer, user"),
+    ({"messages": [USER | {"role": "function"}]}, "messages[0].role", "must be one of system, developer, user"),
     ({"messages": [USER | {"role": 1}]}, "messages[0].role", "must be a string"),
     ({"messages": [USER | {"name": 1}]}, "messages[0].name", "must be a string"),
-    ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls", "is not served"),
+    ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls", "is a field of role assistant, got 'user'"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "is missing"),
     ({"messages": [USER | {"\ud800": 1}]}, r"'\ud800'", "half of a surrogate pair"),
     ({"messages": [USER | {"content": "é" * CONTEXT}]}, "messages", "must have at most"),
@@ -184,9 +188,6 @@ def test_a_wrong_field_is_named(server: Running, path: str, change: dict[str, An
 
 # Values of fields of OpenAI's and vLLM's interfaces that ask for nothing.
 NEUTRAL: dict[str, Any] = {
-    "tools": [],
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
     "functions": [],
     "function_call": "none",
     "store": False,
@@ -194,7 +195,6 @@ NEUTRAL: dict[str, Any] = {
     "service_tier": "default",
     "modalities": ["text"],
     "verbosity": "medium",
-    "reasoning_effort": "none",
     "prompt_cache_key": "k",
     "prompt_cache_retention": "24h",
     "safety_identifier": "u",
@@ -228,10 +228,12 @@ NEUTRAL: dict[str, Any] = {
     "repetition_penalty": 1,
     "stream": False,
 }
+TOOLS = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "reasoning_effort": "none"}
 OF_ROUTES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {**NEUTRAL, "echo": False, "best_of": 1, "suffix": "", "add_special_tokens": True},
+    "/v1/completions": {**NEUTRAL, **TOOLS, "echo": False, "best_of": 1, "suffix": "", "add_special_tokens": True},
     "/v1/chat/completions": {
         **NEUTRAL,
+        **TOOLS,
         "echo": False,
         "logprobs": False,
         "top_logprobs": 0,

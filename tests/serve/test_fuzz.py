@@ -12,7 +12,7 @@ import pytest
 
 from shardfn.serve import _connection, _fields
 from shardfn.serve._fields import FieldKind
-from tests.serve.server import LIMIT, NAME, Running, metric, open_files
+from tests.serve.server import LIMIT, NAME, TALKS, Running, metric, open_files
 
 _FIELDS = sorted({*_fields.COMPLETIONS, *_fields.CHAT, *_fields.EMBEDDINGS, *_fields.REFUSED, "other"})
 _TEXTS = ["", "a", "ab c", "é\U0001f642", "\x00", "\ud800", "x" * 600]
@@ -25,6 +25,7 @@ _TYPED: dict[str, list[Any]] = {
     "true or false": [True, False],
     "a string": _TEXTS,
     "a list of integers": [[], [1], [0, 255], [256]],
+    "a list of strings": [[], ["a"], ["bc", "d"], [""], ["a"] * 300],
     "a string or a list of strings": ["", "a", ["a", "bc"], [], [""], ["a"] * 17],
     "an object": [{}, {"a": 1}],
     "a list": [[]],
@@ -38,6 +39,10 @@ _TYPED: dict[str, list[Any]] = {
     "regex": ["[a-c]{3}", "(", "a|b", "(a{0})"],
     "encoding_format": ["float", "base64", "hex"],
     "dimensions": [32, 16],
+    "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "f"}}, {}],
+    "chat_template_kwargs": [{}, {"thinks": True}, {"other": 1}],
+    "arguments": ['{"a": 1}', "{}", "", "{", "[1]", "x" * 600],
+    "logits_processors": [[], ["say"], ["even"], ["other"]],
     "role": ["user", "system", "assistant", "developer", "tool"],
 }
 _TYPED["input"] = _TYPED["prompt"]
@@ -62,7 +67,17 @@ def typed(draw: random.Random, name: str, kind: FieldKind) -> Any:
             return [some(draw, _fields.MESSAGE, {"role": "user", "content": "hi"}) for _ in range(draw.randrange(1, 4))]
         case "content":
             part = {"type": "text", "text": "hi"}
-            return draw.choice(["hi", None, "forbidden", [some(draw, _fields.PART, part)], [], "é" * 300])
+            says = "SAY:" + "".join(draw.choice(_WRITTEN) for _ in range(draw.randrange(6)))
+            return draw.choice(["hi", None, "forbidden", says, says, [some(draw, _fields.PART, part)], [], "é" * 300])
+        case "tools":
+            return [some(draw, _fields.TOOL, a_tool(draw)) for _ in range(draw.randrange(3))]
+        case "tool_calls":
+            function = some(draw, _fields.CALLED, {"name": "f", "arguments": draw.choice(_TYPED["arguments"])})
+            return [some(draw, _fields.CALL, {"function": function}) for _ in range(draw.randrange(3))]
+        case "parameters":
+            return draw.choice(_SCHEMAS)
+        case "function":
+            return some(draw, _fields.FUNCTION, {"name": draw.choice(["f", "g"])})
         case "stream_options":
             return some(draw, _fields.OPTIONS, {})
         case "response_format":
@@ -74,6 +89,15 @@ def typed(draw: random.Random, name: str, kind: FieldKind) -> Any:
             return draw.choice(_TYPED.get(name, _TYPED.get(kind.name, [])))
         case _:
             return json.loads(draw.choice(kind.name.split(" or ")))
+
+
+# Pieces of texts for the processor "say".
+_WRITTEN = ["<tool_call>", "</tool_call>", '{"name": "f", ', '"arguments": {}}', "<think>", "</think>", "{", "a "]
+
+
+def a_tool(draw: random.Random) -> dict[str, Any]:
+    function = {"name": draw.choice(["f", "g", "a b"]), "parameters": draw.choice(_SCHEMAS)}
+    return {"type": "function", "function": some(draw, _fields.FUNCTION, function)}
 
 
 def some(draw: random.Random, table: Mapping[str, FieldKind], made: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +211,7 @@ def _whole(answer: bytes) -> bool:
 @pytest.mark.parametrize(("num", "slow"), [(200, 0), pytest.param(1000, 10, marks=pytest.mark.nightly)])
 def test_no_request_takes_it_down(num: int, slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_connection, "_UNREAD", 4096)  # a stream of 500 tokens stalls
-    server = Running(body_seconds=0.3, max_body=4 << 20, stall_seconds=0.5, max_waiting=1 << 20)
+    server = Running(text=TALKS, body_seconds=0.3, max_body=4 << 20, stall_seconds=0.5, max_waiting=1 << 20)
     first = open_files()
     stalls = threading.Thread(target=lambda: [stall(server) for _ in range(slow)])
     stalls.start()
