@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 
 from shardfn._torch import DYNAMO, DataDependentOutputException, DynamicOutputShapeException, use_lazy_graph_module
 from shardfn.collectives import counting_nothing, current_application, current_call_site, record_call_sites, with_sizes
-from shardfn.core import Ambient, one_tracing, progress, runs_op_by_op
+from shardfn.core import Ambient, progress, runs_op_by_op, serialize_tracing
 from shardfn.memory import in_host_region
 
 from ._asserted import Asserting
@@ -227,7 +227,7 @@ def capture(
     trace = make_fx(record_call, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)
     try:
         with (
-            one_tracing(),
+            serialize_tracing(),
             once,
             use_lazy_graph_module(True),
             _naming_lines(),

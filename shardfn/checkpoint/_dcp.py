@@ -31,7 +31,7 @@ from shardfn.state import check_alive
 
 from ._contents import Content, contents, mesh_of
 from ._manifest import DTYPES, Manifest, StoredLeaf
-from ._read_into import ReadKeywords, one_chunk, read_into
+from ._read_into import ReadKeywords, make_whole_leaf, read_into
 
 
 class BlockPlanner(dcp.DefaultSavePlanner):
@@ -73,7 +73,7 @@ class DcpReader:
         leaves = {}
         for key, x in self.metadata.state_dict_metadata.items():
             if isinstance(x, TensorStorageMetadata) and core.dtype_name(x.properties.dtype) in DTYPES:
-                leaves[key] = one_chunk(key, tuple(x.size), x.properties.dtype)
+                leaves[key] = make_whole_leaf(key, tuple(x.size), x.properties.dtype)
         return Manifest(0, None, {}, leaves, {})
 
     def box(self, leaf: StoredLeaf, box: Box, out: Tensor, *, check: bool = True) -> None:

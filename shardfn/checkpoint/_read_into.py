@@ -93,7 +93,7 @@ def read_into(like: core.PyTree, opened: Callable[[], LeafReader], what: str, op
     return core.tree_unflatten(treedef, out)
 
 
-def one_chunk(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredLeaf:
+def make_whole_leaf(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredLeaf:
     """Returns a leaf of a single chunk, whose file has this name."""
     return StoredLeaf(shape, core.dtype_name(dtype), (), (StoredChunk((0,) * len(shape), shape, name, 0, ""),))
 
@@ -135,7 +135,7 @@ class _Tensors(NamedTuple):
             f"{k} is {x.dtype}" for k, x in self.tensors.items() if DTYPES.get(core.dtype_name(x.dtype)) != x.dtype
         ]
         core.raise_all(ValueError, "dtypes that no checkpoint has:", unknown)
-        leaves = {name: one_chunk(name, tuple(x.shape), x.dtype) for name, x in self.tensors.items()}
+        leaves = {name: make_whole_leaf(name, tuple(x.shape), x.dtype) for name, x in self.tensors.items()}
         return Manifest(0, None, {}, leaves, {})
 
     def box(self, leaf: StoredLeaf, box: Box, out: Tensor, *, check: bool = True) -> None:

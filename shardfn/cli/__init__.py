@@ -9,7 +9,12 @@ from ._layout import Pipeline as Pipeline, bubble as bubble, pipeline as pipelin
 from ._exact import Exact as Exact, exact as exact
 from ._time import Cost as Cost, PlannedTransfer as PlannedTransfer, step_cost as step_cost
 from ._plan import JobPlan as JobPlan, plan as plan
-from ._report import found_json as found_json, found_text as found_text, plan_json as plan_json, plan_text as plan_text
+from ._report import (
+    search_json as search_json,
+    search_text as search_text,
+    plan_json as plan_json,
+    plan_text as plan_text,
+)
 from ._models import RECIPES as RECIPES, Recipe as Recipe, recipe as recipe, recipe_text as recipe_text
 from ._report import write_chart as write_chart
 from ._search import SearchResult as SearchResult, search as search

@@ -25,12 +25,12 @@ from ._plan import JobPlan, plan
 from ._report import (
     advice_text,
     dump,
-    found_json,
-    found_text,
     longest_json,
     longest_text,
     plan_json,
     plan_text,
+    search_json,
+    search_text,
     write_chart,
 )
 from ._search import longest, search
@@ -249,8 +249,8 @@ def _search_plans(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
     best = list(found.best[:_BEST])
     captured = exact(best[0].setup) if args.exact and best else None
     if args.json:
-        return dump(found_json(found, _BEST) | ({"plan": plan_json(best[0], captured)} if best else {})), best
-    return "\n".join([found_text(found, _BEST), *([plan_text(best[0], captured)] if best else [])]), best
+        return dump(search_json(found, _BEST) | ({"plan": plan_json(best[0], captured)} if best else {})), best
+    return "\n".join([search_text(found, _BEST), *([plan_text(best[0], captured)] if best else [])]), best
 
 
 def _write_output(text: str, path: str | None) -> None:

@@ -130,7 +130,7 @@ def memory_table(p: JobPlan, exact: Exact | None = None) -> str:
     return title + table(head, rows) + tail
 
 
-def found_text(found: SearchResult, number: int = 10) -> str:
+def search_text(found: SearchResult, number: int = 10) -> str:
     """Returns the best plans of a search, and why the others fail, as Markdown."""
     best = [_plan_row(i + 1, p) for i, p in enumerate(found.best[:number])]
     failed = [(*_setting_names(p), gib(p.peak), gib(p.peak - p.limit), _largest_kind(p)) for p in found.failed]
@@ -184,7 +184,7 @@ def plan_json(p: JobPlan, exact: Exact | None = None) -> dict[str, Any]:
     return out | ({"captured": dataclasses.asdict(exact)} if exact else {})
 
 
-def found_json(found: SearchResult, number: int = 10) -> dict[str, Any]:
+def search_json(found: SearchResult, number: int = 10) -> dict[str, Any]:
     """Returns a search as JSON's types."""
     return {
         "tried": found.tried,

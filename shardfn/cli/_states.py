@@ -203,7 +203,7 @@ def _model_states(
     before, blocks, after = _place_leaves(config, mesh, zero, getattr(torch, size.dtype), num_layers)
     leaves = before + blocks + after
 
-    def sent_bytes(unit: Any) -> float:
+    def ring_bytes(unit: Any) -> float:
         """Returns the bytes for which a ring over all ranks of dp sends as much as the unit's ring."""
         own = dp // ep if "ep" in leaves[unit.leaves[0]].compute.axes else dp
         return unit.nbytes * ((own - 1) / own) / ((dp - 1) / dp) if own != dp else unit.nbytes
@@ -225,10 +225,10 @@ def _model_states(
         optimizer=size.optimizer * sum(_largest_piece(x.pieces) for x in leaves),
         window=max(biggest, min(zero.pace.prefetch_bytes, gathered)),
         reducing=int(ratio * max((u.nbytes for u in cut), default=0)) if zero.stage >= 2 else 0,
-        gathered=int(sum(map(sent_bytes, gathers))),
-        refreshed=int(sum(map(sent_bytes, refreshes))),
-        scattered=int(ratio * sum(map(sent_bytes, cut))),
-        summed=int(ratio * sum(map(sent_bytes, whole))),
+        gathered=int(sum(map(ring_bytes, gathers))),
+        refreshed=int(sum(map(ring_bytes, refreshes))),
+        scattered=int(ratio * sum(map(ring_bytes, cut))),
+        summed=int(ratio * sum(map(ring_bytes, whole))),
         shared=size.grads
         * sum(_largest_piece(x.pieces) if zero.stage >= 2 else x.block.numel() for x in before + after),
         messages={

@@ -6,7 +6,7 @@ from ._axis_group import (
     current_mesh as current_mesh,
     mesh_as_now as mesh_as_now,
     noting_meshes as noting_meshes,
-    seen_from as seen_from,
+    view_mesh_from as view_mesh_from,
 )
 from ._primitives import pmax as pmax, pmean as pmean, psum as psum, pvary as pvary
 from ._primitives import all_gather as all_gather, all_gather_invariant as all_gather_invariant
@@ -78,7 +78,7 @@ from ._axis_index import AxisTypeError as AxisTypeError
 from ._axis_type_mode import (
     track_axis_types as track_axis_types,
     current_axis_types as current_axis_types,
-    noted_axes as noted_axes,
+    note_axes as note_axes,
 )
 from ._axis_type_mode import (
     no_axis_types as no_axis_types,

@@ -67,14 +67,14 @@ def mesh_as_now() -> core.Again:
 
 
 @contextlib.contextmanager
-def seen_from(coords: Mapping[str, int]) -> Iterator[Mesh]:
+def view_mesh_from(coords: Mapping[str, int]) -> Iterator[Mesh]:
     """Binds the bound mesh as another rank sees the mesh, for programs that are recorded and not run.
 
     Args:
         coords: the coordinates of the other rank that differ from this rank's, for example `{"pp": 1}`.
     """
     mesh = current_mesh()
-    with _MESH.bound(Mesh(mesh.shape, mesh.device, abstract=True, seen_from={**mesh.coords, **coords})) as there:
+    with _MESH.bound(Mesh(mesh.shape, mesh.device, abstract=True, view_mesh_from={**mesh.coords, **coords})) as there:
         yield there
 
 

@@ -99,7 +99,7 @@ def same_axes(x: Tensor, like: Tensor) -> Tensor:
     return x
 
 
-def noted_axes(x: Tensor) -> int | None:
+def note_axes(x: Tensor) -> int | None:
     """Returns the note of the axes along which a tensor varies, to be compared, or None without a note."""
     return x.__dict__.get(NOTED)
 

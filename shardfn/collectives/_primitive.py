@@ -111,7 +111,7 @@ class RematResults(Protocol):
         """Returns the result of a transfer: `run()`, or the result that was kept."""
         ...
 
-    def joined(self, run: Callable[[], T]) -> T:
+    def run_as_one(self, run: Callable[[], T]) -> T:
         """Returns `run()`. The transfers inside belong to the returned tensor, or to the first of several."""
         ...
 
@@ -138,10 +138,10 @@ def transferred(name: str, run: Callable[[], Tensor]) -> Tensor:
 def as_one(run: Callable[[], T]) -> T:
     """Returns the value of a collective that is made of transfers and other operations."""
     keeper = _KEEPER.innermost()
-    return run() if keeper is None else keeper.joined(run)
+    return run() if keeper is None else keeper.run_as_one(run)
 
 
-def joined(f: Callable[..., T]) -> Callable[..., T]:
+def join_transfers(f: Callable[..., T]) -> Callable[..., T]:
     """Returns a function made of transfers as a single collective."""
 
     @functools.wraps(f)
@@ -388,7 +388,7 @@ def _psum_scatter(x: Tensor, call: Call) -> Tensor:
 # take_own_block: I -> V
 
 
-def own_block(x: Tensor, call: Call) -> Tensor:
+def copy_own_block(x: Tensor, call: Call) -> Tensor:
     """Returns this rank's block, as a copy, so that the block does not keep the whole alive."""
     lengths, index = call.line.lengths(call.size), call.line.index
     return x.narrow(call.dim, sum(lengths[:index]), lengths[index]).clone(memory_format=torch.contiguous_format)
@@ -495,7 +495,7 @@ PRIMITIVES: dict[str, Primitive] = {
         _quantized_all_gather, _make_call_map("psum_scatter"), _make_call_map("all_gather")
     ),
     "all_gather_invariant": Primitive(_run_all_gather, _make_call_map("take_own_block"), start=_start_all_gather),
-    "take_own_block": Primitive(own_block, _make_call_map("all_gather_invariant")),
+    "take_own_block": Primitive(copy_own_block, _make_call_map("all_gather_invariant")),
     "all_to_all": Primitive(_run_all_to_all, swap_dims, start=_start_all_to_all),
     "ppermute": Primitive(_run_ppermute, _invert_permutation, start=_start_ppermute),
 }

@@ -50,7 +50,7 @@ def tensor_dim(op: str, x: Shaped[Tensor, "..."], dim: int, name: str = "dim") -
     raise ValueError(f"{op}: {name}={dim} is out of range for x of shape {tuple(x.shape)}. {remedy}.")
 
 
-def joined_size(op: str, x: Shaped[Tensor, "..."], line: AxisGroup | None, dim: int, size: int | None) -> int:
+def find_global_size(op: str, x: Shaped[Tensor, "..."], line: AxisGroup | None, dim: int, size: int | None) -> int:
     """Returns the global size along a dim on which blocks are joined.
 
     Without `size`, every block is as long as this one.
@@ -105,7 +105,7 @@ def all_gather(
     """
     line = axis_group_along(axis)
     dim = tensor_dim("all_gather", x, dim)
-    size = joined_size("all_gather", x, line, dim, size)
+    size = find_global_size("all_gather", x, line, dim, size)
     return x if line is None else bind(x, Call("all_gather", line, dim, size))
 
 
@@ -141,7 +141,7 @@ def all_gather_invariant(
     """
     line = axis_group_along(axis)
     dim = tensor_dim("all_gather_invariant", x, dim)
-    size = joined_size("all_gather_invariant", x, line, dim, size)
+    size = find_global_size("all_gather_invariant", x, line, dim, size)
     return x if line is None else bind(x, Call("all_gather_invariant", line, dim, size))
 
 
@@ -194,7 +194,7 @@ def quantized_all_gather(
     """
     line = axis_group_along(axis)
     dim = tensor_dim("quantized_all_gather", x, dim)
-    size = joined_size("quantized_all_gather", x, line, dim, size)
+    size = find_global_size("quantized_all_gather", x, line, dim, size)
     if x.dtype not in _QUANTIZED:
         raise TypeError(f"quantized_all_gather: x must be one of {', '.join(map(str, _QUANTIZED))}, got {x.dtype}.")
     if bits not in (4, 8) or block < 1 or (bits == 4 and block % 2):
@@ -247,7 +247,7 @@ def all_to_all(
     if split_dim == concat_dim:
         size = _exchanged_size(x, line, split_dim, size)
     else:
-        size = joined_size("all_to_all", x, line, concat_dim, size)
+        size = find_global_size("all_to_all", x, line, concat_dim, size)
     if line is None:
         return x
     return bind(x, Call("all_to_all", line, split_dim, x.shape[split_dim], concat_dim, size))

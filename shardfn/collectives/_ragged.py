@@ -23,7 +23,7 @@ from ._primitive import (
     Operands,
     Primitive,
     bind,
-    joined,
+    join_transfers,
     no_transpose,
     recording,
     swap_dims,
@@ -145,7 +145,7 @@ def ragged_exchange(
     return run_one_operation(_arrived_sizes, x, send_sizes, line, along=axis)
 
 
-@joined
+@join_transfers
 def _exchange_ragged(
     x: Tensor,
     out: Tensor,
@@ -164,7 +164,7 @@ def _exchange_ragged(
     return torch.where(replaced, come, out)
 
 
-@joined
+@join_transfers
 def _arrived_sizes(x: Tensor, send_sizes: Tensor, line: AxisGroup) -> tuple[Tensor, Tensor]:
     sizes = send_sizes.detach().long()
     starts = sizes.cumsum(0) - sizes

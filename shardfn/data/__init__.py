@@ -9,7 +9,7 @@ from ._examples import ExampleBatches as ExampleBatches, Examples as Examples
 from ._sources import JSONLines as JSONLines
 from ._mixture import Mixture as Mixture
 from ._own_rows import OwnExamples as OwnExamples
-from ._own_rows import own_rows as own_rows
+from ._own_rows import shard_rows as shard_rows
 from ._permute import permute as permute
 from ._batch_stream import prefetch as prefetch
 from ._batch_stream import Stream as Stream

@@ -152,8 +152,8 @@ class Stream:
 
     For data that only comes in order: an `IterableDataset`, a streamed dataset of Hugging Face, a `StatefulDataLoader`.
     Prefer `Cursor` for data that has numbers. The loader must yield only this rank's rows: use for example
-    `OwnExamples`, `datasets.distributed.split_dataset_by_node`, a `DistributedSampler` or `own_rows`. At the beginning
-    of each pass, `set_epoch` of the dataset and of the sampler is called, if present.
+    `OwnExamples`, `datasets.distributed.split_dataset_by_node`, a `DistributedSampler` or `shard_rows`. At the
+    beginning of each pass, `set_epoch` of the dataset and of the sampler is called, if present.
 
     Before each batch the ranks agree that all ranks have a batch, by a message of a few bytes. So a stream that ends
     early or raises on a single rank is an error on all ranks, without a deadlock. Iteration is collective: all ranks of

@@ -141,7 +141,7 @@ class Mixture:
 
     @functools.cached_property
     def _examples(self) -> dict[str, Examples]:
-        return {name: _Windows(x) if isinstance(x, Batches) else x for name, x in self.sources.items()}
+        return {name: _TokenWindows(x) if isinstance(x, Batches) else x for name, x in self.sources.items()}
 
     @functools.cached_property
     def _block_counts(self) -> tuple[int, ...]:
@@ -194,7 +194,7 @@ def _order_block(
     return sources, before
 
 
-class _Windows:
+class _TokenWindows:
     """Windows of tokens as examples."""
 
     def __init__(self, batches: Batches) -> None:

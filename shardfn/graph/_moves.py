@@ -72,7 +72,7 @@ def crossing(start: Node) -> Crossing:
     return found
 
 
-def moved_bytes(start: Node) -> int:
+def transferred_bytes(start: Node) -> int:
     """Returns the bytes that a move moves."""
     move = crossing(start)
     source: Any = start if move.carried is None else start.args[move.carried]
@@ -93,4 +93,4 @@ def stored_bytes(node: Node) -> int:
 def _move_of(node: Node, phase: str) -> MemoryMove:
     src, dst, _ = crossing(node)
     wait = next((u for u in node.users if op_of(u).waits), None)
-    return MemoryMove(node, wait, src, dst, moved_bytes(node), phase, where_of(node))
+    return MemoryMove(node, wait, src, dst, transferred_bytes(node), phase, where_of(node))

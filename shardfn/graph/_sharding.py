@@ -72,7 +72,7 @@ RULES: dict[Any, Rule] = {
     **_rules_for("_softmax _log_softmax", sums.shard_softmax),
     _ATEN.nll_loss_forward: sums.shard_nll,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: sums.shard_attention,
-    einsum.sent_along: rule_of_labels(einsum.label_sent),
+    einsum.convert_form: rule_of_labels(einsum.label_sent),
     **dict.fromkeys((collectives.psum, collectives.pvary), rule_of_labels(einsum.label_unary)),  # those of another axis
     collectives.pmax: POINTWISE,
     **_rules_for(

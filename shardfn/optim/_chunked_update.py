@@ -52,12 +52,12 @@ class Pieces(NamedTuple):
 
     granularity: base.Grain
     measure: Callable[..., Tensor] | None
-    begin: Callable[..., "Token"]
+    begin: Callable[..., "ChunkedStep"]
     apply: Callable[..., tuple[base.Params, base.OptState]]
-    end: Callable[["Token", base.OptState], base.OptState]
+    end: Callable[["ChunkedStep", base.OptState], base.OptState]
 
 
-class Token(NamedTuple):
+class ChunkedStep(NamedTuple):
     """One step of an optimizer in pieces.
 
     Attributes:
@@ -112,7 +112,7 @@ def in_pieces(tx: base.GradientTransformation | base.Pair, params: base.Params) 
     entries, skeleton = _find_counters(bind_stats(tx, whole), whole)
 
     @torch.no_grad()
-    def begin_fn(state: base.OptState, stats: Sequence[Tensor] | None = (), *, specs: base.Specs = None) -> Token:
+    def begin_fn(state: base.OptState, stats: Sequence[Tensor] | None = (), *, specs: base.Specs = None) -> ChunkedStep:
         if stats is None and measure is not None and not (measure.ahead and measure.ahead(state)):
             raise ValueError("begin got no measures, but the rule needs the measures of this step's gradients.")
         cuts = None if squares and is_exact() else specs  # else the measures are over all blocks already
@@ -121,11 +121,13 @@ def in_pieces(tx: base.GradientTransformation | base.Pair, params: base.Params) 
         # A step of no leaves: only the counters advance, as in the whole step.
         nothing = core.tree_map(lambda p: None, whole)
         advanced = inplace(rule)(nothing, core.tree_unflatten(skeleton, [c.clone() for c in old]), nothing)[1]
-        return Token(rule, old, None if measure is not None and stats is None else _read_counters(advanced, entries))
+        return ChunkedStep(
+            rule, old, None if measure is not None and stats is None else _read_counters(advanced, entries)
+        )
 
     @torch.no_grad()
     def apply_fn(
-        token: Token, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+        token: ChunkedStep, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
     ) -> tuple[base.Params, base.OptState]:
         check(params)
         # Each part steps from the counters before the step, in copies, because a rule advances the given counters.
@@ -134,7 +136,7 @@ def in_pieces(tx: base.GradientTransformation | base.Pair, params: base.Params) 
         params, state = inplace(token.rule)(grads, state, params, specs=specs)
         return params, _write_counters(state, entries, own)
 
-    def end_fn(token: Token, state: base.OptState) -> base.OptState:
+    def end_fn(token: ChunkedStep, state: base.OptState) -> base.OptState:
         if token.new is None:
             raise ValueError("this token was begun without measures. End with a token of a `begin` with measures.")
         return _write_counters(state, entries, token.new)
@@ -149,17 +151,17 @@ def in_pieces(tx: base.GradientTransformation | base.Pair, params: base.Params) 
 
 
 def _step_whole(tx: base.GradientTransformation, check: Callable[[core.PyTree], None]) -> Pieces:
-    def begin_fn(state: base.OptState, stats: Sequence[Tensor] | None = (), *, specs: base.Specs = None) -> Token:
+    def begin_fn(state: base.OptState, stats: Sequence[Tensor] | None = (), *, specs: base.Specs = None) -> ChunkedStep:
         del state, stats, specs
-        return Token(tx, (), ())
+        return ChunkedStep(tx, (), ())
 
     def apply_fn(
-        token: Token, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+        token: ChunkedStep, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
     ) -> tuple[base.Params, base.OptState]:
         check(params)
         return inplace(token.rule)(grads, state, params, specs=specs)
 
-    def end_fn(token: Token, state: base.OptState) -> base.OptState:
+    def end_fn(token: ChunkedStep, state: base.OptState) -> base.OptState:
         del token
         return state
 

@@ -248,7 +248,7 @@ class CompressedSplit:
         out, own = step(grads, own, self.alone(self.ps), specs=self.alone(self.specs))
         return core.tree_leaves(out), own
 
-    def joined(self, own: base.OptState, mus: Sequence[Tensor], nus: Sequence[Tensor]) -> base.OptState:
+    def join_states(self, own: base.OptState, mus: Sequence[Tensor], nus: Sequence[Tensor]) -> base.OptState:
         """Returns the state of a chain for exact leaves, with the moments of the compressed leaves put in."""
         mu, nu = self.merged(core.tree_leaves(own[0].mu), mus), self.merged(core.tree_leaves(own[0].nu), nus)
         return (own[0]._replace(mu=mu, nu=nu), *own[1:])

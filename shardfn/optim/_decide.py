@@ -88,14 +88,14 @@ def resolve_prefix(prefix: Any, params: core.PyTree, kind: type | tuple[type, ..
     return Resolved({path: None if x is None else next(values) for path, x in pairs})
 
 
-class _Shape(Tensor):
+class _ShapeTensor(Tensor):
     """Leaf as given to functions of the tree: a tensor with only a shape and a dtype."""
 
     _of: str
     _path: str
 
     @staticmethod
-    def __new__(cls, x: Any, of: str, path: str) -> "_Shape":
+    def __new__(cls, x: Any, of: str, path: str) -> "_ShapeTensor":
         self = make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=torch.device("meta"))
         self._of, self._path = of, path
         return self
@@ -132,7 +132,7 @@ def _abstract_tree(name: str, tree: core.PyTree) -> core.PyTree:
     """Returns the tree as given to functions of the tree."""
     leaves, treedef = core.tree_flatten(tree)
     pairs = zip(leaves, core.tree_paths(tree, "params"), strict=True)
-    return core.tree_unflatten(treedef, [_Shape(x, name, path) for x, path in pairs])
+    return core.tree_unflatten(treedef, [_ShapeTensor(x, name, path) for x, path in pairs])
 
 
 def check_whole(name: str, tree: core.PyTree, specs: Specs) -> None:

@@ -95,7 +95,7 @@ class _Delayed:
         """Returns the rule as a `GradientTransformation`."""
         tx, measure = self.tx, self.measure
         needs = join_needs([tx], lambda rule: _Delayed(rule, self.warmup).rule())
-        needs = needs._replace(bind_stats=self.given, ascends=tx.needs.ascends)
+        needs = needs._replace(bind_stats=self.bind, ascends=tx.needs.ascends)
         if measure is not None:
             ahead = measure._replace(ahead=lambda state: int(state.count) >= self.warmup)
             return base.GradientTransformation(self.init, self.update, self.apply, needs._replace(measure=ahead))
@@ -106,7 +106,7 @@ class _Delayed:
             self.init, self.update, self.apply, needs._replace(granularity=granularity, measure=None)
         )
 
-    def given(self, params: base.Params, stats: Tensor | None, phase: base.Phase | None) -> base.GradientTransformation:
+    def bind(self, params: base.Params, stats: Tensor | None, phase: base.Phase | None) -> base.GradientTransformation:
         del phase
         return replace(self, whole=params, stats=stats).rule()
 

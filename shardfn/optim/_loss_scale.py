@@ -267,14 +267,14 @@ class _ApplyIfFinite:
     def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.inner_state,))
-        needs = needs._replace(ascends=self.tx.needs.ascends, bind_stats=self.given)
+        needs = needs._replace(ascends=self.tx.needs.ascends, bind_stats=self.bind)
         if self.tx.needs.measure is None:
             needs = needs._replace(measure=base.Measure(count_not_finite, additive=True))
         else:  # two values would be measured
             needs = needs._replace(measure=None, granularity="tree")
         return base.GradientTransformation(self.init, self.update, self.apply, needs)
 
-    def given(self, params: base.Params, stats: Tensor | None, phase: base.Phase | None) -> base.GradientTransformation:
+    def bind(self, params: base.Params, stats: Tensor | None, phase: base.Phase | None) -> base.GradientTransformation:
         bad = None if stats is None else stats.sum()
         return replace(self, tx=bind_stats(self.tx, params, None, phase), bad=bad).rule()
 

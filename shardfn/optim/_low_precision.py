@@ -174,7 +174,7 @@ class _LeafPlace(NamedTuple):
 
 @runtime_checkable
 class _StateCodec(Protocol):
-    def kept(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
+    def encode_zeros(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
         """Returns the first codes of a leaf of zeros, and the scales or ()."""
         ...
 
@@ -203,7 +203,7 @@ class _BlockCodes(NamedTuple):
         num = last - first if cut.stop > cut.start else 0
         return first, num, cut.start - first * self.size, num * self.size - (cut.stop - first * self.size)
 
-    def kept(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
+    def encode_zeros(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
         num = -(-place.shape[-1] // self.size)
         scales = zeros.new_zeros((*zeros.shape[:-1], num), dtype=torch.float32)
         return torch.zeros_like(zeros, dtype=torch.uint8), scales
@@ -239,7 +239,7 @@ class _StochasticRounding(NamedTuple):
 
     key: tuple[int, int]
 
-    def kept(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
+    def encode_zeros(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
         del place
         return zeros.to(torch.bfloat16), ()
 
@@ -339,7 +339,8 @@ class _LowPrecision:
                 " nothing would be kept in low precision. Put the wrapper directly around the rule with the averages."
             )
         rows = [
-            (x, None) if k.place is None else self.codec.kept(x, k.place) for x, k in zip(leaves, kept, strict=True)
+            (x, None) if k.place is None else self.codec.encode_zeros(x, k.place)
+            for x, k in zip(leaves, kept, strict=True)
         ]
         pairs = zip(rows, kept, strict=True)
         scales = tuple(self._place_scales(s, k.place) for (_, s), k in pairs if isinstance(s, Tensor) and k.place)

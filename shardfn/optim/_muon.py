@@ -509,7 +509,7 @@ class _MatrixCut:
         """Returns the shape of a rank's block. The first rank's block is the largest."""
         return tuple(s.stop - s.start for s in self.box(rank))
 
-    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
+    def join_blocks(self, blocks: Sequence[Tensor]) -> Tensor:
         """Joins a matrix from the blocks, in the order of the line."""
         axes = [[a for a in self.spec.dim_axes(d) if self.sizes.get(a, 1) > 1] for d in self.leaf.inner]
         at = [self.coords(k) for k in range(len(blocks))]
@@ -558,7 +558,7 @@ def _exchange_blocks(f: OnMatrix, units: Sequence[tuple[_MatrixCut, Tensor]], ax
     for k in owned[mine]:
         cut = units[k][0]
         blocks = [_unpack_block(got[j], at, cut.block_shape(j)) for j in range(n)]
-        here.append((cut, cut.apply(f, cut.joined(blocks))))
+        here.append((cut, cut.apply(f, cut.join_blocks(blocks))))
         at += rooms[k]
     mine_rooms = [rooms[k] for k in owned[mine]]
     # Every row depends on the first exchange, so that a rank without matrices takes part in the transpose, too.

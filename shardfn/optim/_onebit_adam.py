@@ -215,7 +215,7 @@ class _OneBitAdam(Phased):
         ms, residual, codes = self._average_momentum(leaves, mus, state, now, donate=False)
         rows = zip(*map(leaves.pick, (leaves.ps, mus, nus, step.decays)), ms, strict=True)
         new = [(step.update(p, m, nu, on).to(p.dtype), m.to(mu.dtype)) for p, mu, nu, on, m in rows]
-        adam = leaves.joined(adam, [m for _, m in new], leaves.pick(nus))
+        adam = leaves.join_states(adam, [m for _, m in new], leaves.pick(nus))
         after = OneBitAdamState(self.freeze.frozen(state.freeze), adam, residual, codes)
         return leaves.merged(exact, [u for u, _ in new]), after
 
@@ -234,7 +234,7 @@ class _OneBitAdam(Phased):
         ms = [write_over(mu, m) for mu, m in zip(leaves.pick(mus), ms, strict=True)]
         for p, m, nu, decays in zip(leaves.pick(leaves.ps), ms, *map(leaves.pick, (nus, step.decays)), strict=True):
             step.descend(p, m, nu, decays)
-        adam = leaves.joined(adam, ms, leaves.pick(nus))
+        adam = leaves.join_states(adam, ms, leaves.pick(nus))
         return params, OneBitAdamState(self.freeze.frozen(state.freeze), adam, residual, codes)
 
     def _advance_state(

@@ -245,7 +245,7 @@ class _OneBitLamb(Phased):
         if ms:
             us, f = self._leaf_directions(leaves, ms, nus, freshs, params, specs)
             factor = self._descend_leaves(leaves, us, f, rate, state)
-        state = state._replace(lamb=leaves.joined(lamb, ms, nus), residual=residual, codes=codes, factor=factor)
+        state = state._replace(lamb=leaves.join_states(lamb, ms, nus), residual=residual, codes=codes, factor=factor)
         return params, state._replace(freeze=self.freeze.frozen(state.freeze))
 
     def _advance_state(

@@ -226,14 +226,14 @@ class Phased(abc.ABC):
 
     def rule(self) -> base.GradientTransformation:
         phases = base.Phases(self.averaging.over, self.phase, self.last)
-        needs = base.Needs(resolve_masks=self.decide, bind_stats=self.given, phases=phases)
+        needs = base.Needs(resolve_masks=self.decide, bind_stats=self.bind, phases=phases)
         return base.GradientTransformation(self.init, self.update, self.apply, needs)
 
     def decide(self, params: base.Params) -> base.GradientTransformation:
         exact, mask = (resolve_prefix(x, params, bool, n) for x, n in ((self.exact, "exact"), (self.mask, "mask")))
         return replace(self, exact=exact, mask=mask).rule()
 
-    def given(self, params: base.Params, stats: Tensor | None, phase: base.Phase | None) -> base.GradientTransformation:
+    def bind(self, params: base.Params, stats: Tensor | None, phase: base.Phase | None) -> base.GradientTransformation:
         del stats
         return replace(self, whole=params, now=phase).rule()
 

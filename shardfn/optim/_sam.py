@@ -113,12 +113,12 @@ class _Sam:
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.opt_state,))
         own = self.tx.needs.measure
         if own is None or own.of is block_squares:
-            needs = needs._replace(measure=base.Measure(block_squares, additive=True), bind_stats=self.given)
+            needs = needs._replace(measure=base.Measure(block_squares, additive=True), bind_stats=self.bind)
         else:  # two values would be measured
             needs = needs._replace(measure=None, granularity="tree")
         return base.GradientTransformation(self.init, self.update, needs=needs._replace(ascends=False))
 
-    def given(self, params: base.Params, stats: Tensor | None, phase: base.Phase | None) -> base.GradientTransformation:
+    def bind(self, params: base.Params, stats: Tensor | None, phase: base.Phase | None) -> base.GradientTransformation:
         norm = None if stats is None else stats.sum().sqrt()
         return replace(self, tx=bind_stats(self.tx, params, stats, phase), norm=norm).rule()
 

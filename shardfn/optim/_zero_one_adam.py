@@ -240,7 +240,7 @@ class _ZeroOneAdam(Phased):
         # Before `exactly`, which advances the counters of the chain.
         step = self._step_numbers(state, leaves, params, now)
         _, adam = leaves.exactly(inplace(self.adam), state.adam, mus, nus, averaged=not now.local)
-        state = state._replace(adam=leaves.joined(adam, leaves.pick(mus), leaves.pick(nus)))
+        state = state._replace(adam=leaves.join_states(adam, leaves.pick(mus), leaves.pick(nus)))
         rows = _LocalRows(*map(leaves.pick, (leaves.ps, leaves.gs, mus, nus, step.decays)))
         if now.name.startswith(("full", "onebit")):
             return params, self._warmup_step(leaves, rows, step, state, specs, now)

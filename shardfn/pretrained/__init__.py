@@ -11,5 +11,5 @@ from ._load import (
     make_engine as make_engine,
 )
 from ._load import load_model as load_model, load_text as load_text
-from ._text import Text as Text, wrap_transformers_tokenizer as wrap_transformers_tokenizer
+from ._text import ModelText as ModelText, wrap_transformers_tokenizer as wrap_transformers_tokenizer
 from ._chat_template import compile_chat_template as compile_chat_template

@@ -60,7 +60,7 @@ from shardfn.transforms import eval_shape, sharded
 
 from ._files import GENERATION_CONFIG, describe_sampling, name_file_in_errors, read_json_object
 from ._settings import DRAFTERS, DTYPES, ModelSettings, detect_kind, find_run
-from ._text import Text, wrap_data_tokenizer, wrap_transformers_tokenizer
+from ._text import ModelText, wrap_data_tokenizer, wrap_transformers_tokenizer
 
 AXIS = "tp"
 # A model of transformers, and weights for a model without weights.
@@ -85,7 +85,7 @@ class LoadedModel(NamedTuple):
 
     decoder: Decoder
     params: PyTree
-    text: Text
+    text: ModelText
     inexact: str
     size: int
     coded: str = ""
@@ -214,7 +214,7 @@ def _load_drafter(job: ModelSettings, limits: Limits) -> Drafter | None:
     return DraftModel(served.decoder, served.params, limits=sizes)
 
 
-def load_text(job: ModelSettings) -> Text:
+def load_text(job: ModelSettings) -> ModelText:
     """Loads only a model's tokenizer. The ends of GGUF files are the tokenizer's, not the model's.
 
     Raises:
@@ -237,7 +237,7 @@ def _load_run_tokenizer(run: pathlib.Path, given: dict[str, Any]) -> ByteTokeniz
         return ByteTokenizer() if name == "bytes" else BPETokenizer.load(run / name)
 
 
-def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: Text) -> LoadedModel:
+def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelText) -> LoadedModel:
     settings = read_json_object(path / "config.json")
     check_sizes(settings, path / "config.json")
     changes, inexact = _choose_batch_invariant(job)
@@ -286,7 +286,7 @@ def _load_unmodified(
     module: Callable[[str | None], _Module],
     job: ModelSettings,
     mesh: Mesh,
-    text: Text,
+    text: ModelText,
     problem: ValueError | None = None,
 ) -> LoadedModel:
     """Loads an unmodified model of transformers, where `models.gpt` differs, or with an adapter."""
@@ -440,7 +440,7 @@ def _list_ids(value: int | list[int] | None) -> frozenset[int]:
 _ROWS, _LENGTH = 16, 512
 
 
-def fit_codes(job: ModelSettings, params: PyTree, text: Text, plain: Decoder) -> tuple[PyTree, str]:
+def fit_codes(job: ModelSettings, params: PyTree, text: ModelText, plain: Decoder) -> tuple[PyTree, str]:
     """Returns the parameters on the grids of the codes, and a remark. Each rank fits all. Collective.
 
     Args:

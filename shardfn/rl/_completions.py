@@ -57,10 +57,10 @@ def token_mean(x_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -> Weig
     """
     check_shapes("token_mean", x_BT=x_BT, lengths_B=lengths_B)
     check_lengths("token_mean", x_BT.shape[1], lengths_B=lengths_B)
-    return counted_mean(x_BT, lengths_B)
+    return mean_of_tokens(x_BT, lengths_B)
 
 
-def counted_mean(x_BT: Tensor, lengths_B: Tensor) -> WeightedMean:
+def mean_of_tokens(x_BT: Tensor, lengths_B: Tensor) -> WeightedMean:
     """Returns `token_mean` of tensors that are checked."""
     mask_BT, x_BT = completion_mask(lengths_B, x_BT.shape[1]), widen_floats(x_BT)  # 16 bits have no count of 257
     return WeightedMean(masked(x_BT, mask_BT).sum(), mask_BT.sum().to(x_BT.dtype))

@@ -21,7 +21,7 @@ from torch import Tensor
 from shardfn.core import explains_keywords
 from shardfn.engine import WeightedMean
 
-from ._completions import completion_mask, counted_mean, masked, row_mean
+from ._completions import completion_mask, masked, mean_of_tokens, row_mean
 from ._shapes import MEANT, check_lengths, check_numbers, check_shapes
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -159,7 +159,7 @@ def truncated_weights(
     )
 
 
-def drawn_ratios(
+def behavior_ratios(
     logprobs_BT: Float[Tensor, "b t"],
     old_logprobs_BT: Float[Tensor, "b t"],
     sampling_logprobs_BT: Float[Tensor, "b t"] | None,
@@ -256,7 +256,7 @@ def ppo_policy(
     weight_BT = truncated_weights(
         "ppo_policy", old_logprobs_BT, sampling_logprobs_BT, lengths_B, importance_sampling_clip_max
     )
-    return counted_mean(_compute_surrogate(log_BT, advantages_BT, clip, delta) * weight_BT, lengths_B)
+    return mean_of_tokens(_compute_surrogate(log_BT, advantages_BT, clip, delta) * weight_BT, lengths_B)
 
 
 @explains_keywords(**MEANT)
@@ -293,7 +293,7 @@ def ppo_value(
     mask_BT = completion_mask(lengths_B, values_BT.shape[1])
     v_BT, old_values_BT, r_BT = (masked(x, mask_BT) for x in (values_BT, old_values_BT, returns_BT))
     near_BT = torch.minimum(torch.maximum(v_BT, old_values_BT - cliprange), old_values_BT + cliprange)
-    return counted_mean(torch.maximum((v_BT - r_BT) ** 2, (near_BT - r_BT) ** 2) / 2, lengths_B)
+    return mean_of_tokens(torch.maximum((v_BT - r_BT) ** 2, (near_BT - r_BT) ** 2) / 2, lengths_B)
 
 
 @explains_keywords(**MEANT)
@@ -431,7 +431,7 @@ def grpo(
     if ref_logprobs_BT is not None:
         kl_BT = kl(own_BT, masked(ref_logprobs_BT, mask_BT), estimator=estimator)
         if use_bias_correction_kl:
-            kl_BT = drawn_ratios(logprobs_BT, old_logprobs_BT, sampling_logprobs_BT, lengths_B) * kl_BT
+            kl_BT = behavior_ratios(logprobs_BT, old_logprobs_BT, sampling_logprobs_BT, lengths_B) * kl_BT
         loss_BT = loss_BT + beta * kl_BT
     return _reduce_loss(loss_BT, lengths_B, kind, max_completion_length)
 
@@ -528,12 +528,12 @@ def policy_metrics(
     rows = {"ratio": rho_BT, "exact": rho_BT == 1, "clipped": rho_BT != rho_BT.clamp(*clip)}
     if ref_logprobs_BT is not None:
         kl_BT = kl(masked(logprobs_BT, mask_BT), masked(ref_logprobs_BT, mask_BT))
-        rows["kl"] = drawn_ratios(logprobs_BT, old_logprobs_BT, sampling_logprobs_BT, lengths_B) * kl_BT
+        rows["kl"] = behavior_ratios(logprobs_BT, old_logprobs_BT, sampling_logprobs_BT, lengths_B) * kl_BT
     weight_BT = truncated_weights(
         "policy_metrics", old_logprobs_BT, sampling_logprobs_BT, lengths_B, importance_sampling_clip_max
     )
     rows |= {} if sampling_logprobs_BT is None else {"weight": weight_BT}
-    found = {name: counted_mean(x.to(rho_BT.dtype), lengths_B) for name, x in rows.items()}
+    found = {name: mean_of_tokens(x.to(rho_BT.dtype), lengths_B) for name, x in rows.items()}
     return found | {"length": row_mean(lengths_B.to(rho_BT.dtype))}
 
 
@@ -586,7 +586,7 @@ def _weigh_answers(log_BT: Tensor, weights_BT: Tensor, mask_BT: Tensor, a_B: Ten
 
 def _reduce_loss(loss_BT: Tensor, lengths_B: Tensor, kind: str, constant: int | None) -> WeightedMean:
     if kind in ("dapo", "cispo", "vespo"):
-        return counted_mean(loss_BT, lengths_B)
+        return mean_of_tokens(loss_BT, lengths_B)
     sums_B = masked(loss_BT, completion_mask(lengths_B, loss_BT.shape[1])).sum(1)
     divisors = {"dr_grpo": constant, "luspo": 1}
     return row_mean(sums_B / (divisors[kind] if kind in divisors else lengths_B.clamp(min=1)))

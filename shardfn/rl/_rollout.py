@@ -18,7 +18,7 @@ from shardfn import core
 from shardfn.collectives import GlobalTensor
 from shardfn.engine import WeightedMean
 
-from ._completions import completion_mask, counted_mean, masked, row_mean
+from ._completions import completion_mask, masked, mean_of_tokens, row_mean
 from ._shapes import check_lengths, check_numbers, check_shapes
 
 # Failures of a call of a function in Python: an exception, no result in time, an invalid result, the end of its
@@ -252,7 +252,7 @@ def mismatch_metrics(
     check_lengths("mismatch_metrics", logprobs_BT.shape[1], lengths_B=lengths_B)
     far_BT = masked((logprobs_BT.detach() - drawn_BT).abs(), completion_mask(lengths_B, logprobs_BT.shape[1]))
     other_BT = (far_BT != 0).to(far_BT.dtype)
-    means = {name: counted_mean(x_BT, lengths_B) for name, x_BT in (("mismatch", far_BT), ("mismatched", other_BT))}
+    means = {name: mean_of_tokens(x_BT, lengths_B) for name, x_BT in (("mismatch", far_BT), ("mismatched", other_BT))}
     return means | {"mismatch_most": row_mean(far_BT.amax(1))}
 
 

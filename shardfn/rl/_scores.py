@@ -95,7 +95,7 @@ def count_kinds(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return {kind: found[kind] for kind in FAILURES}
 
 
-class _Worker:
+class _ForkWorker:
     """Fork that calls the function for some rows in turn."""
 
     def __init__(self, called: Called, calls: Sequence[Any], rows: collections.deque[int], seconds: float) -> None:
@@ -129,7 +129,7 @@ def _run_calls(
     called: Called, calls: Sequence[Any], own: Sequence[int], seconds: float, workers: int
 ) -> Iterator[Outcome]:
     shares = [collections.deque(own[w::workers]) for w in range(min(workers, len(own)))]
-    running = {worker.pipe: worker for share in shares for worker in [_Worker(called, calls, share, seconds)]}
+    running = {worker.pipe: worker for share in shares for worker in [_ForkWorker(called, calls, share, seconds)]}
     try:
         while running:
             first = min(worker.since for worker in running.values()) + seconds
@@ -146,14 +146,14 @@ def _run_calls(
                 del running[worker.pipe]
                 worker.end()
                 if worker.rows:
-                    again = _Worker(called, calls, worker.rows, seconds)
+                    again = _ForkWorker(called, calls, worker.rows, seconds)
                     running[again.pipe] = again
     finally:
         for worker in running.values():
             worker.end()
 
 
-def _receive_outcome(worker: _Worker) -> tuple[str, Any]:
+def _receive_outcome(worker: _ForkWorker) -> tuple[str, Any]:
     try:
         return worker.pipe.recv()
     except (EOFError, OSError):

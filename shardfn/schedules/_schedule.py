@@ -139,12 +139,12 @@ class PipelineSchedule:
             >>> by_hand.neighbours(1)[Action("backward", 0)].after
             ListedAction(rank=0, position=1)
         """
-        if rank not in self._known_neighbours:
-            self._known_neighbours[rank] = {action: self._find_neighbours(rank, action) for action in self.ranks[rank]}
-        return self._known_neighbours[rank]
+        if rank not in self._neighbour_cache:
+            self._neighbour_cache[rank] = {action: self._find_neighbours(rank, action) for action in self.ranks[rank]}
+        return self._neighbour_cache[rank]
 
     @functools.cached_property
-    def _known_neighbours(self) -> dict[int, dict[Action, Neighbours]]:
+    def _neighbour_cache(self) -> dict[int, dict[Action, Neighbours]]:
         """Returns the cache of `neighbours`, by rank."""
         return {}
 

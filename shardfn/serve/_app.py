@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ._embeddings import make_embeddings_response, parse_embeddings
 from ._errors import ApiError, json_response
 from ._fields import read_json
-from ._keys import Keys
+from ._keys import ApiKeys
 from ._metrics import Metrics
 from ._model import Model, check_model
 from ._page import page
@@ -46,7 +46,7 @@ class App:
 
     def __init__(self, settings: Settings, calls: RequestTracker, metrics: Metrics) -> None:
         self._settings, self._calls, self._metrics = settings, calls, metrics
-        self._keys = Keys(settings.keys)
+        self._keys = ApiKeys(settings.keys)
         self.model: Model | None = None
         self.closed = ""
         self._html, self._html_headers = page()

@@ -61,7 +61,9 @@ def by_parts(
 
     def whole(params: core.PyTree) -> core.PyTree:
         held: list[Any] = treedef.flatten_up_to(params)
-        return core.tree_unflatten(treedef, [x if f is None else f.joined(x) for f, x in zip(fused, held, strict=True)])
+        return core.tree_unflatten(
+            treedef, [x if f is None else f.join_parts(x) for f, x in zip(fused, held, strict=True)]
+        )
 
     return core.tree_unflatten(treedef, split), whole
 
@@ -83,7 +85,7 @@ class _Fused:
             return x.unflatten(self.dim, (self.sizes, x.shape[self.dim] // self.sizes))
         return tuple(one.clone() for one in x.split(list(self.sizes), self.dim))  # leaves share no memory
 
-    def joined(self, x: Any) -> Tensor:
+    def join_parts(self, x: Any) -> Tensor:
         return x.flatten(self.dim, self.dim + 1) if isinstance(self.sizes, int) else torch.cat(list(x), self.dim)
 
 

@@ -34,7 +34,7 @@ def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
         torch.Size([1048576, 1048576])
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, core.drawn_as_shapes():
+    with mode, core.draw_shapes():
         inputs = core.tree_map(lambda x: fake(x, "cpu") if isinstance(x, Tensor) else x, args)
         return core.tree_map(_make_meta, f(*inputs))
 

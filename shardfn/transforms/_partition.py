@@ -145,7 +145,7 @@ def propose_specs(
             f"propose_specs(axes={axes!r}): the layers of the pipeline lie along {of.stages!r}, and are cut along it"
             " anyway. Name another axis."
         )
-    return engine.SpecSearch(of, mesh, names, _kept_bytes(params, optimizer), memory, on).found()
+    return engine.SpecSearch(of, mesh, names, _state_bytes(params, optimizer), memory, on).found()
 
 
 def _largest_batch(batch: tuple[Any, ...], mesh: core.Mesh) -> tuple[Any, ...]:
@@ -176,7 +176,7 @@ def _largest_batch(batch: tuple[Any, ...], mesh: core.Mesh) -> tuple[Any, ...]:
     return max(of_all, key=lambda b: sum(x.numel() for x in core.tree_leaves(b) if isinstance(x, Tensor)))
 
 
-def _kept_bytes(params: core.PyTree, optimizer: GradientTransformation | None) -> list[engine.HeldBytes]:
+def _state_bytes(params: core.PyTree, optimizer: GradientTransformation | None) -> list[engine.HeldBytes]:
     """Returns the bytes kept for each leaf, from an optimizer's state without the other leaves."""
     leaves, treedef = core.tree_flatten(params)
     rule = None if optimizer is None else resolve_masks(optimizer, params)
@@ -187,12 +187,12 @@ def _kept_bytes(params: core.PyTree, optimizer: GradientTransformation | None) -
         key = i if by_leaf else (tuple(x.shape), x.dtype)
         if key not in found:
             alone = core.tree_unflatten(treedef, [y if j == i else None for j, y in enumerate(leaves)])
-            found[key] = _held_bytes(x, alone, rule if x.is_floating_point() else None)
+            found[key] = _resident_bytes(x, alone, rule if x.is_floating_point() else None)
         out.append(found[key])
     return out
 
 
-def _held_bytes(x: Tensor, alone: core.PyTree, rule: GradientTransformation | None) -> engine.HeldBytes:
+def _resident_bytes(x: Tensor, alone: core.PyTree, rule: GradientTransformation | None) -> engine.HeldBytes:
     states = [] if rule is None else core.tree_leaves(eval_shape(rule.init, alone))
     tensors = [s for s in states if isinstance(s, Tensor)]
     like = sum(s.element_size() for s in tensors if s.shape == x.shape)

@@ -58,7 +58,7 @@ class Offloaded(engine.Transform):
         if written:
             return out
         checking = check_policy_names("offload", self.policy, self._called)
-        saved = SavedValue(self.policy, self.window, pool_of(self.directory), _held_tensors((args, kwargs)))
+        saved = SavedValue(self.policy, self.window, pool_of(self.directory), _caller_tensors((args, kwargs)))
         with checking, saved.saving():
             return self.inner(*args, **kwargs)
 
@@ -117,7 +117,7 @@ def offload(
     return Offloaded(f, policy, directory, window)
 
 
-def _held_tensors(args: Any) -> list[Tensor]:
+def _caller_tensors(args: Any) -> list[Tensor]:
     """Returns the arguments that the caller holds for longer than the backward, and views of such arguments."""
     out = []
     for x in core.tree_leaves(args):

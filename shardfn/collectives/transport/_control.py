@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardfn.core import Mesh, RankError, is_known
 
-from ._calls import Calls, Watch
+from ._calls import Calls, CallWatch
 from ._failure import COURTESY, PATIENCE, Board, EndedGroup, TransportError, is_of_the_wire
 from ._rounds import Kind, Rounds, notice_of
 
@@ -97,7 +97,7 @@ class Control:
         self._rounds = Rounds(self._group, mesh.rank, *_errors_of(self), notice=notice_of(mesh))
         self._along: dict[tuple[str, ...], Rounds] = {}
         self.lost = self._shares = False
-        # Both the rank's thread and the thread of `Watch` may end the communicators.
+        # Both the rank's thread and the thread of `CallWatch` may end the communicators.
         self.closing = threading.RLock()
         self.wake: Callable[[], None] = lambda: None
         # Whether all ranks came to the last call on which this rank wanted to agree.
@@ -107,7 +107,7 @@ class Control:
         if self._group is not None:
             self._presence = Presence(mesh)
             this = weakref.ref(self)
-            self._watch = Watch(self.calls, self._board, self.rank, lambda *pair: _report_failure(this(), *pair))
+            self._watch = CallWatch(self.calls, self._board, self.rank, lambda *pair: _report_failure(this(), *pair))
             mesh.at_close("control", lambda why: _say_goodbye(this(), why))
 
     def exchange(self, value: int) -> list[int]:

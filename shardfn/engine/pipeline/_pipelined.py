@@ -26,7 +26,7 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.engine.loss import Loss, Transform, Unwrapped, check_count, pass_count, taken_over, varying_along
+from shardfn.engine.loss import Loss, Transform, Unwrapped, check_count, find_transforms, pass_count, varying_along
 from shardfn.engine.plan import (
     LeafView,
     LeafViews,
@@ -38,9 +38,9 @@ from shardfn.schedules import PipelineSchedule, loop_stages, timeline, v_stages
 
 from ._padded import (
     check_rows,
+    layer_rows,
     refilled,
     unpadded,
-    used_rows,
 )
 from ._remote_stack import ElsewhereTensor
 from ._stage_state import (
@@ -427,12 +427,12 @@ class PipelinedLayers(Enclosed):
         assert self.per_stage is not None
         if axis_size(self.axis) > 1:
             return list(range(self.per_stage[int(axis_index(self.axis))]))
-        return used_rows(self.per_stage)
+        return layer_rows(self.per_stage)
 
 
 def pipelined_in(loss: Loss) -> Pipelined | None:
     """Returns the pipelined loss inside a step's loss, or None."""
-    inner = taken_over(loss)[1]
+    inner = find_transforms(loss)[1]
     return inner if isinstance(inner, Pipelined) else None
 
 

@@ -334,7 +334,7 @@ class Gatherer:
     def _issue_gather(self, unit: int) -> GatheredUnit:
         members = [self._leaves[i] for i in self._units[unit].leaves]
         brought = [self._take_secondary(unit)] if unit in self._hops else None
-        return GatheredUnit(self._wires[unit], brought or self._own_pieces(unit), members)
+        return GatheredUnit(self._wires[unit], brought or self._rank_pieces(unit), members)
 
     def _take_secondary(self, unit: int) -> Tensor:
         """Returns the result of a unit's first hop."""
@@ -346,14 +346,14 @@ class Gatherer:
         return piece
 
     def _bring_unit(self, unit: int) -> Pending[Tensor]:
-        wire, own = self._wires[unit], arrived(self._own_pieces(unit))
+        wire, own = self._wires[unit], arrived(self._rank_pieces(unit))
         if not capturing():
             return wire.bring(own)
         looks = *(self._leaves[i].looks for i in self._units[unit].leaves), wire.axes
         (piece,) = traced_once(("bring", looks), lambda *own: [wire.bring(own).result()], own)
         return Pending.of(piece)
 
-    def _own_pieces(self, unit: int) -> list[Piece]:
+    def _rank_pieces(self, unit: int) -> list[Piece]:
         return self._reads.pop(unit, None) or self._fetch_pieces(unit)
 
 

@@ -150,7 +150,7 @@ class GradientStore:
         self._overlaps = all(leaf.used.dim is None for leaf in plan.layers)
         self._pool = pool_of(plan)
         # All ranks along these axes have the same units.
-        own = [plan.layers[unit.leaves[0]].own_axes for unit in plan.reduce_units]
+        own = [plan.layers[unit.leaves[0]].distinct_axes for unit in plan.reduce_units]
         self._late = {u for u, axes in enumerate(own) if not {*late_axes}.issubset(axes)}
         self._homes: list[MemoryKind] = [self._choose_home(u) for u in range(len(own))]
         self._stay = [is_device(home) for home in self._homes]

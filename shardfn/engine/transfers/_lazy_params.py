@@ -51,11 +51,11 @@ def enter(
                 handle.register_hook(_make_hook(reducer, i, alias(handle)))
             handles[i] = handle
         seen = LazyLeaf.make(i, leaf.path, handle, book) if leaf.lazy else handle
-        if leaf.own_axes:
+        if leaf.distinct_axes:
             if reducer is None:
-                plan.following_function.declare(seen, leaf.own_axes)
+                plan.following_function.declare(seen, leaf.distinct_axes)
             else:
-                plan.following.declare(seen, (*plan.batch_axes, *leaf.own_axes))
+                plan.following.declare(seen, (*plan.batch_axes, *leaf.distinct_axes))
         entered.append(seen)
     book.watch.enter(plain)
     if not plan.has_stacks:
