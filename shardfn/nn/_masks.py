@@ -101,7 +101,7 @@ class Mask(abc.ABC):
     @property
     def in_kernels(self) -> bool:
         """Returns whether the kernels of attention take the mask: a mask of only positions, or with data in `given`."""
-        return self.of_positions or type(self).given is not Mask.given
+        return self.of_positions or type(self).make_data is not Mask.make_data
 
     def make_data(self, queries: Span, keys: Span) -> Given:
         """Returns the data of the mask for a rectangle, in the form for the kernels of attention.
