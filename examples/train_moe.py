@@ -1,8 +1,7 @@
 """Trains a dense GPT and one with experts on the same text, with equal flops a token, and compares their losses.
 
-    python examples/train_moe.py
-    python examples/train_moe.py --experts 16 --top-k 4 --steps 800 --seeds 5
-    torchrun --nproc-per-node 2 examples/train_moe.py --exchange tokens
+    python examples/train_moe.py python examples/train_moe.py --experts 16 --top-k 4 --steps 800 --seeds 5 torchrun
+    --nproc-per-node 2 examples/train_moe.py --exchange tokens
 
 An expert is 1 / top_k as wide as the dense model's feed-forward part, so a token meets equally many weights in both;
 the router's come on top. A seed draws the weights and the order of the text, which is the same for both models.

@@ -125,8 +125,8 @@ class LocalSums:
         return {first + k: (first, num) for first, num in stacks for k in range(num)}
 
 
-# Bytes of shares that may be on their way: the device holds them until they are on the host, which holds those that
-# go on to the disk until they are there.
+# Bytes of shares that may be on their way: the device holds them until they are on the host, which holds those that go
+# on to the disk until they are there.
 LEAVING_BYTES = IN_FLIGHT_BYTES
 
 
@@ -155,8 +155,8 @@ class GradientStore:
         self._homes: list[MemoryKind] = [self._choose_home(u) for u in range(len(own))]
         self._stay = [is_device(home) for home in self._homes]
         self._dtypes = [self._list_members(u)[0].dtypes.accum for u in range(len(own))]
-        # A unit that is kept elsewhere than on the device is in `_coming` (with the sum so far in `_at`, if there is
-        # a sum), then in `_writing` if it goes on to disk, then in `_at`. A unit that the update has taken early is in
+        # A unit that is kept elsewhere than on the device is in `_coming` (with the sum so far in `_at`, if there is a
+        # sum), then in `_writing` if it goes on to disk, then in `_at`. A unit that the update has taken early is in
         # `_taken` only. `_leaving` are the bytes that the way of each still holds, the oldest first. The thread of an
         # update touches none of them: it gets its gradients by `OverlappedUpdate.take`.
         self._at: dict[int, StoredValue] = {}

@@ -20,8 +20,8 @@ def token_numbers(
     Args:
         index_B: global number of each sample.
         length: tokens of a whole sequence.
-        own: range (start, stop) of each stretch of the sequence on the rank, in order, from `nn.shard_rows`. None:
-            all tokens.
+        own: range (start, stop) of each stretch of the sequence on the rank, in order, from `nn.shard_rows`. None: all
+            tokens.
 
     Example:
         >>> token_numbers(torch.tensor([4, 5]), 10, own=[(0, 1), (8, 10)]).tolist()
