@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from shardfn import core
+from shardfn.core import Mesh, first_of, make_mesh
 from shardfn.engine import comms_of
 from shardfn.inference import (
     Completion,
@@ -89,11 +89,11 @@ def flatten_message(error: Exception) -> str:
     """Returns the message of an error as a single line, with the first items of the list."""
     title, *lines = str(error).splitlines() or [type(error).__name__]
     items = [line.strip().removeprefix("- ") for line in lines if line.strip()]
-    return " ".join([title, "; ".join(core.first_of(items, 3))]).strip()
+    return " ".join([title, "; ".join(first_of(items, 3))]).strip()
 
 
 def _prepare_job(job: GenerateJob) -> PreparedRun:
-    mesh = core.make_mesh({AXIS: job.ranks} if job.ranks > 1 else {})
+    mesh = make_mesh({AXIS: job.ranks} if job.ranks > 1 else {})
     asked = _read_texts(job, mesh)
     with waiting("reading", job.model):
         served = load_model(job, mesh)
@@ -106,18 +106,25 @@ def _prepare_job(job: GenerateJob) -> PreparedRun:
         except ValueError as error:
             raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
     adapters = {} if job.adapter is None else {_ADAPTER: job.adapter}
+    once = _is_answered_once(job, prompts, mesh)
     with waiting("packing weights"):
-        engine, drafter = make_engine(job, served, limits, mesh, adapters)
+        engine, drafter = make_engine(job, served, limits, mesh, adapters, eager_steps=int(once))
     # A grammar that the vocabulary cannot write is refused before graphs are captured.
     engine.core.admit(Request(tuple(prompts[0].ids), prompts[0].sampling))
-    engine.warm_up(grammars=job.sampling.grammar is not None, penalties=job.sampling.extended)
-    lines = describe_engine(job, served, engine, drafter)  # of all ranks, which may capture together
+    engine.warm_up(grammars=job.sampling.grammar is not None, penalties=job.sampling.extended, capture=not once)
+    lines = describe_engine(job, served, engine, drafter, captured=not once)  # of all ranks, which may capture together
     if mesh.rank == 0:
         print(lines, file=sys.stderr, flush=True)
     return PreparedRun(job, engine, prompts)
 
 
-def _read_texts(job: GenerateJob, mesh: core.Mesh) -> list[str]:
+def _is_answered_once(job: GenerateJob, prompts: list[Prompt], mesh: Mesh) -> bool:
+    """Returns whether the prompt is read in one step, whose graph would be captured for that step only."""
+    plain = job.memory == job.cache_memory == "device" and not job.drafts and job.sampling.grammar is None
+    return plain and mesh.size == 1 and len(prompts) == job.sampling.n == 1
+
+
+def _read_texts(job: GenerateJob, mesh: Mesh) -> list[str]:
     """Returns the texts. The first rank reads texts from stdin."""
     if _STDIN not in job.prompts:
         return list(job.prompts)

@@ -6,15 +6,13 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from shardfn import core
+from shardfn.core import TENSOR_KINDS, MemoryKind, is_device
 
 from ._ledger import default_device
-from ._transfer import to_device, to_host
+from ._transfer import send
 
 
-def put(
-    x: Shaped[Tensor, "..."], kind: core.MemoryKind, device: torch.device | str | None = None
-) -> Shaped[Tensor, "..."]:
+def put(x: Shaped[Tensor, "..."], kind: MemoryKind, device: torch.device | str | None = None) -> Shaped[Tensor, "..."]:
     """Copies a tensor to another memory kind: an identity whose transpose copies back.
 
     The call waits for the copy. `put` composes with `torch.func`: grad, vjp, jvp, vmap, and nestings such as jvp of
@@ -38,29 +36,34 @@ def put(
         >>> x.grad
         tensor([3., 3.])
     """
-    if not (core.is_host(kind) or core.is_device(kind)):
+    if kind not in TENSOR_KINDS:
         raise ValueError(
             f"put(x, {kind!r}): the kind must be 'host' or 'device'. For the disk, `pool.write(x)` gives a"
             " DiskTensor, and `.read()` reads it back. Neither is differentiable."
         )
-    place = torch.device(device) if device is not None else x.device if core.is_host(kind) else default_device()
+    place = torch.device(device) if device is not None else default_device() if is_device(kind) else x.device
     return _MemoryPut.apply(x, kind, place)
+
+
+def _other(kind: MemoryKind) -> MemoryKind:
+    (other,) = TENSOR_KINDS - {kind}
+    return other
 
 
 class _MemoryPut(torch.autograd.Function):
     """Autograd function of both directions."""
 
     @staticmethod
-    def forward(x: Tensor, kind: core.MemoryKind, device: torch.device) -> Tensor:
-        return (to_host(x) if core.is_host(kind) else to_device(x, device)).result()
+    def forward(x: Tensor, kind: MemoryKind, device: torch.device) -> Tensor:
+        return send(x, _other(kind), kind, device).result()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, core.MemoryKind, torch.device], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, MemoryKind, torch.device], output: Tensor) -> None:
         _, ctx.kind, ctx.device = inputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return _MemoryPut.apply(grad_outputs[0], "device" if core.is_host(ctx.kind) else "host", ctx.device), None, None
+        return _MemoryPut.apply(grad_outputs[0], _other(ctx.kind), ctx.device), None, None
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Tensor | None) -> Tensor:

@@ -100,7 +100,7 @@ class Mask(abc.ABC):
 
     @property
     def in_kernels(self) -> bool:
-        """Returns whether the kernels of attention take the mask: a mask of only positions, or with data in `make_data`."""
+        """Returns whether the kernels of attention take the mask: a mask of positions, or with data in `make_data`."""
         return self.of_positions or type(self).make_data is not Mask.make_data
 
     def make_data(self, queries: Span, keys: Span) -> Given:

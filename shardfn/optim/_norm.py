@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from shardfn import core
 from shardfn._torch import foreach_norm
 from shardfn.collectives import current_mesh, pmax, psum, transforming
+from shardfn.core import Ambient, P, PyTree, tree_leaves
 
 from ._base import Specs
 from ._leaves import spec_leaves, wide
@@ -26,7 +26,7 @@ _ROW = 1024
 _LARGE = 4 * _ROW
 
 
-def sum_squares(tree: core.PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves"]:
+def sum_squares(tree: PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves"]:
     """Returns the global sum of squares of each leaf: `sum_i x_i^2` over all blocks, 0 for a leaf without elements.
 
     Args:
@@ -44,19 +44,29 @@ def sum_squares(tree: core.PyTree, specs: Specs = None) -> Float[Tensor, " num_l
         >>> sum_squares({"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(0)})
         tensor([25.,  0.])
     """
-    return leaf_squares(core.tree_leaves(tree), None if specs is None else spec_leaves(specs, tree))
+    return leaf_squares(tree_leaves(tree), None if specs is None else spec_leaves(specs, tree))
 
 
 def leaf_squares(
-    leaves: list[Tensor], specs: list[core.P] | None, dtype: torch.dtype | None = None
+    leaves: list[Tensor],
+    specs: list[P] | None,
+    dtype: torch.dtype | None = None,
+    large: Callable[[Tensor], Tensor] | None = None,
 ) -> Float[Tensor, " num_leaves"]:
-    """Returns `sum_squares` of a flattened tree, in a dtype. None: the dtype of `sum_squares`."""
+    """Returns `sum_squares` of a flattened tree, in a dtype.
+
+    Args:
+        leaves: leaves of the tree.
+        specs: specs of the leaves.
+        dtype: dtype of the result. None: the dtype of `sum_squares`.
+        large: sum of squares of one large tensor. None: `large_square`.
+    """
     dtype = dtype or dtype_of_squares(leaves)
     if not leaves:
         return torch.zeros(0, dtype=dtype)
     if is_exact():
         return _exact_squares(leaves, specs).to(dtype)
-    local = _local_norm(leaves, dtype)
+    local = _local_norm(leaves, dtype, large)
     return local if specs is None else over_blocks(local, specs)
 
 
@@ -82,10 +92,10 @@ def is_exact() -> bool:
     return bool(_EXACT.innermost())
 
 
-_EXACT = core.Ambient[bool]("whether sums of squares are exact")
+_EXACT = Ambient[bool]("whether sums of squares are exact")
 
 
-def _exact_squares(leaves: list[Tensor], specs: list[core.P] | None) -> Float[Tensor, " num_leaves"]:
+def _exact_squares(leaves: list[Tensor], specs: list[P] | None) -> Float[Tensor, " num_leaves"]:
     top = torch.stack([max_abs(x) for x in leaves])
     top = top if specs is None else over_blocks(top, specs, pmax)
     limbs = [exact_limbs(x, m) for x, m in zip(leaves, top.unbind(), strict=True)]
@@ -140,7 +150,7 @@ def dtype_of_squares(leaves: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if any(x.dtype == torch.float64 for x in leaves) else torch.float32
 
 
-def global_norm(tree: core.PyTree, specs: Specs = None, *, ord: float | str | None = None) -> Float[Tensor, ""]:
+def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = None) -> Float[Tensor, ""]:
     """Returns the norm of a whole tree, as of a single vector.
 
     Euclidean, the sum of absolute values, or the largest absolute value.
@@ -166,7 +176,7 @@ def global_norm(tree: core.PyTree, specs: Specs = None, *, ord: float | str | No
         return sum_squares(tree, specs).sum().sqrt()
     if ord not in (1, math.inf, "inf", "infinity"):
         raise ValueError(f'global_norm: ord={ord!r} must be None, 1, 2, math.inf or "inf".')
-    leaves = core.tree_leaves(tree)
+    leaves = tree_leaves(tree)
     dtype = dtype_of_squares(leaves)
     if not leaves:
         return torch.zeros((), dtype=dtype)
@@ -178,14 +188,17 @@ def global_norm(tree: core.PyTree, specs: Specs = None, *, ord: float | str | No
     return (top if cuts is None else over_blocks(top, cuts, pmax)).max().to(dtype)
 
 
-def _local_norm(leaves: list[Tensor], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
+def _local_norm(
+    leaves: list[Tensor], dtype: torch.dtype, large: Callable[[Tensor], Tensor] | None = None
+) -> Float[Tensor, " num_leaves"]:
     device = leaves[0].device
     if transforming():  # no rule for the kernel below, and no derivative of a norm at 0
         # By functions that torch can differentiate and map over.
         return torch.stack([wide(x).double().square().sum().to(device=device, dtype=dtype) for x in leaves])
     small = [x if is_small(x) else None for x in leaves]
     norms = iter(_leaf_norms([wide(x) for x in small if x is not None]))
-    squares = [large_square(x) if s is None else next(norms).square() for x, s in zip(leaves, small, strict=True)]
+    square = large or large_square
+    squares = [square(x) if s is None else next(norms).square() for x, s in zip(leaves, small, strict=True)]
     return torch.stack([s.to(device=device, dtype=dtype) for s in squares])
 
 
@@ -208,7 +221,7 @@ def large_square(x: Tensor) -> Float[Tensor, ""]:
 
 
 def over_blocks(
-    local: Shaped[Tensor, "num_leaves *rest"], specs: list[core.P], reduce: Callable[..., Tensor] | None = None
+    local: Shaped[Tensor, "num_leaves *rest"], specs: list[P], reduce: Callable[..., Tensor] | None = None
 ) -> Shaped[Tensor, "num_leaves *rest"]:
     """Returns the sum (or another `reduce`) over blocks, of one or a few numbers a leaf.
 

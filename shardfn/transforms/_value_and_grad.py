@@ -248,9 +248,7 @@ def _is_float(x: Any) -> bool:
 
 def _gradient_of(leaf: Any, x: Tensor) -> Any:
     """Returns the gradient of a leaf. The gradient of a leaf on disk is on the host."""
-    if isinstance(leaf, GlobalTensor) and core.is_disk(leaf.memory_kind):
-        return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, "host")
-    return _restore_leaf(x, leaf)
+    return leaf.replace_block(x) if isinstance(leaf, GlobalTensor) else x
 
 
 def _restore_leaf(x: Tensor, leaf: Any) -> Any:

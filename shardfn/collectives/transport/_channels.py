@@ -4,6 +4,7 @@ A loss's collectives have the channels of the mesh's steps, or channels on the m
 """
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from shardfn.core import Mesh, PerMesh
 
@@ -21,7 +22,12 @@ class Channels:
         apart: whether the loss's channels, too, have separate groups, which may end with the channels after a failure.
             With another backend than gloo the channels have the mesh's groups in any case: each group would cost memory
             on the device.
+
+    Attributes:
+        once: None. In a capture, a function that traces equal ops once.
     """
+
+    once: ClassVar[None] = None
 
     def __init__(self, mesh: Mesh, meet: Callable[[], None] = lambda: None, *, apart: bool = True) -> None:
         self._mesh, self._meet = mesh, meet
