@@ -151,7 +151,7 @@ class Server:
         compiler = Compiler(texts, ready.limits.vocab) if ready.grammars else None
         fixed = settings.name, text, spelling
         more = {"texts": texts, "adapters": settings.adapters, "defaults": settings.defaults}
-        template = self._text.template
+        template = text.template
         more |= {"tools": find_tool_format(settings.tool_call_parser, template)}
         more |= {"reasoning": find_reasoning_format(settings.reasoning_parser, template)}
         more |= {"width": ready.width, "processors": ready.processors, "longest": find_longest(spelling)}
