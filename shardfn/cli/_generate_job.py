@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardfn.core import did_you_mean, is_disk
+from shardfn.core import did_you_mean, find_directory_problem
 from shardfn.inference import Grammar, Limits, Request, Sampling, check_request
 from shardfn.pretrained import (
     CACHE_DTYPES,
@@ -139,7 +139,7 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
         found["fit"] = Problem(f"--fit {args.fit} has no effect without codes; add --weights int4, or int8")
     elif args.fit is not None and not pathlib.Path(args.fit).is_file():
         found["fit"] = Problem(f"--fit {args.fit} is no file; give a text like those of prompts")
-    if args.disk is not None and not is_disk(found["memory"]):
+    if find_directory_problem([found["memory"]], args.disk) == "idle":
         found["disk"] = Problem(f"--disk {args.disk} has no effect without --weights disk")
     return found
 
@@ -161,17 +161,20 @@ def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a smaller model of the same tokenizer that guesses tokens, kept by each rank",
     )
+    add("--speculator", metavar="DIR", help="a speculator that shardfn speculate has trained for MODEL")
 
 
 def drafter_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yields the problems of the options of speculative decoding."""
-    if args.draft_model is None:
-        return
-    if args.drafter != "none":
-        yield f"--draft-model and --drafter {args.drafter} are two drafters; leave one of them out"
-    kind = detect_kind(pathlib.Path(args.draft_model))
-    if isinstance(kind, Problem):
+    named = {"--draft-model": args.draft_model, "--speculator": args.speculator}
+    given = [option for option, value in named.items() if value is not None]
+    given += [f"--drafter {args.drafter}"] if args.drafter != "none" else []
+    if len(given) > 1:
+        yield f"{' and '.join(given)} are {len(given)} drafters; leave all but one of them out"
+    if args.draft_model is not None and isinstance(kind := detect_kind(pathlib.Path(args.draft_model)), Problem):
         yield str(kind).replace("MODEL", "--draft-model", 1)
+    if args.speculator is not None and not (pathlib.Path(args.speculator) / "config.json").is_file():
+        yield f"--speculator {args.speculator} has no config.json; give a directory of shardfn speculate"
 
 
 def parse_generate(args: argparse.Namespace) -> GenerateJob:

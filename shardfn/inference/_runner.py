@@ -208,16 +208,17 @@ class Runner:
         self._decoder, self.limits, self.mesh = decoder, limits, mesh
         self._zero = make_zero(weights, disk)
         self._cache: MemoryKind = check_memory(cache)
+        self._by_leaf, self._host_cache = not is_device(weights), not is_device(cache)
         # The work of a batch-invariant decoder is in kernels.
         self._threads = kernels.threads_for_kernels if decoder.batch_invariant else contextlib.nullcontext
         self._layouts = find_layouts(decoder, limits)
-        if not is_device(weights) and len(self._layouts) > 1:
+        if self._by_leaf and len(self._layouts) > 1:
             raise ValueError(f"engine: weights={weights!r} are served in one layout, got {[*self._layouts]}.")
         self._pack = {
             name: sharded(x.pack, mesh=mesh, specs=x.specs, out_specs=x.packed) for name, x in self._layouts.items()
         }
         # With a budget of 0 bytes the next layer's cache is brought, and nothing else.
-        self._prefetch = None if is_device(cache) else 0
+        self._prefetch = 0 if self._host_cache else None
         # By layout, further results, and whether the step is captured.
         self._steps: dict[tuple[str, _Further, bool], Sharded] = {}
         self._bound: dict[Any, BoundCall] = {}
@@ -270,7 +271,7 @@ class Runner:
 
     def _pack_layout(self, layout: str, params: PyTree, like: PyTree | None) -> PyTree:
         leaves, pack = tree_leaves(params), self._pack[layout]
-        if not is_device(self._zero.params) or any(isinstance(x, Draw) for x in leaves):
+        if self._by_leaf or any(isinstance(x, Draw) for x in leaves):
             return self._pack_leafwise(layout, params, like)
         if all(isinstance(x, GlobalTensor) for x in leaves):
             held = reshard(params, pack.specs(params), mesh=self.mesh)
@@ -286,11 +287,12 @@ class Runner:
         shapes = find_packed_shapes(source)
         if like is not None:
             _check_alike(like, shapes.tree)
-        elif not is_device(self._zero.params) and not self._bound:
+        elif self._by_leaf and not self._bound:
             self._prefetch = shapes.ahead(self._decoder.cache.layers)
             self._steps.clear()
         step = self._step_of(layout)
-        return pack_leafwise(source, shapes, step.specs(shapes.tree), step.pool)
+        kept = step.specs(shapes.tree)
+        return pack_leafwise(source, shapes, kept, step.pool, together=not self._by_leaf)
 
     def empty_cache(self) -> Cache:
         """Returns a cache without content."""
@@ -316,7 +318,7 @@ class Runner:
         if step is None:
             plan = make_padding(bucket, self.limits, extended=extended)
             allowed = np.ones((len(plan.rows), self.limits.vocab), bool) if grammars else None
-            step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
+            step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, host_cache=self._host_cache)
         layout = layout or self.limits.layout_of(bucket, adapters=step.low is not None)
         further = list_further(hidden=hidden, routed=routed, edited=edited, states=states)
         key = _find_graph_key(layout, bucket, step, further)
@@ -369,7 +371,7 @@ class Runner:
         """
         if plan.moves:
             cache = list(self._decoder.cache.move(cache, plan.moves))
-        step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
+        step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, host_cache=self._host_cache)
         kind: dict[str, Any] = {"hidden": hidden, "routed": routed, "edited": bool(edits), "states": states}
         further = list_further(**kind)
         key = _find_graph_key(plan.layout, plan.bucket, step, further)
@@ -459,10 +461,11 @@ def make_runner(
     """
     if runner is None:
         return Runner(decoder, limits, mesh=mesh, weights=weights, disk=disk, cache=cache, eager_steps=eager_steps)
-    if not is_device(weights) or disk is not None:
-        raise ValueError(f"engine: weights={weights!r} is the runner's to choose: Runner(..., weights=, disk=).")
-    if not is_device(cache):
-        raise ValueError(f"engine: cache={cache!r} is the runner's to choose: Runner(..., cache=).")
+    given = [(name, kind) for name, kind in (("weights", weights), ("cache", cache)) if not is_device(kind)]
+    given += [] if disk is None else [("disk", disk)]
+    if given:
+        shown, names = ", ".join(f"{k}={v!r}" for k, v in given), ", ".join(f"{k}=" for k, _ in given)
+        raise ValueError(f"engine: {shown} is the runner's to choose: Runner(..., {names}).")
     runner.check(decoder, limits, mesh)
     return runner
 

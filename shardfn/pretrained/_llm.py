@@ -44,6 +44,7 @@ class LLM:
         context: most tokens of a sequence. Default: the model's.
         cache_gib: most GiB of the KV cache, on all ranks together.
         drafter: "none", "ngram" or "suffix", for speculative decoding.
+        speculator: directory of a speculator of the model, in place of a drafter.
         adapters: directories of peft, by the names that calls give.
         **sizes: other fields of `inference.Limits`.
 
@@ -74,6 +75,7 @@ class LLM:
         context: int | None = None,
         cache_gib: float = 1.0,
         drafter: str = "none",
+        speculator: str | None = None,
         adapters: Mapping[str, str] | None = None,
         **sizes: Any,
     ) -> None:
@@ -89,6 +91,7 @@ class LLM:
                 "activations": activations,
                 "cache_gib": cache_gib,
                 "drafter": drafter,
+                "speculator": speculator,
                 "recommended": recommended,
             },
         )

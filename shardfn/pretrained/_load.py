@@ -43,6 +43,8 @@ from shardfn.interop.quantized import can_decode, read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import load_peft
 from shardfn.models import gpt
+from shardfn.speculators import Speculator
+from shardfn.speculators import load as load_speculator
 from shardfn.transforms import eval_shape, sharded
 
 from ._files import name_file_in_errors, read_json_object
@@ -159,7 +161,7 @@ def make_engine(
         OSError: see `load_model`.
         ImportError: see `load_model`.
     """
-    drafter = _load_drafter(job, limits)
+    drafter = _load_drafter(job, limits, served.decoder)
     more: Any = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _make_disk(job)}
     more |= {"cache": job.cache_memory, "eager_steps": eager_steps}
     engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, **more)
@@ -175,10 +177,10 @@ def describe_engine(
 
     Without captured graphs the memory is that of the weights and the cache.
     """
-    place = "" if is_device(job.memory) else f"on {job.memory}"
-    cache = "" if is_device(job.cache_memory) else f"cache on {job.cache_memory}"
+    pairs = ("on", job.memory), ("cache on", job.cache_memory)
+    places = [f"{on} {kind}" for on, kind in pairs if not is_device(kind)]
     rounded = job.activations and f"activations in {job.activations}"
-    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, rounded, place, cache)))
+    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, rounded, *places)))
     how = f"not batch-invariant: {served.inexact}" if served.inexact else "batch-invariant"
     memory = (
         str(engine.memory()) if captured else str(engine.runner.held_memory(engine.core.weights, engine.core.cache))
@@ -186,21 +188,25 @@ def describe_engine(
     lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", memory]
     lines += [describe_sampling(job.recommended)] if job.recommended else []
     lines += [f"{job.draft_model}, which guesses: {drafter.memory()}"] if isinstance(drafter, DraftModel) else []
+    lines += [f"{job.speculator} guesses: {drafter.describe()}"] if isinstance(drafter, Speculator) else []
     return "\n".join(lines)
 
 
-def _load_drafter(job: ModelSettings, limits: Limits) -> Drafter | None:
+def _load_drafter(job: ModelSettings, limits: Limits, made: Decoder) -> Drafter | None:
     """Returns the drafter of a job. Each rank has a whole draft model.
 
     Args:
         job: job with the model's name.
         limits: limits of the engine.
+        made: decoder of the engine.
 
     Raises:
         ValueError: see `load_model`.
         OSError: see `load_model`.
         ImportError: see `load_model`.
     """
+    if job.speculator is not None:
+        return load_speculator(job.speculator, made)
     if job.draft_model is None:
         return DRAFTERS[job.drafter]
     kind = detect_kind(pathlib.Path(job.draft_model))

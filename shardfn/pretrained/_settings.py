@@ -38,6 +38,7 @@ class ModelSettings:
         cache_memory: memory of keys and values between uses.
         drafter: key of `DRAFTERS`, for speculative decoding.
         draft_model: path of a smaller model that guesses, or None.
+        speculator: directory of a speculator that guesses, or None.
         adapter: directory of `peft`, or None.
         generation_config: source of defaults: "auto" takes values from the model's `generation_config.json`, and "none"
             ignores the file.
@@ -60,13 +61,15 @@ class ModelSettings:
     drafter: str = "none"
     adapter: str | None = None
     draft_model: str | None = None
+    speculator: str | None = None
     generation_config: str = "auto"
     recommended: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def drafts(self) -> int:
         """Returns the number of guessed rows for each row."""
-        return 0 if self.drafter == "none" and self.draft_model is None else _DRAFTS
+        guesses = self.drafter != "none" or self.draft_model is not None or self.speculator is not None
+        return _DRAFTS if guesses else 0
 
 
 class Problem(str):

@@ -148,8 +148,12 @@ def job_of(*args: object) -> ServeJob:
     return parse_serve(parser.parse_args([*map(str, args)]))
 
 
-@pytest.mark.parametrize("more", [["--drafter", "suffix"], ["--draft-model", "{model}"]])
+@pytest.mark.parametrize(
+    "more", [["--drafter", "suffix"], ["--draft-model", "{model}"], ["--speculator", "{model}/made"]]
+)
 def test_ranks_have_the_drafter_of_the_command(model: pathlib.Path, more: list[str]) -> None:
+    (model / "made").mkdir(exist_ok=True)
+    (model / "made/config.json").touch()
     job = job_of(model, *SMALL, *(one.format(model=model) for one in more))
     command = command_of(job, 5, "python")
     assert job_of(*command[4:], "--port", 0).model == job.model and job.model.drafts == 15
