@@ -31,6 +31,7 @@ ROOMS = (
     "models.gpt",
     "lora",
     "inference",
+    "speculators",
     "serve",
     "rl",
     "distill",

@@ -25,7 +25,14 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
 from shardfn._torch import DYNAMO, DataDependentOutputException, DynamicOutputShapeException, use_lazy_graph_module
-from shardfn.collectives import counting_nothing, current_application, current_call_site, record_call_sites, with_sizes
+from shardfn.collectives import (
+    counting_nothing,
+    current_application,
+    current_call_site,
+    record_call_sites,
+    transforming,
+    with_sizes,
+)
 from shardfn.core import Ambient, one_tracing, progress, runs_op_by_op
 from shardfn.memory import in_host_region
 
@@ -164,6 +171,11 @@ def recomputing() -> AbstractContextManager[None]:
 def capturing() -> bool:
     """Returns whether a capture is running."""
     return get_proxy_mode() is not None
+
+
+def is_traced() -> bool:
+    """Returns whether a capture or a transform of torch.func follows the code that runs."""
+    return capturing() or transforming()
 
 
 # Roles of values that their ops do not show: a whole leaf, a leaf's gradient, a result of the loss.

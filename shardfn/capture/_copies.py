@@ -163,6 +163,11 @@ def alias(x: Tensor) -> Tensor:
         return _track_tensor(FakeTensor(x.fake_mode, x.detach(), x.fake_device), slot.proxy, notes)
 
 
+def find_alias() -> Callable[[Tensor], Tensor]:
+    """Returns a function like `alias`: while no capture runs, the method itself, which many leaves may call."""
+    return Tensor.detach if recorder() is None else alias
+
+
 def node_of(x: Tensor, notes: Recorder) -> Node:
     """Returns the node of a tensor of the trace."""
     slot: Any = get_proxy_slot(x, notes.tracer)

@@ -5,105 +5,19 @@
 https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
-import math
 import os
 import warnings
 from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardfn.collectives import Box
-from shardfn.core import Mesh, PyTree, dtype_name, load
+from shardfn.core import Mesh, PyTree
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
-from shardfn.memory import DamagedError
 from shardfn.state import check_alive
 
-from ._contents import Content, contents, mesh_of
-from ._manifest import DTYPES, Manifest, StoredLeaf
-from ._read_into import ReadKeywords, one_chunk, read_into
-
-
-class BlockPlanner(dcp.DefaultSavePlanner):
-    """Plans each leaf's block as a shard. For a replicated block, DCP selects the rank that writes."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def create_local_plan(self) -> SavePlan:
-        items = [item for x in self.state_dict.values() if (item := _write_item(x)) is not None]
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return load(self.state_dict[index.fqn].held).detach()
-
-
-def _write_item(x: Content) -> WriteItem | None:
-    """Returns this rank's block as a write item, or None for an empty block of a leaf with elements."""
-    sizes = torch.Size(x.held.shape)
-    if math.prod(x.shape) and not sizes.numel():
-        return None
-    empty = not math.prod(x.shape)  # one item, so that an empty leaf is saved too
-    start, sizes = (torch.Size([0] * len(x.shape)), torch.Size(x.shape)) if empty else (torch.Size(x.start), sizes)
-    data = TensorWriteData(ChunkStorageMetadata(start, sizes), TensorProperties(dtype=x.dtype), torch.Size(x.shape))
-    return WriteItem(MetadataIndex(x.path, start), WriteItemType.SHARD, tensor_data=data)
-
-
-class DcpReader:
-    """Reads boxes of leaves from DCP's files, without communication."""
-
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.storage = dcp.FileSystemReader(directory)
-        self.metadata = self.storage.read_metadata()
-        self.storage.set_up_storage_reader(self.metadata, False)
-
-    def manifest(self) -> Manifest:
-        """Returns the tensors as leaves of a single chunk each. The key replaces the file's name."""
-        leaves = {}
-        for key, x in self.metadata.state_dict_metadata.items():
-            if isinstance(x, TensorStorageMetadata) and dtype_name(x.properties.dtype) in DTYPES:
-                leaves[key] = one_chunk(key, tuple(x.size), x.properties.dtype)
-        return Manifest(0, None, {}, leaves, {})
-
-    def box(self, leaf: StoredLeaf, box: Box, out: Tensor, *, check: bool = True) -> None:
-        """Fills `out` with a box of a leaf."""
-        del check  # DCP has no digests
-        key = leaf.chunks[0].file
-        wanted = ChunkStorageMetadata(torch.Size([lo for lo, _ in box]), torch.Size([hi - lo for lo, hi in box]))
-        if not out.numel():
-            return
-        items = create_read_items_for_chunk_list(key, self.metadata.state_dict_metadata[key], [wanted])  # type: ignore[arg-type]
-        if sum(item.lengths.numel() for item in items) != out.numel():
-            raise DamagedError(f"the checkpoint has not all of {key}, box {box}. Take another checkpoint.")
-        self.storage.read_data(LoadPlan(items), _Into(out)).wait()
-
-
-class _Into(dcp.DefaultLoadPlanner):
-    """Reads into a single tensor."""
-
-    def __init__(self, out: Tensor) -> None:
-        super().__init__()
-        self.out = out
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.out
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        del read_item, tensor  # the target is a view of `out`
-
-
-# DCP takes as long to be imported as shardfn, so only the functions below import DCP.
+from ._contents import contents, mesh_of
+from ._read_into import ReadKeywords, read_into
 
 
 def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -> None:
@@ -131,7 +45,7 @@ def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -
     """
     from torch.distributed import checkpoint as dcp
 
-    from ._dcp import BlockPlanner
+    from ._dcp_blocks import BlockPlanner
 
     check_alive(tree)
     mesh = mesh_of(tree)
@@ -176,7 +90,7 @@ def restore_dcp(directory: str | os.PathLike[str], like: PyTree, **options: Unpa
         DonatedError: a step has consumed `like`.
         RankError: another rank failed.
     """
-    from ._dcp import DcpReader
+    from ._dcp_blocks import DcpReader
 
     return read_into(like, lambda: DcpReader(directory), f"the DCP checkpoint {directory}", options)
 

@@ -27,7 +27,6 @@ from shardfn.core import (
     Stored,
     StoredValue,
     a_kind,
-    is_disk,
     progress,
     raise_all,
     tree_flatten,
@@ -39,7 +38,7 @@ from shardfn.core import (
 from shardfn.engine import agree_on_step, comms_of, is_abstract, losing_no_peer, told_before
 from shardfn.memory import DiskTensor, Pool, host_empty
 from shardfn.optim import AverageParamsState, LookaheadState, MasterState, ScheduleFreeState, rebalance_residuals
-from shardfn.state import check_alive, empty_block
+from shardfn.state import check_alive, empty_block, lies_on_disk
 
 from ._contents import as_codes, from_codes, mesh_of
 from ._located import check_directory, located
@@ -400,8 +399,7 @@ def nowhere(
             continue
         if source is None and _is_empty(x):
             out.append(f"{target.path} is to keep its values, but the tree is abstract, and has no values")
-        on_disk = isinstance(x, GlobalTensor) and is_disk(x.memory_kind)
-        if source is not None and on_disk and not isinstance(x.held, DiskTensor) and pool is None:
+        if source is not None and lies_on_disk(x) and not isinstance(x.held, DiskTensor) and pool is None:
             out.append(f"{target.path} is to be on disk; pass pool=, or a tree from step.init that has its values")
     return out
 
@@ -422,7 +420,7 @@ def _fill_leaf(task: LeafTask, reader: BoxReader, check: bool) -> Any:
         return out
     box = blocks_of(tuple(x.shape), x.spec, x.mesh)[x.mesh.rank]
     held: StoredValue | None = None if x.donated else x.held
-    if is_disk(x.memory_kind):
+    if lies_on_disk(x):
         pool = held.pool if isinstance(held, DiskTensor) else task.pool
         block: StoredValue = _read_to_disk(reader, source, box, x.dtype, pool, check)
     elif task.donate and isinstance(held, Tensor) and not _is_empty(x):

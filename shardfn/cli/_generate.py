@@ -106,15 +106,22 @@ def _prepare_job(job: GenerateJob) -> Ready:
         except ValueError as error:
             raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
     adapters = {} if job.adapter is None else {_ADAPTER: job.adapter}
+    once = _is_answered_once(job, prompts, mesh)
     with waiting("packing weights"):
-        engine, drafter = make_engine(job, served, limits, mesh, adapters)
+        engine, drafter = make_engine(job, served, limits, mesh, adapters, eager_steps=int(once))
     # A grammar that the vocabulary cannot write is refused before graphs are captured.
     engine.core.admit(Request(tuple(prompts[0].ids), prompts[0].sampling))
-    engine.warm_up(grammars=job.sampling.grammar is not None, penalties=job.sampling.extended)
-    lines = describe_engine(job, served, engine, drafter)  # of all ranks, which may capture together
+    engine.warm_up(grammars=job.sampling.grammar is not None, penalties=job.sampling.extended, capture=not once)
+    lines = describe_engine(job, served, engine, drafter, captured=not once)  # of all ranks, which may capture together
     if mesh.rank == 0:
         print(lines, file=sys.stderr, flush=True)
     return Ready(job, engine, prompts)
+
+
+def _is_answered_once(job: GenerateJob, prompts: list[Prompt], mesh: Mesh) -> bool:
+    """Returns whether the prompt is read in one step, whose graph would be captured for that step only."""
+    plain = job.memory == job.cache_memory == "device" and not job.drafts and job.sampling.grammar is None
+    return plain and mesh.size == 1 and len(prompts) == job.sampling.n == 1
 
 
 def _read_texts(job: GenerateJob, mesh: Mesh) -> list[str]:

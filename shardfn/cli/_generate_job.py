@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardfn.core import did_you_mean, is_disk
+from shardfn.core import did_you_mean, find_directory_problem
 from shardfn.inference import Grammar, Limits, Request, Sampling, check_request
 from shardfn.pretrained import (
     CACHE_DTYPES,
@@ -102,6 +102,12 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
         help="int8 or int4: codes of linear layers' weights, GGUF's own unchanged; disk or host: the memory from"
         " which a step reads them layer by layer; or both, such as int4,disk",
     )
+    add(
+        "--activations",
+        choices=("float32", "int8"),
+        default="float32",
+        help="int8 rounds the inputs of layers in codes: faster, less exact, the same in any batch",
+    )
     add("--fit", metavar="FILE", help="a text like those of prompts: codes are fitted to it, and not only rounded")
     add("--disk", metavar="DIR", help="an empty directory for --weights disk (default: a temporary one)")
     add(
@@ -118,6 +124,7 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
     dtype, cache_memory, cache_fits = _parse_pair(args.cache, CACHE_DTYPES, ("host",))
     found: dict[str, Any] = {"weights": codes, "memory": memory or "device", "fit": args.fit, "disk": args.disk}
     found |= {"cache": dtype, "cache_memory": cache_memory or "device"}
+    found["activations"] = None if args.activations == "float32" else args.activations
     if not cache_fits:
         found["cache"] = Problem(f"--cache {args.cache}: write {_CACHES}, and host, or one: int8,host")
     if not fits:
@@ -125,11 +132,14 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
     elif codes and args.dtype != "float32":
         hint = "needs --dtype float32, in which exact layers compute; leave out --dtype"
         found["weights"] = Problem(f"--weights {codes} {hint}")
+    if found["activations"] and args.dtype != "float32":
+        hint = "needs --dtype float32, in which exact layers compute; leave out --dtype"
+        found["activations"] = Problem(f"--activations {args.activations} {hint}")
     if args.fit is not None and not codes:
         found["fit"] = Problem(f"--fit {args.fit} has no effect without codes; add --weights int4, or int8")
     elif args.fit is not None and not pathlib.Path(args.fit).is_file():
         found["fit"] = Problem(f"--fit {args.fit} is no file; give a text like those of prompts")
-    if args.disk is not None and not is_disk(found["memory"]):
+    if find_directory_problem([found["memory"]], args.disk) == "idle":
         found["disk"] = Problem(f"--disk {args.disk} has no effect without --weights disk")
     return found
 
@@ -151,17 +161,20 @@ def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a smaller model of the same tokenizer that guesses tokens, kept by each rank",
     )
+    add("--speculator", metavar="DIR", help="a speculator that shardfn speculate has trained for MODEL")
 
 
 def drafter_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yields the problems of the options of speculative decoding."""
-    if args.draft_model is None:
-        return
-    if args.drafter != "none":
-        yield f"--draft-model and --drafter {args.drafter} are two drafters; leave one of them out"
-    kind = detect_kind(pathlib.Path(args.draft_model))
-    if isinstance(kind, Problem):
+    named = {"--draft-model": args.draft_model, "--speculator": args.speculator}
+    given = [option for option, value in named.items() if value is not None]
+    given += [f"--drafter {args.drafter}"] if args.drafter != "none" else []
+    if len(given) > 1:
+        yield f"{' and '.join(given)} are {len(given)} drafters; leave all but one of them out"
+    if args.draft_model is not None and isinstance(kind := detect_kind(pathlib.Path(args.draft_model)), Problem):
         yield str(kind).replace("MODEL", "--draft-model", 1)
+    if args.speculator is not None and not (pathlib.Path(args.speculator) / "config.json").is_file():
+        yield f"--speculator {args.speculator} has no config.json; give a directory of shardfn speculate"
 
 
 def parse_generate(args: argparse.Namespace) -> GenerateJob:
@@ -203,6 +216,8 @@ def recommended_of(args: argparse.Namespace, kind: Any) -> Any:
 def _find_problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
     high = 1 << 40
     anything = Limits(vocab=high, context=high, blocks=high)
+    if args.max_tokens == 0:
+        yield "--max-tokens must be an integer of at least 1, got 0"
     if args.max_tokens is not None:
         sampling = dataclasses.replace(sampling, max_tokens=args.max_tokens)
     try:

@@ -29,6 +29,7 @@ from ._report import advice_text, dump, found_json, found_text, longest_json, lo
 from ._search import search
 from ._serve import serve_command
 from ._serve_job import add_serve_arguments, parse_serve
+from ._speculate import add_speculate_arguments, parse_speculate, speculate
 from ._states import Setup
 from ._units import of_limit
 
@@ -142,6 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_generate_arguments(commands.add_parser("generate", help=about, description=about))
     about = "Evaluates a model by tasks of lm-evaluation-harness. Numbers do not depend on batches, threads or ranks."
     add_eval_arguments(commands.add_parser("eval", help=about, description=about))
+    about = "Trains a speculator, which guesses tokens for such a model, on a text."
+    add_speculate_arguments(commands.add_parser("speculate", help=about, description=about))
     about = "Serves such a model by OpenAI's HTTP interface, on one machine."
     add_serve_arguments(commands.add_parser("serve", help=about, description=about))
     about = "Measures a running server."
@@ -200,6 +203,8 @@ def _check_command(args: argparse.Namespace) -> Callable[[], int] | None:
         return functools.partial(eval_command, args)
     if args.command == "generate":
         return functools.partial(generate, parse_generate(args))
+    if args.command == "speculate":
+        return functools.partial(speculate, parse_speculate(args))
     if args.command == "serve":
         return functools.partial(serve_command, parse_serve(args))
     return None

@@ -105,7 +105,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     if problems:
         raise ValueError("; ".join(problems))
     assert isinstance(ranks, int)
-    names = ("context", "cache_gib", "dtype", "drafter", "draft_model", "generation_config")
+    names = ("context", "cache_gib", "dtype", "drafter", "draft_model", "speculator", "generation_config")
     given = {name: getattr(args, name) for name in names} | {"recommended": recommended}
     adapters = dict(pair.split("=", 1) for pair in args.adapter)
     given["adapter"] = next(iter(adapters.values()), None)
@@ -172,9 +172,11 @@ def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
         "--drafter": model.drafter,
         "--generation-config": model.generation_config,
         **({} if model.context is None else {"--context": model.context}),
+        **({} if model.activations is None else {"--activations": model.activations}),
         **({} if model.fit is None else {"--fit": model.fit}),
         **({} if model.disk is None else {"--disk": model.disk}),
         **({} if model.draft_model is None else {"--draft-model": model.draft_model}),
+        **({} if model.speculator is None else {"--speculator": model.speculator}),
     }
     for option, pair in (("--weights", (model.weights, model.memory)), ("--cache", (model.cache, model.cache_memory))):
         kinds = [kind for kind in pair if kind not in (None, "device")]

@@ -115,7 +115,7 @@ class Setup:
     def heads_on_a_rank(self) -> tuple[int, int]:
         """Returns the largest number of heads on a rank along tp, and the number of key heads for these.
 
-        For example 28 heads over 8 ranks: 4, since the last rank has none.
+        For example 28 heads over 8 ranks: 4, since the last rank has no heads.
         """
         heads = -(-self.config.num_heads // self.axis("tp"))
         shared = self.config.num_heads // self.config.kv_heads  # heads that read one head of keys

@@ -32,6 +32,7 @@ from shardfn.core import (
     block_slices,
     columns,
     dtype_name,
+    kind_when_loaded,
     load,
     raise_all,
     size,
@@ -154,6 +155,11 @@ class GlobalTensor:
     def with_block(self, block: StoredValue) -> "GlobalTensor":
         """Returns the same leaf with another block, in the same memory and code."""
         return GlobalTensor(block, self.shape, self.spec, self.mesh, self.memory_kind, frozen=self.frozen)
+
+    def replace_block(self, x: Tensor) -> "GlobalTensor":
+        """Returns the same leaf with a tensor as its block, which is on the host if the leaf is on disk."""
+        kind = kind_when_loaded(self.memory_kind)
+        return GlobalTensor(x, self.shape, self.spec, self.mesh, kind, frozen=self.frozen)
 
     @property
     def ndim(self) -> int:

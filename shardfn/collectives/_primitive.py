@@ -60,7 +60,7 @@ class Call:
         looks: `ragged_places`: dtype and shape of the rows, in words, for comparison between ranks.
         batch_dims: leading dims that vmap has added.
         number: number of the application in a captured program.
-        transposes: the number of the transposed application, or 0 if there is none.
+        transposes: the number of the transposed application, or 0 without a transposed application.
     """
 
     name: str

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardfn.core import AnyQuantization, MemoryKind, Mesh, P, Placement, is_device
+from shardfn.core import AnyQuantization, MemoryKind, Mesh, P, Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,11 +268,15 @@ class _Trail:
         self.hops.append(hop)
         self.stops.append(self.now.with_(**changes))
 
+    def move(self, kind: MemoryKind) -> None:
+        if self.now.memory_kind != kind:
+            self.step(Move(kind), memory_kind=kind)
+
     def go_directly(self, dst: Placement) -> None:
         """Adds the direct way to `dst`."""
         computes = self.now.with_(memory_kind="device") != dst.with_(memory_kind="device")
-        if computes and not is_device(self.now.memory_kind):
-            self.step(Move("device"), memory_kind="device")
+        if computes:
+            self.move("device")
         sums = [a for a in self.now.unreduced if a not in dst.unreduced]
         if self.now.quantization is not None and self.now.quantization != dst.quantization and not sums:
             self.step(Dequantize(), quantization=None)
@@ -284,8 +288,7 @@ class _Trail:
             self.step(Cast(dst.dtype), dtype=dst.dtype)
         if dst.quantization is not None and self.now.quantization is None:
             self.step(Quantize(dst.quantization), quantization=dst.quantization)
-        if self.now.memory_kind != dst.memory_kind:
-            self.step(Move(dst.memory_kind), memory_kind=dst.memory_kind)
+        self.move(dst.memory_kind)
 
     def _change_cuts(self, dst: Placement) -> None:
         """Changes the spec, and the sums that are still to be taken, to `dst`."""

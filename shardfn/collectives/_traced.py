@@ -16,7 +16,7 @@ order. A send is ended by a separate op, without a value, and the op stays in a 
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -147,11 +147,20 @@ class TracedChannel:
         """Does nothing, as no transfer is under way."""
 
 
-class TracedChannels:
-    """`Channels` for a capture."""
+# Returns `f(*tensors)`, for a key that determines the ops of `f`.
+Once = Callable[[Hashable, Callable[..., Sequence[Tensor]], Sequence[Tensor]], Sequence[Tensor]]
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+
+class TracedChannels:
+    """`Channels` for a capture.
+
+    Args:
+        mesh: the mesh.
+        once: function of a key, a function and tensors, which traces the function once for each key.
+    """
+
+    def __init__(self, mesh: Mesh, once: Once) -> None:
+        self._mesh, self.once = mesh, once
 
     def gather(self, axes: tuple[str, ...]) -> TracedChannel:
         """Returns the channel that gathers along `axes`."""

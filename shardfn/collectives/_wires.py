@@ -10,9 +10,12 @@ hops, in the route's code.
                                                   whole, which `join` brings together
 
 Local hops, such as from a memory to another or into a code in which a leaf is kept, are left to the caller.
+
+In a capture a wire traces ops once for leaves that travel alike, such as the layers of a stack.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,11 +25,36 @@ from shardfn.core import Pending
 from ._hops import TwoHops
 from ._quantized import QuantizedGather, QuantizedReduce, Quantizer
 from ._route import AllGather, Psum, PsumScatter, Route
-from ._traced import AnyChannel, AnyChannels
+from ._traced import AnyChannel, AnyChannels, Once
 from .transport import Packing, dealt, is_sole_owner
 
 GatherChannel = AnyChannel | TwoHops | QuantizedGather
 ReduceChannel = AnyChannel | QuantizedReduce
+
+
+class _Tracer:
+    """Runs the parts of a wire in a capture, where parts of equal keys are traced once.
+
+    Args:
+        once: function of the channels.
+        way: route of the leaves.
+        packing: the places of the leaves in the message.
+    """
+
+    def __init__(self, once: Once, way: Route, packing: Packing) -> None:
+        # A route is the same object for leaves that travel alike. The first and the last of many ranks' bounds tell
+        # cuts of one tensor apart.
+        cuts = ((x.whole, x.dim, x.bounds[:1], x.bounds[-1:], len(x.bounds)) for x in packing.leaves)
+        self._once, self._key = once, (id(way), *cuts)
+
+    def run(self, what: str, f: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(self._once((what, self._key), f, tensors))
+
+    def send(
+        self, what: str, f: Callable[[list[Tensor]], Pending[Tensor]], tensors: Sequence[Tensor]
+    ) -> Pending[Tensor]:
+        (out,) = self.run(what, lambda *own: [f([*own]).result()], tensors)
+        return Pending.of(out)
 
 
 class GatherWire:
@@ -36,6 +64,7 @@ class GatherWire:
         way: the route of each leaf.
         packing: the places of the pieces in the message.
         channel: channel of the route, from `gather_channels`.
+        once: function of the channels that traces equal ops once, or None outside of a capture.
 
     Attributes:
         packing: the packing.
@@ -45,19 +74,26 @@ class GatherWire:
         in_two: whether the gather has two hops.
     """
 
-    def __init__(self, way: Route, packing: Packing, channel: GatherChannel) -> None:
+    def __init__(self, way: Route, packing: Packing, channel: GatherChannel, once: Once | None = None) -> None:
         self.packing, self._channel = packing, channel
+        self._tracer = None if once is None else _Tracer(once, way, packing)
         self.axes, self.size = channel.axes, channel.size
         self.dtype = _travels_as(way)
         self.in_two = sum(isinstance(hop, AllGather) for hop in way.hops) > 1
 
     def start(self, pieces: Sequence[Tensor]) -> Pending[Tensor]:
         """Begins to send this rank's pieces. With two hops: the second hop, of the first hop's result."""
+        return self._begin(pieces) if self._tracer is None else self._tracer.send("gather", self._begin, pieces)
+
+    def _begin(self, pieces: Sequence[Tensor]) -> Pending[Tensor]:
         message = pieces[0] if self.in_two else self._pack_pieces(pieces)
         return self._channel.all_gather(message, self.packing.sizes)
 
     def bring(self, pieces: Sequence[Tensor]) -> Pending[Tensor]:
         """Begins the first of two hops: pieces of the ranks with this rank's index along the near axes."""
+        return self._bring(pieces) if self._tracer is None else self._tracer.send("bring", self._bring, pieces)
+
+    def _bring(self, pieces: Sequence[Tensor]) -> Pending[Tensor]:
         assert isinstance(self._channel, TwoHops | QuantizedGather)
         return self._channel.bring(self._pack_pieces(pieces), self.packing.sizes)
 
@@ -65,6 +101,16 @@ class GatherWire:
         """Runs `start` between steps, where this thread only waits, into memory of the caller, or new."""
         assert not isinstance(self._channel, TwoHops | QuantizedGather)
         return self._channel.all_gather(self._pack_pieces(pieces), self.packing.sizes, into, idle=True)
+
+    def unpack(self, message: Tensor) -> list[Tensor]:
+        """Returns the whole leaves of a message."""
+        if self._tracer is None:
+            return self.packing.unpack(message)
+        return self._tracer.run("unpack", self.packing.unpack, [message])
+
+    def put(self, message: Tensor, wholes: Sequence[Tensor]) -> None:
+        """Writes the leaves of a message to tensors of the caller."""
+        (self.packing.put if self._tracer is None else self.packing.unpack_into)(message, wholes)
 
     def _pack_pieces(self, pieces: Sequence[Tensor]) -> Tensor:
         return self.packing.pack([piece.to(self.dtype) for piece in pieces])
@@ -91,6 +137,7 @@ class SumWire:
     def __init__(self, channels: AnyChannels, way: Route, packing: Packing) -> None:
         self.packing, self.scatters = packing, way.scatters
         self._channel = channel = _reduce_channel(channels, way)
+        self._tracer = None if channels.once is None else _Tracer(channels.once, way, packing)
         self.axes, self.size, self.index = channel.axes, channel.size, channel.index
         # A message in which sums will be joined: by then the message's summands have left.
         self._message: Tensor | None = None
@@ -98,32 +145,36 @@ class SumWire:
 
     @property
     def is_alone(self) -> bool:
-        """Returns whether gradients reach the optimizer unchanged, only from this rank."""
-        return self.size == 1 and not isinstance(self._channel, QuantizedReduce)
+        """Returns whether gradients reach the optimizer unchanged, only from this rank. In a capture: no."""
+        return self.size == 1 and self._tracer is None and not isinstance(self._channel, QuantizedReduce)
 
     @property
     def sums_in_one(self) -> bool:
         """Returns whether `sum_whole` has the bits of `start` and `join`."""
         return not self.scatters and self._channel.sums_in_one
 
-    def start(self, grads: list[Tensor], *, traced: bool, joins: bool) -> Pending[Tensor]:
+    def start(self, grads: list[Tensor], *, joins: bool) -> Pending[Tensor]:
         """Begins to send gradients. The list is emptied, to free each gradient once it is in the message.
 
         Args:
             grads: gradients of the leaves, in the dtype of the wire.
-            traced: whether this is a capture.
             joins: whether `join` may follow.
 
         Returns:
             Pending of this rank's part, 1-D.
         """
-        message = self._lay_grads(grads, traced)
+        if self._tracer is None or not self.scatters:  # sums that are wanted whole keep their message
+            return self._begin(grads, joins)
+        return self._tracer.send("reduce", lambda own: self._begin(own, joins=False), grads)
+
+    def _begin(self, grads: list[Tensor], joins: bool) -> Pending[Tensor]:
+        message = self._lay_grads(grads)
         self._keep(message, joins)
         return self._channel.reduce_scatter(message, self._block_sizes(message), reuse=not self.scatters)
 
-    def sum_whole(self, grads: list[Tensor], *, traced: bool) -> Pending[Tensor]:
+    def sum_whole(self, grads: list[Tensor]) -> Pending[Tensor]:
         """Runs `start` and `join` in a single transfer. See `sums_in_one`."""
-        message = self._lay_grads(grads, traced)
+        message = self._lay_grads(grads)
         # The message is summed in place. Memory that another tensor shares is copied first.
         return self._channel.all_reduce(message if is_sole_owner(message) else message.clone())
 
@@ -149,8 +200,14 @@ class SumWire:
             out = None
         return self._joins.all_gather(part, sizes, out)
 
-    def _lay_grads(self, grads: list[Tensor], traced: bool) -> Tensor:
-        message = (self.packing.lay if traced else self.packing.laid)(grads)
+    def split(self, part: Tensor) -> list[Tensor]:
+        """Returns the pieces of leaves in this rank's part, as views."""
+        if self._tracer is None:
+            return self.packing.split(part, self.index)
+        return self._tracer.run("split", functools.partial(_view_pieces, self.packing.shapes(self.index)), [part])
+
+    def _lay_grads(self, grads: list[Tensor]) -> Tensor:
+        message = (self.packing.laid if self._tracer is None else self.packing.lay)(grads)
         grads.clear()
         return message
 
@@ -163,13 +220,18 @@ class SumWire:
         return self.packing.sizes if self.scatters else dealt(message.numel(), self.size)
 
 
+def _view_pieces(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:
+    pieces = flat.split_with_sizes([s.numel() for s in shapes]) if len(shapes) > 1 else [flat]
+    return [p.view(s) for p, s in zip(pieces, shapes, strict=True)]
+
+
 def gather_wires(channels: AnyChannels, ways: Sequence[tuple[Route, Packing]]) -> list[GatherWire]:
     """Returns a wire for each route and packing. Routes that are the same object share channels."""
     made: dict[int, GatherChannel] = {}
     for way, _ in ways:
         if id(way) not in made:
             made[id(way)] = _gather_channel(channels, way)
-    return [GatherWire(way, packing, made[id(way)]) for way, packing in ways]
+    return [GatherWire(way, packing, made[id(way)], channels.once) for way, packing in ways]
 
 
 def _gather_channel(channels: AnyChannels, way: Route) -> GatherChannel:

@@ -27,7 +27,8 @@ from ._placement import GROUP_BYTES as GROUP_BYTES, GROUP as GROUP
 from ._placement import AnyQuantization as AnyQuantization, Placement as Placement, dtype_name as dtype_name
 from ._saved_hooks import saved_tensors_hooks as saved_tensors_hooks
 from ._policy import Dtypes as Dtypes, Policy as Policy
-from ._spec import MemoryKind as MemoryKind, is_device as is_device, is_disk as is_disk, is_host as is_host
+from ._spec import TENSOR_KINDS as TENSOR_KINDS, MemoryKind as MemoryKind, is_device as is_device, is_disk as is_disk
+from ._spec import find_directory_problem as find_directory_problem, kind_when_loaded as kind_when_loaded
 from ._spec import Quantization as Quantization, P as P, Sharding as Sharding
 from ._spec import block_slices as block_slices, chunk_bounds as chunk_bounds
 from ._tree import PyTree as PyTree, broadcast_prefix as broadcast_prefix

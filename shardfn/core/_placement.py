@@ -142,7 +142,7 @@ class Placement:
     def __repr__(self) -> str:
         parts = [repr(self.spec)]
         parts += [f"unreduced={self.unreduced}"] if self.unreduced else []
-        parts += [self.memory_kind] if self.memory_kind != "device" else []
+        parts += [] if self.memory_kind == Placement.memory_kind else [self.memory_kind]
         parts += [dtype_name(self.dtype)]
         parts += [f"quantization={self.quantization!r}"] if self.quantization is not None else []
         parts += ["stacked"] if self.stacked else []

@@ -6,12 +6,14 @@ last blocks short or empty, so any size will do, for example 7 rows on 3 ranks a
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from ._keywords import explains_fields
 
 MemoryKind = Literal["device", "host", "disk"]
+# The kinds of memory in which a value is a tensor.
+TENSOR_KINDS: frozenset[MemoryKind] = frozenset({"device", "host"})
 
 # Code outside of this room compares no memory kinds: it calls these, or the operations of `StoredValue`. They also take
 # text that may be no memory kind, as arguments of users are before they are checked.
@@ -27,14 +29,34 @@ def is_device(kind: str) -> bool:
     return kind == "device"
 
 
-def is_host(kind: str) -> bool:
-    """Returns whether a value of this memory kind lies in the host's memory."""
-    return kind == "host"
-
-
 def is_disk(kind: str) -> bool:
     """Returns whether a value of this memory kind lies on disk, where it is no tensor and is never overwritten."""
     return kind == "disk"
+
+
+def kind_when_loaded(kind: MemoryKind) -> MemoryKind:
+    """Returns the memory in which the elements of a value are found: of a value on disk, the host.
+
+    Example:
+        >>> kind_when_loaded("device"), kind_when_loaded("disk")
+        ('device', 'host')
+    """
+    return "host" if kind == "disk" else kind
+
+
+def find_directory_problem(kinds: Iterable[str], directory: object) -> Literal["missing", "idle"] | None:
+    """Returns the problem of a directory for values of these memory kinds, or None without a problem.
+
+    Args:
+        kinds: memory kinds of the values.
+        directory: the directory or pool, or None.
+
+    Example:
+        >>> find_directory_problem(["host", "disk"], None), find_directory_problem(["host"], "/fast")
+        ('missing', 'idle')
+    """
+    needed = "disk" in kinds
+    return None if needed == (directory is not None) else "missing" if needed else "idle"
 
 
 Entry = None | str | tuple[str, ...]

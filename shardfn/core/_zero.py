@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args
 
 from ._errors import did_you_mean
 from ._mesh import Mesh
-from ._spec import MemoryKind, P
+from ._spec import MemoryKind, P, find_directory_problem, is_device, is_disk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,8 +247,8 @@ class Zero:
         disk: the directory for "disk"; None if no field is "disk".
         reduction: "by_rank", or "canonical": the global batch is cut into `reduction_chunks` chunks, which run one by
             one and are summed by a fixed tree, so that a step is bitwise identical on any number of ranks (on one kind
-            of processor). Rank r of n passes the rows of chunks r C // n to (r + 1) C // n. `accumulate(loss, k)` cuts
-            each chunk in k.
+            of processor). Rank r of n passes the rows of chunks r C // n to (r + 1) C // n. `accumulate(loss, k)` and
+            `pipeline(num_microbatches=k)` cut each chunk in k.
         reduction_chunks: C, a power of two, at least the number of ranks.
 
     Raises:
@@ -396,10 +396,10 @@ class Zero:
         given = f"Zero(optimizer_fraction={self.optimizer_fraction})"
         if not 0 <= self.optimizer_fraction <= 1:
             raise ValueError(f"{given}: a fraction lies between 0 and 1.")
-        if self.optimizer_fraction < 1 and self.optimizer == "device":
+        if self.optimizer_fraction < 1 and is_device(self.optimizer):
             raise ValueError(f"{given} has no effect with optimizer='device'. Choose 'host' or 'disk'.")
-        if "disk" in self.kinds and self.disk is None:
-            on = ", ".join(f"{n}='disk'" for n in ("params", "grads", "optimizer") if getattr(self, n) == "disk")
+        if find_directory_problem(self.kinds, self.disk) == "missing":
+            on = ", ".join(f"{n}='disk'" for n in ("params", "grads", "optimizer") if is_disk(getattr(self, n)))
             raise ValueError(
                 f"Zero({on}) keeps states on disk. Name the directory: Zero(disk=Disk('/path/to/a/fast/disk'))."
             )

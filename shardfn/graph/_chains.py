@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from shardfn.core import is_device
 from shardfn.kernels import KernelCall, are_built, call_of
 
-from ._exact_rows import has_short_rows
-from ._moves import memory_of
+from ._exact_rows import can_join_kernel
 from ._regions import Region
 from ._values import num_bytes, storage_of, tensors_of, written_by
 from ._view_chains import is_dense, reads
@@ -105,7 +103,7 @@ def _kernel_call(node: Node) -> KernelCall | None:
     if node.op != "call_function" or node.kwargs or node.target is operator.getitem:
         return None
     around = (node, *node.all_input_nodes)
-    if any(not is_device(memory_of(n)) or has_short_rows(n) or n.meta.get("val") is None for n in around):
+    if any(n.meta.get("val") is None or not can_join_kernel(n) for n in around):
         return None
     return call_of(node.target, map_arg(node.args, lambda n: n.meta["val"]), node.meta["val"])
 

@@ -7,9 +7,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardfn._torch import OpOverload
+from shardfn.core import is_device
 
 from ._edit import reorder_graph
 from ._hazards import Memory
+from ._moves import memory_of
 from ._ops import WAIT, op_of
 from ._transfers import start_of
 from ._value_numbering import value_numbers
@@ -84,6 +86,11 @@ def has_short_rows(node: Node) -> bool:
         False
     """
     return node.meta.get("short_rows", False)
+
+
+def can_join_kernel(node: Node) -> bool:
+    """Returns whether a kernel of several ops may have the value of a node: in the device's memory, with all rows."""
+    return is_device(memory_of(node)) and not has_short_rows(node)
 
 
 def _walk_graph(gm: GraphModule) -> "_Walk | None":

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shardfn.core import is_device
 from shardfn.kernels import are_built, call_of
 
 from ._edit import call, reorder_graph
-from ._exact_rows import has_short_rows
-from ._moves import memory_of
+from ._exact_rows import can_join_kernel
 from ._ops import op_of
 from ._regions import is_view
 from ._values import overwritten, storage_of, tensors_of, written_by
@@ -114,8 +112,7 @@ def _find_fusion(node: Node) -> _Fusion | None:
     group = (node, *fusion.inner)
     around = {n for made in group for n in (made, *made.all_input_nodes)}
     alone = all(n.meta.get("op_by_op") for n in group)
-    plain = all(is_device(memory_of(n)) and not has_short_rows(n) for n in around)
-    return fusion if alone and plain else None
+    return fusion if alone and all(map(can_join_kernel, around)) else None
 
 
 # x cos + (-b, a) sin of x = (a, b) [batch, heads, time, k], whose memory is [batch, time, heads, k].

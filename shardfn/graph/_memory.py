@@ -2,18 +2,17 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
 
-from shardfn.core import dtype_name, is_device, is_disk
+from shardfn.core import dtype_name
 
 from ._exact_rows import balanced_shares
 from ._leaves import sources
-from ._moves import MemoryMove, memory_of, moves, stored_bytes
+from ._moves import MemoryMove, made_bytes, memory_of, moves
 from ._ops import ROWS_TO_DEVICE, TO_DEVICE, op_of
 from ._transfers import Transfer, transfers
 from ._values import phases_of, storage_of, tensors_of, where_of, written_by
@@ -84,9 +83,7 @@ def _memories_of(nodes: Sequence[Node], at: Mapping[Node, int]) -> dict[int, Blo
         for tensor in tensors_of(node):
             storage = storage_of(tensor)
             if storage not in blocks:
-                on_disk = is_disk(memory_of(node))
-                size = stored_bytes(node) if on_disk else tensor.untyped_storage().nbytes()
-                blocks[storage] = Block(size, node, -1 if given else i, last)
+                blocks[storage] = Block(made_bytes(node, tensor), node, -1 if given else i, last)
             block = blocks[storage]
             block.dies = max(block.dies, last)
             if not block.holders or block.holders[-1] is not node:
@@ -237,9 +234,9 @@ def memory_analysis(gm: GraphModule, *, largest: int = 20, balanced: bool = Fals
         blocks = [_shrink_block(b, shares) for b in blocks]
     kinds = _kinds_of(blocks, sent, phases)
     walks = {m: _walk_in(m, nodes, blocks, kinds) for m in MEMORIES}
-    walk, pairs = walks["device"], zip(blocks, kinds, strict=True)
+    walk, pairs = walks["device"], _select_blocks("device", blocks, kinds)
     at, scratch = walk.at, _scratch_in("device", nodes)
-    alive = [(b, k) for b, k in pairs if b.born <= at <= b.dies and is_device(memory_of(b.maker))]
+    alive = [(b, k) for b, k in pairs if b.born <= at <= b.dies]
     top = sorted(alive, key=lambda pair: -pair[0].nbytes)[:largest]
     return MemoryAnalysis(
         peak=walk.peak,
@@ -283,9 +280,12 @@ class _RunningTotals:
 
 
 def _walk_in(memory: str, nodes: Sequence[Node], blocks: Sequence[Block], kinds: Sequence[str]) -> _RunningTotals:
-    mine = [memory_of(b.maker) == memory for b in blocks]
-    chosen = list(itertools.compress(blocks, mine)), list(itertools.compress(kinds, mine))
-    return _walk_blocks(*chosen, _scratch_in(memory, nodes))
+    chosen = _select_blocks(memory, blocks, kinds)
+    return _walk_blocks([b for b, _ in chosen], [kind for _, kind in chosen], _scratch_in(memory, nodes))
+
+
+def _select_blocks(memory: str, blocks: Sequence[Block], kinds: Sequence[str]) -> list[tuple[Block, str]]:
+    return [(b, kind) for b, kind in zip(blocks, kinds, strict=True) if memory_of(b.maker) == memory]
 
 
 def _scratch_in(memory: str, nodes: Sequence[Node]) -> list[int]:

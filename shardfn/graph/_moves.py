@@ -4,9 +4,10 @@ import dataclasses
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shardfn.core import MemoryKind
+from shardfn.core import MemoryKind, is_disk
 
 from ._op import Crossing
 from ._ops import op_of
@@ -84,8 +85,10 @@ def memory_of(node: Node) -> MemoryKind:
     return op_of(node).makes_in or node.meta.get("memory", "device")
 
 
-def stored_bytes(node: Node) -> int:
-    """Returns the bytes on disk that a token names. The token's node is a placeholder or a writer."""
+def made_bytes(node: Node, x: Tensor) -> int:
+    """Returns the bytes of a tensor that a node makes: of a token, by a placeholder or a writer, the bytes on disk."""
+    if not is_disk(memory_of(node)):
+        return x.untyped_storage().nbytes()
     shape, dtype = cast(tuple[Any, Any], node.meta["stored"] if node.op == "placeholder" else node.args)
     return torch.Size(shape).numel() * dtype.itemsize
 

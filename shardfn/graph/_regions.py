@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from shardfn._torch import INDUCTOR_ROUNDS
-from shardfn.core import is_device
 
-from ._exact_rows import has_short_rows
-from ._moves import memory_of
+from ._exact_rows import can_join_kernel
 from ._ops import op_of
 from ._transfers import is_wait
 from ._values import num_bytes, storage_of, tensors_of, written_by
@@ -117,10 +115,8 @@ def _can_fuse(node: Node) -> bool:
     if op.writes or op.draws or is_view(node) or node.meta.get("op_by_op"):
         return False
     around = (node, *node.all_input_nodes)
-    if any(not is_device(memory_of(n)) for n in around):
+    if not all(map(can_join_kernel, around)):
         return False  # a kernel works in a single memory, and only the device's memory is worth a kernel
-    if any(map(has_short_rows, around)):
-        return False
     near = [tensors_of(n) for n in around]
     return all(near) and all(_is_plain(t) for tensors in near for t in tensors)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfn import kernels, nn
 from shardfn.collectives import GlobalTensor
-from shardfn.core import Axes, MemoryKind, Mesh, P, Sharding, is_device, is_host
+from shardfn.core import TENSOR_KINDS, Axes, MemoryKind, Mesh, P, Sharding, is_device
 from shardfn.memory import Pool
 from shardfn.state import change, zero_block
 
@@ -37,7 +37,7 @@ def check_memory(kind: MemoryKind) -> MemoryKind:
     Raises:
         ValueError: a cache cannot be in this memory.
     """
-    if not (is_device(kind) or is_host(kind)):
+    if kind not in TENSOR_KINDS:
         hint = "; its dtype is Limits(cache_dtype=)" if kind in DTYPES else ""
         raise ValueError(f"engine: cache={kind!r}; keys and values are kept on 'device' or 'host'{hint}.")
     return kind

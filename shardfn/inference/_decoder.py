@@ -6,10 +6,12 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardfn import nn
 from shardfn.core import P, PyTree, QuantizationPolicy, tree_leaves
+from shardfn.kernels import Activations
 from shardfn.models import gpt
 
 from ._cache import CacheLayout
@@ -81,7 +83,13 @@ class Decoder:
         return self.outputs(weights, *rest).logits
 
 
-def decoder(config: gpt.Config, *, tp: str | None = None, quantization: QuantizationPolicy = None) -> Decoder:
+def decoder(
+    config: gpt.Config,
+    *,
+    tp: str | None = None,
+    quantization: QuantizationPolicy = None,
+    activations: Activations | None = None,
+) -> Decoder:
     """Returns the decoder of a `models.gpt`.
 
     Args:
@@ -93,10 +101,13 @@ def decoder(config: gpt.Config, *, tp: str | None = None, quantization: Quantiza
             such as "blocks.0.wq" and "embed", for example `{"embed|head": "int8", "": "int4"}`. Logits equal the logits
             of the rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or
             a GGUF file, are not rounded again.
+        activations: "int8" rounds the inputs of layers in codes, row by row, and adds up whole numbers
+            (`kernels.integer_linears`). Logits have the same bits in any batch and on any ranks, but are no longer the
+            logits of `gpt.apply`.
 
     Raises:
-        ValueError: tokens of the model look ahead, or its masks need whole sequences, or codes of layers that are not
-            exact.
+        ValueError: tokens of the model look ahead, or its masks need whole sequences, or codes or rounded activations
+            of layers that are not exact.
 
     Example:
         >>> decoder(gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4)).cache
@@ -107,6 +118,7 @@ def decoder(config: gpt.Config, *, tp: str | None = None, quantization: Quantiza
         raise ValueError(
             f"decoder: quantization={quantization!r} needs batch-invariant layers. Take Config(batch_invariant=True)."
         )
+    check_activations(activations, "decoder", config.batch_invariant)
     flat = dataclasses.replace(config, stacked=False)
     linear = {name: Linear(*sizes) for name, sizes in gpt.linear_sizes(flat).items()} if config.batch_invariant else {}
 
@@ -123,7 +135,11 @@ def decoder(config: gpt.Config, *, tp: str | None = None, quantization: Quantiza
         low: LowRank | None = None,
     ) -> Outputs:
         added = {} if low is None else {name: add_low_rank(low, name) for name in low.sites}
-        return Outputs(*gpt.decode(flat, weights, tokens_T, positions_T, rows_R, bodies, axis=tp, then=added))
+        how: Any = {"axis": tp, "then": added, "activations": activations}
+        return Outputs(*gpt.decode(flat, weights, tokens_T, positions_T, rows_R, bodies, **how))
+
+    def pack(params: PyTree) -> PyTree:
+        return check_coded(gpt.pack(config, params, axis=tp, quantization=quantization), activations, "decoder")
 
     return Decoder(
         vocab=config.vocab_size,
@@ -131,7 +147,7 @@ def decoder(config: gpt.Config, *, tp: str | None = None, quantization: Quantiza
         cache=CacheLayout(config.num_layers, config.kv_heads, config.head_dim, tp),
         specs=gpt.specs(config, tp=tp),
         outputs=compute_outputs,
-        pack=lambda params: gpt.pack(config, params, axis=tp, quantization=quantization),
+        pack=pack,
         packed=gpt.packed_specs(config, tp=tp),
         batch_invariant=config.batch_invariant,
         hidden_layers=range(config.num_layers + 1),
@@ -139,7 +155,7 @@ def decoder(config: gpt.Config, *, tp: str | None = None, quantization: Quantiza
         digest=_digest_config(config),
         linear=linear,
         expert_shape=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
-        more_layouts=_list_more(config, tp, quantization),
+        more_layouts=_list_more(config, tp, quantization, activations),
     )
 
 
@@ -164,8 +180,39 @@ def _digest_config(config: gpt.Config) -> str:
     return hashlib.blake2b(repr(sorted(fields.items())).encode(), digest_size=8).hexdigest()
 
 
-def _list_more(config: gpt.Config, tp: str | None, quantization: QuantizationPolicy) -> dict[str, Layout]:
+def check_activations(activations: str | None, who: str, batch_invariant: bool) -> None:
+    """Refuses an unknown rounding of activations, and layers that are not batch-invariant.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if activations not in (None, "int8"):
+        raise ValueError(f"{who}: activations must be 'int8' or None, got {activations!r}")
+    if activations is not None and not batch_invariant:
+        raise ValueError(
+            f"{who}: activations={activations!r} needs batch-invariant layers. Take Config(batch_invariant=True), or"
+            " leave out batch_invariant=False."
+        )
+
+
+def check_coded(packed: PyTree, activations: str | None, who: str) -> PyTree:
+    """Returns packed weights.
+
+    Raises:
+        ValueError: activations are rounded, but no weight is in codes, so that the setting has no effect.
+    """
+    if activations is not None and not any(x.dtype == torch.uint8 for x in tree_leaves(packed)):
+        raise ValueError(
+            f"{who}: activations={activations!r} must have weights in codes, got only floats. Pass quantization='int8'"
+            " or 'int4', or blocks of a GGUF file."
+        )
+    return packed
+
+
+def _list_more(
+    config: gpt.Config, tp: str | None, quantization: QuantizationPolicy, activations: Activations | None
+) -> dict[str, Layout]:
     """Returns the layouts beside "tp"."""
     if tp is None or not config.batch_invariant or config.experts is not None:
         return {}
-    return {"sp": make_sequence_layout(config, tp, quantization)}
+    return {"sp": make_sequence_layout(config, tp, quantization, activations)}

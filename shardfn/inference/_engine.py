@@ -62,6 +62,8 @@ class Engine:
             `f(prompt, output, logits) -> logits`: of the drawn tokens, lists of ids, and of the raw logits of the next
             token, [V]. They are pure, and equal on all ranks.
         record_experts: whether to record the experts that each token has chosen, for `Completion.expert_ids`.
+        eager_steps: number of first steps of each graph that run op by op, as of a `Runner`. For a program that answers
+            a single request.
 
     Attributes:
         limits: sizes.
@@ -111,12 +113,14 @@ class Engine:
         disk: Disk | None = None,
         cache: MemoryKind = "device",
         record_experts: bool = False,
+        eager_steps: int = 0,
     ) -> None:
         self.limits = limits = choose_limits(decoder, limits, drafter)
         recorders = [ExpertRecorder(limits, decoder)] if record_experts else []
         self.expert_shape = decoder.expert_shape if record_experts else (0, 0)
         self.dtype = torch.float64 if limits.cache_dtype == "float64" else torch.float32
-        self.runner, self._owned = make_runner(runner, decoder, limits, mesh, weights, disk, cache), runner is None
+        how = limits, mesh, weights, disk, cache, eager_steps
+        self.runner, self._owned = make_runner(runner, decoder, *how), runner is None
         self.mesh = self.runner.mesh
         self.detokenizer = None if tokenizer is None else detokenizer(tokenizer)
         self.adapters = Adapters(decoder, self.mesh.device, self.dtype, lambda: self.core.requests)
@@ -161,6 +165,7 @@ class Engine:
         embeddings: bool = False,
         adapters: bool = False,
         later: bool = False,
+        capture: bool = True,
     ) -> None:
         """Captures the graphs of all buckets, and builds the C++ of the kernels, so that no later step does.
 
@@ -175,6 +180,7 @@ class Engine:
             adapters: whether to capture also all of these graphs with the present adapters.
             later: whether to capture now only the plain graphs of the smallest and the largest bucket. Each call of
                 `graphs.capture_next` then captures a further graph, and a step captures a missing graph.
+            capture: whether to capture graphs. False only builds the C++.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -187,6 +193,7 @@ class Engine:
             hidden=embeddings and self.embeddings.possible,
             adapters=self.adapters.of_padding if adapters else lambda bucket: None,
             later=later,
+            capture=capture,
         )
 
     def add(

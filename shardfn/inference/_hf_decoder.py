@@ -44,7 +44,7 @@ from shardfn.modules import (
 )
 
 from ._cache import CacheLayout, PagedAttention
-from ._decoder import Decoder
+from ._decoder import Decoder, check_activations
 from ._hf_edges import edges_of
 from ._layout import Outputs
 from ._low_rank import Linear, LowRank
@@ -70,6 +70,7 @@ def hf_decoder(
     tp: str | None = None,
     tokenizer: Any = None,
     quantization: QuantizationPolicy = None,
+    activations: kernels.Activations | None = None,
     params: Mapping[str, Tensor] | None = None,
 ) -> tuple[Decoder, dict[str, Tensor]]:
     """Returns the decoder of an unmodified causal model of transformers, and its parameters.
@@ -94,6 +95,7 @@ def hf_decoder(
             by regular expressions found in names of parameters, of which the first that fits counts, for example
             `{"embed|head": "int8", "": "int4"}`. Logits equal the logits of the rounded weights, bit for bit. A table
             of embeddings that is also the head is rounded, too.
+        activations: "int8" rounds the inputs of layers in codes, see `decoder`. Needs a batch-invariant model.
         params: weights, by name, in place of the model's, which may be on "meta". Deferred weights, as of
             `interop.module_from_hf`, are read only by an engine, each rank its parts. A probe then runs on random
             values, in the memory of a single leaf of each shape.
@@ -129,6 +131,11 @@ def hf_decoder(
             f"tokenizer has {len(tokenizer)} tokens, and {name} has {shape.vocab}. Pass the tokenizer of this model, or"
             " resize it first: model.resize_token_embeddings(len(tokenizer))."
         )
+    check_activations(activations, "hf_decoder", batch_invariant is not False)
+    if activations is not None and quantization is None:
+        raise ValueError(
+            f"hf_decoder: activations={activations!r} must have weights in codes. Pass quantization='int8' or 'int4'."
+        )
     if quantization is not None:
         if batch_invariant is False:
             raise ValueError(
@@ -143,7 +150,7 @@ def hf_decoder(
     )
     if not reasons:
         edges = {} if tp is None else edges_of(probed, shape.uses.linear, shape.kv[0][1])
-        how = shape, shape.uses.linear, tp, quantization, edges
+        how = shape, shape.uses.linear, tp, quantization, edges, activations
         tried = _make_decoder(probed, *how) if params is None else _make_decoder(probed, *how, packing=packed_once())
         reasons = list(_find_inexact(tried, probed.params, shape.uses))
         if not reasons:
@@ -207,6 +214,7 @@ def _make_decoder(
     tp: Axes = None,
     quantization: QuantizationPolicy = None,
     edges: Mapping[str, RowEdge] = MappingProxyType({}),
+    activations: kernels.Activations | None = None,
     packing: Callable[..., Tensor] = kernels.pack_rows,
 ) -> Decoder:
     """Returns the decoder whose weights named in `linear` are packed, [inputs, outputs] where the value is True."""
@@ -254,7 +262,7 @@ def _make_decoder(
         packed = {**params, **weights["packed"]}
         seen, made = list[Tensor](), dict[int, _Run]()
         layers = {
-            name: PackedWeight(packed[name], num, tp, edges.get(name, RowEdge.WHOLE), inputs[name])
+            name: PackedWeight(packed[name], num, tp, edges.get(name, RowEdge.WHOLE), inputs[name], activations)
             for name, num in nums.items()
         }
         runs: dict[str, _Run] = {**layers}

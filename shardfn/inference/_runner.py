@@ -1,5 +1,6 @@
 """The pure step over sharded weights and a donated KV cache: one captured graph for each bucket of tokens."""
 
+import collections
 import contextlib
 import functools
 from collections.abc import Sequence
@@ -111,7 +112,7 @@ class MemoryPlan(NamedTuple):
     def __str__(self) -> str:
         sizes = {name: f"{name} {size / 2**20:.1f} MiB" for name, size in self._asdict().items()}
         there = f"; of all these, on the {sizes['host']}" if self.host else ""
-        parts = ", ".join(sizes[name] for name in ("weights", "cache", "step"))
+        parts = ", ".join(sizes[name] for name in ("weights", "cache", "step") if self.step or name != "step")
         return f"{self.total / 2**20:.1f} MiB a rank: {parts}{there}"
 
 
@@ -183,6 +184,8 @@ class Runner:
         disk: directory for "disk".
         cache: memory of keys and values, "device" or "host". A step brings the blocks of its sequences in a layer while
             the layer before computes, and returns the rows of its tokens. Bits are the same.
+        eager_steps: number of first steps of each graph that run op by op. A capture takes seconds, which pays only for
+            many steps. Bits are the same.
 
     Raises:
         ValueError: the limits do not fit the model, or the mesh does not divide its heads, or there is no such memory,
@@ -198,35 +201,40 @@ class Runner:
         weights: MemoryKind = "device",
         disk: Disk | None = None,
         cache: MemoryKind = "device",
+        eager_steps: int = 0,
     ) -> None:
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
         _check_decoder(decoder, limits, mesh)
         self._decoder, self.limits, self.mesh = decoder, limits, mesh
         self._zero = make_zero(weights, disk)
         self._cache: MemoryKind = check_memory(cache)
+        self._by_leaf, self._host_cache = not is_device(weights), not is_device(cache)
         # The work of a batch-invariant decoder is in kernels.
         self._threads = kernels.threads_for_kernels if decoder.batch_invariant else contextlib.nullcontext
         self._layouts = find_layouts(decoder, limits)
-        if not is_device(weights) and len(self._layouts) > 1:
+        if self._by_leaf and len(self._layouts) > 1:
             raise ValueError(f"engine: weights={weights!r} are served in one layout, got {[*self._layouts]}.")
         self._pack = {
             name: sharded(x.pack, mesh=mesh, specs=x.specs, out_specs=x.packed) for name, x in self._layouts.items()
         }
         # With a budget of 0 bytes the next layer's cache is brought, and nothing else.
-        self._prefetch = None if is_device(cache) else 0
-        self._steps: dict[tuple[str, _Further], Sharded] = {}  # by layout and further results
+        self._prefetch = 0 if self._host_cache else None
+        # By layout, further results, and whether the step is captured.
+        self._steps: dict[tuple[str, _Further, bool], Sharded] = {}
         self._bound: dict[Any, BoundCall] = {}
+        self._eager_steps, self._eager_calls = eager_steps, collections.Counter[Any]()
 
-    def _step_of(self, layout: str, further: "_Further" = ()) -> Sharded:
+    def _step_of(self, layout: str, further: "_Further" = (), *, captured: bool = True) -> Sharded:
         """Returns the pure step over weights in a layout, with some further results of the decoder."""
-        if (layout, further) in self._steps:
-            return self._steps[layout, further]
+        if (layout, further, captured) in self._steps:
+            return self._steps[layout, further, captured]
         ahead = self._prefetch
         schedule: dict[str, Any] = {} if ahead is None else {"prefetch": ahead, "passes": (drop_copies,)}
         # Its bits are torch's on every back end, and what lies between its kernels is not worth a compiler's time.
         backend = "graph" if self._decoder.batch_invariant else None
-        made = self._steps[layout, further] = sharded(
-            jit(functools.partial(_run_step, self._layouts[layout], further), backend=backend, **schedule),
+        run = functools.partial(_run_step, self._layouts[layout], further)
+        made = self._steps[layout, further, captured] = sharded(
+            jit(run, backend=backend, **schedule) if captured else run,
             mesh=self.mesh,
             specs=self._layouts[layout].packed,
             zero=self._zero,
@@ -263,7 +271,7 @@ class Runner:
 
     def _pack_layout(self, layout: str, params: PyTree, like: PyTree | None) -> PyTree:
         leaves, pack = tree_leaves(params), self._pack[layout]
-        if not is_device(self._zero.params) or any(isinstance(x, Draw) for x in leaves):
+        if self._by_leaf or any(isinstance(x, Draw) for x in leaves):
             return self._pack_leafwise(layout, params, like)
         if all(isinstance(x, GlobalTensor) for x in leaves):
             held = reshard(params, pack.specs(params), mesh=self.mesh)
@@ -279,11 +287,12 @@ class Runner:
         shapes = find_packed_shapes(source)
         if like is not None:
             _check_alike(like, shapes.tree)
-        elif not is_device(self._zero.params) and not self._bound:
+        elif self._by_leaf and not self._bound:
             self._prefetch = shapes.ahead(self._decoder.cache.layers)
             self._steps.clear()
         step = self._step_of(layout)
-        return pack_leafwise(source, shapes, step.specs(shapes.tree), step.pool)
+        kept = step.specs(shapes.tree)
+        return pack_leafwise(source, shapes, kept, step.pool, together=not self._by_leaf)
 
     def empty_cache(self) -> Cache:
         """Returns a cache without content."""
@@ -309,11 +318,10 @@ class Runner:
         if step is None:
             plan = make_padding(bucket, self.limits, extended=extended)
             allowed = np.ones((len(plan.rows), self.limits.vocab), bool) if grammars else None
-            step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
+            step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, host_cache=self._host_cache)
         layout = layout or self.limits.layout_of(bucket, adapters=step.low is not None)
-        sites = None if step.low is None else tuple((name, f.a.shape) for name, f in step.low.sites.items())
         further = list_further(hidden=hidden, routed=routed, edited=edited, states=states)
-        key = layout, bucket, step.penalties is not None, step.allowed is not None, sites, further
+        key = _find_graph_key(layout, bucket, step, further)
         if key not in self._bound:
             # Engines compare their states before each step, so calls need no check of their own.
             with self._threads():
@@ -324,10 +332,15 @@ class Runner:
     def memory(self, weights: Weights, cache: Cache) -> MemoryPlan:
         """Returns the bytes that this rank needs. Captures the graph of the largest bucket."""
         graph = self.bind(self.limits.budget, weights, cache).memory_analysis()
-        held, cached = count_bytes(weights, "device", "host"), count_bytes(cache, "device", "host")
+        held, cached, *_ = self.held_memory(weights, cache)
         own = count_bytes(weights[self.limits.layout_of(self.limits.budget)], "device", "host")
         device, host = graph.by_memory.get("device", 0), graph.by_memory.get("host", 0)
         return MemoryPlan(held, cached, max(device + host - own - cached, 0), host)
+
+    def held_memory(self, weights: Weights, cache: Cache) -> MemoryPlan:
+        """Returns the bytes between steps, without a capture."""
+        held, cached = count_bytes(weights, "device", "host"), count_bytes(cache, "device", "host")
+        return MemoryPlan(held, cached, 0, count_bytes((weights, cache), "host"))
 
     def run(
         self,
@@ -358,9 +371,15 @@ class Runner:
         """
         if plan.moves:
             cache = list(self._decoder.cache.move(cache, plan.moves))
-        step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, cache=self._cache)
+        step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, host_cache=self._host_cache)
         kind: dict[str, Any] = {"hidden": hidden, "routed": routed, "edited": bool(edits), "states": states}
-        call, further = self.bind(plan.bucket, weights, cache, step, layout=plan.layout, **kind), list_further(**kind)
+        further = list_further(**kind)
+        key = _find_graph_key(plan.layout, plan.bucket, step, further)
+        if key in self._bound or self._eager_calls[key] >= self._eager_steps:
+            call: Any = self.bind(plan.bucket, weights, cache, step, layout=plan.layout, **kind)
+        else:
+            self._eager_calls[key] += 1
+            call = self._step_of(plan.layout, further, captured=False)
         with self._threads():
             tokens, logprobs, cache, top, *more = call(weights[plan.layout], cache, step)
             found = dict(zip(further, more, strict=True))
@@ -387,6 +406,11 @@ def list_further(*, hidden: bool, routed: bool, edited: bool, states: tuple[int,
     """Returns the results of a decoder that a step has in addition to tokens: names, and layers for hidden states."""
     names = {"hidden": hidden or routed, "experts": routed, "logits": edited}
     return *(name for name, wanted in names.items() if wanted), *states
+
+
+def _find_graph_key(layout: str, bucket: int, step: StepTensors, further: _Further) -> Any:
+    sites = None if step.low is None else tuple((name, f.a.shape) for name, f in step.low.sites.items())
+    return layout, bucket, step.penalties is not None, step.allowed is not None, sites, further
 
 
 def _run_step(
@@ -427,6 +451,7 @@ def make_runner(
     weights: MemoryKind,
     disk: Disk | None,
     cache: MemoryKind,
+    eager_steps: int = 0,
 ) -> Runner:
     """Returns the runner of an engine: the given runner if it fits, or a new runner.
 
@@ -435,11 +460,12 @@ def make_runner(
             too.
     """
     if runner is None:
-        return Runner(decoder, limits, mesh=mesh, weights=weights, disk=disk, cache=cache)
-    if not is_device(weights) or disk is not None:
-        raise ValueError(f"engine: weights={weights!r} is the runner's to choose: Runner(..., weights=, disk=).")
-    if not is_device(cache):
-        raise ValueError(f"engine: cache={cache!r} is the runner's to choose: Runner(..., cache=).")
+        return Runner(decoder, limits, mesh=mesh, weights=weights, disk=disk, cache=cache, eager_steps=eager_steps)
+    given = [(name, kind) for name, kind in (("weights", weights), ("cache", cache)) if not is_device(kind)]
+    given += [] if disk is None else [("disk", disk)]
+    if given:
+        shown, names = ", ".join(f"{k}={v!r}" for k, v in given), ", ".join(f"{k}=" for k, _ in given)
+        raise ValueError(f"engine: {shown} is the runner's to choose: Runner(..., {names}).")
     runner.check(decoder, limits, mesh)
     return runner
 

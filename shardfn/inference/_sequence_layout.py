@@ -16,25 +16,33 @@ T tokens of all sequences, H query heads, G key and value heads, K head dim.
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from shardfn import nn
 from shardfn.collectives import all_gather_invariant, all_to_all, take_own_block
 from shardfn.core import PyTree, QuantizationPolicy
+from shardfn.kernels import Activations
 from shardfn.models import gpt
 
 from ._layout import Layout, Outputs
 from ._low_rank import LowRank
 
 
-def make_sequence_layout(config: gpt.Config, axis: str, quantization: QuantizationPolicy = None) -> Layout:
+def make_sequence_layout(
+    config: gpt.Config,
+    axis: str,
+    quantization: QuantizationPolicy = None,
+    activations: Activations | None = None,
+) -> Layout:
     """Returns the layout "sp".
 
     Args:
         config: shape of the model, batch-invariant and without experts.
         axis: mesh axis that cuts the tokens, and the heads of the cache.
         quantization: see `decoder`.
+        activations: see `decoder`.
     """
     flat = dataclasses.replace(config, stacked=False)
 
@@ -51,7 +59,8 @@ def make_sequence_layout(config: gpt.Config, axis: str, quantization: Quantizati
         own_tokens, own_positions = (take_own_block(x, axis, dim=0) for x in (tokens_T, positions_T))
         exchanged = [_HeadExchange(body, axis, T, config.num_heads) for body in bodies]
         gather = functools.partial(all_gather_invariant, axis=axis, dim=0, size=T)
-        return Outputs(*gpt.decode(flat, weights, own_tokens, own_positions, rows_R, exchanged, gather_tokens=gather))
+        how: Any = {"gather_tokens": gather, "activations": activations}
+        return Outputs(*gpt.decode(flat, weights, own_tokens, own_positions, rows_R, exchanged, **how))
 
     return Layout(
         outputs=compute_outputs,

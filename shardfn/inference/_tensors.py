@@ -9,8 +9,6 @@ import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
-from shardfn.core import MemoryKind, is_host
-
 from ._host_cache import HostCacheBlocks, find_host_blocks
 from ._limits import Limits
 from ._low_rank import LowRank
@@ -80,9 +78,9 @@ def make_tensors(
     allowed: Bool[np.ndarray, "r vocab"] | None = None,
     low: LowRank | None = None,
     *,
-    cache: MemoryKind = "device",
+    host_cache: bool = False,
 ) -> StepTensors:
-    """Returns the tensors of a plan, for a cache in a memory.
+    """Returns the tensors of a plan, for a cache on the device or on the host.
 
     Tensors on a CPU share the memory of the plan's arrays.
     """
@@ -108,7 +106,7 @@ def make_tensors(
         allowed=None if allowed is None else torch.from_numpy(allowed).to(device),
         low=low,
         tree=_make_tree(plan).to(device) if limits.drafts else None,
-        host_blocks=find_host_blocks(plan, limits, device) if is_host(cache) else None,
+        host_blocks=find_host_blocks(plan, limits, device) if host_cache else None,
     )
 
 

@@ -32,7 +32,14 @@ class GraphCaptures:
         self._left = deque[GraphKind]()
 
     def warm_up(
-        self, *, penalties: bool, grammars: bool, hidden: bool, adapters: Callable[[int], LowRank | None], later: bool
+        self,
+        *,
+        penalties: bool,
+        grammars: bool,
+        hidden: bool,
+        adapters: Callable[[int], LowRank | None],
+        later: bool,
+        capture: bool,
     ) -> None:
         """Captures the graphs of all buckets. See `Engine.warm_up`.
 
@@ -42,10 +49,13 @@ class GraphCaptures:
             hidden: whether to capture graphs of steps that embed.
             adapters: function from a bucket to adapters of padding, or to None for graphs without adapters only.
             later: whether to leave most graphs to `capture_next`.
+            capture: whether to capture graphs, and not only to build the C++.
         """
         buckets = self._runner.limits.buckets
         ops = [*self._kernels, *(["grouped_product"] if adapters(buckets[0]) else [])]
         with building(self._runner.mesh.device, [*ops, *["penalise"] * penalties]):
+            if not capture:
+                return
             if isinstance(self._drafter, BatchDrafter):
                 self._drafter.warm_up(extended=penalties)
             kinds: dict[str, Any] = {"extended": penalties, "grammars": grammars, "hidden": hidden}

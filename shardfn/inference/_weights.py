@@ -24,8 +24,7 @@ from shardfn.core import (
     block_slices,
     broadcast_prefix,
     draw_block,
-    is_device,
-    is_disk,
+    find_directory_problem,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -52,13 +51,14 @@ def make_zero(weights: MemoryKind, disk: Disk | None) -> Zero:
     """
     if weights not in get_args(MemoryKind):
         raise ValueError(f"engine: weights={weights!r}; they are kept on 'device', 'host' or 'disk'.")
-    if is_disk(weights) and disk is None:
+    problem = find_directory_problem([weights], disk)
+    if problem == "missing":
         raise ValueError("engine: weights='disk' has no directory. Give one: disk=sf.Disk('/path/to/a/fast/disk').")
-    if not is_disk(weights) and disk is not None:
+    if problem == "idle":
         raise ValueError(
             f"engine: disk={disk} has no effect with weights={weights!r}; leave it out, or weights='disk'."
         )
-    return Zero() if is_device(weights) else Zero(params=weights, disk=disk, persist_elements=SMALL)
+    return Zero(params=weights, disk=disk, persist_elements=SMALL)
 
 
 class Shapes(NamedTuple):
@@ -100,15 +100,16 @@ def find_packed_shapes(source: "WeightSource") -> Shapes:
     return Shapes(tree_unflatten(tree_flatten(tree)[1], [get_whole(k) for k in range(len(blocks))]), specs)
 
 
-def pack_leafwise(source: "WeightSource", shapes: Shapes, kept: PyTree, pool: Pool | None) -> PyTree:
+def pack_leafwise(source: "WeightSource", shapes: Shapes, kept: PyTree, pool: Pool | None, *, together: bool) -> PyTree:
     """Returns the served form, each leaf in separate memory before the next leaves are made. Collective.
 
     Args:
-        source: parameters. Each leaf of their served form is made of one parameter, and of shapes. If all are for the
-            device, a leaf may be made of several parameters: then all parameters are read once more, and together.
+        source: parameters. Each leaf of their served form is made of one parameter, and of shapes.
         shapes: shapes of the result.
         kept: `Sharding` of each leaf of the result.
         pool: pool where leaves on disk are written.
+        together: whether a leaf may be made of several parameters: then all parameters are read once more, and
+            together.
 
     Raises:
         ValueError: a leaf that is kept away from the device is made of several parameters. The message lists them.
@@ -122,13 +123,13 @@ def pack_leafwise(source: "WeightSource", shapes: Shapes, kept: PyTree, pool: Po
         for k, block in enumerate(blocks):
             if out[k] is None and block.device.type != "meta":
                 x = GlobalTensor(block.contiguous(), wholes[k].shape, shapes.specs[k], mesh)
-                out[k] = x if is_device(wanted[k].memory_kind) else reshard(x, wanted[k], pool=pool)
+                out[k] = x if x.sharding == wanted[k] else reshard(x, wanted[k], pool=pool)
             blocks[k] = wholes[k]  # drops the block
 
     for group in source.groups():
         fill_group(group)
         trim_heap()
-    if any(x is None for x in out) and all(is_device(place.memory_kind) for place in wanted):
+    if together and any(x is None for x in out):
         fill_group(source.all)
     missing = [path for path, x in zip(tree_paths(shapes.tree, "weights"), out, strict=True) if x is None]
     raise_all(ValueError, "engine: these weights are made of several parameters; keep them on the device:", missing)

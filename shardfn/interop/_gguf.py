@@ -189,7 +189,23 @@ class _HeaderParser:
             values = struct.unpack_from(code, self._data, self._at)
             self._at += struct.calcsize(code)
             return list(values)
-        return [self._value(inner, name, depth + 1) for _ in range(num)]
+        return self._texts(num) if inner == _STRING else [self._value(inner, name, depth + 1) for _ in range(num)]
+
+    def _texts(self, num: int) -> list[str]:
+        """Returns texts, in a loop without calls of methods, as vocabularies have 100,000 tokens."""
+        data, at, size, unpack = self._data, self._at, self._size, _PACKED["Q"].unpack_from
+        found = []
+        for _ in range(num):
+            length = unpack(data, at)[0] if at + 8 <= size else size
+            if length > size - at - 8:
+                self._at = at
+                self._need(8)
+                self._at = at + 8
+                self._need(length)
+            found.append(data[at + 8 : at + 8 + length].decode("utf-8", "replace"))
+            at += 8 + length
+        self._at = at
+        return found
 
     def _count(self, what: str, least: int) -> int:
         num = self._number("Q")

@@ -27,6 +27,7 @@ from ._draw import draw as draw, draw_uniforms as draw_uniforms, top_logprobs as
 from ._penalise import penalise as penalise
 from ._row_linear import sum_chunks as sum_chunks, pack_rows as pack_rows
 from ._row_linear import row_linear as row_linear, row_linears as row_linears
+from ._integer_linear import Activations as Activations, integer_linears as integer_linears, linears as linears
 from ._row_codes import BLOCK_BYTES as BLOCK_BYTES, GROUP as GROUP, Quantization as Quantization
 from ._row_codes import block_bytes as block_bytes, dequantize_blocks as dequantize_blocks
 from ._row_codes import quantize_blocks as quantize_blocks, pack_blocks as pack_blocks

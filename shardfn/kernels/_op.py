@@ -163,7 +163,8 @@ class KernelOp:
         """
         if x.dtype not in self.dtypes:
             *first, last = (str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-            raise TypeError(f"{name} must be {', '.join(first)} or {last}, got {x.dtype}. Convert {name}")
+            known = " or ".join(filter(None, (", ".join(first), last)))
+            raise TypeError(f"{name} must be {known}, got {x.dtype}. Convert {name}")
 
     @functools.cached_property
     def _read(self) -> frozenset[int]:

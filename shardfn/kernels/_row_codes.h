@@ -8,14 +8,17 @@
 constexpr int GROUP = 32;
 constexpr int AHEAD = 8192;  // bytes that are fetched before they are read: processors' own prefetching ends with a page
 
-// The records of _codes.py: of a group of inputs and all outputs of a panel.
+// The records of _row_codes.py: of a group of inputs and all outputs of a panel. A word has the codes of four inputs of
+// an output, as products of whole numbers read them; in Int4 also of the next four, in the high nibbles.
 struct Int8 {
+    static constexpr int inputs = 4;  // of a row
     uint16_t scale[PANEL];
-    int8_t q[GROUP][PANEL];
+    int8_t q[GROUP / inputs][PANEL][4];
 };
 struct Int4 {
+    static constexpr int inputs = 8;
     uint16_t scale[PANEL], least[PANEL];
-    uint8_t q[GROUP / 2][PANEL];  // even inputs in the low nibbles
+    uint8_t q[GROUP / inputs][PANEL][4];
 };
 
 template <int BYTES>
@@ -23,37 +26,20 @@ struct Lanes : Wide<float, BYTES> {
     typedef int32_t Int __attribute__((vector_size(BYTES), aligned(4), may_alias));
 };
 
-// Bytes as whole numbers, with the sign of B. GCC's own conversion takes them one by one.
-template <int BYTES, typename B>
-INLINE typename Lanes<BYTES>::Int of_bytes(const B* p) {
-    typedef typename Lanes<BYTES>::Int Int;
-    constexpr bool negative = B(-1) < 0;
-#if GENERATION >= 3
-    typedef char Sixteen __attribute__((vector_size(16), aligned(1), may_alias));
-    typedef int64_t Two __attribute__((vector_size(16)));
-    typedef int64_t Eight __attribute__((aligned(1), may_alias));
-#if GENERATION == 4
-    if constexpr (BYTES == 64) {
-        const Sixteen bytes = *(const Sixteen*)p;
-        return negative ? (Int)__builtin_ia32_pmovsxbd512_mask(bytes, Int{}, -1)
-                        : (Int)__builtin_ia32_pmovzxbd512_mask(bytes, Int{}, -1);
-    }
-#endif
-    if constexpr (BYTES == 32) {
-        const Sixteen bytes = (Sixteen)Two{*(const Eight*)p, 0};
-        return negative ? (Int)__builtin_ia32_pmovsxbd256(bytes) : (Int)__builtin_ia32_pmovzxbd256(bytes);
-    }
-#endif
-    Int out;
-    for (int i = 0; i < Lanes<BYTES>::lanes; ++i) out[i] = p[i];
-    return out;
-}
-
 // Of float16, without arithmetic on subnormal numbers, which a process may have switched off.
 template <int BYTES>
 INLINE typename Lanes<BYTES>::V of_half(const uint16_t* p) {
     typedef Lanes<BYTES> L;
     typedef typename L::Int Int;
+#if GENERATION >= 3
+    typedef int16_t Eight __attribute__((vector_size(16), aligned(2), may_alias));
+    typedef int16_t Sixteen __attribute__((vector_size(32), aligned(2), may_alias));
+#if GENERATION == 4
+    if constexpr (BYTES == 64)
+        return (typename L::V)__builtin_ia32_vcvtph2ps512_mask((Sixteen)*(const Sixteen*)p, typename L::V{}, -1, 4);
+#endif
+    if constexpr (BYTES == 32) return (typename L::V)__builtin_ia32_vcvtph2ps256(*(const Eight*)p);
+#endif
     const Int h = (Int)__builtin_convertvector(*(const typename L::Half*)p, typename L::Word);
     const Int size = h & 0x7FFF, sign = (h & 0x8000) << 16;
     const Int large = (size << 13) + (size < 0x7C00 ? Int{} + (112 << 23) : Int{} + (224 << 23));
@@ -61,12 +47,24 @@ INLINE typename Lanes<BYTES>::V of_half(const uint16_t* p) {
     return (typename L::V)((size < 0x400 ? (Int)small : large) | sign);
 }
 
-// Small whole numbers as floats; of nibbles the low four bits of each lane count.
+// The words of a row of codes, from an output on.
+template <int BYTES, typename W>
+INLINE typename Lanes<BYTES>::Int words(const W& group, int64_t row, int at) {
+    return *(const typename Lanes<BYTES>::Int*)group.q[row][at];
+}
+
+// The code of an input of a row of codes, as a float.
 template <int BYTES>
-INLINE typename Lanes<BYTES>::V of_nibble(typename Lanes<BYTES>::Int q) {
+INLINE typename Lanes<BYTES>::V code(const Int8&, typename Lanes<BYTES>::Int word, int input) {
+    return __builtin_convertvector(word << (24 - 8 * input) >> 24, typename Lanes<BYTES>::V);
+}
+
+template <int BYTES>
+INLINE typename Lanes<BYTES>::V code(const Int4&, typename Lanes<BYTES>::Int word, int input) {
     typedef Lanes<BYTES> L;
+    const typename L::Int q = word >> (input % 4 * 8 + input / 4 * 4);
 #if GENERATION == 4
-    if constexpr (BYTES == 64) {  // whose permutations read these bits alone
+    if constexpr (BYTES == 64) {  // whose permutations read the low four bits alone
         const typename L::V values = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         return __builtin_shuffle(values, q);
     }
@@ -74,116 +72,93 @@ INLINE typename Lanes<BYTES>::V of_nibble(typename Lanes<BYTES>::Int q) {
     return __builtin_convertvector(q & 15, typename L::V);
 }
 
-template <int BYTES, bool FUSES, int R, int NV>
-struct Chain<float, Int8, BYTES, FUSES, R, NV> {
+// The numbers of a group and NV vectors of outputs, and the values of codes.
+template <int BYTES, int NV, typename W>
+struct Numbers;
+
+template <int BYTES, int NV>
+struct Numbers<BYTES, NV, Int8> {
+    typename Lanes<BYTES>::V scale[NV];
+
+    INLINE Numbers(const Int8& group, int at) {
+        UNROLL
+        for (int v = 0; v < NV; ++v) scale[v] = of_half<BYTES>(group.scale + at + v * Lanes<BYTES>::lanes);
+    }
+    INLINE typename Lanes<BYTES>::V value(typename Lanes<BYTES>::V q, int v) const { return q * scale[v]; }
+};
+
+template <int BYTES, int NV>
+struct Numbers<BYTES, NV, Int4> {
+    typename Lanes<BYTES>::V scale[NV], least[NV];
+
+    INLINE Numbers(const Int4& group, int at) {
+        UNROLL
+        for (int v = 0; v < NV; ++v) {
+            scale[v] = of_half<BYTES>(group.scale + at + v * Lanes<BYTES>::lanes);
+            least[v] = of_half<BYTES>(group.least + at + v * Lanes<BYTES>::lanes);
+        }
+    }
+    INLINE typename Lanes<BYTES>::V value(typename Lanes<BYTES>::V q, int v) const { return q * scale[v] + least[v]; }
+};
+
+// The chains of a chunk of a weight in codes.
+template <typename W, int BYTES, bool FUSES, int R, int NV>
+struct CodedChain {
     typedef typename Wide<float, BYTES>::V V;
-    static INLINE void run(const Job<float, Int8>& o, const float* left, int64_t k, int64_t last, int at,
-                           const Coming<Int8>&, V (&sum)[R][NV]) {
-        typedef Lanes<BYTES> L;
+    typedef typename Lanes<BYTES>::Int Int;
+
+    static INLINE void run(const Job<float, W>& o, const float* left, int64_t k, int64_t last, int at, const Coming<W>&,
+                           V (&sum)[R][NV]) {
         while (k < last) {
-            const Int8& group = o.b[k / GROUP];
+            const W& group = o.b[k / GROUP];
             const int64_t end = k - k % GROUP + GROUP < last ? k - k % GROUP + GROUP : last;
-            V scale[NV];
-            UNROLL
-            for (int v = 0; v < NV; ++v) scale[v] = of_half<BYTES>(group.scale + at + v * L::lanes);
-            const int8_t* q = group.q[k % GROUP] + at;
-            for (; k < end; ++k, left += o.along, q += PANEL) {
-                if (at == 0) __builtin_prefetch(q + AHEAD);
-                V row[NV];
+            const Numbers<BYTES, NV, W> numbers(group, at);
+            while (k < end) {
+                const int64_t row = k % GROUP / W::inputs;
+                Int word[NV];
                 UNROLL
-                for (int v = 0; v < NV; ++v)
-                    row[v] = __builtin_convertvector(of_bytes<BYTES>(q + v * L::lanes), V) * scale[v];
-                add_row<float, BYTES, FUSES, R, NV>(sum, left, o.down, row);
+                for (int v = 0; v < NV; ++v) word[v] = words<BYTES>(group, row, at + v * Lanes<BYTES>::lanes);
+                if (at == 0)
+                    UNROLL
+                    for (int line = 0; line < 4; ++line) __builtin_prefetch((const char*)group.q[row] + AHEAD + 64 * line);
+                if (k % W::inputs == 0 && k + W::inputs <= end) {
+                    UNROLL
+                    for (int i = 0; i < W::inputs; ++i, left += o.along) step(o, group, numbers, word, i, left, sum);
+                    k += W::inputs;
+                } else {
+                    const int64_t next = k - k % W::inputs + W::inputs;
+                    for (; k < next && k < end; ++k, left += o.along)
+                        step(o, group, numbers, word, k % W::inputs, left, sum);
+                }
             }
         }
+    }
+
+    static INLINE void step(const Job<float, W>& o, const W& group, const Numbers<BYTES, NV, W>& numbers,
+                            const Int (&word)[NV], int input, const float* left, V (&sum)[R][NV]) {
+        V row[NV];
+        UNROLL
+        for (int v = 0; v < NV; ++v) row[v] = numbers.value(code<BYTES>(group, word[v], input), v);
+        add_row<float, BYTES, FUSES, R, NV>(sum, left, o.down, row);
     }
 };
 
 template <int BYTES, bool FUSES, int R, int NV>
-struct Chain<float, Int4, BYTES, FUSES, R, NV> {
-    typedef typename Wide<float, BYTES>::V V;
-    typedef Lanes<BYTES> L;
-    typedef typename L::Int Int;
-
-    static INLINE void run(const Job<float, Int4>& o, const float* left, int64_t k, int64_t last, int at,
-                           const Coming<Int4>&, V (&sum)[R][NV]) {
-        while (k < last) {
-            const Int4& group = o.b[k / GROUP];
-            const int64_t end = k - k % GROUP + GROUP < last ? k - k % GROUP + GROUP : last;
-            V scale[NV], least[NV];
-            UNROLL
-            for (int v = 0; v < NV; ++v) {
-                scale[v] = of_half<BYTES>(group.scale + at + v * L::lanes);
-                least[v] = of_half<BYTES>(group.least + at + v * L::lanes);
-            }
-            if (k & 1) add<1>(o, group, k, left, at, scale, least, sum);
-            for (; k + 1 < end; k += 2, left += 2 * o.along) add_two(o, group, k, left, at, scale, least, sum);
-            if (k < end) add<0>(o, group, k, left, at, scale, least, sum);
-        }
-    }
-
-    static INLINE void decode(V (&row)[NV], const Int (&q)[NV], const V (&scale)[NV], const V (&least)[NV]) {
-        UNROLL
-        for (int v = 0; v < NV; ++v) row[v] = of_nibble<BYTES>(q[v]) * scale[v] + least[v];
-    }
-
-    static INLINE void load(Int (&q)[NV], const Int4& group, int64_t k, int at) {
-        UNROLL
-        for (int v = 0; v < NV; ++v) q[v] = of_bytes<BYTES>(group.q[k % GROUP / 2] + at + v * L::lanes);
-    }
-
-    // One input, in the low (0) or the high nibbles.
-    template <int HIGH>
-    static INLINE void add(const Job<float, Int4>& o, const Int4& group, int64_t& k, const float*& left, int at,
-                           const V (&scale)[NV], const V (&least)[NV], V (&sum)[R][NV]) {
-        Int q[NV];
-        V row[NV];
-        load(q, group, k, at);
-        UNROLL
-        for (int v = 0; v < NV; ++v) q[v] >>= 4 * HIGH;
-        decode(row, q, scale, least);
-        add_row<float, BYTES, FUSES, R, NV>(sum, left, o.down, row);
-        ++k;
-        left += o.along;
-    }
-
-    static INLINE void add_two(const Job<float, Int4>& o, const Int4& group, int64_t k, const float* left, int at,
-                               const V (&scale)[NV], const V (&least)[NV], V (&sum)[R][NV]) {
-        Int q[NV];
-        V row[NV];
-        if (at == 0) __builtin_prefetch(group.q[k % GROUP / 2] + AHEAD);
-        load(q, group, k, at);
-        decode(row, q, scale, least);
-        add_row<float, BYTES, FUSES, R, NV>(sum, left, o.down, row);
-        UNROLL
-        for (int v = 0; v < NV; ++v) q[v] >>= 4;
-        decode(row, q, scale, least);
-        add_row<float, BYTES, FUSES, R, NV>(sum, left + o.along, o.down, row);
-    }
-};
+struct Chain<float, Int8, BYTES, FUSES, R, NV> : CodedChain<Int8, BYTES, FUSES, R, NV> {};
+template <int BYTES, bool FUSES, int R, int NV>
+struct Chain<float, Int4, BYTES, FUSES, R, NV> : CodedChain<Int4, BYTES, FUSES, R, NV> {};
 
 // The weights of a group, [GROUP, PANEL].
-template <int BYTES>
-INLINE void decode_group(const Int8& group, float* out) {
-    typedef Lanes<BYTES> L;
-    typedef typename L::V V;
-    for (int at = 0; at < PANEL; at += L::lanes) {
-        const V scale = of_half<BYTES>(group.scale + at);
-        for (int k = 0; k < GROUP; ++k)
-            *(V*)(out + k * PANEL + at) = __builtin_convertvector(of_bytes<BYTES>(group.q[k] + at), V) * scale;
-    }
-}
-
-template <int BYTES>
-INLINE void decode_group(const Int4& group, float* out) {
-    typedef Lanes<BYTES> L;
-    typedef typename L::V V;
-    for (int at = 0; at < PANEL; at += L::lanes) {
-        const V scale = of_half<BYTES>(group.scale + at), least = of_half<BYTES>(group.least + at);
-        for (int k = 0; k < GROUP; k += 2) {
-            const typename L::Int q = of_bytes<BYTES>(group.q[k / 2] + at);
-            *(V*)(out + k * PANEL + at) = of_nibble<BYTES>(q) * scale + least;
-            *(V*)(out + (k + 1) * PANEL + at) = of_nibble<BYTES>(q >> 4) * scale + least;
+template <int BYTES, typename W>
+INLINE void decode_group(const W& group, float* out) {
+    typedef typename Lanes<BYTES>::V V;
+    for (int at = 0; at < PANEL; at += Lanes<BYTES>::lanes) {
+        const Numbers<BYTES, 1, W> numbers(group, at);
+        for (int row = 0; row < GROUP / W::inputs; ++row) {
+            const auto word = words<BYTES>(group, row, at);
+            UNROLL
+            for (int i = 0; i < W::inputs; ++i)
+                *(V*)(out + (row * W::inputs + i) * PANEL + at) = numbers.value(code<BYTES>(group, word, i), 0);
         }
     }
 }

@@ -6,8 +6,8 @@
 Scales and least values are float16. So scale * q is exact in float32, and a weight is rounded at most once.
 
 A panel of 64 outputs keeps a record for each group, with the bytes of 64 blocks of GGUF: the scales of all outputs, in
-int4 also the least values, then rows of 64 codes. A row has a single input, in int4 an even input in the low nibbles
-and the next input in the high nibbles.
+int4 also the least values, then rows of codes. A row has the codes of 4 inputs, side by side for each output, since
+processors multiply and add up 4 whole numbers in one instruction. In int4 the next 4 inputs are in the high nibbles.
 """
 
 from typing import Literal, NamedTuple
@@ -112,9 +112,11 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
     numbers = by_group[:, :, :head].unflatten(2, (-1, 2)).transpose(3, 4).flatten(2)
     q = by_group[:, :, head:]
     if kinds[0] == "int4":
-        by_input = torch.cat([q & 15, q >> 4], 2)
-        q = by_input[:, :, 0::2] | by_input[:, :, 1::2] << 4
-    return torch.cat([numbers, q.flatten(2)], 2)
+        # Bytes 8 i + 4 h + j have the inputs 8 i + 4 h + j in the low and 16 + 8 i + 4 h + j in the high nibbles.
+        q = q.unflatten(2, (2, 2, 4))
+        first, last = q[:, :, :, 0], q[:, :, :, 1]
+        q = torch.cat([(first & 15) | last << 4, (first >> 4) | (last & 240)], 2).flatten(2, 3)
+    return torch.cat([numbers, q.unflatten(2, (-1, 4)).transpose(3, 4).flatten(2)], 2)
 
 
 def kind_of(packed: Tensor) -> Quantization | None:
@@ -154,7 +156,7 @@ def check_codes(quantization: str) -> None:
 
 
 class _Parts(NamedTuple):
-    """Views of a packed weight: scales and least values [p, g, 64], codes of rows [p, g, rows, 64]."""
+    """Views of a packed weight: scales and least values [p, 64, g], rows of codes [p, 64, g, rows, 4]."""
 
     scale: Tensor
     least: Tensor | None
@@ -162,11 +164,11 @@ class _Parts(NamedTuple):
 
 
 def _split_parts(packed: Tensor) -> _Parts:
-    if kind_of(packed) == "int8":
-        numbers, rows = packed[..., : 2 * PANEL], packed[..., 2 * PANEL :]
-        return _Parts(numbers.view(torch.float16), None, rows.view(torch.int8).unflatten(-1, (GROUP, PANEL)))
-    numbers, rows = packed[..., : 4 * PANEL].view(torch.float16), packed[..., 4 * PANEL :]
-    return _Parts(numbers[..., :PANEL], numbers[..., PANEL:], rows.unflatten(-1, (GROUP // 2, PANEL)))
+    head = 2 if kind_of(packed) == "int8" else 4
+    numbers, rows = packed[..., : head * PANEL].view(torch.float16), packed[..., head * PANEL :]
+    scale, *least = numbers.transpose(1, 2).split(PANEL, 1)
+    by_output = rows.unflatten(-1, (-1, PANEL, 4)).movedim(3, 1)
+    return _Parts(scale, least[0] if least else None, by_output)
 
 
 def unpack_rows(packed: Tensor, num: int, k: int) -> Float[Tensor, "num k"]:
@@ -188,9 +190,7 @@ def unpack_rows(packed: Tensor, num: int, k: int) -> Float[Tensor, "num k"]:
     """
     if kind_of(packed) is None:
         return packed.transpose(1, 2).flatten(0, 1)[:num, :k].to(torch.promote_types(packed.dtype, torch.float32))
-    scale, least, rows = _split_parts(packed)
-    value = _decode_rows(rows, scale[..., None, :], None if least is None else least[..., None, :], 2)
-    return value.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[:num, :k]
+    return _decode_rows(*_split_parts(packed)).flatten(0, 1)[:num, :k]
 
 
 def take_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[Tensor, "*batch k"]:
@@ -213,18 +213,33 @@ def take_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[Ten
     if kind_of(packed) is None:
         return packed[panel, :, lane]
     scale, least, rows = _split_parts(packed)
-    own = [None if x is None else x[panel, :, lane][..., None] for x in (scale, least)]
-    assert own[0] is not None
-    return _decode_rows(rows[panel, :, :, lane], own[0], own[1], -1).flatten(-2)[..., :k]
+    own = None if least is None else least[panel, lane]
+    return _decode_rows(scale[panel, lane], own, rows[panel, lane])[..., :k]
 
 
-def _decode_rows(rows: Tensor, scale: Tensor, least: Tensor | None, dim: int) -> Tensor:
-    """Returns the values of codes, with inputs along `dim`."""
-    if least is None:
-        return scale.float() * rows.float()
-    dim %= rows.ndim
-    q = torch.stack([rows & 15, rows >> 4], dim + 1).flatten(dim, dim + 1)
-    return scale.float() * q.float() + least.float()
+def _decode_rows(scale: Tensor, least: Tensor | None, rows: Tensor) -> Tensor:
+    """Returns values [*, inputs] of numbers [*, groups] and rows of codes [*, groups, rows, 4]."""
+    q = _read_codes(rows, least is not None)
+    value = scale[..., None].float() * q.float()
+    return (value if least is None else value + least[..., None].float()).flatten(-2)
+
+
+def _read_codes(rows: Tensor, nibbles: bool) -> Tensor:
+    """Returns the codes [*, 32] of rows of codes [*, rows, 4], in the order of inputs."""
+    if not nibbles:
+        return rows.view(torch.int8).flatten(-2)
+    return torch.stack([rows & 15, rows >> 4], -2).flatten(-3)
+
+
+def split_codes(packed: Tensor, num: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Returns scales and least values [num, groups], float32, and codes [num, groups, 32] of a packed weight.
+
+    Least values of int8 are None.
+    """
+    scale, least, rows = _split_parts(packed)
+    numbers = [None if x is None else x.flatten(0, 1)[:num].float() for x in (scale, least)]
+    assert numbers[0] is not None
+    return numbers[0], numbers[1], _read_codes(rows, least is not None).flatten(0, 1)[:num]
 
 
 def dequantize_blocks(

@@ -266,8 +266,10 @@ def _call_layers(arguments: Sequence[Any], ys: Sequence[Tensor]) -> KernelCall |
     return KernelCall(_SOURCE, "row_linears", (x, len(packed), m, k, chunks, *kinds, threads, *layers))
 
 
-def _map_layers(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: int, biases: Any) -> Any:
-    """Applies the rule for vmap.
+def map_layers(
+    op: KernelOp, info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chunks: int, biases: Any
+) -> Any:
+    """Applies the rule for vmap of an op with the arguments of `row_linears`.
 
     A mapped dim of x joins the rows. With a mapped weight, each part has a separate call.
     """
@@ -275,7 +277,7 @@ def _map_layers(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chun
     none = [None] * len(nums)
     of_packed, of_biases = of_packed or none, of_biases or none
     if of_packed == of_biases == none:
-        return ROW_LINEARS(x.movedim(of_x, 0), packed, nums, chunks, biases), [0] * len(nums)
+        return op(x.movedim(of_x, 0), packed, nums, chunks, biases), [0] * len(nums)
 
     def select_part(t: Any, dim: int | None, i: int) -> Any:
         return t if dim is None else t.select(dim, i)
@@ -284,7 +286,7 @@ def _map_layers(info: Any, in_dims: Any, x: Tensor, packed: Any, nums: Any, chun
         own, added = (
             list(map(select_part, *pair, [i] * len(nums))) for pair in ((packed, of_packed), (biases, of_biases))
         )
-        return ROW_LINEARS(select_part(x, of_x, i), own, nums, chunks, added)
+        return op(select_part(x, of_x, i), own, nums, chunks, added)
 
     each = zip(*map(call_op, range(info.batch_size)), strict=True)
     return [torch.stack(ys) for ys in each], [0] * len(nums)
@@ -300,7 +302,7 @@ ROW_LINEARS = KernelOp(
     triton="_row_linear_triton.row_linears",
     fast_dtypes=(torch.float32,),
     no_derivative="call it on x.detach() or under torch.no_grad().",
-    mapped=_map_layers,
+    mapped=lambda *args: map_layers(ROW_LINEARS, *args),
     flops=lambda x, packed, nums, *_: 2 * x.numel() * sum(nums),
     chain=_call_layers,
 )

@@ -74,12 +74,12 @@ def _coded_chain(
         record, inner = (panel * groups + at // GROUP) * RECORD, at % GROUP
         scale = tl.load(halves + record // 2 + column).to(tl.float32)
         if BITS == 8:
-            code = tl.load(w + record + 2 * N + inner * N + column).to(tl.int8, bitcast=True)
+            code = tl.load(w + record + 2 * N + (inner // 4 * N + column) * 4 + inner % 4).to(tl.int8, bitcast=True)
             right = scale * code.to(tl.float32)
         else:
-            byte = tl.load(w + record + 4 * N + inner // 2 * N + column).to(tl.int32)
+            byte = tl.load(w + record + 4 * N + (inner // 8 * N + column) * 4 + inner % 4).to(tl.int32)
             least = tl.load(halves + record // 2 + N + column).to(tl.float32)
-            right = scale * (tl.where(inner % 2 == 0, byte, byte >> 4) & 15).to(tl.float32) + least
+            right = scale * (tl.where(inner % 8 < 4, byte, byte >> 4) & 15).to(tl.float32) + least
         total = tl.fma(tl.broadcast_to(left[:, None], (ROWS, N)), tl.broadcast_to(right[None, :], (ROWS, N)), total)
     where = (chunk * m + row[:, None]) * (panels * N) + panel * N + column[None, :]
     tl.store(parts + where, total, mask=row[:, None] < m)

@@ -28,6 +28,7 @@ _CHAINED = ("-fno-tree-ter", "-pthread", "-Wno-psabi")
 # The files, slow builds first.
 FLAGS: dict[str, tuple[str, ...]] = {
     "kernels/_row_linear.cpp": _FAST,
+    "kernels/_integer_linear.cpp": _EXACT,
     "kernels/_grouped_product.cpp": _FAST,
     "kernels/_ragged_attention.cpp": _EXACT,
     "kernels/_block_sparse_attention.cpp": _FAST,

@@ -167,22 +167,6 @@ class LeafLayout:
         return self.pieces.of(x, rank)
 
     @functools.cached_property
-    def looks(self) -> object:
-        """Returns a key that is equal for leaves that travel alike."""
-        bounds = self.pieces.bounds
-        cut = self.used.dim, self.zero_axes, self.dim, bounds[:1], bounds[-1:], len(bounds)
-        return (
-            self.block,
-            self.dtypes,
-            self.home,
-            self.places.quantization,
-            *cut,
-            self.manner,
-            self.reduce_axes,
-            self.extra_axes,
-        )
-
-    @functools.cached_property
     def entry(self) -> Leaf:
         """Returns the leaf as the loss sees it, for the types of a captured step."""
         return Leaf(self.path, self.own_axes, self.trainable)

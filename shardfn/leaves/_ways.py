@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from shardfn.collectives import Route, route
-from shardfn.core import Dtypes, MemoryKind, Mesh, P, Placement, Quantization, is_device
+from shardfn.core import Dtypes, MemoryKind, Mesh, P, Placement, Quantization
 
 # Axis -> size, hashable, so that cached values do not keep a mesh alive.
 Sizes = tuple[tuple[str, int], ...]
@@ -88,7 +88,7 @@ class Ways(NamedTuple):
     @property
     def at_home(self) -> bool:
         """Returns whether parameter, gradient and state lie in the device's memory, and the parameter in no code."""
-        return self.kept.is_plain and is_device(self.summed.memory_kind) and is_device(self.state.memory_kind)
+        return self.kept.is_plain and self.summed.is_plain and self.state.is_plain
 
 
 @functools.lru_cache(maxsize=4096)

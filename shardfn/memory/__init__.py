@@ -3,7 +3,7 @@
 Transfers with a wait, identities, and a ledger that counts bytes and transfers.
 """
 
-from ._transfer import to_device as to_device, to_host as to_host
+from ._transfer import send as send, to_device as to_device, to_host as to_host
 from ._rows import rows_to_device as rows_to_device, rows_to_host as rows_to_host
 from ._threads import background as background
 from ._put import put as put

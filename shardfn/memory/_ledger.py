@@ -55,7 +55,7 @@ class Ledger:
     def live(self, kind: str) -> int:
         """Returns the live bytes in memory of `kind`, among the bytes that the ledger has seen."""
         _check_kind(kind)
-        if is_device(kind) and self._device.type == "cuda":
+        if self._is_cuda(kind):
             return torch.cuda.memory_allocated(self._device)
         with self._lock:
             self._count_freed()
@@ -64,9 +64,12 @@ class Ledger:
     def peak(self, kind: str) -> int:
         """Returns the peak of live bytes in memory of `kind`."""
         _check_kind(kind)
-        if is_device(kind) and self._device.type == "cuda":
+        if self._is_cuda(kind):
             return max(self._peak["device"], torch.cuda.max_memory_allocated(self._device))
         return self._peak[kind]
+
+    def _is_cuda(self, kind: str) -> bool:
+        return is_device(kind) and self._device.type == "cuda"
 
     def moved(self, src: str, dst: str) -> int:
         """Returns the bytes that were moved from `src` to `dst`."""

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from shardfn.core import MemoryKind, is_device, is_host
+from shardfn.core import TENSOR_KINDS, MemoryKind, is_device
 
 from ._ledger import default_device
-from ._transfer import to_device, to_host
+from ._transfer import send
 
 
 def put(x: Shaped[Tensor, "..."], kind: MemoryKind, device: torch.device | str | None = None) -> Shaped[Tensor, "..."]:
@@ -36,13 +36,18 @@ def put(x: Shaped[Tensor, "..."], kind: MemoryKind, device: torch.device | str |
         >>> x.grad
         tensor([3., 3.])
     """
-    if not (is_host(kind) or is_device(kind)):
+    if kind not in TENSOR_KINDS:
         raise ValueError(
             f"put(x, {kind!r}): the kind must be 'host' or 'device'. For the disk, `pool.write(x)` gives a"
             " DiskTensor, and `.read()` reads it back. Neither is differentiable."
         )
-    place = torch.device(device) if device is not None else x.device if is_host(kind) else default_device()
+    place = torch.device(device) if device is not None else default_device() if is_device(kind) else x.device
     return _MemoryPut.apply(x, kind, place)
+
+
+def _other(kind: MemoryKind) -> MemoryKind:
+    (other,) = TENSOR_KINDS - {kind}
+    return other
 
 
 class _MemoryPut(torch.autograd.Function):
@@ -50,7 +55,7 @@ class _MemoryPut(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, kind: MemoryKind, device: torch.device) -> Tensor:
-        return (to_host(x) if is_host(kind) else to_device(x, device)).result()
+        return send(x, _other(kind), kind, device).result()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, MemoryKind, torch.device], output: Tensor) -> None:
@@ -58,7 +63,7 @@ class _MemoryPut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return _MemoryPut.apply(grad_outputs[0], "device" if is_host(ctx.kind) else "host", ctx.device), None, None
+        return _MemoryPut.apply(grad_outputs[0], _other(ctx.kind), ctx.device), None, None
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Tensor | None) -> Tensor:

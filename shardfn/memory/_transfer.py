@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from shardfn.core import Pending
+from shardfn.core import MemoryKind, Pending, is_device
 
 from ._host import host_empty
 from ._ledger import default_device, record_move
@@ -102,6 +102,34 @@ def to_device(
     _check_out(x, out, place)
     record_move("host", "device", x.nbytes)
     return copies_to_device(out, [(out, x)])
+
+
+def send(
+    x: Shaped[Tensor, "..."],
+    src: MemoryKind,
+    dst: MemoryKind,
+    device: torch.device,
+    out: Shaped[Tensor, "..."] | None = None,
+) -> Pending[Tensor]:
+    """Starts the copy of a tensor from the device to the host, or back. Not differentiable. `put` is.
+
+    Args:
+        x: tensor of `src`.
+        src: "device" or "host".
+        dst: "device" or "host".
+        device: target device, if `dst` is "device".
+        out: tensor of `dst` to fill, or None for a new tensor.
+
+    Returns:
+        The tensor of `dst`, in flight: `x` for equal memories without `out`.
+
+    Example:
+        >>> send(torch.ones(2), "host", "device", torch.device("cpu")).result()
+        tensor([1., 1.])
+    """
+    if src == dst:
+        return Pending.of(x if out is None else out.copy_(x))
+    return to_host(x, out) if is_device(src) else to_device(x, device, out)
 
 
 def copies_to_device(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Pending[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardfn import nn
 from shardfn.collectives import all_gather_invariant, axis_size
 from shardfn.core import Axes, P, PyTree, QuantizationPolicy, check_policy, find_quantization, named_leaves, raise_all
-from shardfn.kernels import GROUP, Quantization, pack_blocks, pack_rows, rotate
+from shardfn.kernels import GROUP, Activations, Quantization, pack_blocks, pack_rows, rotate
 
 from ._gpt_block import Along, block, norm, position_tables
 from ._gpt_config import Config
@@ -51,6 +51,7 @@ def decode(
     axis: Axes = None,
     then: Mapping[str, nn.Then] = MappingProxyType({}),
     gather_tokens: Callable[[Tensor], Tensor] = lambda rows: rows,
+    activations: Activations | None = None,
 ) -> Decoded:
     """Returns logits of some of the tokens of several sequences, and the hidden states and experts behind the logits.
 
@@ -70,6 +71,7 @@ def decode(
             `BatchInvariantWeight.then`.
         gather_tokens: function from rows of `tokens_T` to the rows that `rows_R` counts, where ranks have parts of the
             tokens.
+        activations: "int8" rounds the inputs of layers in codes, see `kernels.integer_linears`.
 
     Returns:
         Logits of the whole vocabulary on all ranks.
@@ -93,7 +95,7 @@ def decode(
     if len(bodies) != config.num_layers:
         raise ValueError(f"decode: {len(bodies)} bodies for num_layers={config.num_layers}. Pass one for each layer.")
     if config.batch_invariant:
-        params = _make_batch_invariant_weights(config, params, axis, then)
+        params = _make_batch_invariant_weights(config, params, axis, then, activations)
     config = _drop_losses(config)
     along = Along(axis)
     x_TD = nn.embedding(tokens_T, params["embed"], vocab_size=config.vocab_size, axis=axis)
@@ -327,13 +329,16 @@ def _get_head(config: Config) -> str:
     return "embed" if config.tie_embeddings else "head"
 
 
-def _make_batch_invariant_weights(config: Config, params: Params, axis: Axes, then: Mapping[str, nn.Then]) -> Params:
+def _make_batch_invariant_weights(
+    config: Config, params: Params, axis: Axes, then: Mapping[str, nn.Then], activations: Activations | None
+) -> Params:
     """Returns packed leaves as weights of layers."""
     shapes: Any = block_shapes(config, axis)
     head = _get_head(config)
 
     def get_weight(panels: Tensor, block: Any, name: str) -> nn.BatchInvariantWeight:
-        return nn.BatchInvariantWeight(panels, block.shape, config.chunks, then=then.get(name))
+        how: Any = {"then": then.get(name), "activations": activations}
+        return nn.BatchInvariantWeight(panels, block.shape, config.chunks, **how)
 
     blocks = [
         {name: get_weight(x, own[name], f"blocks.{i}.{name}") if name in _LINEAR else x for name, x in p.items()}

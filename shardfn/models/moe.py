@@ -19,6 +19,12 @@ from shardfn.engine import PipelineState, WeightedMean
 from shardfn.nn import moe
 
 from . import gpt
+from ._expert_states import aggregate_experts as aggregate_experts
+from ._expert_states import count_choices as count_choices
+from ._expert_states import make_biases
+from ._expert_states import most_used as most_used
+from ._expert_states import prune_experts as prune_experts
+from ._expert_states import upcycle_experts as upcycle_experts
 from ._experts import Experts as Experts
 from ._gpt_leaves import Params
 from ._student import student as student
@@ -147,14 +153,8 @@ def init_state(config: gpt.Config) -> ModelState:
         >>> init_state(deepseek_v3_like(num_layers=5))["bias"].shape
         torch.Size([2, 256])
     """
-    num = _get_experts(config).num
-    shapes = [(n,) for n in config.num_experts] if isinstance(num, tuple) else (len(config.expert_layers), num)
-    if isinstance(shapes, list):
-        return {
-            "bias": [torch.zeros(s) for s in shapes],
-            "counts": [torch.zeros(s, dtype=torch.int64) for s in shapes],
-        }
-    return {"bias": torch.zeros(shapes), "counts": torch.zeros(shapes, dtype=torch.int64)}
+    _get_experts(config)
+    return make_biases(config)
 
 
 def stages(

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from shardfn import nn
 from shardfn.collectives import all_gather_invariant, take_own_block
 from shardfn.core import Axes, op_by_op
-from shardfn.kernels import gated_silu, gelu, grouped_product, row_linear, row_linears, row_norm
+from shardfn.kernels import Activations, gated_silu, gelu, grouped_product, linears, row_norm
 from shardfn.nn import batch_invariant_softmax, own_range
 
 from ._buffers import tensors_of
@@ -54,6 +54,7 @@ class PackedWeight(NamedTuple):
         edge: the values on both sides.
         inputs: number of inputs of the layer. None is the number of rows in panels of floats. Panels of codes need the
             number.
+        activations: "int8" rounds inputs of panels of codes.
 
     Example:
         >>> import torch
@@ -67,13 +68,15 @@ class PackedWeight(NamedTuple):
     axis: Axes = None
     edge: RowEdge = RowEdge.WHOLE
     inputs: int | None = None
+    activations: Activations | None = None
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Returns the affine map, computed in float32. `bias` has all outputs."""
         if self.edge is RowEdge.LEAVE:
             size = self.panels.shape[1] if self.inputs is None else self.inputs
             x = all_gather_invariant(x, self.axis, dim=-1, size=size)
-        y = row_linear(x.float(), self.panels, self.own_num, bias=self.own_bias(bias))
+        how: Any = {"biases": [self.own_bias(bias)], "activations": self.activations}
+        [y] = linears(x.float(), [self.panels], [self.own_num], **how)
         return self.joined(y.to(x.dtype))
 
     @property
@@ -384,7 +387,8 @@ class SameInput:
         if x is not self._input or name not in self._results:
             layers = list(self._layers.values())
             assert all(layer.edge is not RowEdge.LEAVE for layer in layers)
-            ys = row_linears(x.float(), [layer.panels for layer in layers], [layer.own_num for layer in layers])
+            nums, activations = [layer.own_num for layer in layers], layers[0].activations
+            ys = linears(x.float(), [layer.panels for layer in layers], nums, activations=activations)
             self._input, self._results = x, dict(zip(self._layers, ys, strict=True))
         y = self._results.pop(name)
         if not self._results:

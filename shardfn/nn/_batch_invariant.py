@@ -40,10 +40,12 @@ class BatchInvariantWeight(Weight):
         chunks: number of chunks of K, with sums added by a tree. The number is a part of the result, like a dtype.
         then: function from the layer's input and its result, with the bias, to the result in its place. On several
             ranks the input and the result are the rank's features where the layer cuts features.
+        activations: "int8" rounds the layer's inputs if the panels are codes, see `kernels.integer_linears`.
 
     Attributes:
         shape: shape of the weight.
         chunks: number of chunks of K.
+        activations: rounding of inputs, from above.
         then: function `then` from above.
 
     Raises:
@@ -60,9 +62,15 @@ class BatchInvariantWeight(Weight):
     """
 
     def __init__(
-        self, panels: Shaped[Tensor, "p k c"], shape: Sequence[int], chunks: int = 8, *, then: Then | None = None
+        self,
+        panels: Shaped[Tensor, "p k c"],
+        shape: Sequence[int],
+        chunks: int = 8,
+        *,
+        then: Then | None = None,
+        activations: kernels.Activations | None = None,
     ) -> None:
-        self._set_fields(torch.Size(shape), chunks, None, panels, then)
+        self._set_fields(torch.Size(shape), chunks, None, panels, then, activations)
         splits = [math.prod(self.shape[:i]) for i in range(1, len(self.shape))]
         if tuple(panels.shape) not in [
             kernels.packed_shape(panels, n, self.shape.numel() // max(n, 1)) for n in splits
@@ -89,9 +97,16 @@ class BatchInvariantWeight(Weight):
         return made
 
     def _set_fields(
-        self, shape: torch.Size, chunks: int, source: Tensor | None, panels: Tensor | None, then: Then | None = None
+        self,
+        shape: torch.Size,
+        chunks: int,
+        source: Tensor | None,
+        panels: Tensor | None,
+        then: Then | None = None,
+        activations: kernels.Activations | None = None,
     ) -> None:
         self.shape, self.chunks, self._source, self._panels, self.then = shape, chunks, source, panels, then
+        self.activations: kernels.Activations | None = activations
 
     @property
     def source(self) -> Tensor | None:
@@ -150,7 +165,8 @@ class BatchInvariantWeight(Weight):
         if x.dtype not in kernels.EXACT or (torch.float64 in (x.dtype, self.dtype) and x.dtype != self.dtype):
             raise wrong_dtype_error(f"linear: x is {x.dtype}, the weight is {self.dtype}, and")
         if self.source is None:
-            y = kernels.row_linear(x, self.panels, self.shape[0], chunks=self.chunks, bias=bias)
+            how: Any = {"chunks": self.chunks, "biases": [bias], "activations": self.activations}
+            [y] = kernels.linears(x, [self.panels], [self.shape[0]], **how)
             return y if self.then is None else self.then(x, y)
         y = self.product(x, self.source)
         return y if bias is None else y + bias
@@ -190,7 +206,7 @@ class BatchInvariantWeight(Weight):
 
     def _copy_with(self, shape: torch.Size, source: Tensor | None, chunks: int) -> "BatchInvariantWeight":
         made = type(self).__new__(type(self))
-        made._set_fields(shape, chunks, source, self._panels, self.then)
+        made._set_fields(shape, chunks, source, self._panels, self.then, self.activations)
         return made
 
 
@@ -209,11 +225,12 @@ def linears_of(x: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor 
     In a single call if all are packed, with equal bits.
     """
     packed = [w for w in weights if isinstance(w, BatchInvariantWeight) and w.source is None and w.ndim == 2]
-    chunks = {w.chunks for w in packed}
-    if len(packed) < len(weights) or len(chunks) > 1 or x.dtype not in kernels.EXACT:
+    alike = {(w.chunks, w.activations) for w in packed}
+    if len(packed) < len(weights) or len(alike) > 1 or x.dtype not in kernels.EXACT:
         return [linear_of(x, w, b) for w, b in zip(weights, biases, strict=True)]
-    nums = [w.shape[0] for w in packed]
-    ys = kernels.row_linears(x, [w.panels for w in packed], nums, chunks=chunks.pop(), biases=biases)
+    nums, [(chunks, activations)] = [w.shape[0] for w in packed], alike
+    how: Any = {"chunks": chunks, "biases": biases, "activations": activations}
+    ys = kernels.linears(x, [w.panels for w in packed], nums, **how)
     return [y if w.then is None else w.then(x, y) for w, y in zip(packed, ys, strict=True)]
 
 

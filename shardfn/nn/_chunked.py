@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import all_to_all, axis_index, axis_size, mesh_as_now
-from shardfn.core import Axes, Pending, is_disk, is_host
+from shardfn.core import Axes, Pending
 from shardfn.memory import AnyPool, Fetch, capturing, stored_of, to_host, token_of
 
 from ._masks import Span
@@ -210,7 +210,7 @@ class Chunked:
     pool: AnyPool | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.chunk < 1 or not (is_host(self.to) or is_disk(self.to)) or (self.pool is None) != is_host(self.to):
+        if self.chunk < 1 or self.to != ("host" if self.pool is None else "disk"):
             raise ValueError(
                 f"{self}: a chunk has 1 or more tokens, and waits on 'host', or on 'disk' with pool=memory.Pool(path)."
             )
@@ -249,7 +249,7 @@ class Chunked:
             )
         if how.sinks_H is not None:
             raise ValueError("Chunked attention has no sinks. Take Ulysses(), Ring() or Blockwise().")
-        if is_disk(self.to) and capturing():
+        if self.pool is not None and capturing():
             raise ValueError(
                 "Chunked(to='disk') is not captured. Run the step without jit, or let chunks wait on 'host'."
             )

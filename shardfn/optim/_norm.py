@@ -48,15 +48,25 @@ def sum_squares(tree: PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves
 
 
 def leaf_squares(
-    leaves: list[Tensor], specs: list[P] | None, dtype: torch.dtype | None = None
+    leaves: list[Tensor],
+    specs: list[P] | None,
+    dtype: torch.dtype | None = None,
+    large: Callable[[Tensor], Tensor] | None = None,
 ) -> Float[Tensor, " num_leaves"]:
-    """Returns `sum_squares` of a flattened tree, in a dtype. None: the dtype of `sum_squares`."""
+    """Returns `sum_squares` of a flattened tree, in a dtype.
+
+    Args:
+        leaves: leaves of the tree.
+        specs: specs of the leaves.
+        dtype: dtype of the result. None: the dtype of `sum_squares`.
+        large: sum of squares of one large tensor. None: `large_square`.
+    """
     dtype = dtype or dtype_of_squares(leaves)
     if not leaves:
         return torch.zeros(0, dtype=dtype)
     if is_exact():
         return _exact_squares(leaves, specs).to(dtype)
-    local = _local_norm(leaves, dtype)
+    local = _local_norm(leaves, dtype, large)
     return local if specs is None else over_blocks(local, specs)
 
 
@@ -178,14 +188,17 @@ def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = 
     return (top if cuts is None else over_blocks(top, cuts, pmax)).max().to(dtype)
 
 
-def _local_norm(leaves: list[Tensor], dtype: torch.dtype) -> Float[Tensor, " num_leaves"]:
+def _local_norm(
+    leaves: list[Tensor], dtype: torch.dtype, large: Callable[[Tensor], Tensor] | None = None
+) -> Float[Tensor, " num_leaves"]:
     device = leaves[0].device
     if transforming():  # no rule for the kernel below, and no derivative of a norm at 0
         # By functions that torch can differentiate and map over.
         return torch.stack([wide(x).double().square().sum().to(device=device, dtype=dtype) for x in leaves])
     small = [x if is_small(x) else None for x in leaves]
     norms = iter(_leaf_norms([wide(x) for x in small if x is not None]))
-    squares = [large_square(x) if s is None else next(norms).square() for x, s in zip(leaves, small, strict=True)]
+    square = large or large_square
+    squares = [square(x) if s is None else next(norms).square() for x, s in zip(leaves, small, strict=True)]
     return torch.stack([s.to(device=device, dtype=dtype) for s in squares])
 
 

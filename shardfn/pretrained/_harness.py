@@ -50,7 +50,11 @@ def evaluate_tasks(
     if importlib.util.find_spec("lm_eval") is None:
         raise ImportError("lm-eval is missing: pip install 'shardfn[eval]'")
     evaluator: Any = importlib.import_module("lm_eval.evaluator")
-    manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=include_path)
+    make_manager: Any = importlib.import_module("lm_eval.tasks").TaskManager
+    # The harness reads thousands of files to list its own tasks.
+    manager = make_manager(include_path=include_path, include_defaults=include_path is None)
+    if not set(tasks) <= set(manager.all_tasks):
+        manager = make_manager(include_path=include_path)
     known = list(manager.all_tasks)
     if unknown := [name for name in tasks if name not in known]:
         listed = "; ".join(f"{name!r} is not known.{did_you_mean(name, known)}" for name in unknown)

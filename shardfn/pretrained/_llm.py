@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardfn.core import Mesh, explains_keywords, make_mesh
 from shardfn.inference import Sampling, limits_of
-from shardfn.kernels import Quantization
+from shardfn.kernels import Activations, Quantization
 
 from ._generation_config import read_sampling
 from ._load import AXIS, load_model, make_engine
@@ -40,9 +40,11 @@ class LLM:
         mesh: mesh with the axis "tp". None is a single device.
         dtype: "float32", which is batch-invariant, or "bfloat16".
         quantization: "int8" or "int4" for the weights of linear layers.
+        activations: "int8" rounds the inputs of layers in codes, see `inference.decoder`.
         context: most tokens of a sequence. Default: the model's.
         cache_gib: most GiB of the KV cache, on all ranks together.
         drafter: "none", "ngram" or "suffix", for speculative decoding.
+        speculator: directory of a speculator of the model, in place of a drafter.
         adapters: directories of peft, by the names that calls give.
         **sizes: other fields of `inference.Limits`.
 
@@ -70,9 +72,11 @@ class LLM:
         mesh: Mesh | None = None,
         dtype: str = "float32",
         quantization: Quantization | None = None,
+        activations: Activations | None = None,
         context: int | None = None,
         cache_gib: float = 1.0,
         drafter: str = "none",
+        speculator: str | None = None,
         adapters: Mapping[str, str] | None = None,
         **sizes: Any,
     ) -> None:
@@ -83,7 +87,14 @@ class LLM:
         recommended = read_sampling(path) if kind == "files" else {}
         job = ModelSettings(
             **{"model": str(model), "kind": kind, "ranks": 1 if mesh is None else mesh.axis_size(AXIS), "dtype": dtype},
-            **{"weights": quantization, "cache_gib": cache_gib, "drafter": drafter, "recommended": recommended},
+            **{
+                "weights": quantization,
+                "activations": activations,
+                "cache_gib": cache_gib,
+                "drafter": drafter,
+                "speculator": speculator,
+                "recommended": recommended,
+            },
         )
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
         served = load_model(job, mesh)

@@ -43,11 +43,14 @@ from shardfn.interop.quantized import can_decode, read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import load_peft
 from shardfn.models import gpt
+from shardfn.speculators import Speculator
+from shardfn.speculators import load as load_speculator
 from shardfn.transforms import eval_shape, sharded
 
 from ._files import name_file_in_errors, read_json_object
 from ._fit import fit_codes
 from ._generation_config import GENERATION_CONFIG, describe_sampling
+from ._gguf_text import load_byte_level
 from ._settings import DRAFTERS, DTYPES, ModelSettings, detect_kind, find_run
 from ._text import Text, wrap_data_tokenizer, wrap_transformers_tokenizer
 
@@ -55,6 +58,7 @@ AXIS = "tp"
 # A model of transformers, and weights for a model without weights.
 _Module = tuple[Any, Mapping[str, Any] | None]
 _FILES_ALONE = {"trust_remote_code": False}  # without it transformers asks the user, and waits
+_TOKENIZER_KEYS = "model_type", "tokenizer_class"  # of config.json and of tokenizer_config.json
 _WIDE = "_keep_in_fp32_modules_strict"  # names layers that from_pretrained leaves in float32
 
 
@@ -140,6 +144,7 @@ def make_engine(
     limits: Limits,
     mesh: Mesh,
     adapters: Mapping[str, str],
+    eager_steps: int = 0,
 ) -> tuple[Engine, Drafter | None]:
     """Returns the engine of a loaded model, and the drafter. Collective.
 
@@ -149,44 +154,59 @@ def make_engine(
         limits: limits of the engine.
         mesh: mesh of the ranks.
         adapters: directories of peft, by name.
+        eager_steps: see `Engine`.
 
     Raises:
         ValueError: see `load_model`.
         OSError: see `load_model`.
         ImportError: see `load_model`.
     """
-    drafter = _load_drafter(job, limits)
-    more = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _make_disk(job)}
-    engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, cache=job.cache_memory, **more)
+    drafter = _load_drafter(job, limits, served.decoder)
+    more: Any = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _make_disk(job)}
+    more |= {"cache": job.cache_memory, "eager_steps": eager_steps}
+    engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, **more)
     for name, place in adapters.items():
         engine.adapters.add(name, load_peft(place, served.params))
     return engine, drafter
 
 
-def describe_engine(job: ModelSettings, served: LoadedModel, engine: Engine, drafter: Drafter | None) -> str:
-    """Returns the lines about a ready model: size, codes and place of weights, exactness and memory."""
-    place = "" if is_device(job.memory) else f"on {job.memory}"
-    cache = "" if is_device(job.cache_memory) else f"cache on {job.cache_memory}"
-    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, place, cache)))
+def describe_engine(
+    job: ModelSettings, served: LoadedModel, engine: Engine, drafter: Drafter | None, *, captured: bool = True
+) -> str:
+    """Returns the lines about a ready model: size, codes and place of weights, exactness and memory.
+
+    Without captured graphs the memory is that of the weights and the cache.
+    """
+    pairs = ("on", job.memory), ("cache on", job.cache_memory)
+    places = [f"{on} {kind}" for on, kind in pairs if not is_device(kind)]
+    rounded = job.activations and f"activations in {job.activations}"
+    kinds = ", ".join(filter(None, (job.weights, served.coded, job.dtype, rounded, *places)))
     how = f"not batch-invariant: {served.inexact}" if served.inexact else "batch-invariant"
-    lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", str(engine.memory())]
+    memory = (
+        str(engine.memory()) if captured else str(engine.runner.held_memory(engine.core.weights, engine.core.cache))
+    )
+    lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", memory]
     lines += [describe_sampling(job.recommended)] if job.recommended else []
     lines += [f"{job.draft_model}, which guesses: {drafter.memory()}"] if isinstance(drafter, DraftModel) else []
+    lines += [f"{job.speculator} guesses: {drafter.describe()}"] if isinstance(drafter, Speculator) else []
     return "\n".join(lines)
 
 
-def _load_drafter(job: ModelSettings, limits: Limits) -> Drafter | None:
+def _load_drafter(job: ModelSettings, limits: Limits, made: Decoder) -> Drafter | None:
     """Returns the drafter of a job. Each rank has a whole draft model.
 
     Args:
         job: job with the model's name.
         limits: limits of the engine.
+        made: decoder of the engine.
 
     Raises:
         ValueError: see `load_model`.
         OSError: see `load_model`.
         ImportError: see `load_model`.
     """
+    if job.speculator is not None:
+        return load_speculator(job.speculator, made)
     if job.draft_model is None:
         return DRAFTERS[job.drafter]
     kind = detect_kind(pathlib.Path(job.draft_model))
@@ -215,7 +235,7 @@ def load_text(job: ModelSettings) -> Text:
         run = find_run(path)
         assert run is not None
         return wrap_data_tokenizer(_load_run_tokenizer(run, read_json_object(run / "model.json")))
-    return wrap_transformers_tokenizer(_load_gguf_tokenizer(path) if job.kind == "gguf" else _load_tokenizer(path))
+    return _load_gguf_text(GGUFFile(path)) if job.kind == "gguf" else wrap_transformers_tokenizer(_load_tokenizer(path))
 
 
 def _load_run_tokenizer(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
@@ -252,9 +272,7 @@ def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: Text) 
 
 def _load_gguf(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedModel:
     file = GGUFFile(path)
-    tokenizer = _load_gguf_tokenizer(path)
-    ends = (file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    text = wrap_transformers_tokenizer(tokenizer, frozenset(x for x in ends if type(x) is int))
+    text = _load_gguf_text(file)
     changes, inexact = _choose_batch_invariant(job)
     # Layers that are batch-invariant read blocks as they are. Ranks cut blocks only where codes are asked for.
     blocks = bool(changes) and (job.weights is not None or (mesh.size == 1 and job.fit is None))
@@ -267,7 +285,7 @@ def _load_gguf(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedMode
         config, params = gpt_from_gguf(file, dtype=DTYPES[job.dtype], blocks=blocks, **changes)
     num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
     coded = f"{num} weights in the file's own codes" if num else ""
-    size = _param_bytes(eval_shape(functools.partial(gpt.init, config), key(0)))
+    size = gpt.num_params(config)
     return LoadedModel(_make_decoder(config, mesh, job), params, text, inexact, size, coded, _fit_decoder(config, job))
 
 
@@ -284,7 +302,9 @@ def _load_unmodified(
     try:
         model, values = module(axis)
         of_model = functools.partial(hf_decoder, model, params=values)
-        made, params = of_model(batch_invariant=batch_invariant, tp=axis, quantization=job.weights)
+        made, params = of_model(
+            batch_invariant=batch_invariant, tp=axis, quantization=job.weights, activations=job.activations
+        )
     except ValueError as error:
         raise error from problem
     if made.cache.heads % mesh.size:
@@ -344,7 +364,7 @@ def _make_decoder(config: gpt.Config, mesh: Mesh, job: ModelSettings) -> Decoder
         raise ValueError(
             f"--weights {job.weights}: {_choose_batch_invariant(job)[1]}. Take other ranks, or leave out --weights"
         )
-    return decoder(config, tp=_mesh_axis(mesh), quantization=job.weights)
+    return decoder(config, tp=_mesh_axis(mesh), quantization=job.weights, activations=job.activations)
 
 
 def _fit_decoder(config: gpt.Config, job: ModelSettings) -> Callable[[], Decoder] | None:
@@ -364,7 +384,29 @@ def _import_transformers(path: pathlib.Path) -> Any:
 def _load_tokenizer(path: pathlib.Path) -> Any:
     transformers = _import_transformers(path)
     with name_file_in_errors(path, "its tokenizer"):
-        return transformers.AutoTokenizer.from_pretrained(path, **_FILES_ALONE)
+        return transformers.AutoTokenizer.from_pretrained(path, config=_tokenizer_config(path), **_FILES_ALONE)
+
+
+def _tokenizer_config(path: pathlib.Path) -> Any:
+    """Returns a config with all that the choice of the tokenizer's class needs, or None if the choice needs more.
+
+    transformers would take the model's config, whose import takes longer than the rest of the tokenizer.
+    """
+    files = [path / name for name in ("config.json", "tokenizer_config.json")]
+    if not all(file.is_file() for file in files):
+        return None
+    kind, name = (read_json_object(file).get(key) for file, key in zip(files, _TOKENIZER_KEYS, strict=True))
+    if not isinstance(kind, str) or not isinstance(name, str):
+        return None
+    config = _import_transformers(path).PreTrainedConfig(name_or_path=str(path))
+    config.model_type = kind
+    return config
+
+
+def _load_gguf_text(file: GGUFFile) -> Text:
+    ends = (file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    given = frozenset(x for x in ends if type(x) is int)
+    return load_byte_level(file, given) or wrap_transformers_tokenizer(_load_gguf_tokenizer(file.path), given)
 
 
 def _load_gguf_tokenizer(path: pathlib.Path) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from shardfn.core import MemoryKind
 from shardfn.inference import Drafter, Ngram, Suffix
-from shardfn.kernels import Quantization
+from shardfn.kernels import Activations, Quantization
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8", "fp8")
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -30,6 +30,7 @@ class ModelSettings:
         ranks: number of ranks of tensor parallelism.
         dtype: key of `DTYPES`.
         weights: codes of weights of linear layers, "int8" or "int4". None is `dtype`.
+        activations: rounding of the inputs of layers in codes, "int8". None rounds nothing.
         memory: memory of weights between uses.
         fit: text to which codes are fitted, or None.
         disk: directory for "disk". None is a temporary directory.
@@ -37,6 +38,7 @@ class ModelSettings:
         cache_memory: memory of keys and values between uses.
         drafter: key of `DRAFTERS`, for speculative decoding.
         draft_model: path of a smaller model that guesses, or None.
+        speculator: directory of a speculator that guesses, or None.
         adapter: directory of `peft`, or None.
         generation_config: source of defaults: "auto" takes values from the model's `generation_config.json`, and "none"
             ignores the file.
@@ -50,6 +52,7 @@ class ModelSettings:
     ranks: int = 1
     dtype: str = "float32"
     weights: Quantization | None = None
+    activations: Activations | None = None
     fit: str | None = None
     memory: MemoryKind = "device"
     disk: str | None = None
@@ -58,13 +61,15 @@ class ModelSettings:
     drafter: str = "none"
     adapter: str | None = None
     draft_model: str | None = None
+    speculator: str | None = None
     generation_config: str = "auto"
     recommended: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def drafts(self) -> int:
         """Returns the number of guessed rows for each row."""
-        return 0 if self.drafter == "none" and self.draft_model is None else _DRAFTS
+        guesses = self.drafter != "none" or self.draft_model is not None or self.speculator is not None
+        return _DRAFTS if guesses else 0
 
 
 class Problem(str):

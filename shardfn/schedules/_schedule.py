@@ -172,6 +172,22 @@ class PipelineSchedule:
         if kind == "backward" and stage + 1 < self.num_stages:
             yield StageAction("backward", k, stage + 1)
 
+    def find_late(self, kind: Kind) -> tuple[int, Action] | None:
+        """Returns an action that runs after the action of a later microbatch, with the rank, or None.
+
+        Example:
+            >>> by_hand = PipelineSchedule("by hand", 2, ((0,),), (parse("F0 F1 B1 B0"),))
+            >>> print(by_hand.find_late("forward"), by_hand.find_late("backward"))
+            None (0, Action(kind='backward', microbatch=0, chunk=0))
+        """
+        for rank, actions in enumerate(self.ranks):
+            seen: dict[int, int] = {}
+            for action in (a for a in actions if a.kind == kind):
+                if action.microbatch < seen.get(action.chunk, 0):
+                    return rank, action
+                seen[action.chunk] = action.microbatch
+        return None
+
     def as_text(self) -> str:
         """Returns the schedule as text, a line a rank. Equal schedules have equal text."""
         rows = (f"rank {r}, stages {self.stages[r]}: {as_text(row)}" for r, row in enumerate(self.ranks))

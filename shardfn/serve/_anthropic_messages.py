@@ -23,7 +23,7 @@ from ._fields import (
     neutral_kind,
     read_fields,
 )
-from ._message_parser import Part, is_object
+from ._message_parser import MessagePart, is_object
 from ._model import Model
 from ._parse_request import ParsedRequest, parse_chat
 
@@ -201,7 +201,7 @@ def _read_tool(tool: Any, at: str) -> dict[str, Any]:
 
 
 class MessageWriter:
-    """Writer of a message.
+    """AnswerWriter of a message.
 
     Args:
         model: name of the model that the client has given.
@@ -228,7 +228,7 @@ class MessageWriter:
         message = {**self.answer, "usage": {"input_tokens": usage.prompt, "output_tokens": 0}}
         return [("message_start", {"type": "message_start", "message": message})]
 
-    def add(self, parts: Sequence[Part], ids: Mapping[int, str]) -> Events:
+    def add(self, parts: Sequence[MessagePart], ids: Mapping[int, str]) -> Events:
         """Returns the events of further parts."""
         made: Events = []
         for part in parts:
@@ -257,7 +257,7 @@ class MessageWriter:
     def _list(self, kind: str, **fields: Any) -> Events:
         return [(kind, {"type": kind, "index": len(self._blocks) - 1, **fields})]
 
-    def _begin_block(self, kind: str, part: Part, ids: Mapping[int, str]) -> Events:
+    def _begin_block(self, kind: str, part: MessagePart, ids: Mapping[int, str]) -> Events:
         self._open, self._arguments = kind, ""
         if kind == "call":
             name = ids[part.call].replace("call_", "toolu_")

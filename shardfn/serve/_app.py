@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._anthropic_messages import count_tokens, parse_messages
-from ._dialects import DialectAnswer, Writer
+from ._dialects import AnswerWriter, DialectAnswer
 from ._embeddings import make_embeddings_response, parse_embeddings
 from ._errors import ApiError, json_response
 from ._fields import read_json
@@ -191,7 +191,7 @@ class App:
         return answer_request
 
     def _make_dialect(
-        self, read: Callable[[Mapping[str, Any], Model], tuple[ParsedRequest, Writer]]
+        self, read: Callable[[Mapping[str, Any], Model], tuple[ParsedRequest, AnswerWriter]]
     ) -> Callable[..., Any]:
         async def answer_request(request: "Request") -> Any:
             model, (asked, writer) = await self._read_asked(request, read)

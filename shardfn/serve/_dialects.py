@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ._errors import ApiError
-from ._message_parser import Part
+from ._message_parser import MessagePart
 from ._model import Model
 from ._parse_request import ParsedRequest
 from ._request_tracker import ClientRequest
@@ -31,8 +31,8 @@ class Usage(NamedTuple):
     reasoning: int = 0
 
 
-class Writer(Protocol):
-    """Writer of one answer. The events of a stream have the whole answer in pieces."""
+class AnswerWriter(Protocol):
+    """AnswerWriter of one answer. The events of a stream have the whole answer in pieces."""
 
     answer: dict[str, Any]
 
@@ -40,7 +40,7 @@ class Writer(Protocol):
         """Returns the first events."""
         ...
 
-    def add(self, parts: Sequence[Part], ids: Mapping[int, str]) -> Events:
+    def add(self, parts: Sequence[MessagePart], ids: Mapping[int, str]) -> Events:
         """Returns the events of further parts. Calls have ids."""
         ...
 
@@ -63,7 +63,7 @@ class DialectAnswer:
         call: call with its tokens.
     """
 
-    def __init__(self, writer: Writer, model: Model, asked: ParsedRequest, call: ClientRequest) -> None:
+    def __init__(self, writer: AnswerWriter, model: Model, asked: ParsedRequest, call: ClientRequest) -> None:
         self._writer, self._asked, self._call = writer, asked, call
         how = asked.requests[0].sampling
         texts = model.texts if how.skip_special_tokens else model.spelling

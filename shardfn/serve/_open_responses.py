@@ -22,7 +22,7 @@ from ._fields import (
     neutral_kind,
     read_fields,
 )
-from ._message_parser import Part
+from ._message_parser import MessagePart
 from ._model import Model
 from ._parse_request import ParsedRequest, parse_chat
 
@@ -183,7 +183,7 @@ def _read_tool(tool: Any, at: str) -> Any:
 
 
 class ResponseWriter:
-    """Writer of a response.
+    """AnswerWriter of a response.
 
     Args:
         given: fields of the body.
@@ -225,7 +225,7 @@ class ResponseWriter:
             "response.in_progress", response=dict(self.answer)
         )
 
-    def add(self, parts: Sequence[Part], ids: Mapping[int, str]) -> Events:
+    def add(self, parts: Sequence[MessagePart], ids: Mapping[int, str]) -> Events:
         """Returns the events of further parts."""
         made: Events = []
         for part in parts:
@@ -272,7 +272,7 @@ class ResponseWriter:
         place = {"item_id": item["id"], "output_index": len(self._output) - 1}
         return place if self._open == "call" else place | {"content_index": 0}
 
-    def _begin_item(self, kind: str, part: Part, ids: Mapping[int, str]) -> Events:
+    def _begin_item(self, kind: str, part: MessagePart, ids: Mapping[int, str]) -> Events:
         self._open = kind
         name = secrets.token_hex(12)
         if kind == "call":

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ._errors import ApiError
 from ._logprobs import Shape, Spelled, Speller, chat_logprobs, completion_logprobs
-from ._message_parser import Part, join_parts
+from ._message_parser import MessagePart, join_parts
 from ._model import Model
 from ._parse_request import MessageRules, ParsedRequest
 from ._request_tracker import Chunk, ClientRequest
@@ -39,17 +39,17 @@ class ResponseFormat(NamedTuple):
     whole: str
     chunk: str
     opens: bool
-    text: Callable[[list[Part], CallIds], dict[str, Any]]
-    delta: Callable[[list[Part], CallIds], dict[str, Any]]
+    text: Callable[[list[MessagePart], CallIds], dict[str, Any]]
+    delta: Callable[[list[MessagePart], CallIds], dict[str, Any]]
     logprobs: Shape
 
 
-def _join_text(parts: list[Part], ids: CallIds) -> dict[str, Any]:
+def _join_text(parts: list[MessagePart], ids: CallIds) -> dict[str, Any]:
     del ids
     return {"text": "".join(part.text for part in parts)}
 
 
-def _make_message(parts: list[Part], ids: CallIds) -> dict[str, Any]:
+def _make_message(parts: list[MessagePart], ids: CallIds) -> dict[str, Any]:
     """Returns the field of a whole message."""
     joined = {kind: "".join(x.text for x in parts if x.kind == kind) for kind in ("content", "reasoning")}
     calls = list[dict[str, Any]]()
@@ -64,7 +64,7 @@ def _make_message(parts: list[Part], ids: CallIds) -> dict[str, Any]:
     return {"message": made | ({"tool_calls": calls} if calls else {})}
 
 
-def _make_delta(parts: list[Part], ids: CallIds) -> dict[str, Any]:
+def _make_delta(parts: list[MessagePart], ids: CallIds) -> dict[str, Any]:
     """Returns the field of a further piece of a message."""
     made = dict[str, Any]()
     for part in parts:
@@ -124,13 +124,13 @@ class ChoiceReader:
         self._parser = None if rules is None else rules.make_parser()
         self.ids = CallIds()
 
-    def take(self, piece: Chunk) -> tuple[list[Part], str | None]:
+    def take(self, piece: Chunk) -> tuple[list[MessagePart], str | None]:
         """Returns the parts that are certain with a piece, and the reason if the choice ends."""
         text, reason = piece.token.text, piece.token.finish_reason
         if self._stops:
             self._find_stop(piece)
         if self._parser is None:
-            return [Part("content", text)] if text else [], reason
+            return [MessagePart("content", text)] if text else [], reason
         parts = self._parser.add(text)
         self.reasoning += self._parser.is_reasoning
         if reason is not None:
@@ -233,13 +233,13 @@ class ResponseBuilder:
     def _get_prompt(self, choice: int) -> tuple[int, ...]:
         return self._asked.requests[self._call.request_of(choice)].prompt
 
-    def _spell_echo(self, choice: int) -> tuple[list[Part], list[Spelled]]:
+    def _spell_echo(self, choice: int) -> tuple[list[MessagePart], list[Spelled]]:
         """Returns the beginning of a choice: its prompt's text, and the first token, which has no log probability."""
         if not self._asked.echo:
             return [], []
         prompt = self._get_prompt(choice)
         found = [] if self._asked.logprobs is None else [self._get_speller(choice).spell(prompt[0], None)]
-        return [Part("content", self._model.texts.decode(prompt))], found
+        return [MessagePart("content", self._model.texts.decode(prompt))], found
 
     def _get_speller(self, choice: int) -> Speller:
         if choice not in self._spellers:

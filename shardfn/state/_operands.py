@@ -18,9 +18,9 @@ class UpdateOperand:
 
     Attributes:
         held: value before. A tensor is overwritten, a value on disk is not.
-        home: the memory in which that is.
+        home: memory of the value before.
         read: whether the update looks at the value before.
-        kept: whether a tensor is not overwritten either: its new rows are host memory of their own.
+        kept: whether a tensor is not overwritten either: the new rows are separate host memory.
     """
 
     held: StoredValue
@@ -60,7 +60,7 @@ class Update:
         grads: likewise, the summed gradient.
         state: for each leaf of the optimizer's state.
         state_treedef: structure.
-        owners: for each leaf of the optimizer's state, the leaf of params it belongs to, or None for counters.
+        owners: the owner in params of each leaf of the optimizer's state, or None for counters.
         scale: a factor by which gradients are multiplied first.
         device: where states of the device are stepped.
         pool: the disk.

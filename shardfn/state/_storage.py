@@ -12,7 +12,7 @@ the last four functions are the way in and out.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,17 @@ from torch import Tensor
 
 from shardfn.capture import fakes
 from shardfn.collectives import GlobalTensor
-from shardfn.core import MemoryKind, Pending, Placement, StoredValue, is_device, is_disk, is_host, load, read_rows
+from shardfn.core import (
+    MemoryKind,
+    Pending,
+    Placement,
+    StoredValue,
+    is_device,
+    is_disk,
+    kind_when_loaded,
+    load,
+    read_rows,
+)
 from shardfn.memory import (
     AnyPool,
     DiskTensor,
@@ -29,8 +39,8 @@ from shardfn.memory import (
     TracedStored,
     host_empty,
     on_host,
+    send,
     stored_of,
-    to_device,
     to_host,
     token_of,
 )
@@ -43,12 +53,10 @@ def store(x: Tensor, at: Placement, pool: AnyPool | None) -> StoredValue:
     value = encode(x, at)
     if isinstance(value, QuantizedBlocks):
         return with_codes(value, store(value.blocks, at.with_(quantization=None), pool), at.memory_kind)
-    if is_device(at.memory_kind):
-        return x
-    if is_host(at.memory_kind):
-        return to_host(x).result()
-    assert pool is not None
-    return pool.write(x if x.device.type == "cpu" else to_host(x).result()).result()
+    if is_disk(at.memory_kind):
+        assert pool is not None
+        return _write_value(x, pool)
+    return send(x, "device", at.memory_kind, x.device).result()
 
 
 def encode(x: Tensor, at: Placement) -> StoredValue:
@@ -97,23 +105,22 @@ def start_move(
     """
     if src == dst:
         return Pending.of(value)
-    if not isinstance(value, Tensor):
-        value = load(value)
-    elif is_device(src):
-        under_way = to_host(value)
-        if is_host(dst):
-            return under_way
-        # The disk is written from the host: the copy must be there first.
-        value = under_way.result()
-    if is_disk(dst):
-        assert pool is not None
-        return pool.write(value)
-    return to_device(value, device) if is_device(dst) else Pending.of(value)
+    x, src = load(value), kind_when_loaded(src)
+    if not is_disk(dst):
+        return send(x, src, dst, device)
+    assert pool is not None
+    # The disk is written from the host: the copy must be there first.
+    return pool.write(send(x, src, "host", device).result())
 
 
-def kind_when_loaded(kind: MemoryKind) -> MemoryKind:
-    """Returns the memory in which an update finds the elements of a value: of a value on disk, the host."""
-    return "device" if is_device(kind) else "host"
+def lies_on_disk(x: Any) -> bool:
+    """Returns whether a leaf of a tree is a `GlobalTensor` that is kept on disk."""
+    return isinstance(x, GlobalTensor) and is_disk(x.memory_kind)
+
+
+def common_kind(kinds: Iterable[MemoryKind]) -> MemoryKind:
+    """Returns the memory where an update steps values of these memories: the device, if all are there, or the host."""
+    return "device" if all(map(is_device, kinds)) else "host"
 
 
 def load_at(value: StoredValue, kind: MemoryKind) -> Tensor:
@@ -140,11 +147,9 @@ def zero_block(
     shape: Sequence[int] | torch.Size, dtype: torch.dtype, kind: MemoryKind, device: torch.device, pool: AnyPool | None
 ) -> StoredValue:
     """Returns a block of zeros that is kept in a memory."""
-    if is_device(kind):
-        return torch.zeros(shape, dtype=dtype, device=device)
     block = empty_block(shape, dtype, kind, device)
-    block.view(torch.uint8).zero_()  # not all dtypes of codes can be filled
-    return start_move(block, "host", kind, device, pool).result()
+    block.view(-1).view(torch.uint8).zero_()  # not all dtypes of codes can be filled
+    return start_move(block, kind_when_loaded(kind), kind, device, pool).result()
 
 
 def prefetch(value: StoredValue, kind: MemoryKind, device: torch.device) -> Tensor | Fetch:
@@ -152,10 +157,15 @@ def prefetch(value: StoredValue, kind: MemoryKind, device: torch.device) -> Tens
 
     The codes of a value in codes are fetched, and not decoded.
     """
-    value = value.blocks if isinstance(value, QuantizedBlocks) else value
+    value = codes_of(value)
     if isinstance(value, Tensor):
         return value if is_device(kind) else Fetch(value, device)
     return Fetch(read_rows(value), device)
+
+
+def is_read(value: StoredValue) -> bool:
+    """Returns whether the first half of a fetch is a read, as from disk."""
+    return not isinstance(codes_of(value), Tensor)
 
 
 def fetch(value: StoredValue, kind: MemoryKind, device: torch.device) -> Tensor:
@@ -230,11 +240,11 @@ class Successor:
         None where they are the new value's.
         """
         if self._into is None:
-            return self._open_writer.write(lo, rows if is_host(place) else to_host(rows).result())
+            return self._open_writer.write(lo, send(rows, place, "host", rows.device).result())
         if self._kind == place:  # made where they are kept; see `rows`
             return None
         into = self._into if rows.shape == self._shape else self._into[lo : lo + len(rows)]
-        return to_device(rows, into.device, into) if is_host(place) else to_host(rows, into)
+        return send(rows, place, self._kind, into.device, into)
 
     def finish(self) -> StoredValue:
         """Returns the new value, when all rows are there."""
@@ -259,33 +269,21 @@ def bring_rows(
     """
     (lo, hi), (kind, place) = rows, ends
     if not isinstance(value, Tensor):
-        if kind == place:
-            return read_rows(value, lo, hi)
-        return read_rows(value, lo, hi, out) if is_host(place) else Fetch(read_rows(value, lo, hi), device)
-    x = value if hi is None else value[lo:hi]
-    if is_device(place):
-        return to_device(x, device)
-    return to_host(x, out) if is_device(kind) or out is None else out.copy_(x)
+        return Fetch(read_rows(value, lo, hi), device) if is_device(place) else read_rows(value, lo, hi, out)
+    return send(value if hi is None else value[lo:hi], kind, place, device, out)
 
 
 def replace(value: StoredValue, kind: MemoryKind, new: StoredValue) -> StoredValue:
     """Returns the value that takes the place of `value`: a tensor with the elements of `new`, or `new` itself."""
     if not isinstance(value, Tensor):
         return new
-    x = load(new)
-    if is_device(kind):
-        to_device(x, value.device, value).result()
-    else:
-        value.copy_(x)
-    return value
+    return send(load(new), "host", kind, value.device, value).result()
 
 
 def succeed(value: StoredValue, kind: MemoryKind, x: Tensor) -> StoredValue:
     """Returns a tensor of the device in the place of `value`: on the device itself, in host memory written over."""
-    if is_device(kind) or (isinstance(value, Tensor) and x.data_ptr() == value.data_ptr()):
-        return x
     if isinstance(value, Tensor):
-        return to_host(x, out=value).result()
+        return x if is_device(kind) or x.data_ptr() == value.data_ptr() else to_host(x, value).result()
     assert isinstance(value, DiskTensor)  # arguments of other kinds are refused
     return _write_value(x, value.pool)
 
@@ -310,16 +308,16 @@ def graph_inputs(leaves: Sequence[GlobalTensor], device: torch.device) -> list[T
     """Returns the inputs of a graph for these blocks, without data: a token for a block on disk."""
     out: list[Tensor] = []
     for x in leaves:
-        if is_disk(x.memory_kind):
+        if lies_on_disk(x):
             out.append(torch.empty(1, dtype=torch.int64))
         else:
-            out += fakes([as_graph_value(x.held)], "cpu" if is_host(x.memory_kind) else device)
+            out += fakes([as_graph_value(x.held)], device if is_device(x.memory_kind) else "cpu")
     return out
 
 
 def entered(x: Tensor, like: Likeness) -> StoredValue:
     """Returns an input of a graph that is being captured, as a block."""
-    return TracedStored(x, like.shape, like.at.dtype) if is_disk(like.at.memory_kind) else _encode_like(x, like)
+    return _as_block(x, like, lambda: TracedStored(x, like.shape, like.at.dtype))
 
 
 def as_graph_value(value: StoredValue) -> Tensor:
@@ -332,10 +330,12 @@ def as_graph_value(value: StoredValue) -> Tensor:
 
 def returned(x: Tensor, like: Likeness) -> StoredValue:
     """Returns a result of a graph as a block with the shape and placement of the one before."""
-    return stored_of(x) if is_disk(like.at.memory_kind) else _encode_like(x, like)
+    return _as_block(x, like, lambda: stored_of(x))
 
 
-def _encode_like(x: Tensor, like: Likeness) -> StoredValue:
-    """Returns the block of a tensor: itself, or the one whose codes it has."""
+def _as_block(x: Tensor, like: Likeness, named: Callable[[], StoredValue]) -> StoredValue:
+    """Returns the block of a tensor of a graph: itself, the block of these codes, or the block on disk."""
     quantization, kind = like.at.quantization, like.at.memory_kind
+    if is_disk(kind):
+        return named()
     return QuantizedBlocks(x, like.shape, like.at.dtype, quantization, kind) if isinstance(quantization, str) else x

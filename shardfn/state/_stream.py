@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from shardfn.capture import capturing
-from shardfn.core import MemoryKind, Pending, PyTree, StoredValue, is_device, is_host, load, tree_leaves, tree_unflatten
+from shardfn.core import MemoryKind, Pending, PyTree, StoredValue, load, tree_leaves, tree_unflatten
 from shardfn.memory import host_empty
 from shardfn.optim import in_pieces
 
 from ._operands import LeafRows, Update, UpdatedLeaves, UpdateOperand
-from ._storage import Successor, bring_rows, in_memory, replace
+from ._storage import Successor, bring_rows, common_kind, empty_block, in_memory, replace
 
 PAGE = 4096
 # How many parts of a chunk are read while one is stepped, and how many are written: three chunks together. If leaves
@@ -78,10 +78,12 @@ class _Stream:
                 self._owned.setdefault(owner, []).append(k)
         # New values under way, by the column's address: the update holds its columns as long as this lives.
         self._successors: dict[int, Successor] = {}
-        self._on_host: dict[int, bool] = {}
+        self._places: dict[int, MemoryKind] = {}
+        self._columns: dict[int, list[UpdateOperand]] = {}
         # Bytes of a part of a chunk.
         self._size = max(update.chunk // PARTS, 1)
-        self.spare = Spare()
+        # Memory of the device is not kept: its allocator keeps pages.
+        self.spares: dict[MemoryKind, Spare] = {"host": Spare()}
 
     def run(self, order: Sequence[LeafRows], measures: Sequence[Tensor] | None) -> Any:
         """Steps rows of leaves, given the measures of all; gives the optimizer's token of the step."""
@@ -155,7 +157,7 @@ class _Stream:
         group: list[LeafRows] = []
         size = 0
         for rows, nbytes in self._cut_rows(order):
-            apart = group and self.on_host(rows.leaf) != self.on_host(group[0].leaf)
+            apart = group and self.place(rows.leaf) != self.place(group[0].leaf)
             apart = apart or any(rows.leaf == other.leaf for other in group)  # a part has a leaf once
             if group and (apart or size + nbytes > self._size) and self._pieces.granularity != "tree":
                 yield group, size
@@ -193,23 +195,23 @@ class _Stream:
 
     def _must_move(self, leaf: int) -> bool:
         """Returns whether anything of a leaf must come to where it is stepped, or go from there."""
-        place = "host" if self.on_host(leaf) else "device"
+        place = self.place(leaf)
         return any(c.home != place for c in self.columns(leaf))
 
     def columns(self, leaf: int) -> list[UpdateOperand]:
         """Parameter, gradient and state of a leaf, in this order."""
-        param, grad = self._u.params[leaf], self._u.grads[leaf]
-        assert param is not None and grad is not None
-        return [param, grad, *(self._u.state[k] for k in self.owned(leaf))]
+        if leaf not in self._columns:
+            param, grad = self._u.params[leaf], self._u.grads[leaf]
+            assert param is not None and grad is not None
+            self._columns[leaf] = [param, grad, *(self._u.state[k] for k in self.owned(leaf))]
+        return self._columns[leaf]
 
-    def on_host(self, leaf: int) -> bool:
-        """Returns whether a leaf is stepped on the host: where its state is, if it is not on the device."""
-        if leaf not in self._on_host:
-            homes = [self._u.state[k].home for k in self.owned(leaf)]
-            param = self._u.params[leaf]
-            assert param is not None
-            self._on_host[leaf] = not all(map(is_device, homes or [param.home]))
-        return self._on_host[leaf]
+    def place(self, leaf: int) -> MemoryKind:
+        """Returns the memory in which a leaf is stepped: the host, if its state is not on the device."""
+        if leaf not in self._places:
+            param, _, *state = self.columns(leaf)
+            self._places[leaf] = common_kind([c.home for c in state or [param]])
+        return self._places[leaf]
 
     def apply(self, token: Any, chunk: "list[tuple[LeafRows, list[Tensor]]]") -> None:
         """Steps a chunk in place."""
@@ -255,8 +257,8 @@ class _Chunk:
     def __init__(self, stream: _Stream, device: torch.device, rows: list[LeafRows], nbytes: int) -> None:
         self.nbytes = nbytes
         self._stream, self._device, self._rows = stream, device, rows
-        self._host = stream.on_host(rows[0].leaf)
-        self._place: MemoryKind = "host" if self._host else "device"
+        self._place: MemoryKind = stream.place(rows[0].leaf)
+        self._spare = stream.spares.get(self._place)
         # Rows are in one of three: on their way here, here, on their way home. `_buffers` are the spare's until they
         # have left.
         self._buffers: list[Tensor] = []
@@ -264,11 +266,11 @@ class _Chunk:
         self._here: list[list[Tensor]] = []
         self._going: list[Pending[Any]] = []
 
-    def _take_buffer(self, rows: LeafRows, held: StoredValue) -> Tensor | None:
+    def _take_buffer(self, rows: LeafRows, column: UpdateOperand) -> Tensor | None:
         """Memory of the host for rows that come from elsewhere. It goes back to the stream when they have left."""
-        if capturing():
+        if self._spare is None or column.home == self._place or capturing():
             return None
-        x = self._stream.spare.take(rows.shape(held.shape), held.dtype)
+        x = self._spare.take(rows.shape(column.held.shape), column.held.dtype)
         self._buffers.append(x)
         return x
 
@@ -279,14 +281,12 @@ class _Chunk:
         into = self._stream.successor(column).rows(rows.lo, rows.hi, self._place)
         if into is not None and not (column.kept and column.read):
             return into
-        if into is None and self._host and not is_host(column.home):
-            into = self._take_buffer(rows, held)
+        into = self._take_buffer(rows, column) if into is None else into
         if column.read:
             return bring_rows(held, (rows.lo, rows.hi), (column.home, self._place), self._device, into)
-        shape = rows.shape(held.shape)
-        if self._host:
-            return host_empty(shape, held.dtype) if into is None else into
-        return torch.empty(shape, dtype=held.dtype, device=self._device)
+        if into is not None:
+            return into
+        return empty_block(rows.shape(held.shape), held.dtype, self._place, self._device)
 
     def step(self, token: Any) -> None:
         """Waits for the rows, and steps them."""
@@ -313,7 +313,8 @@ class _Chunk:
             going.wait()
         self._going = []
         # Only now: transfers wrote into these buffers, or read them, until here.
-        self._stream.spare.give(self._buffers)
+        if self._spare is not None:
+            self._spare.give(self._buffers)
         self._buffers = []
 
 

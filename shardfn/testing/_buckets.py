@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import PyTree, is_device, named_leaves, tree_map
+from shardfn.core import PyTree, named_leaves, tree_map
+from shardfn.state import copy_value
 from shardfn.transforms import Bucketed
 
 
@@ -88,7 +89,7 @@ _ROWS: dict[str, Callable[..., Tensor]] = {
 
 
 def _copy_fresh(x: Any) -> Any:
-    return x.with_block(x.local.clone()) if isinstance(x, GlobalTensor) and is_device(x.memory_kind) else x
+    return x.with_block(copy_value(x.held, x.memory_kind)) if isinstance(x, GlobalTensor) else x
 
 
 def _assert_close(x: Any, y: Any, why: str, *, rtol: float | None, atol: float | None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor, local
-from shardfn.core import PyTree, is_disk, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.engine import COMMS, Loss, NoGradientError, WeightedMean, evaluate, fold, losing_no_peer_purely
 
 
@@ -124,9 +124,7 @@ def _is_float(x: Any) -> bool:
 
 def _gradient_of(leaf: Any, x: Tensor) -> Any:
     """Returns the gradient of a leaf. The gradient of a leaf on disk is on the host."""
-    if isinstance(leaf, GlobalTensor) and is_disk(leaf.memory_kind):
-        return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, "host")
-    return _restore_leaf(x, leaf)
+    return leaf.replace_block(x) if isinstance(leaf, GlobalTensor) else x
 
 
 def _restore_leaf(x: Tensor, leaf: Any) -> Any:

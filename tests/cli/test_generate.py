@@ -369,7 +369,7 @@ def test_texts_of_a_schema_and_of_an_expression(
         ("one --draft-model nowhere", "--draft-model nowhere does not exist"),
         (
             "one --draft-model nowhere --drafter suffix",
-            "--draft-model and --drafter suffix are two drafters; leave one",
+            "--draft-model and --drafter suffix are 2 drafters; leave all but one",
         ),
         ("one --json-schema nowhere", "--json-schema nowhere: .*No such file"),
         ("one --cache-gib 1e-6", "cache_bytes=1073 holds 0 tokens"),

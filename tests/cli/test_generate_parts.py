@@ -96,3 +96,39 @@ def test_a_file_of_other_shapes_is_named(tmp_path: pathlib.Path) -> None:
     words = rf"(?s)the files of {tmp_path} do not fit the GPTNeoXForCausalLM:.*dense_h_to_4h.weight is \(256, 64\)"
     with pytest.raises(ValueError, match=words):
         _load._make_module(tmp_path, job, "tp")
+
+
+@pytest.mark.day(2)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama", "PreTrainedTokenizerFast"),
+        ("gpt2", "GPT2Tokenizer"),
+        ("qwen2", "Qwen2TokenizerFast"),
+        ("qwen2", "LlamaTokenizer"),
+        ("llama", "LlamaTokenizerFast"),
+        ("mistral", "LlamaTokenizer"),
+        ("gpt_neox", "GPTNeoXTokenizerFast"),
+        ("of_nobody", "TokenizersBackend"),
+        ("llama", None),
+    ],
+)
+def test_a_tokenizer_is_that_of_its_models_whole_config(tmp_path: pathlib.Path, kind: str, name: str | None) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = {x: i for i, x in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner: Any = Tokenizer(models.BPE(letters | {"he": 256}, [("h", "e")]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    made.chat_template = "{{ messages[0].content }}"
+    made.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": name}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert (_load._tokenizer_config(tmp_path) is None) == (name is None)
+    want = transformers.AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
+    got = _load._load_tokenizer(tmp_path)
+    assert type(got) is type(want) and got.get_vocab() == want.get_vocab()
+    assert got.special_tokens_map == want.special_tokens_map and got.chat_template == want.chat_template
+    assert got.encode(text := "hello, été\n <end>12") == want.encode(text)

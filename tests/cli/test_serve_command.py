@@ -66,7 +66,9 @@ class Program:
         self.lines, self.url = list[str](), ""
         found = threading.Event()
         threading.Thread(target=self._read, args=(found,), daemon=True).start()
-        assert found.wait(LIMIT) and self.url, self.lines
+        if not found.wait(LIMIT) or not self.url:
+            self.process.kill()
+            raise AssertionError(f"it is not ready: {self.lines}")
 
     def _read(self, found: threading.Event) -> None:
         assert self.process.stderr is not None
@@ -146,8 +148,12 @@ def job_of(*args: object) -> ServeJob:
     return parse_serve(parser.parse_args([*map(str, args)]))
 
 
-@pytest.mark.parametrize("more", [["--drafter", "suffix"], ["--draft-model", "{model}"]])
+@pytest.mark.parametrize(
+    "more", [["--drafter", "suffix"], ["--draft-model", "{model}"], ["--speculator", "{model}/made"]]
+)
 def test_ranks_have_the_drafter_of_the_command(model: pathlib.Path, more: list[str]) -> None:
+    (model / "made").mkdir(exist_ok=True)
+    (model / "made/config.json").touch()
     job = job_of(model, *SMALL, *(one.format(model=model) for one in more))
     command = command_of(job, 5, "python")
     assert job_of(*command[4:], "--port", 0).model == job.model and job.model.drafts == 15

@@ -188,7 +188,7 @@ def test_a_nan_on_one_rank_is_in_the_norm(world: int) -> None:
     for bad in range(world):
         x = torch.full((3,), torch.nan if dist.get_rank() == bad else 1.0)
         with bind_mesh(mesh):
-            assert sum_all_squares([x], ("dp",)).isnan()
+            assert sum_all_squares({("dp",): [x]}).isnan()
 
 
 def test_unsupported_combinations_are_named() -> None:
@@ -216,35 +216,14 @@ def test_sums_by_axis_are_refused_before_a_step_is_made() -> None:
         sf.Zero(3, axis=("node", "dp"), travel=sf.Travel(secondary_axis="dp"), reduction="canonical")
 
 
-def _staged() -> Any:
-    def first(p: Any, batch: Any) -> Any:
-        return batch["x"] @ p["a"]
-
-    def last(p: Any, x: Tensor, batch: Any) -> Tensor:
-        return (x - batch["y"]).square().mean()
-
-    return sf.pipeline(first, lambda p, x: torch.tanh(x @ p["w"]), last, num_microbatches=4)
-
-
-@pytest.mark.parametrize(
-    "loss, rule, says",
-    [
-        (_staged(), optim.sgd(0.1), "a pipeline: its microbatches are added up in another order"),
-        pytest.param(
-            _loss,
-            optim.onebit_adam(0.1, freeze_step=2),
-            "an optimizer that averages gradients itself",
-            marks=pytest.mark.nightly,
-        ),
-    ],
-)
-def test_a_sum_in_an_order_of_its_own_is_refused_at_the_first_step(loss: Any, rule: Any, says: str) -> None:
+def test_a_sum_in_an_order_of_its_own_is_refused_at_the_first_step() -> None:
     mesh, zero = sf.make_mesh(alone=True), sf.Zero(reduction="canonical")
-    step = sf.sharded_step(loss, rule, mesh=mesh, zero=zero, batch=sf.P("dp"))
-    params = _params() | {"a": torch.zeros(7, 5), "blocks": {"w": torch.ones(2, 5, 5)}}
+    step = sf.sharded_step(_loss, optim.onebit_adam(0.1, freeze_step=2), mesh=mesh, zero=zero, batch=sf.P("dp"))
     batch = {k: x for k, x in _batch(0).items() if k != "m"}
-    with pytest.raises(ValueError, match=rf"leave them out, or the reduction:(.|\n)*- {says}"):
-        step(step.init(params), batch)
+    with pytest.raises(
+        ValueError, match=r"leave them out, or the reduction:\n  - an optimizer that averages gradients"
+    ):
+        step(step.init(_params()), batch)
 
 
 @distributed(world=2)

@@ -132,8 +132,19 @@ def on_4(cases: list[Case], directory: str) -> list[list[Tensor]]:
     return [_train(case, directory) for case in cases]
 
 
+# Results of one rank, for all tests of a session.
+_KNOWN: dict[Case, list[Tensor]] = {}
+
+
+def _train_alone(cases: list[Case], directory: Any) -> list[list[Tensor]]:
+    new = [case for case in cases if case not in _KNOWN]
+    if new:
+        _KNOWN.update(zip(new, on_1(new, str(directory))[0], strict=True))
+    return [_KNOWN[case] for case in cases]
+
+
 def _compare(cases: list[Case], world: int, directory: Any) -> None:
-    (want,) = on_1(cases, str(directory))
+    want = _train_alone(cases, directory)
     for rank, found in enumerate({2: on_2, 3: on_3, 4: on_4}[world](cases, str(directory))):
         for case, a, b in zip(cases, want, found, strict=True):
             for i, (x, y) in enumerate(zip(a, b, strict=True)):
@@ -146,16 +157,16 @@ def test_three_ranks_have_the_bits_of_one(tmp_path: Any) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("cases", [WRAPPED, STATES, AWAY[::2], AWAY[1::2]], ids=["wrapped", "states", "plain", "jit"])
+@pytest.mark.parametrize("cases", [WRAPPED, STATES, AWAY], ids=["wrapped", "states", "away"])
 def test_any_number_of_ranks_gives_the_same_bits(world: int, cases: list[Case], tmp_path: Any) -> None:
-    _compare(cases, world, tmp_path)
+    """Each case on one number of ranks: the next test shows that all cases have the same bits on one rank."""
+    _compare(cases[world - 2 :: 3], world, tmp_path)
 
 
 @pytest.mark.nightly
 def test_neither_the_stage_nor_the_memory_nor_jit_changes_a_bit(tmp_path: Any) -> None:
-    (found,) = on_1(CASES, str(tmp_path))
     first: dict[Any, tuple[Case, list[Tensor]]] = {}
-    for case, got in zip(CASES, found, strict=True):
+    for case, got in zip(CASES, _train_alone(CASES, tmp_path), strict=True):
         loss, rule, _, wrap, _ = case
         other, want = first.setdefault((loss, rule, wrap.endswith("accumulate")), (case, got))
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True)), (case, other)

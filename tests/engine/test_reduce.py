@@ -28,7 +28,7 @@ class Case:
 
     def takes(self, *leaves: int, times: float = 1.0) -> None:
         for i in leaves:
-            self.reducer.take(i, times * self.grads[i])
+            self.reducer.take((i, 0), times * self.grads[i])
 
     def sent(self) -> list[int]:
         """The units that were sent, by the size of their gradients."""
@@ -108,7 +108,7 @@ def test_gradients_taken_together_are_as_those_that_hooks_take() -> None:
     for last in (False, True):
         case.reducer.begin(send=True, last=last)
         case.takes(3)
-        case.reducer.take_all([(i, case.grads[i]) for i in (0, 1)])
+        case.reducer.take_all([((i, 0), case.grads[i]) for i in (0, 1)])
         assert case.sent()[-3:] == [3, 1, 0]
         case.takes(2)
         case.reducer.end()

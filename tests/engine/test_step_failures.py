@@ -59,6 +59,51 @@ def test_ranks_that_disagree_all_raise() -> None:
     assert metrics["finite"]
 
 
+@distributed(world=2)
+def test_a_state_that_one_rank_may_not_pass_is_named_on_all_ranks() -> None:
+    rank = torch.distributed.get_rank()
+    step = _step()
+    consumed = step.init(_params())
+    state, _ = step(consumed, _batch())
+    with pytest.raises(
+        sf.DonatedError if rank else sf.RankError, match="already consumed" if rank else "rank 1: raised DonatedError"
+    ):
+        step(consumed if rank else state, _batch())
+
+    def loss(x: Tensor) -> Tensor:
+        return step(() if rank else state, {"x": x})[1]["loss"]
+
+    # In a transform ranks exchange nothing before the first transfer, and hear of it there.
+    with pytest.raises(TypeError if rank else sf.RankError, match=None if rank else "rank 1 raised TypeError"):
+        torch.func.grad(loss)(torch.ones(4, 3))
+    _, metrics = step(state, _batch())
+    assert metrics["finite"]
+
+
+@distributed(world=2)
+def _pass_a_damaged_block(place: pathlib.Path) -> None:
+    rank, kinds = torch.distributed.get_rank(), dict.fromkeys(("params", "grads", "optimizer"), "disk")
+    zero = sf.Zero(stage=3, persist_elements=0, disk=sf.Disk(str(place), checksum=True), **kinds)  # type: ignore[arg-type]
+    step = sf.sharded_step(_loss, sf.optim.adamw(0.1), mesh=sf.make_mesh({"dp": -1}), zero=zero)
+    state, _ = step(step.init(_params()), _batch())
+    file = state.params["w"].held.slot.path
+    whole = file.read_bytes()
+    if rank:
+        file.write_bytes(whole[:2])
+    told = r"params\['w'\]" if rank else "rank 1 raised DamagedError.*slot"
+    with pytest.raises(sf.memory.DamagedError if rank else sf.RankError, match=told):
+        step(state, _batch())
+    if rank:
+        file.write_bytes(whole)
+    _, metrics = step(state, _batch())
+    assert metrics["finite"]
+    step.close()
+
+
+def test_a_damaged_block_of_one_rank_is_named_on_all_ranks_and_leaves_the_state(tmp_path: pathlib.Path) -> None:
+    _pass_a_damaged_block(tmp_path)
+
+
 class _Boom(Exception):
     pass
 

@@ -122,7 +122,7 @@ def test_the_step_is_the_same_eager_and_captured() -> None:
     plan.tokens[:], plan.slots[:] = type(plan.tokens)("i", range(7)), type(plan.slots)("i", range(6, 13))
     plan.positions[:], plan.sequences[:] = type(plan.slots)("i", range(7)), type(plan.slots)("i", [0] * 7)
     plan.tables[:3], plan.lengths[0] = type(plan.tables)("i", [2, 3, 4]), 7
-    step = make_tensors(plan, limits, runner.mesh.device, cache="host")
+    step = make_tensors(plan, limits, runner.mesh.device, host_cache=True)
     eager = sf.sharded(
         functools.partial(_run_step, one.decoder.layouts["tp"], ()),
         specs=one.decoder.packed,

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardfn import make_mesh
+from shardfn import core, make_mesh
 from shardfn.inference import Drafter, DraftModel, Engine, Grammar, Limits, Ngram, Runner, Sampling, Suffix
+from shardfn.speculators import Kind, Speculator, config_of, init
 from shardfn.testing import distributed
 from tests.inference.drafters import Adversary, Bush, Random, Seeing
 from tests.inference.stories import LANGUAGES, TOKENS, Arrival, Model, Story, Told, check, model, run
@@ -31,12 +32,20 @@ def draft_model(version: int, **changes: Any) -> DraftModel:
     return DraftModel(one.decoder, one.params[version], limits=small)
 
 
+def speculator(kind: Kind) -> Speculator:
+    """A speculator that was not trained, so that it is right by chance."""
+    config = config_of(model(**KINDS["gpt2"][0]).decoder, kind)
+    return Speculator(config, init(config, core.key(2)))
+
+
 DRAFTERS: dict[str, Callable[[Truth], Drafter]] = {
     "ngram": lambda truth: Ngram(longest=3, shortest=1),
     "suffix": lambda truth: Suffix(most_tokens=60),
     "random": lambda truth: Random(13),
     "right": lambda truth: Adversary(13, truth, None),
     "hidden states": lambda truth: Seeing(13, (1, 2)),
+    "lstm speculator": lambda truth: speculator("lstm"),
+    "mlp speculator": lambda truth: speculator("mlp"),
     "bush": lambda truth: Bush(13, truth),
     "small model": lambda truth: draft_model(1, num_layers=1, max_len=28),
     "same model": lambda truth: draft_model(0),
@@ -77,7 +86,7 @@ def tell(name: str, number: int) -> None:
     counts = [hold(story, one, runner(), SIZES, name) for story in drawn_stories(SIZES, number)]
     drafted, accepted = map(sum, zip(*counts, strict=True))
     assert drafted > 0
-    if name not in ("random", "hidden states"):
+    if name not in ("random", "hidden states", "lstm speculator", "mlp speculator"):
         assert (accepted > 0) == (name != "wrong at 0")
 
 

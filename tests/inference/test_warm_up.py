@@ -1,4 +1,4 @@
-"""Covers `Engine.warm_up`: afterwards no request builds C++."""
+"""Covers `Engine.warm_up`: afterwards no request builds C++; and first steps without a capture."""
 
 import os
 import pathlib
@@ -6,8 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+import shardfn as sf
+from shardfn.inference import Engine, Sampling, decoder, logprobs
 from shardfn.kernels import cxx_compiler
+from shardfn.models import gpt
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
@@ -42,3 +46,15 @@ def test_no_request_builds_afterwards(kind: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, kind], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "True 0\n"
+
+
+def test_steps_without_a_capture_have_the_bits_of_one_forward() -> None:
+    config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32, batch_invariant=True)
+    params = gpt.init(config, sf.key(0))
+    engine = Engine(decoder(config), params, eager_steps=100)
+    engine.warm_up(capture=False)
+    for made, prompt in zip(engine.generate([[5, 6, 7], [8]], Sampling(max_tokens=4)), ([5, 6, 7], [8]), strict=True):
+        tokens = torch.tensor([[*prompt, *made.tokens]])
+        logits = gpt.apply(config, params, tokens)[0, len(prompt) - 1 : -1]
+        assert logprobs(logits, tokens[0, len(prompt) :]).tolist() == made.logprobs
+    assert not engine.runner._bound

@@ -30,6 +30,8 @@ def text(x: str) -> bytes:
 def setting(value: Any) -> bytes:
     if isinstance(value, str):
         return struct.pack("<I", TEXT) + text(value)
+    if isinstance(value, list) and value and isinstance(value[0], int):
+        return struct.pack(f"<IIQ{len(value)}I", LIST, U32, len(value), *value)
     if isinstance(value, list):
         return struct.pack("<IIQ", LIST, TEXT, len(value)) + b"".join(map(text, value))
     return struct.pack("<If" if isinstance(value, float) else "<II", FLOAT if isinstance(value, float) else U32, value)

@@ -22,6 +22,7 @@ from shardfn.kernels import _penalise_triton as penalise
 from shardfn.kernels import _preconditioned_step_triton as step
 from shardfn.kernels import _quantize_triton as quantize
 from shardfn.kernels import _ragged_attention_triton as ragged
+from shardfn.kernels import _integer_linear_triton as whole
 from shardfn.kernels import _row_linear_triton as rows
 from shardfn.kernels import _row_norm_triton as norm
 from shardfn.kernels import _signs_triton as compress
@@ -64,6 +65,7 @@ CASES += [(rows._chain_kernel, f"*fp32 *{x} *fp32 i32 i32 i32 i32 i32", dict(ROW
 for record, bits in ((2176, 8), (1280, 4)):
     code = dict(ROWS=16, N=64, BITS=bits, GROUP=32, RECORD=record)
     CASES += [(rows._coded_chain, "*fp32 *u8 *fp16 *fp32 i32 i32 i32 i32 i32", code)]
+    CASES += [(whole._whole_chain, "*i8 *fp32 *fp32 *u8 *fp16 *fp32 i32 i32 i32 i32 i32", code)]
 CASES += [
     (ragged._row_kernel, f"*fp32 *{x} *i64 *i32 *fp32 *fp32 *fp32 fp32 fp32 i32 i32 i32", dict(K=64, WIDTH=64, N=32))
     for x in ("fp32", "bf16")

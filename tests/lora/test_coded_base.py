@@ -309,3 +309,27 @@ def test_a_cut_between_elements_that_share_a_scale_is_refused() -> None:
     words = r"has spec P\(None, None, 'tp'\), whose 2 ranks do not cut its last dim of 40 between groups of 32"
     with pytest.raises(ValueError, match=words):
         step.init({"base": params, "lora": lora.init(sf.key(0))})
+
+
+def test_a_resumed_state_has_the_codes_of_the_commit(tmp_path: pathlib.Path) -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return (x @ p["base"] @ p["w"]).square().mean()
+
+    def make() -> Any:
+        home = Zero(3, persist_elements=0, optimizer="disk", disk=sf.Disk(str(tmp_path)))
+        train, specs = {"base": False, "w": True}, {"base": sf.Sharding(quantization="int4"), "w": P()}
+        mixed = sf.mixed_precision(loss, sf.Policy(param=torch.bfloat16))  # the weight is the cast of a copy on disk
+        return sf.sharded_step(
+            mixed, optim.adamw(0.1), mesh=sf.make_mesh({"dp": 1}), specs=specs, trainable=train, zero=home
+        )
+
+    params, x = {"base": torch.randn(32, 32), "w": torch.randn(32, 64)}, torch.randn(4, 32)
+    step = make()
+    state, _ = step(step.init(params), x)
+    base = state.params["base"].held.blocks.clone()
+    step.close()
+    again = make()
+    resumed = again.resume(params)
+    assert torch.equal(resumed.params["base"].held.blocks, base)
+    assert torch.isfinite(again(resumed, x)[1]["loss"])
+    again.close()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardfn.core import MemoryKind, Placement, Stored, StoredValue, load
+from shardfn.core import MemoryKind, Placement, Stored, StoredValue, kind_when_loaded, load
 from shardfn.memory import Pool
 from shardfn.state import (
     Successor,
@@ -17,7 +17,6 @@ from shardfn.state import (
     copy_value,
     encode,
     fetch,
-    kind_when_loaded,
     layers_of,
     load_at,
     prefetch,

@@ -113,6 +113,7 @@ def test_with_every_stage_of_zero(stage: int) -> None:
     clipped = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2))
     for zero in (Zero(stage=stage), Zero.flat(stage=stage, **ODD)):
         _parity(mesh, loss=_loss(m=3), zero=zero)
+    _parity(mesh, loss=_loss(m=3), zero=Zero(stage=stage, reduction="canonical", reduction_chunks=2))
     zero = Zero.flat(stage=stage, accumulate="once", **ODD)
     _parity(mesh, loss=_loss(m=3), zero=zero, dtype=torch.float32, optimizer=clipped)
 

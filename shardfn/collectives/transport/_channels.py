@@ -1,6 +1,7 @@
 """The channels of a mesh: a channel of each kind for each set of axes."""
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from shardfn.core import Mesh
 
@@ -18,7 +19,12 @@ class Channels:
         apart: whether the loss's channels, too, have separate groups, which may end with the channels after a failure.
             With another backend than gloo the channels have the mesh's groups in any case: each group would cost memory
             on the device.
+
+    Attributes:
+        once: None. In a capture, a function that traces equal ops once.
     """
+
+    once: ClassVar[None] = None
 
     def __init__(self, mesh: Mesh, meet: Callable[[], None] = lambda: None, *, apart: bool = True) -> None:
         self._mesh, self._meet = mesh, meet

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardfn.capture import capturing
 from shardfn.collectives import Constant
 from shardfn.core import PyTree, tree_structure
 from shardfn.engine.loss import agree_on_step, told_before
 from shardfn.engine.plan import Plan
 
-from ._comms import Comms, comms_of, untransformed
+from ._comms import Comms, comms_of, has_peers, untransformed
 
 
 class Agreement:
@@ -43,7 +42,7 @@ class Agreement:
     def agree_once(self, plan: Plan, what: str) -> None:
         """Compares the description, before the first of several calls of a pure function."""
         mesh = plan.mesh
-        if mesh.size == 1 or mesh.abstract or capturing() or (id(plan), what) in self._agreed:
+        if not has_peers(mesh) or (id(plan), what) in self._agreed:
             return
         constant = self.constant(plan)
         with untransformed():

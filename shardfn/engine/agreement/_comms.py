@@ -166,6 +166,11 @@ def losing_no_peer(comms: Comms) -> Iterator[None]:
         calls.inside -= 1
 
 
+def has_peers(mesh: Mesh) -> bool:
+    """Returns whether other ranks wait for this rank's messages. A capture sends no messages."""
+    return mesh.size > 1 and not mesh.abstract and mesh.is_member and not capturing()
+
+
 @contextlib.contextmanager
 def losing_no_peer_purely(mesh: Mesh, call: str) -> Iterator[None]:
     """Does the same around a function that torch may transform, or record. Does nothing where no peer waits.
@@ -174,7 +179,7 @@ def losing_no_peer_purely(mesh: Mesh, call: str) -> Iterator[None]:
         mesh: the mesh.
         call: the call in words, or "" if not all ranks need to make the call.
     """
-    if mesh.size == 1 or mesh.abstract or not mesh.is_member or capturing():
+    if not has_peers(mesh):
         yield
         return
     with untransformed():

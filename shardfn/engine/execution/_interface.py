@@ -29,8 +29,6 @@ from shardfn.core import (
     all_coords,
     block_slices,
     broadcast_prefix,
-    is_device,
-    is_host,
     named_leaves,
     raise_all,
     tree_flatten,
@@ -41,6 +39,7 @@ from shardfn.core import (
 from shardfn.engine.loss import check_specs
 from shardfn.engine.plan import MOVE_THEM, Plan
 from shardfn.memory import DiskTensor
+from shardfn.state import lies_on_disk
 
 from ._arguments import Argument, Donated, check_donated, owners_of, taking_the_place_of
 
@@ -390,6 +389,7 @@ def _check_arguments(arguments: Sequence[Argument], mesh: Mesh) -> None:
         "in_specs declares arguments as trees of GlobalTensors; make one with sf.shard(x, spec, mesh), or write None:",
         [f"{path} is a {type(x).__name__}" for path, x, _ in sharded if not isinstance(x, GlobalTensor)],
     )
+    away = {a.path for a in arguments if a.away}
     raise_all(
         DonatedError,
         "these leaves were consumed by an earlier call; go on from its result, or leave their argument out of donate=:",
@@ -408,13 +408,13 @@ def _check_arguments(arguments: Sequence[Argument], mesh: Mesh) -> None:
             f"{path} is kept at {x.memory_kind!r}; only the first argument and those in donate= may be kept elsewhere"
             " than on the device"
             for path, x, _ in sharded
-            if not is_device(x.memory_kind) and path in stay - there
+            if path in away & stay - there
         ]
         + [
             f"{path} is kept at {x.memory_kind!r}, and in_specs has it at 'host'; pass"
             f" sf.reshard(x, sf.Sharding({x.spec!r}, 'host'))"
             for path, x, _ in sharded
-            if not is_host(x.memory_kind) and path in there
+            if path in there and (path not in away or lies_on_disk(x))
         ]
         + [
             f"{path} is kept on disk as a {type(x.held).__name__}; make it without stacked=True"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shardfn.capture import Recorder, capture
+from shardfn.capture import Recorder, capture, traced_once
 from shardfn.collectives import GlobalTensor, TracedChannels, TracedControl, bind_mesh
 from shardfn.core import Placement, PyTree, tree_flatten, tree_unflatten
 from shardfn.engine.agreement import Comms
@@ -148,7 +148,9 @@ class _BlockSlot(NamedTuple):
 def capture_program(program: Program) -> CapturedProgram:
     """Captures a program; neither computes nor sends values."""
     plan, recorder = program.plan.for_capture(), Recorder()
-    comms = Comms(plan.mesh, TracedChannels(plan.mesh), TracedControl(plan.mesh), recorder.mark, recorder.name)
+    comms = Comms(
+        plan.mesh, TracedChannels(plan.mesh, traced_once), TracedControl(plan.mesh), recorder.mark, recorder.name
+    )
     blocks = [x.value for x in program.inputs if isinstance(x.value, GlobalTensor)]
     tensors = [x.value for x in program.inputs if isinstance(x.value, Tensor)]
     likes = [Likeness.of(x) for x in blocks]

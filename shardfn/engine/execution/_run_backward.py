@@ -5,8 +5,7 @@
 """
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from shardfn.engine.agreement import (
     spans_the_mesh,
 )
 from shardfn.engine.loss import (
+    LeafUses,
     Loss,
     ModelState,
     NoGradientError,
@@ -33,10 +33,11 @@ from shardfn.engine.loss import (
     naming_used_up,
     num_microbatches,
     refuse_negative,
+    separating,
     taking_early,
     warning_of_draws,
 )
-from shardfn.engine.pipeline import Staged, pipelined_in
+from shardfn.engine.pipeline import Staged, leaf_uses, pipelined_in
 from shardfn.engine.plan import Chunks, Plan, UseOrder
 from shardfn.engine.transfers import (
     DONE,
@@ -48,7 +49,6 @@ from shardfn.engine.transfers import (
     MicrobatchRunner,
     Reducer,
     StepParts,
-    accumulation,
     agree_on_outcome,
     check_capture,
     chunks_of,
@@ -83,6 +83,7 @@ class Performer:
         book: keeps them out of graphs.
         ahead: see `run_backward`.
         chunks: chunks that are run in place of microbatches, in a step with canonical sums.
+        uses: uses of layers that several functions use, in such a step.
     """
 
     def __init__(
@@ -95,11 +96,12 @@ class Performer:
         book: LeafBook,
         ahead: OverlappedUpdate | None,
         chunks: Chunks | None,
+        uses: Mapping[int, LeafUses],
     ) -> None:
         self._plan, self._comms, self._course, self._num = plan, comms, course, num_microbatches
         self._gatherer, self._book, self._ahead = gatherer, book, ahead
         self._chunks = chunks
-        self._reducer = Reducer(plan, comms.channels, plan.learnt.reduce_order, course.late_axes, chunks)
+        self._reducer = Reducer(plan, comms.channels, plan.learnt.reduce_order, course.late_axes, chunks, uses)
         self._split = split_backwards(course.actions)
         # The two parts of a split backward give gradients when they have them.
         self._at_end = frozenset[int]() if self._split else plan.sent_last()
@@ -111,8 +113,8 @@ class Performer:
         self._last_forward = max(i for i, a in enumerate(course.actions) if a.kind == "forward")
         self._last_backward = max(i for i, is_end in enumerate(ends) if is_end)
         self._performed = 0
-        # Values of the first step are compared, but a capture has no values.
-        self._compares = not (plan.learnt.compared or plan.captured)
+        # Values of the first step are compared.
+        self._compares = not plan.learnt.compared
         self._idle = False
         self._seen: dict[int, Value] = {}
 
@@ -127,10 +129,10 @@ class Performer:
         """Lets the leaves and the model state enter."""
         self._model_state = ModelState(model_state)
         self._states = None if self._chunks is None else ChunkStates(model_state, self._chunks)
-        if not self._plan.captured:
-            self._book.watch.keep(named_leaves(model_state, "model_state"))
         self._even, self._loss_scale = even, loss_scale
-        self._params, self._handles = enter(self._plan, blocks, self._book, self._reducer, self._at_end)
+        entered = enter(self._plan, blocks, self._book, self._reducer, self._at_end)
+        self._params, self._handles, by_use = entered
+        self._separating = separating(by_use) if by_use else contextlib.nullcontext()
 
     def perform(self, action: Action) -> None:
         """Runs the next action of the schedule."""
@@ -155,8 +157,8 @@ class Performer:
         drawing = warning_of_draws(plan.mesh.device) if first else contextlib.nullcontext()
         state, states = self._model_state, self._states
         if states is not None:
-            state.now = states.start_part(action.microbatch, state.now)
-        with kept, state.through(), self._record_products(action), drawing, plan.follows():
+            state.now = states.start_part(action.microbatch)
+        with kept, state.through(), self._record_products(action), drawing, plan.follows(), self._separating:
             value = self._course.forward(action, self._params)
         if states is not None:
             states.end_part(action.microbatch, state.now)
@@ -184,7 +186,7 @@ class Performer:
         plan, reducer = self._plan, self._reducer
         each = plan.zero.pace.accumulate == "each" and plan.chunks is None
         send = last or (each and self._is_last_action(action))
-        reducer.begin(send=send, last=last)
+        reducer.begin(send=send, last=last, microbatch=action.microbatch)
         self._gatherer.begin_phase()
         self._comms.mark("backward")
         if action.kind == "weights":
@@ -218,7 +220,7 @@ class Performer:
         """Takes the gradients that no hook has taken. `grads`, of all handles, is emptied."""
         # Aliases, as a hook takes: two leaves may have got one tensor, which neither then owns alone.
         mine = zip(self._handles, grads, strict=True)
-        own = [(i, x.detach()) for i, x in mine if x is not None and i in self._at_end]
+        own = [(use, x.detach()) for use, x in mine if x is not None and use[0] in self._at_end]
         grads.clear()
         self._reducer.take_all(own)
 
@@ -272,11 +274,11 @@ def run_forward(plan: Plan, comms: Comms, blocks: Sequence[StoredValue], key: An
     """`f(params)` without gradients, with the leaves as a loss sees them. Leaves that it returns come whole."""
     open_channels(comms, plan)
     kept, blocks = blocks, plan.by_layer(blocks)
-    watch = make_write_detector(plan, kept, first=key not in plan.learnt.use_orders)
+    watch = make_write_detector(plan, kept, (), first=key not in plan.learnt.use_orders)
     gatherer = _make_gatherer(plan, comms, blocks, plan.learnt.use_order(key), keep=False)
     book = LeafBook(gatherer.whole, plan.layers, watch)
     with _sending_errors(gatherer, comms), torch.no_grad():
-        params, _ = enter(plan, blocks, book, None)
+        params, *_ = enter(plan, blocks, book, None)
         gatherer.begin_phase()
         out = tree_map(opened, f(params))
         watch.check("the function")
@@ -312,19 +314,19 @@ def run_backward(
         ahead: an update that uses gradients as soon as they are complete; stopped if they must be divided by a weight.
     """
     open_channels(comms, plan, _late_axes(plan, parts))
-    watch, blocks = make_write_detector(plan, blocks, first=not plan.learnt.compared), plan.by_layer(blocks)
+    states = named_leaves(model_state, "model_state")
+    watch, blocks = make_write_detector(plan, blocks, states, first=not plan.learnt.compared), plan.by_layer(blocks)
     gatherer = _make_gatherer(plan, comms, blocks, plan.learnt.use_order("step"))
     check_canonical(plan, parts)
-    chunks = plan.chunks
+    chunks, uses = plan.chunks, dict[int, LeafUses]()
     if chunks is None:
         loss, batches = microbatches(parts.loss, args[0])
     else:
-        chunks = chunks._replace(parts=num_microbatches(parts.loss))
+        chunks, uses = chunks._replace(parts=num_microbatches(parts.loss)), leaf_uses(plan, parts.loss)
         loss, batches = chunks_of(plan, chunks, parts.loss, args[0], even=even)
-        parts = dataclasses.replace(parts, schedule=accumulation(len(batches)))
     course = _make_runner(plan, comms, parts, loss, batches, args[1:], model_state)
     book = LeafBook(gatherer.whole, plan.layers, watch)
-    performer = Performer(plan, comms, course, len(batches), gatherer, book, ahead, chunks)
+    performer = Performer(plan, comms, course, len(batches), gatherer, book, ahead, chunks, uses)
     with _sending_errors(gatherer, comms), torch.enable_grad():
         performer.enter(blocks, even=even, model_state=model_state, loss_scale=loss_scale)
         for action in course.actions:

@@ -24,11 +24,17 @@ from ._update import decided_on, whole
 
 
 def step_parts(
-    loss: Unwrapped, optimizer: GradientTransformation, mesh: Mesh, *, finish: Finish | None = None, **flags: bool
+    loss: Unwrapped,
+    optimizer: GradientTransformation,
+    mesh: Mesh,
+    num_chunks: int,
+    *,
+    finish: Finish | None = None,
+    **flags: bool,
 ) -> StepParts:
     """Returns the parts of a step that accumulates microbatches, or runs stages of a pipeline side by side.
 
-    The optimizer keeps master copies if the loss's policy requires it.
+    The optimizer keeps master copies if the loss's policy requires it. `num_chunks`: see `Planner`.
 
     Raises:
         ValueError: the pipeline cannot run on the mesh.
@@ -37,7 +43,7 @@ def step_parts(
     if mixed is not None:
         check_scaled(mixed)
         optimizer = with_masters(optimizer, mixed.policy)
-    num = num_microbatches(loss.loss)
+    num = num_chunks * num_microbatches(loss.loss)
     how = {"loss_scale": mixed and mixed.loss_scale, "schedule": accumulation(num), "table": table_of(loss, num, mesh)}
     how |= {"finish": finish}
     return StepParts(loss.loss, optimizer, **flags, **how)  # pyright: ignore[reportArgumentType]
@@ -74,11 +80,12 @@ def check_canonical(plan: Plan, parts: StepParts) -> None:
     cut = {x.path: x.mean_axes for x in plan.layers if x.trainable and x.mean_axes != plan.batch_axes}
     elsewhere = [leaf.path for leaf in plan.layers if leaf.trainable and leaf.extra_axes and leaf.path not in cut]
     over = tuple(a for a in plan.batch_axes if any(a not in axes for axes in cut.values()))
-    staged = pipelined_in(parts.loss) is not None  # also on a single rank, where its microbatches are accumulated
     problems = {
         f"{plan.chunks.ranks} ranks share {plan.chunks.total} chunks; raise reduction_chunks": plan.chunks.num == 0
         or plan.chunks.ranks > plan.chunks.total,
-        "a pipeline: its microbatches are added up in another order": staged,
+        "a schedule whose backwards are split, or come in another order than the microbatches: use '1f1b', 'gpipe' or"
+        " 'interleaved'": parts.table is not None
+        and (parts.table.splits or parts.table.find_late("backward") is not None),
         "accumulate(split=): it cuts a rank's rows, whose number depends on the number of ranks": cuts_by_function(
             parts.loss
         ),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Agreed, GlobalTensor, StoppedError
-from shardfn.core import PyTree, StoredValue, is_disk, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.core import PyTree, StoredValue, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.engine.agreement import Comms
 from shardfn.engine.loss import Finish, Jitted, ambient, finished, noting_exceptions, policy_in, put_in
 from shardfn.engine.plan import Plan, phase_of
@@ -95,7 +95,9 @@ class StepPrograms:
                 return update(plan, comms.channels, parts, now, grads.pop, model_state=kept, finish=finish, scale=None)
 
             return ProgramCall(lambda comms, agreed, now: run_update(parts, plan, comms, now, passed, apply))
-        grads = [_place_gradient(x) for x in tree_leaves(passed.grads)]
+        grads = tree_leaves(passed.grads)
+        if not plan.at_home:  # a gradient on disk that was read and changed is on the host
+            grads = [x.replace_block(x.held) if isinstance(x.held, Tensor) else x for x in grads]
         last = () if finish is None else passed.model_state
         phase = phase_of(parts.optimizer, state.opt_state)
 
@@ -326,13 +328,6 @@ def _name_renewed(inputs: Sequence[Input]) -> list[tuple[str, tuple[str, ...]]]:
 
 def _list_notes(parts: StepParts) -> dict[str, Any]:
     return {} if parts.table is None else {"pipeline": parts.table}
-
-
-def _place_gradient(x: GlobalTensor) -> GlobalTensor:
-    """Returns a gradient in the memory of its block: the host, where a leaf on disk was read and changed."""
-    if is_disk(x.memory_kind) and isinstance(x.held, Tensor):
-        return GlobalTensor(x.held, x.shape, x.spec, x.mesh, "host")
-    return x
 
 
 def _separate_results(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -345,8 +345,7 @@ def _measure_chunks(
     by_axes: dict[tuple[str, ...], list[StoredValue]] = {}
     for unit in store.units:
         by_axes.setdefault(plan.units_by_norm[unit], []).append(store.share(unit))
-    squares = [sum_all_squares(x, axes) for axes, x in sorted(by_axes.items())]
-    norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
+    norm = sum_all_squares(dict(sorted(by_axes.items()))).sqrt()
     return _compute_metrics(plan, out, sum_values(out.values, chunks, plan.batch_axes), norm, loss_scale)
 
 

@@ -19,9 +19,7 @@ from shardfn.core import (
     MemoryKind,
     PyTree,
     StoredValue,
-    is_device,
-    is_disk,
-    is_host,
+    kind_when_loaded,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -40,7 +38,6 @@ from shardfn.state import (
     UpdatedLeaves,
     UpdateOperand,
     in_memory,
-    kind_when_loaded,
     load_at,
     peek_blocks,
     state_owners,
@@ -379,11 +376,11 @@ def _find_early_units(plan: Plan, *, measures: bool) -> list[int]:
 
 def _is_able(leaf: LeafLayout, small: int) -> bool:
     """Returns whether the new values of a leaf can be kept beside the old ones."""
-    if not leaf.trainable or not is_disk(leaf.ways.state.memory_kind) or is_device(leaf.ways.summed.memory_kind):
+    if not leaf.trainable or not leaf.ways.state.is_stored or leaf.ways.summed.is_plain:
         return False
     if leaf.refreshed and not leaf.ways.kept.is_plain:
         return False
-    return leaf.ways.kept.is_stored or is_host(leaf.ways.summed.memory_kind) or leaf.shape.numel() <= small
+    return leaf.ways.kept.is_stored or not leaf.ways.summed.is_stored or leaf.shape.numel() <= small
 
 
 def _arrives_as_rows(plan: Plan, unit: Unit, able: list[bool], where: list[int]) -> bool:

@@ -65,6 +65,16 @@ from ._jitted import (
     report as report,
     slot_of as slot_of,
 )
+from ._leaf_uses import (
+    FIRST as FIRST,
+    LAST as LAST,
+    LAYERS as LAYERS,
+    LeafUses as LeafUses,
+    LeavesByUse as LeavesByUse,
+    is_separating as is_separating,
+    leaves_for as leaves_for,
+    separating as separating,
+)
 from ._loss import (
     Loss as Loss,
     NoGradientError as NoGradientError,

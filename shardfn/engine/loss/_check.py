@@ -24,8 +24,8 @@ from shardfn.core import (
     broadcast_prefix,
     did_you_mean,
     draw_block,
+    find_directory_problem,
     first_of,
-    is_disk,
     named_leaves,
     raise_all,
     tree_leaves,
@@ -171,7 +171,7 @@ def check_specs(specs: PyTree, batch: PyTree, zero: Zero, mesh: Mesh) -> None:
                 continue
             if isinstance(spec, Sharding) and name == "batch":
                 problems.append(f"{path} is {spec!r}. A batch is given whole, so write {spec.spec!r}.")
-            if isinstance(spec, Sharding) and is_disk(spec.memory_kind) and zero.directory is None:
+            if isinstance(spec, Sharding) and find_directory_problem([spec.memory_kind], zero.disk) == "missing":
                 problems.append(
                     f"{path} is to be kept on disk. Name the directory: Zero(disk=Disk('/path/to/a/fast/disk'))."
                 )

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shardfn.capture import CaptureError, capture, capturing, quiet
-from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_meshes, transforming
-from shardfn.core import Mesh, PyTree, is_disk, is_evaluating, named_leaves, tree_flatten, tree_paths, tree_unflatten
+from shardfn.capture import CaptureError, capture, is_traced, quiet
+from shardfn.collectives import GlobalTensor, bind_mesh, current_mesh, noting_meshes
+from shardfn.core import Mesh, PyTree, is_evaluating, named_leaves, tree_flatten, tree_paths, tree_unflatten
 from shardfn.graph import (
     Choice,
     Cluster,
@@ -97,7 +97,7 @@ class Jitted(Transform):
         """Returns the function's value."""
         leaves, treedef = tree_flatten((args, kwargs))
         # Part of a larger graph, of a torch.func transform, or of an eager step that gathers during the run.
-        if capturing() or transforming() or any(type(x) is LazyLeaf for x in leaves):
+        if is_traced() or any(type(x) is LazyLeaf for x in leaves):
             return self.inner(*args, **kwargs)
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor | GlobalTensor)]
         # A graph takes this rank's blocks; the global tensors are in the signature, and results are wrapped in the same
@@ -178,7 +178,7 @@ class Jitted(Transform):
             filled = list(leaves)
             for i, x in zip(at, tensors, strict=True):
                 old = leaves[i]
-                filled[i] = _with_block(old, x) if isinstance(old, GlobalTensor) else x
+                filled[i] = old.replace_block(x) if isinstance(old, GlobalTensor) else x
             args, kwargs = tree_unflatten(treedef, filled)
             # The mesh as at the function's call, since a captured function may bind others.
             with bind_mesh(mesh), looping(copied_loop):
@@ -208,14 +208,7 @@ class ResultSlot(NamedTuple):
 
     def fill(self, x: Tensor) -> Tensor | GlobalTensor:
         """Returns the leaf of the result."""
-        like = self.like
-        return x if like is None else _with_block(like, x)
-
-
-def _with_block(leaf: GlobalTensor, x: Tensor) -> GlobalTensor:
-    """Returns a leaf with another block. A block on disk has been read."""
-    kind = "host" if is_disk(leaf.memory_kind) else leaf.memory_kind
-    return GlobalTensor(x, leaf.shape, leaf.spec, leaf.mesh, kind, frozen=leaf.frozen)
+        return x if self.like is None else self.like.replace_block(x)
 
 
 def slot_of(x: Any) -> Any:
@@ -283,8 +276,8 @@ def leaf_signature(x: Any) -> Any:
     if isinstance(x, Tensor):
         return tuple(x.shape), x.stride(), x.dtype, x.device
     if isinstance(x, GlobalTensor):
-        # A block on disk is read to the device, and then contiguous.
-        own = (tuple(x.held.shape), x.dtype) if is_disk(x.memory_kind) else leaf_signature(x.local)
+        # A block that is no tensor is loaded, and then contiguous.
+        own = leaf_signature(x.held) if isinstance(x.held, Tensor) else (tuple(x.held.shape), x.dtype, x.quantization)
         return tuple(x.shape), x.spec, x.mesh, x.memory_kind, own
     # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
     return type(x), repr(x) if isinstance(x, float) else x

@@ -23,6 +23,7 @@ from ._stage_layout import (
     check_layout as check_layout,
     check_stages as check_stages,
     first_kept as first_kept,
+    leaf_uses as leaf_uses,
 )
 from ._stage_state import (
     PipelineState as PipelineState,

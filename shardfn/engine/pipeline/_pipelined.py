@@ -26,7 +26,19 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.engine.loss import Loss, Transform, Unwrapped, check_count, pass_count, taken_over, varying_along
+from shardfn.engine.loss import (
+    FIRST,
+    LAST,
+    LeafUses,
+    Loss,
+    Transform,
+    Unwrapped,
+    check_count,
+    leaves_for,
+    pass_count,
+    taken_over,
+    varying_along,
+)
 from shardfn.engine.plan import (
     LeafView,
     LeafViews,
@@ -119,9 +131,10 @@ class Pipelined(Transform):
     def begins(self) -> tuple[str, Callable[..., Any]]:
         """Returns the function that `enter` runs, and the function's name for users."""
 
-    @abc.abstractmethod
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
         """Runs a stage: returns the values for the next stage, or, for the last stage, the loss.
+
+        The first stage takes no values.
 
         Args:
             params: parameters with this rank's blocks of the stacks.
@@ -130,6 +143,9 @@ class Pipelined(Transform):
             place: place of the stage in the pipeline.
             key: key of the loss, or ().
         """
+        h = self.enter(params, batch, *key) if place.begins else given
+        h = self.between(params, batch, h, place, key)
+        return self.leave(params, h, batch, *key) if place.ends else h
 
     @abc.abstractmethod
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
@@ -274,6 +290,24 @@ class Pipelined(Transform):
         """Returns the stage, by rank and chunk."""
         return v_stages(num_ranks) if self.turns else loop_stages(num_ranks, self.num_chunks)
 
+    def leaf_uses(self, leaves: PyTree) -> dict[int, LeafUses]:
+        """Returns the functions that may use a leaf, for leaves that several functions may use. The mesh must be bound.
+
+        Args:
+            leaves: a tree like the parameters, of the numbers of leaves.
+        """
+        stacked = set(tree_leaves(self.stacks(leaves)))
+        return {i: self.uses_of((FIRST, LAST)) for i in tree_leaves(leaves) if i not in stacked}
+
+    def uses_of(self, functions: tuple[int, ...]) -> LeafUses:
+        """Returns the uses of a leaf by some functions. The mesh must be bound."""
+        return LeafUses(functions, tuple(map(self.runs_here, functions)))
+
+    def runs_here(self, function: int) -> bool:
+        """Returns whether this rank runs `first` or `last`, by number. The mesh must be bound."""
+        own = self.stages(axis_size(self.axis))[int(axis_index(self.axis))]
+        return (0 if function == FIRST else axis_size(self.axis) * self.num_chunks - 1) in own
+
     def _vary_params(self, params: PyTree, rows: StageRows) -> PyTree:
         """Returns the parameters, with leaves that are not cut along the axis made varying."""
         kinds = [zip(self.kinds(s), self.cut(r), strict=True) for s, r in zip(self.stacks(params), rows, strict=True)]
@@ -337,16 +371,10 @@ class Enclosed(Pipelined):
 
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
         """Runs `first`."""
-        own = self.without_stacks(params)
+        own = leaves_for(FIRST, self.without_stacks(params))
         if self.has_state:
             return with_part(self.first, "first", "h", own, (batch, *self.keys(key)))
         return self.first(own, batch, *self.keys(key))
-
-    def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
-        """Runs `first` or takes the given values, then runs the layers, and at the last stage `last`."""
-        h = self.enter(params, batch, *key) if place.begins else given
-        h = self.between(params, batch, h, place, key)
-        return self.leave(params, h, batch, *key) if place.ends else h
 
     def with_functions(self, change: Change) -> Pipelined:
         """Returns the loss with other functions for `first` and `last`."""
@@ -354,7 +382,7 @@ class Enclosed(Pipelined):
 
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """Runs `last`."""
-        own = self.without_stacks(params)
+        own = leaves_for(LAST, self.without_stacks(params))
         if self.has_state:
             return with_part(self.last, "last", "loss[, aux]", own, (h, batch, *key), 3)
         return self.last(own, h, batch, *key)

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shardfn.collectives import axis_size
-from shardfn.core import PyTree, chunk_bounds, fold_in, tree_map
+from shardfn.collectives import axis_index, axis_size
+from shardfn.core import PyTree, chunk_bounds, fold_in, tree_leaves, tree_map
+from shardfn.engine.loss import FIRST, LAST, LeafUses, leaves_for
 
 from ._pipelined import (
     Change,
@@ -74,11 +75,11 @@ class PipelinedFunctions(Enclosed):
         del batch
         owned, states = self._leaves_by_function(params), self._state_by_function()
         for i in self._functions_of(place.row):
-            own = [fold_in(k, i) for k in self.keys(key)]
+            own, leaves = [fold_in(k, i) for k in self.keys(key)], leaves_for(i + 1, owned[i])
             if self.has_state:
-                h, states[i] = apart(self.functions[i](owned[i], states[i], h, *own), f"function {i}", "h")
+                h, states[i] = apart(self.functions[i](leaves, states[i], h, *own), f"function {i}", "h")
             else:
-                h = self.functions[i](owned[i], h, *own)
+                h = self.functions[i](leaves, h, *own)
         if self.has_state:
             put_part(blocks=states)
         return h
@@ -93,6 +94,19 @@ class PipelinedFunctions(Enclosed):
         """Returns the loss with other functions for `first`, `last` and the layers."""
         functions = tuple(change(f, LeavesOf(self, i)) for i, f in enumerate(self.functions))
         return dataclasses.replace(super().with_functions(change), functions=functions)
+
+    def leaf_uses(self, leaves: PyTree) -> dict[int, LeafUses]:
+        """Returns the functions that may use a leaf: `first`, functions of the list called with it, `last`."""
+        owned = [set(tree_leaves(x)) for x in self._leaves_by_function(leaves)]
+        by_leaf = {i: [f + 1 for f, own in enumerate(owned) if i in own] for i in tree_leaves(leaves)}
+        return {i: self.uses_of((FIRST, *functions, LAST)) for i, functions in by_leaf.items()}
+
+    def runs_here(self, function: int) -> bool:
+        """Returns whether this rank runs a function, by number. The mesh must be bound."""
+        if function in (FIRST, LAST):
+            return super().runs_here(function)
+        own = self.stages(axis_size(self.axis))[int(axis_index(self.axis))]
+        return any(function - 1 in self._functions_of(stage) for stage in own)
 
     def _functions_of(self, stage: int) -> range:
         return range(*chunk_bounds(len(self.functions), axis_size(self.axis) * self.num_chunks, stage))

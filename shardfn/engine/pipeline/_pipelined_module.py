@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shardfn.collectives import axis_index, axis_size
 from shardfn.core import PyTree, tree_leaves, tree_map
+from shardfn.engine.loss import FIRST, LAST, LAYERS, LeafUses, is_separating, leaves_for
 from shardfn.modules import LayeredFunction, LayerSpan
 
 from ._pipelined import Pipelined, Place
@@ -46,9 +47,11 @@ class PipelinedModule(Pipelined):
 
     def __call__(self, params: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """Returns the loss."""
-        if axis_size(self.axis) == 1:
-            return self.loss(self._adapt_params(params), batch, *key)
-        return super().__call__(params, batch, *key)
+        if axis_size(self.axis) > 1:
+            return super().__call__(params, batch, *key)
+        if is_separating():
+            return self.stage(params, batch, None, Place(0, 0, True, True), key)
+        return self.loss(self._adapt_params(params), batch, *key)
 
     def tied(self, params: PyTree) -> PyTree:
         """Returns all leaves, since code outside of the layers may compute arguments of each layer from any leaf."""
@@ -73,7 +76,7 @@ class PipelinedModule(Pipelined):
 
     def enter(self, params: PyTree, batch: PyTree, *key: Tensor) -> PyTree:
         """Returns the arguments of the first layer."""
-        return self._run_span(params, batch, LayerSpan(0, 0, None, False), key)
+        return self._run_span(leaves_for(FIRST, params), batch, LayerSpan(0, 0, None, False), key)
 
     def kinds(self, stack: PyTree) -> Sequence[PyTree]:
         """Returns the stacks of each kind of layers, with the adapters."""
@@ -91,6 +94,8 @@ class PipelinedModule(Pipelined):
 
     def stage(self, params: PyTree, batch: PyTree, given: PyTree, place: Place, key: tuple[Tensor, ...]) -> Any:
         """Returns the loss, up to the end of this stage."""
+        if is_separating():
+            return super().stage(params, batch, given, place, key)
         num = self._num_layers(params, place)
         if not num and not place.ends:
             return given
@@ -100,11 +105,17 @@ class PipelinedModule(Pipelined):
     def between(self, params: PyTree, batch: PyTree, h: PyTree, place: Place, key: tuple[Tensor, ...]) -> PyTree:
         """Runs the loss from the stage's first layer to the end of the last."""
         num = self._num_layers(params, place)
-        return h if not num else self._run_span(params, batch, LayerSpan(place.row, num, h, False), key)
+        own = leaves_for(LAYERS, params)
+        return h if not num else self._run_span(own, batch, LayerSpan(place.row, num, h, False), key)
 
     def leave(self, params: PyTree, h: PyTree, batch: PyTree, *key: Tensor) -> Any:
         """Returns the part of the loss after the layers."""
-        return self._run_span(params, batch, LayerSpan(self.function.num_layers, 0, h, True), key)
+        own = leaves_for(LAST, params)
+        return self._run_span(own, batch, LayerSpan(self.function.num_layers, 0, h, True), key)
+
+    def uses_of(self, functions: tuple[int, ...]) -> LeafUses:
+        """Returns the uses of a leaf. The layers must not use the leaf, as each rank runs other layers."""
+        return super().uses_of(functions)._replace(refused=(LAYERS,))
 
     def _num_layers(self, params: PyTree, place: Place) -> int:
         kinds = self.function.kinds

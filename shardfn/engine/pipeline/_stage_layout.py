@@ -2,7 +2,7 @@
 
 from shardfn.collectives import bind_mesh
 from shardfn.core import PyTree, raise_all, tree_leaves, tree_unflatten
-from shardfn.engine.loss import Loss, check_kept, first_model_state
+from shardfn.engine.loss import LeafUses, Loss, check_kept, first_model_state
 from shardfn.engine.plan import LeafView, Plan
 from shardfn.engine.transfers import StepParts
 
@@ -47,6 +47,17 @@ def check_layout(plan: Plan, f: Loss) -> None:
     of = pipelined_in(f)
     if of is not None and plan.mesh.axis_size(of.axis) > 1:
         check_stages(plan, of)
+
+
+def leaf_uses(plan: Plan, f: Loss) -> dict[int, LeafUses]:
+    """Returns the functions that may use a layer, for layers that several functions of a pipeline may use."""
+    of = pipelined_in(f)
+    if of is None:
+        return {}
+    with bind_mesh(plan.mesh):
+        found = of.leaf_uses(tree_unflatten(plan.treedef, list(range(len(plan.leaves)))))
+    bounds = [*plan.first_layers, len(plan.layers)]
+    return {k: uses for i, uses in found.items() for k in range(bounds[i], bounds[i + 1])}
 
 
 def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:

@@ -141,15 +141,9 @@ def check_in_order(table: PipelineSchedule) -> None:
     Raises:
         ValueError: an action comes too late. The message names the rank and the action.
     """
-    for rank, actions in enumerate(table.ranks):
-        seen: dict[int, int] = {}
-        for action in actions:
-            if action.kind != "forward":
-                continue
-            if action.microbatch < seen.get(action.chunk, 0):
-                raise ValueError(
-                    f"the schedule {table.name} runs {action} on rank {rank} after the forward of a later"
-                    " microbatch, but the model state must go through the microbatches in order. Reorder"
-                    " the forwards, or drop has_state=True."
-                )
-            seen[action.chunk] = action.microbatch
+    if late := table.find_late("forward"):
+        raise ValueError(
+            f"the schedule {table.name} runs {late[1]} on rank {late[0]} after the forward of a later"
+            " microbatch, but the model state must go through the microbatches in order. Reorder"
+            " the forwards, or drop has_state=True."
+        )

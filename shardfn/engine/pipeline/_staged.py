@@ -162,7 +162,7 @@ class Staged:
         self._line.close()
 
     def values(self, seen: list[Value]) -> list[Value]:
-        """Returns the sums that the last stage has, as a single value, sent to the other stages."""
+        """Returns the values that the last stage has seen, sent to the other stages."""
         plan, stages = self._plan, self._plan.learnt.stages
         if plan.captured:
             ends = stages.take_ends(self._ends())
@@ -176,14 +176,10 @@ class Staged:
                 " always return the same."
             )
         dtype, weight_dtype, names, device = *ends, plan.mesh.device
-        width = 2 + 2 * len(names)
-        row = torch.zeros(width, dtype=torch.float64, device=device)
+        rows = torch.zeros(len(self._batches), 2 + 2 * len(names), dtype=torch.float64, device=device)
         if seen:
-            row = _row_of(seen, names)
-        row = psum(row, self.late_axes)
-        aux = {name: WeightedMean(row[2 + 2 * k], row[3 + 2 * k]) for k, name in enumerate(names)}
-        weight = None if weight_dtype is None else row[1].to(weight_dtype)
-        return [Value(row[0].to(dtype), weight, aux)]
+            rows = torch.stack([_row_of(value, names) for value in seen])
+        return [_value_of(row, dtype, weight_dtype, names) for row in psum(rows, self.late_axes).unbind()]
 
     def kept(self, model_state: PyTree) -> PyTree:
         """Returns the model state.
@@ -369,9 +365,14 @@ def _kinds_of(seen: list[Value]) -> Any:
     return last.total.dtype, None if last.weight is None else last.weight.dtype, sorted(last.aux)
 
 
-def _row_of(seen: list[Value], names: list[str]) -> Tensor:
-    zero = torch.zeros_like(seen[0].total)
-    total = torch.stack([v.total for v in seen]).sum()
-    weight = torch.stack([zero if v.weight is None else v.weight for v in seen]).sum()
-    pairs = [sum(v.aux[name][i] for v in seen) for name in names for i in (0, 1)]
+def _row_of(value: Value, names: list[str]) -> Tensor:
+    total = value.total
+    weight = torch.zeros_like(total) if value.weight is None else value.weight
+    pairs = [x for name in names for x in value.aux[name]]
     return torch.stack([torch.as_tensor(x).to(total.device, torch.float64) for x in (total, weight, *pairs)])
+
+
+def _value_of(row: Tensor, dtype: torch.dtype, weight_dtype: torch.dtype | None, names: list[str]) -> Value:
+    total, weight, *pairs = row.unbind()
+    aux = {name: WeightedMean(*pairs[2 * k : 2 * k + 2]) for k, name in enumerate(names)}
+    return Value(total.to(dtype), None if weight_dtype is None else weight.to(weight_dtype), aux)

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shardfn.capture import capturing
 from shardfn.core import Mesh
 
 # First and last chunk, and their sum.
@@ -80,7 +79,7 @@ def push(stack: list[Node], node: Node) -> None:
     stack.append(node)
     while _are_siblings(stack):
         (start, middle, left), (_, stop, right) = stack[-2:]
-        own = middle - start > 1 and not capturing()  # a graph's memory is planned when it is compiled
+        own = middle - start > 1 and type(left) is Tensor  # a graph's memory is planned when it is compiled
         stack[-2:] = [(start, stop, left.add_(right) if own else left + right)]
 
 

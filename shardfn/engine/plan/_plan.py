@@ -48,6 +48,7 @@ class Plan:
         batch_axes: the axes that cut the batch.
         batch: prefix tree of the batch's specs.
         stage_axes: the axis along which ranks run the stages of a pipeline, or ().
+        gather_bytes: bytes of layers that are gathered together.
         captured: whether it is for capturing a step in a graph, which then holds its orders.
         whole: whether stacked leaves travel whole.
         learnt: the facts that its steps have learnt.
@@ -60,6 +61,7 @@ class Plan:
     batch_axes: tuple[str, ...]
     batch: PyTree
     stage_axes: tuple[str, ...] = ()
+    gather_bytes: int = 0
     captured: bool = False
     whole: bool = False
     learnt: Learnt = dataclasses.field(default_factory=Learnt)
@@ -75,8 +77,7 @@ class Plan:
     @functools.cached_property
     def gather_units(self) -> list[Unit]:
         """Returns the groups of layers that are gathered together."""
-        # A graph holds a gather for each leaf and use; units are decided when it is scheduled.
-        return gather_units(self.layers, 0 if self.captured else self.zero.travel.bucket_bytes)
+        return gather_units(self.layers, self.gather_bytes)
 
     @functools.cached_property
     def reduce_units(self) -> list[Unit]:
@@ -149,8 +150,11 @@ class Plan:
         return track_axis_types(self.following, at_once=at_once)
 
     def for_capture(self) -> "Plan":
-        """The same layout, with nothing learnt, for capturing a step."""
-        return self._replace_fields(captured=True)
+        """The same layout, with nothing learnt, for capturing a step, which has no values to compare."""
+        # A graph holds a gather for each leaf and use; units are decided when it is scheduled.
+        plan = self._replace_fields(gather_bytes=0, captured=True)
+        plan.learnt.take_compared(True)
+        return plan
 
     def with_whole_stacks(self) -> "Plan":
         """The same layout, with stacked leaves that travel whole."""
@@ -167,7 +171,8 @@ class Plan:
 
     def _replace_fields(self, **changes: Any) -> "Plan":
         """Returns a plan with nothing learnt but the optimizers' decisions, which depend on the layout alone."""
-        same = {name: getattr(self, name) for name in ("treedef", "zero", "mesh", "batch_axes", "batch", "stage_axes")}
+        kept = "treedef", "zero", "mesh", "batch_axes", "batch", "stage_axes", "gather_bytes"
+        same = {name: getattr(self, name) for name in kept}
         own: dict[str, Any] = {"leaves": self.leaves, **same, **changes}
         return Plan(**own, learnt=Learnt(rules=self.learnt.rules))
 

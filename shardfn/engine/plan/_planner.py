@@ -23,8 +23,7 @@ from shardfn.core import (
     Zero,
     broadcast_prefix,
     chunk_bounds,
-    is_device,
-    is_disk,
+    find_directory_problem,
     is_frozen,
     raise_all,
     tree_flatten,
@@ -91,6 +90,12 @@ class Planner:
         self._plans: dict[Any, Plan] = {}
         # The last result of `kept`: nearly always the next one, too.
         self._last: Plan | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        """Returns the number of chunks of the batch that each rank runs in a step: 1 without canonical sums."""
+        zero = self.zero
+        return Chunks.of(zero.reduction_chunks, self.mesh, self.batch_axes).most if zero.is_canonical else 1
 
     def plan(self, treedef: Any, like: list[Any]) -> Plan:
         """Returns the plan for leaves of these shapes and dtypes.
@@ -190,7 +195,8 @@ class Planner:
             train = broadcast_prefix(self.trainable, tree, lambda x: isinstance(x, bool), names=("trainable", "params"))
         computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
         # "device" is a Sharding's default, so it leaves the choice to the rule.
-        homes = [s.memory_kind if isinstance(s, Sharding) and not is_device(s.memory_kind) else None for s in specs]
+        kinds = [s.memory_kind if isinstance(s, Sharding) else Sharding.memory_kind for s in specs]
+        homes = [None if kind == Sharding.memory_kind else kind for kind in kinds]
         quantization: list[Quantization | None] = [s.quantization if isinstance(s, Sharding) else None for s in specs]
         stacked = [isinstance(s, Sharding) and s.stacked for s in specs]
         rows = list(zip(paths, shapes, dtypes, computes, train, homes, strict=True))
@@ -241,7 +247,8 @@ class Planner:
         leaves = with_ratio(leaves, self.zero.optimizer_fraction)
         _check_disk(leaves, self.zero)
         check_travel(leaves, self.zero, self.mesh)
-        return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes, self.batch, self._stage_axes)
+        bucket = self.zero.travel.bucket_bytes
+        return Plan(leaves, treedef, self.zero, self.mesh, self.batch_axes, self.batch, self._stage_axes, bucket)
 
     def _not_stacked(self, path: str, shape: torch.Size, compute: P) -> Iterator[str]:
         """Yields the reasons why a leaf cannot be stacked, empty if it can."""
@@ -291,7 +298,7 @@ class Planner:
                 f"{named} has spec {compute!r}, whose {num} ranks do not cut its last dim of {shape[-1]} between groups"
                 f" of {GROUP} that share a scale; cut another dim, or remove quantization={quantization!r}"
             )
-        if is_disk(home or self.zero.params) or is_disk(self.zero.params):
+        if "disk" in (home, self.zero.params):
             yield f"{named} would be on disk; quantization={quantization!r} is kept on the device or on the host"
 
 
@@ -315,6 +322,6 @@ def _is_made_by(plan: Plan, leaves: list[Any]) -> bool:
 
 
 def _check_disk(leaves: list[LeafLayout], zero: Zero) -> None:
-    used = any(is_disk(kind) for leaf in leaves for kind in leaf.places.memories)
-    if zero.disk is not None and not used:
+    kinds = {kind for leaf in leaves for kind in leaf.places.memories}
+    if find_directory_problem(kinds, zero.disk) == "idle":
         raise ValueError(f"Zero(disk={zero.disk!r}) has no effect: nothing is kept on disk.")

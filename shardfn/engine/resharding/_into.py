@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardfn._torch import FakeTensor
 from shardfn.collectives import GlobalTensor
-from shardfn.core import Absent, PyTree, StoredValue, did_you_mean, is_disk, raise_all, tree_leaves, tree_paths
+from shardfn.core import PyTree, StoredValue, did_you_mean, raise_all, tree_leaves, tree_paths
 
 _UNTIE = "reshard it without into=, or give each leaf of into memory of its own"
 
@@ -69,8 +69,8 @@ def write_problems(write: Write) -> Iterator[str]:
             f"{path} has dtype {y.dtype}, and {write.path} {x.dtype}; only floating-point elements are cast, so pass"
             " a leaf of the same dtype"
         )
-    if is_disk(y.memory_kind) or (not isinstance(y.held, Tensor | Absent)):
-        form = "on disk" if is_disk(y.memory_kind) else f"in codes of {y.quantization}"
+    if y.placement.is_stored:
+        form = "on disk" if y.quantization is None else f"in codes of {y.quantization}"
         yield f"{path} is {form}, where values are replaced and never overwritten; leave it out of into=, and pass to="
     elif isinstance(y.held, Tensor):
         yield from _block_problems(path, y, y.held)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Box, Channels, GlobalTensor, LeafCrossing, Overlap, cross, overlaps
-from shardfn.core import Mesh, P, StoredValue, block_slices, read_rows
+from shardfn.core import Mesh, P, StoredValue, block_slices, kind_when_loaded, read_rows
 from shardfn.engine.agreement import Comms
-from shardfn.state import empty_block, kind_when_loaded, start_move
+from shardfn.state import empty_block, start_move
 
 from ._reshard_request import Transit
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor, Route, bind_mesh, carry, carry_all
-from shardfn.core import MemoryKind, Mesh, Pending, StoredValue, is_device
+from shardfn.core import MemoryKind, Mesh, Pending, StoredValue
 from shardfn.memory import put
 from shardfn.state import copy_value, start_move
 
@@ -63,4 +63,4 @@ def _move_blocks(mesh: Mesh, transits: Sequence[Transit]) -> list[GlobalTensor]:
 
 
 def _put_block(block: Tensor, kind: MemoryKind, *, device: torch.device) -> Tensor:
-    return put(block, kind, device if is_device(kind) else None)
+    return put(block, kind, device)

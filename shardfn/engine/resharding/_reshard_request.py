@@ -17,6 +17,7 @@ from shardfn.core import (
     Sharding,
     StoredValue,
     broadcast_prefix,
+    find_directory_problem,
     is_disk,
     raise_all,
     tree_leaves,
@@ -204,7 +205,8 @@ def _find_problems(t: Transit, *, pure: bool) -> Iterator[str]:
         yield "the mesh is closed; make another one"
     if t.x.stacked and not pure:
         yield "it holds the blocks of several members; take one by member(tree, i), or call this under torch.func.vmap"
-    if is_disk(t.asked.memory_kind) and t.pool is None and t.into is None and not t.stays:
+    missing = find_directory_problem([t.asked.memory_kind], t.pool) == "missing"
+    if missing and t.into is None and not t.stays:
         yield "on which disk? Pass pool=sf.memory.Pool('/path/to/a/fast/disk'), with a directory for each rank"
     if pure and any(map(is_disk, (t.src.memory_kind, t.asked.memory_kind))):
         yield "a block on disk is no tensor, so neither jit nor a gradient gets there; call this outside, detached"

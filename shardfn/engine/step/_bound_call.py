@@ -18,7 +18,6 @@ from shardfn.core import (
     Mesh,
     P,
     PyTree,
-    is_device,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -79,6 +78,7 @@ class BoundCall:
     ) -> None:
         self._what, self._ready, self._mesh, self._pool = what, ready, mesh, disk_of(given.plan)
         self._arguments, self._results, self._check_every = given.arguments, results, check_every
+        self._moves = [a.moves for a in given.arguments]
         leaves, treedef = tree_flatten(given.params)
         self._treedefs = treedef, given.treedef
         self._wanted = [_describe_leaf(x, mesh) for x in leaves], [leaf_signature(a.given) for a in given.arguments]
@@ -156,9 +156,8 @@ class BoundCall:
         donated: list[GlobalTensor] = []
         memory: dict[int, bool] = {}
         shared = False
-        for x, a, want in zip(given, self._arguments, self._wanted[1], strict=True):
+        for x, a, away, want in zip(given, self._arguments, self._moves, self._wanted[1], strict=True):
             cut = type(x) is GlobalTensor and a.spec is not None
-            away = cut and not is_device(x.memory_kind) and not a.on_host
             held = x.held if cut else x.local if type(x) is GlobalTensor else x
             if cut and not away and isinstance(held, Tensor):
                 same = (held.shape, held.stride(), held.dtype, held.device) == want[4]

@@ -91,7 +91,9 @@ def build_step(
     for name, x in losses.items():
         planner = planned(name, trainable if x.trainable is None else x.trainable, rows[name])
         bound = bind(unwrapped[name], planner)
-        sources[name] = StepLoss.of(bound, step_parts(bound, update, on, finish=finish, **flags), planner)
+        sources[name] = StepLoss.of(
+            bound, step_parts(bound, update, on, planner.num_chunks, finish=finish, **flags), planner
+        )
     first = next(iter(sources))
     check_alike_losses(sources)
     planner = sources[first].planner if first == "" else planned(first, masks, batch)

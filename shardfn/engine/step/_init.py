@@ -22,7 +22,6 @@ from shardfn.core import (
     block_slices,
     deferred,
     draw_block,
-    is_device,
     named_leaves,
     raise_all,
     tree_entries,
@@ -51,7 +50,7 @@ from shardfn.engine.plan import (
 from shardfn.engine.transfers import StepParts, begin, pool_of, together
 from shardfn.leaves import LeafLayout
 from shardfn.optim import GradientTransformation
-from shardfn.state import TrainState, encode, state_owners, store
+from shardfn.state import TrainState, copy_value, encode, state_owners, store
 
 from ._resume import blocks_for, check_movable, merged, resumed
 
@@ -214,9 +213,9 @@ class _OneByOne:
                 self._found.setdefault(entry, found[entry])
             elif self._train[owner] == leaf:
                 # A state may start as the parameters themselves. It gets memory of its own.
-                x = found[entry]
-                own = x.clone() if is_device(at.memory_kind) and x.untyped_storage()._cdata == storage else x
-                self._found[entry] = store(own, at, self._pool)
+                x = store(found[entry], at, self._pool)
+                shared = isinstance(x, Tensor) and x.untyped_storage()._cdata == storage
+                self._found[entry] = copy_value(x, at.memory_kind) if shared else x
 
     def state(self) -> PyTree:
         """Returns the whole state.

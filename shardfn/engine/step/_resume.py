@@ -10,8 +10,6 @@ from shardfn.collectives import AnyChannels, AnyControl, GlobalTensor
 from shardfn.core import (
     PyTree,
     StoredValue,
-    is_disk,
-    is_host,
     load,
     named_leaves,
     raise_all,
@@ -27,7 +25,7 @@ from shardfn.engine.resharding import reshard
 from shardfn.engine.transfers import cut_parts, pool_of, refresh, reopen
 from shardfn.memory import on_host
 from shardfn.optim import MasterState
-from shardfn.state import TrainState, cuts_of, store, widest
+from shardfn.state import TrainState, codes_of, cuts_of, lies_on_disk, start_move, widest, with_codes
 
 
 def resumed(plan: Plan, channels: AnyChannels, control: AnyControl, like: TrainState) -> TrainState:
@@ -87,7 +85,8 @@ def _fill_part(
 
 
 def _read_leaf(plan: Plan, path: str, like: Any, value: Any, problems: list[str], rows: bool) -> Any:
-    own = like.held if isinstance(like, GlobalTensor) else like
+    held = like.held if isinstance(like, GlobalTensor) else like
+    own = codes_of(held)
     if value is None:
         problems.append(f"{path} is missing")
         return like
@@ -97,15 +96,16 @@ def _read_leaf(plan: Plan, path: str, like: Any, value: Any, problems: list[str]
         return like
     if not isinstance(like, GlobalTensor):
         return value
-    return like.with_block(_place_value(plan, value, like))
+    block = _place_value(plan, value, like)
+    return like.with_block(block if own is held else with_codes(held, block, like.memory_kind))
 
 
 def _place_value(plan: Plan, value: StoredValue, like: GlobalTensor) -> StoredValue:
-    if is_disk(like.memory_kind):
-        return store(value, like.placement, pool_of(plan)) if isinstance(value, Tensor) else value
+    if lies_on_disk(like) and not isinstance(value, Tensor):
+        return value
     with on_host():
         here = load(value)
-    return here if is_host(like.memory_kind) else here.to(plan.mesh.device, copy=True)
+    return start_move(here, "host", like.memory_kind, plan.mesh.device, pool_of(plan)).result()
 
 
 def _cast_masters(plan: Plan, opt_state: Any, values: dict[str, Any]) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ def check_movable(state: TrainState) -> None:
         ValueError: lists the leaves.
     """
     pairs = named_leaves(state, "state")
-    there = [path for path, x in pairs if isinstance(x, GlobalTensor) and is_disk(x.memory_kind)]
+    there = [path for path, x in pairs if lies_on_disk(x)]
     raise_all(
         ValueError,
         "a state on disk is in the directory of its step; save it and restore the checkpoint into step.init(params):",

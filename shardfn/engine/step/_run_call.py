@@ -1,13 +1,17 @@
-"""Runs any call of a step or of a sharded function: this rank admits it, the ranks agree, and then it runs."""
+"""Runs any call of a step or of a sharded function: this rank admits it, the ranks agree, and then it runs.
+
+run_call      a call that is eager or captured: ranks agree each time
+run_purely    a call inside a transform of torch.func, or inside a capture: ranks agree once
+"""
 
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shardfn.collectives import Agreed, AnyControl, Constant, bind_mesh
 from shardfn.core import Mesh, PyTree
-from shardfn.engine.agreement import Comms, comms_of, losing_no_peer
+from shardfn.engine.agreement import Agreement, Comms, comms_of, losing_no_peer, losing_no_peer_purely
 from shardfn.engine.loss import agree_on_step, told_before
 from shardfn.engine.plan import Plan, check_has_rows
 from shardfn.engine.transfers import forget
@@ -30,6 +34,7 @@ class AdmittedBatch(NamedTuple):
 
 
 _NOTHING = contextlib.nullcontext()
+Result = TypeVar("Result")
 
 
 class AdmittedCall(NamedTuple):
@@ -62,7 +67,7 @@ def run_call(mesh: Mesh, admit: Callable[[], AdmittedCall]) -> Any:
 
     Args:
         mesh: mesh of the call.
-        admit: admits the call on this rank. Its errors are sent to the other ranks, which wait in the agreement.
+        admit: admits the call on this rank. Errors are sent to the other ranks, which wait in the agreement.
     """
     comms = comms_of(mesh)
     control = comms.control
@@ -72,6 +77,25 @@ def run_call(mesh: Mesh, admit: Callable[[], AdmittedCall]) -> Any:
     with call.around(agreed), bind_mesh(mesh), losing_no_peer(comms):
         result = call.run(comms, agreed)
     return call.end(comms, result)
+
+
+def run_purely(
+    mesh: Mesh, what: str, agreement: Agreement, admit: Callable[[], tuple[Plan, Callable[[], Result]]]
+) -> Result:
+    """Runs a call that torch transforms or records, which exchanges no messages of its own but in its first calls.
+
+    Args:
+        mesh: mesh of the call.
+        what: the call, in words.
+        agreement: facts that ranks compare before the first call of a plan.
+        admit: admits the call on this rank: the plan, and the function to run. Errors are sent to the other ranks.
+    """
+    what = f"{what} in a transform"
+    with losing_no_peer_purely(mesh, what):
+        plan, run = admit()
+        agreement.agree_once(plan, what)
+        with bind_mesh(mesh):
+            return run()
 
 
 def begun(plan: Plan, batch: PyTree, agreed: Agreed) -> Agreed:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.capture import capturing
-from shardfn.collectives import Agreed, Constant, GlobalTensor, bind_mesh, transforming
+from shardfn.capture import is_traced
+from shardfn.collectives import Agreed, Constant, GlobalTensor, bind_mesh
 from shardfn.core import (
     Mesh,
     P,
@@ -33,7 +33,6 @@ from shardfn.engine.agreement import (
     check_replicas,
     comms_of,
     losing_no_peer,
-    losing_no_peer_purely,
 )
 from shardfn.engine.execution import (
     FunctionArgs,
@@ -74,7 +73,7 @@ from ._init import (
     own_blocks,
 )
 from ._lower import Lowered
-from ._run_call import AdmittedCall, run_call
+from ._run_call import AdmittedCall, run_call, run_purely
 
 _WORDS = Words(
     "the first argument is a tree of GlobalTensors; make it with init, or pass a state's params:",
@@ -241,27 +240,32 @@ class Sharded(Transform):
 
         Inside a transform, or if an argument requires a gradient, as a pure function.
         """
-        if transforming() or capturing() or _is_differentiated((params, args)):
+        if is_traced() or _is_differentiated((params, args)):
             return self.pure(params, *args)
         return self._make_call(self._programs.call, None, params, args)
 
     def pure(self, params: PyTree, /, *args: Any) -> Any:
         """Returns the same value, made of differentiable collectives alone: leaves are gathered at once, and stay."""
-        with losing_no_peer_purely(self.mesh, f"{self._what} in a transform"):
+
+        def admit() -> tuple[Plan, Callable[[], Any]]:
             plan, arguments = self._plan_of(params), self._interface.arguments(args)
             refuse_away(arguments)
-            self._agreement.agree_once(plan, self._what)
+            return plan, lambda: self._run_purely(FunctionArgs(plan, params, arguments, tree_structure(args)))
 
-            entered = entered_argument if self._interface.has_specs else entered_as_rows
-            with bind_mesh(self.mesh), computing_in(self._compute):
-                given = tree_unflatten(tree_structure(args), [entered(a, plan) for a in arguments])
-                if self._interface.has_specs:
-                    mode = plan.following_function
-                    typed = functools.partial(self._interface.typed, mode=mode, arguments=arguments)
-                    out = pure_apply(plan, params, lambda tree: typed(self._f(tree, *given)))
-                else:
-                    out = pure_loss(plan, params, lambda tree: self._f(tree, *given))
-                return self._interface.results(out, self._interface.shapes_within, arguments)
+        return run_purely(self.mesh, self._what, self._agreement, admit)
+
+    def _run_purely(self, args: FunctionArgs) -> Any:
+        plan, params, arguments, treedef = args
+        entered = entered_argument if self._interface.has_specs else entered_as_rows
+        with computing_in(self._compute):
+            given = tree_unflatten(treedef, [entered(a, plan) for a in arguments])
+            if self._interface.has_specs:
+                mode = plan.following_function
+                typed = functools.partial(self._interface.typed, mode=mode, arguments=arguments)
+                out = pure_apply(plan, params, lambda tree: typed(self._f(tree, *given)))
+            else:
+                out = pure_loss(plan, params, lambda tree: self._f(tree, *given))
+            return self._interface.results(out, self._interface.shapes_within, arguments)
 
     def bind(self, params: PyTree, /, *args: Any, check_every: int = 100) -> BoundCall:
         """Returns the function for arguments of this layout alone.

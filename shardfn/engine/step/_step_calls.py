@@ -8,13 +8,14 @@ All calls ask the same questions before they run, in this order:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from shardfn.collectives import Agreed, AnyControl, Constant, GlobalTensor, bind_mesh
+from shardfn.collectives import Agreed, AnyControl, Constant, GlobalTensor
 from shardfn.core import PyTree, fold_in, raise_all, tree_leaves
 from shardfn.engine.agreement import (
     Agreement,
@@ -23,7 +24,6 @@ from shardfn.engine.agreement import (
     compare_first_end,
     compare_first_step,
     losing_no_peer,
-    losing_no_peer_purely,
 )
 from shardfn.engine.execution import ProgramCall, StepPrograms, UpdateArgs, signature
 from shardfn.engine.loss import check_kept, cut_ahead, naming_unequal, shapes_of
@@ -43,7 +43,7 @@ from shardfn.optim import LossScale
 from shardfn.state import TrainState, check_alive, check_passed, scale_of
 
 from ._multi_loss import LossCall, StepLoss, agreed_on_each, batches_of, combined, facts_of
-from ._run_call import AdmittedBatch, AdmittedCall, begun, run_call
+from ._run_call import AdmittedBatch, AdmittedCall, begun, run_call, run_purely
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,11 +285,12 @@ class StepCalls:
                 "a step over several losses runs in no transform of torch.func; add up the losses in one, or take"
                 " torch.func.grad of step.loss of a step for each."
             )
-        plan, what = self.admission.pure(state), f"{what} in a transform"
-        given = prepare(self.admission, plan)
-        self.admission.agreement.agree_once(plan, what)
-        with bind_mesh(plan.mesh), losing_no_peer_purely(plan.mesh, what):
-            return run(plan, state, self.admission.parts, given)
+
+        def admit() -> tuple[Plan, Callable[[], Result]]:
+            plan = self.admission.pure(state)
+            return plan, functools.partial(run, plan, state, self.admission.parts, prepare(self.admission, plan))
+
+        return run_purely(self.admission.planner.mesh, what, self.admission.agreement, admit)
 
     @property
     def programs(self) -> StepPrograms:

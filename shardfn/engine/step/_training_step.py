@@ -95,7 +95,7 @@ class ShardedStep(Transform):
         state_specs: PyTree = P(),
         sources: Mapping[str, StepLoss] | None = None,
     ) -> None:
-        check_schedule(parts.schedule, num_microbatches(parts.loss))
+        check_schedule(parts.schedule, planner.num_chunks * num_microbatches(parts.loss))
         sources = {"": StepLoss.of(unwrapped, parts, planner)} if sources is None else sources
         self.mesh = planner.mesh
         self._parts, self._unwrapped, self._planner, self._key = parts, unwrapped, planner, key

@@ -1,6 +1,6 @@
 r"""Sums that do not depend on the number of ranks: `Zero(reduction="canonical")`.
 
-The rows of the global batch are cut in a fixed number of chunks, a power of two. A rank runs its chunks one by one, as
+The rows of the global batch are cut in a fixed number of chunks, a power of two. A rank runs chunks one by one, as
 microbatches, so the sums of a chunk have the same bits on any rank. Chunks are added up by a fixed binary tree:
 
     chunks   0   1   2   3   4   5   6   7          3 ranks have 0-1, 2-4, 5-7
@@ -11,13 +11,14 @@ microbatches, so the sums of a chunk have the same bits on any rank. Chunks are 
                      \          /
                          0-7
 
-A rank adds up the nodes that lie entirely in its range (for the second of the three ranks: 2-3 and 4), and sends each
-rank a part of them. The owner of a part adds the rest. If the number of ranks is a power of two, each sends one node,
-as many bytes as usual. Ranks with fewer chunks than others run their last chunk again and drop its gradients, because
+A rank adds up the nodes that lie in the rank's range entirely (for the second of the three ranks: 2-3 and 4), and sends
+each rank a part of them. The owner of a part adds the rest. If ranks are a power of two, each sends one node,
+as many bytes as usual. Ranks with fewer chunks than others run their last chunk again and drop the gradients, because
 all ranks must take part in collectives of the loss.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.engine.loss import Loss, Value, cut_rows, describe_batch, is_spec, microbatches
+from shardfn.engine.loss import LeafUses, Loss, Value, cut_rows, describe_batch, is_spec, microbatches
 from shardfn.engine.plan import (
     Chunks,
     Node,
@@ -46,101 +47,143 @@ from shardfn.engine.plan import (
 )
 from shardfn.optim import exact_limbs, join_limbs, max_abs
 
+# A gradient, by leaf and by the place of its function among the leaf's uses.
+Use = tuple[int, int]
+
 
 class ChunkSums:
-    """Gradients of this rank's chunks, added up along the tree, leaf by leaf.
+    """Gradients of this rank's chunks, added up along the tree, for each use of a leaf.
 
-    Backwards run in the order of chunks, `chunks.parts` of each: `begin`, then `add` at most once per leaf. The parts
-    of a chunk are added up in order. A leaf without a gradient counts as zeros. After the last chunk, `take` returns
-    the nodes of a leaf, and drops them.
+    Of each use, backwards run in the order of microbatches, `chunks.parts` of each chunk: `begin`, then `add` at most
+    once. The parts of a chunk are added up in order. A chunk without a gradient counts as zeros. After the last chunk,
+    `take` returns and drops the nodes of a use.
 
     Args:
+        plan: layout.
         chunks: chunks of this rank.
-        zeros: makes the zeros of a leaf.
+        uses: uses of leaves that several functions use.
     """
 
-    def __init__(self, chunks: Chunks, zeros: Callable[[int], Tensor]) -> None:
-        self.chunks, self._zeros = chunks, zeros
-        # By leaf, the nodes of all chunks up to the last that gave it a gradient: (start, stop, sum), in order, each as
+    def __init__(self, plan: Plan, chunks: Chunks, uses: Mapping[int, LeafUses]) -> None:
+        self.chunks, self._plan, self._uses = chunks, plan, uses
+        # By use, the nodes of all chunks up to the last with a gradient: (start, stop, sum), in order, each as
         # large as the tree allows; and the chunk whose parts are being added up, with the sum so far.
-        self._nodes: dict[int, list[Node]] = {}
-        self._open: dict[int, tuple[int, Tensor]] = {}
-        self._begun = 0
+        self._nodes: dict[Use, list[Node]] = {}
+        self._open: dict[Use, tuple[int, Tensor]] = {}
+        self._chunk = 0
 
-    def begin(self) -> None:
-        """Begins the backward of the next part of a chunk."""
-        self._begun += 1
+    def begin(self, microbatch: int) -> None:
+        """Begins the backward of a microbatch, counted from the first part of this rank's first chunk."""
+        self._chunk = self.chunks.bounds[0] + microbatch // self.chunks.parts
 
-    def add(self, leaf: int, grad: Tensor) -> None:
-        """Adds a leaf's gradient of the current part; dropped if the chunk was run before."""
-        start, stop = self.chunks.bounds
-        chunk = start + (self._begun - 1) // self.chunks.parts
-        if chunk >= stop:
+    def add(self, use: Use, grad: Tensor) -> None:
+        """Adds a gradient of the current microbatch; dropped if the chunk was run before."""
+        if self._chunk >= self.chunks.bounds[1]:
             return
-        before = self._open.get(leaf)
-        if before is not None and before[0] == chunk:
+        assert self._uses_of(use[0]).here[use[1]], "a leaf was used outside of the functions of a pipeline"
+        before = self._open.get(use)
+        if before is not None and before[0] == self._chunk:
             grad = before[1] + grad
         else:
-            self._close(leaf)
-        self._open[leaf] = chunk, grad
+            self._close(use)
+        self._open[use] = self._chunk, grad
         if self.chunks.parts == 1:
-            self._close(leaf)
+            self._close(use)
 
-    def take(self, leaf: int) -> list[Tensor]:
-        """Returns the nodes of a leaf, in order."""
-        self._close(leaf)
-        stack = self._nodes.pop(leaf, [])
-        self._fill_tree(leaf, stack, self.chunks.bounds[1])
+    def take(self, use: Use) -> list[Tensor]:
+        """Returns the nodes of a use, in order."""
+        self._close(use)
+        stack = self._nodes.pop(use, [])
+        self._fill_tree(use[0], stack, self.chunks.bounds[1])
         return [x for _, _, x in stack]
 
-    def _close(self, leaf: int) -> None:
+    def _close(self, use: Use) -> None:
         """Moves the sum of a chunk into the tree."""
-        if (done := self._open.pop(leaf, None)) is not None:
+        if (done := self._open.pop(use, None)) is not None:
             chunk, grad = done
-            stack = self._nodes.setdefault(leaf, [])
-            self._fill_tree(leaf, stack, chunk)
+            stack = self._nodes.setdefault(use, [])
+            self._fill_tree(use[0], stack, chunk)
             push(stack, (chunk, chunk + 1, grad))
 
-    def send(self, leaves: Sequence[int], send: Callable[[list[Tensor]], Pending[Tensor]]) -> Pending[Tensor]:
+    def num_uses(self, leaves: Sequence[int]) -> int:
+        """Returns the largest number of uses of leaves that travel together."""
+        return max(len(self._uses_of(i).here) for i in leaves)
+
+    def send(
+        self, leaves: Sequence[int], send: Callable[[list[Tensor]], Pending[Tensor]], *, separate: bool
+    ) -> Pending[Tensor]:
         """Sends the nodes of leaves that travel together, one message each; zeros where other ranks have more nodes.
 
         Args:
             leaves: the leaves, by number.
-            send: sends a message with a single tensor per leaf, and returns the messages of all ranks for this one.
+            send: sends a message with one tensor per leaf, and returns the messages of all ranks for the message.
+            separate: whether other ranks have other uses, so that the result has a row for each use.
         """
-        own, chunks = [self.take(i) for i in leaves], self.chunks
+        runs = [any(place in self._list_places(i) for i in leaves) for place in range(self.num_uses(leaves))]
+        runs[0] |= not any(runs)  # all ranks take part in a sum, also without a use
+        by_use = [self._send_nodes(leaves, place, send) if here else [] for place, here in enumerate(runs)]
+        return JoinedNodes(by_use, self.chunks, separate=separate)
+
+    def _send_nodes(
+        self, leaves: Sequence[int], place: int, send: Callable[[list[Tensor]], Pending[Tensor]]
+    ) -> list[Pending[Tensor]]:
+        own, chunks = [self.take((i, place)) for i in leaves], self.chunks
         most = max(len(chunks.nodes(r)) for r in range(chunks.ranks))
         rows = [
             [nodes[j] if j < len(nodes) else self._zeros(i) for i, nodes in zip(leaves, own, strict=True)]
             for j in range(most)
         ]
-        return JoinedNodes([send(row) for row in rows], chunks)
+        return [send(row) for row in rows]
+
+    def _uses_of(self, leaf: int) -> LeafUses:
+        return self._uses.get(leaf, _ONE_USE)
+
+    def _list_places(self, leaf: int) -> list[int]:
+        """Returns the places of the functions that this rank runs among the uses of a leaf."""
+        return [place for place, here in enumerate(self._uses_of(leaf).here) if here]
+
+    def _zeros(self, leaf: int) -> Tensor:
+        layout = self._plan.layers[leaf]
+        return torch.full(layout.block, NO_SUMMAND, dtype=layout.dtypes.accum, device=self._plan.mesh.device)
 
     def _fill_tree(self, leaf: int, stack: list[Node], until: int) -> None:
         for k in range(stack[-1][1] if stack else self.chunks.bounds[0], until):
             push(stack, (k, k + 1, self._zeros(leaf)))
 
 
+_ONE_USE = LeafUses()
+
+
 class JoinedNodes(Pending[Tensor]):
-    """This rank's part of the sum over all chunks, joined from the nodes of all ranks as they arrive.
+    """This rank's part of the sum over all chunks, joined from the arriving nodes of all ranks.
 
     Args:
-        arriving: by number of a node among its rank's, the parts that all ranks have for this one, in rank order.
-        chunks: whose they are.
+        arriving: by use, and by number of a node among its rank's, the parts that all ranks have for the node, in rank
+            order. Empty for a use of another rank.
+        chunks: chunks of this rank.
+        separate: whether the result has a row for each use, else the sum.
     """
 
-    def __init__(self, arriving: Sequence[Pending[Tensor]], chunks: Chunks) -> None:
+    def __init__(self, arriving: Sequence[Sequence[Pending[Tensor]]], chunks: Chunks, *, separate: bool) -> None:
         super().__init__()
-        self._arriving, self._chunks = list(arriving), chunks
+        self._arriving, self._chunks, self._separate = list(arriving), chunks, separate
 
     def done(self) -> bool:
         """Returns whether all have arrived."""
-        return all(x.done() for x in self._arriving)
+        return all(x.done() for of_use in self._arriving for x in of_use)
 
     def result(self) -> Tensor:
         """Returns the sum."""
-        rows = [x.result().view(self._chunks.ranks, -1) for x in self._arriving]
+        sums = [self._join(of_use) if of_use else None for of_use in self._arriving]
         self._arriving = []
+        like = next(x for x in sums if x is not None)
+        rows = [torch.full_like(like, NO_SUMMAND) if x is None else x for x in sums]
+        if len(rows) == 1:
+            return rows[0]
+        return torch.cat(rows) if self._separate else add_in_order(rows)
+
+    def _join(self, of_use: Sequence[Pending[Tensor]]) -> Tensor:
+        rows = [x.result().view(self._chunks.ranks, -1) for x in of_use]
         nodes = [
             (start, stop, rows[j][rank])
             for rank in range(self._chunks.ranks)
@@ -151,15 +194,27 @@ class JoinedNodes(Pending[Tensor]):
 
     def wait(self) -> None:
         """Waits for all."""
-        for x in self._arriving:
-            x.wait()
+        for of_use in self._arriving:
+            for x in of_use:
+                x.wait()
+
+
+# The zero that changes no summand, not even the sign of another zero.
+NO_SUMMAND = -0.0
+
+
+def add_in_order(rows: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of rows, from the first to the last."""
+    return functools.reduce(torch.add, rows)
 
 
 class ChunkStates:
-    """Model states that the chunks of this rank return, each from the state of the step, and their sum over ranks.
+    """Model states that the chunks of this rank return, each from the state of the step, and the sum over ranks.
 
         float leaves      the mean over all chunks, summed by the tree: for example running statistics
         other leaves      old + the sum of the changes, which are integers: for example counts
+
+    Stages of a pipeline run several chunks at the same time. So each chunk has a separate state.
 
     Args:
         start: model state of the step, this rank's blocks.
@@ -168,22 +223,20 @@ class ChunkStates:
 
     def __init__(self, start: PyTree, chunks: Chunks) -> None:
         self._start, self._chunks = start, chunks
-        self._states: list[list[Tensor]] = []
+        self._now: dict[int, PyTree] = {}
 
-    def start_part(self, part: int, now: PyTree) -> PyTree:
+    def start_part(self, part: int) -> PyTree:
         """Returns the state that part number `part` takes: the first part of a chunk takes the state of the step."""
-        return now if part % self._chunks.parts else self._start
+        return self._now.get(part // self._chunks.parts, self._start)
 
     def end_part(self, part: int, now: PyTree) -> None:
-        """Takes the state that a part returns. The states of a chunk that was run before are dropped."""
-        chunk, last = divmod(part + 1, self._chunks.parts)
-        if not last and chunk <= self._chunks.num:
-            self._states.append(tree_leaves(now))
+        """Takes the state that a part returns."""
+        self._now[part // self._chunks.parts] = now
 
     def join_ranks(self, axes: tuple[str, ...]) -> PyTree:
-        """Returns the model state after the step. Collective."""
+        """Returns the model state after the step. Collective. The states of a chunk that was run before are dropped."""
         leaves, treedef = tree_flatten(self._start)
-        columns = zip(*self._states, strict=True)
+        columns = zip(*(tree_leaves(self._now[k]) for k in range(self._chunks.num)), strict=True)
         pairs = zip(leaves, columns, strict=True)
         return tree_unflatten(treedef, [self._join_leaf(old, new, axes) for old, new in pairs])
 
@@ -228,7 +281,7 @@ def describe_rows(plan: Plan, batch: PyTree) -> tuple[str, tuple[int, ...]]:
     Canonical sums use that of a chunk.
 
     Raises:
-        TypeError, ValueError: the batch does not fit its specs, or is not to be cut in this rank's chunks.
+        TypeError, ValueError: the batch does not fit the specs, or is not to be cut in this rank's chunks.
     """
     text, sizes = describe_batch(batch, plan.batch, plan.mesh)
     chunks = plan.chunks
@@ -253,9 +306,9 @@ def chunks_of(plan: Plan, chunks: Chunks, loss: Loss, batch: PyTree, *, even: bo
     The last chunk is repeated where other ranks have more.
 
     Args:
-        plan: the layout. Leaves of the batch that it does not cut are the same for all chunks, as for all ranks.
+        plan: the layout. Leaves of the batch without a cut are the same for all chunks, as for all ranks.
         chunks: the chunks that this rank runs.
-        loss: loss of a chunk, perhaps accumulated over parts of it.
+        loss: loss of a chunk, perhaps accumulated over parts of the chunk.
         batch: this rank's rows.
         even: whether ranks have equal numbers of rows a chunk.
 
@@ -272,13 +325,13 @@ def chunks_of(plan: Plan, chunks: Chunks, loss: Loss, batch: PyTree, *, even: bo
 
 
 def _is_cut(plan: Plan, batch: PyTree) -> list[bool]:
-    """Returns whether chunks have different rows of it for each leaf of a batch."""
+    """Returns whether chunks have different rows, for each leaf of a batch."""
     specs = broadcast_prefix(plan.batch, batch, is_spec, names=("batch spec", "batch"))
     return [bool(spec.dim_axes(0)) for spec in specs]
 
 
 def _count_rows(plan: Plan, batch: PyTree) -> list[tuple[str, int]]:
-    """Returns the paths of the leaves that are cut, with their numbers of rows."""
+    """Returns the paths of the leaves that are cut, with the numbers of rows."""
     named = zip(tree_paths(batch, "batch"), tree_leaves(batch), _is_cut(plan, batch), strict=True)
     return [(path, len(x)) for path, x, is_cut in named if is_cut]
 
@@ -306,13 +359,21 @@ def sum_values(values: Sequence[Value], chunks: Chunks, axes: tuple[str, ...]) -
     return total
 
 
-def sum_all_squares(parts: Sequence[StoredValue], axes: tuple[str, ...]) -> Tensor:
+def sum_all_squares(parts: Mapping[tuple[str, ...], Sequence[StoredValue]]) -> Tensor:
     """Returns the sum of squares of all ranks' parts, in float64: summed as integers, so in any order. Collective.
 
-    A part that is kept elsewhere is loaded twice, first for the largest value, so that one part at a time is here.
+    A part that is kept elsewhere is loaded twice, first for the largest value, so that a single part at a time is here.
+
+    Args:
+        parts: parts of this rank, by the axes along which the parts of ranks are disjoint.
     """
     device = current_mesh().device
-    top = torch.stack([max_abs(load(x)).to(device) for x in parts]).max()
-    top = pmax(top, axes)
-    limbs = [exact_limbs(x := load(part), top.to(x.device)).to(device) for part in parts]
-    return join_limbs(psum(torch.stack(limbs).sum(0), axes), top)
+    tops = [pmax(torch.stack([max_abs(load(x)).to(device) for x in own]).max(), axes) for axes, own in parts.items()]
+    if not tops:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    top = torch.stack(tops).max()
+    limbs = [
+        psum(torch.stack([exact_limbs(x := load(part), top.to(x.device)).to(device) for part in own]).sum(0), axes)
+        for axes, own in parts.items()
+    ]
+    return join_limbs(torch.stack(limbs).sum(0), top)

@@ -13,19 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.capture import capturing, traced_once
 from shardfn.collectives import (
     AnyChannels,
     AnyRounds,
     GatherWire,
     gather_wires,
 )
-from shardfn.core import Pending, RankError, StoredValue, is_disk
+from shardfn.core import Pending, RankError, StoredValue
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Turn, UseOrder
 from shardfn.leaves import LeafLayout, Unit
 from shardfn.memory import Fetch
-from shardfn.state import prefetch
+from shardfn.state import is_read, prefetch
 
 # A piece of a leaf that this rank keeps: on the device, or on its way there.
 Piece = Tensor | Fetch
@@ -53,23 +52,13 @@ class GatheredUnit:
         self._tensors: list[Tensor] = []
         # Those in codes are decoded when they are first used.
         self._leaves, self._coded = leaves, {k for k, leaf in enumerate(leaves) if leaf.places.quantization is not None}
-        # In a capture a transfer is waited for where it is issued. The passes set the two apart.
-        self.arrived = capturing()
+        self.arrived = False
         # Neither sent nor packed: only the move from its memory is waited for.
-        if wire.size == 1 and len(pieces) == 1 and isinstance(pieces[0], Fetch) and not self.arrived:
+        if wire.size == 1 and len(pieces) == 1 and isinstance(pieces[0], Fetch):
             self._pending = pieces[0]
             self.move_if_ready()
             return
-        own = arrived(pieces)
-        if self.arrived:  # a capture sends nothing, and each layer of a stack has the same steps
-            looks = *(leaf.looks for leaf in leaves), wire.axes
-
-            def gather(*own: Tensor) -> list[Tensor]:
-                return wire.packing.unpack(wire.start(own).result())
-
-            self._tensors = list(traced_once(("gather", looks), gather, own))
-        else:
-            self._pending = wire.start(own)
+        self._pending = wire.start(arrived(pieces))
 
     def move_if_ready(self) -> None:
         """Starts the copy to the device of pieces that have been read from disk."""
@@ -89,7 +78,7 @@ class GatheredUnit:
         if not self._tensors:
             self.arrive()
             assert self._out is not None
-            self._tensors = self._wire.packing.unpack(self._out)
+            self._tensors = self._wire.unpack(self._out)
             # Its views hold the memory: that goes with the last of the leaves.
             self._out = None
         if slot in self._coded:
@@ -142,7 +131,7 @@ class Gatherer:
         keep: bool = True,
     ) -> None:
         self._leaves, self._units, self._blocks, self._device = leaves, units, blocks, device
-        self._on_disk = {u for u, unit in enumerate(units) if any(is_disk(leaves[i].home) for i in unit.leaves)}
+        self._on_disk = {u for u, unit in enumerate(units) if any(is_read(blocks[i]) for i in unit.leaves)}
         # Begun ahead, on this rank alone; taken when the unit is issued or sets out.
         self._reads: dict[int, list[Piece]] = {}
         self._keep = keep
@@ -346,12 +335,7 @@ class Gatherer:
         return piece
 
     def _bring_unit(self, unit: int) -> Pending[Tensor]:
-        wire, own = self._wires[unit], arrived(self._own_pieces(unit))
-        if not capturing():
-            return wire.bring(own)
-        looks = *(self._leaves[i].looks for i in self._units[unit].leaves), wire.axes
-        (piece,) = traced_once(("bring", looks), lambda *own: [wire.bring(own).result()], own)
-        return Pending.of(piece)
+        return self._wires[unit].bring(arrived(self._own_pieces(unit)))
 
     def _own_pieces(self, unit: int) -> list[Piece]:
         return self._reads.pop(unit, None) or self._fetch_pieces(unit)

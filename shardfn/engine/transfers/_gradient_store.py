@@ -1,7 +1,7 @@
-"""Sums of gradients on this rank: of backwards that are not sent, and its shares of the sums over ranks.
+"""Sums of gradients on this rank: of backwards that are not sent, and shares of the sums over ranks.
 
 LocalSums        gradients that are added up before any of them is sent, by leaf
-GradientStore    shares from their arrival to the update, each in the memory where it waits
+GradientStore    shares from arrival to the update, each in the memory of the wait
 """
 
 import functools
@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.capture import capturing, traced_once
-from shardfn.collectives import Packing, SumWire, dealt, is_sole_owner, may_be_added_to, psum
-from shardfn.core import IN_FLIGHT_BYTES, MemoryKind, Pending, StoredValue, is_device, is_host, load
+from shardfn.capture import traced_once
+from shardfn.collectives import SumWire, dealt, is_sole_owner, may_be_added_to, psum
+from shardfn.core import IN_FLIGHT_BYTES, MemoryKind, Pending, Placement, StoredValue, load
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Plan
 from shardfn.leaves import LeafLayout
 from shardfn.memory import on_host, to_host
-from shardfn.optim import dtype_of_squares, is_small, large_square, sum_squares
-from shardfn.state import OverlappedUpdate, fetch, slices_of, stack_values, store
+from shardfn.optim import large_square, leaf_squares, sum_squares
+from shardfn.state import OverlappedUpdate, fetch, slices_of, stack_values, start_move, store
 
+from ._canonical import ChunkSums, add_in_order
 from ._pools import pool_of
 
 
@@ -39,10 +40,9 @@ def added(before: Tensor | None, part: Tensor, key: int, summed: set[int]) -> Te
     if before is None:
         summed.discard(key)
         return part
-    if capturing():  # a graph's memory is planned when it is compiled
-        return before + part
     out = before.add_(part) if key in summed or may_be_added_to(before) else before + part
-    summed.add(key)
+    if type(out) is Tensor:  # not in a capture: a graph's memory is planned when it is compiled
+        summed.add(key)
     return out
 
 
@@ -120,7 +120,7 @@ class LocalSums:
 
     @functools.cached_property
     def _find_places(self) -> dict[int, tuple[int, int]]:
-        """Returns the first layer of its stack and how many it has, by layer."""
+        """Returns the first layer and the number of layers of the stack, by layer."""
         stacks = [(first, len(x.layers)) for first, x in zip(self._plan.first_layers, self._plan.leaves, strict=True)]
         return {first + k: (first, num) for first, num in stacks for k in range(num)}
 
@@ -128,10 +128,11 @@ class LocalSums:
 # Bytes of shares that may be on their way: the device holds them until they are on the host, which holds those that
 # go on to the disk until they are there.
 LEAVING_BYTES = IN_FLIGHT_BYTES
+_ON_DEVICE = Placement()
 
 
 class GradientStore:
-    """The gradients of a step by unit, and at last by leaf, each in the memory where it waits for the update.
+    """The gradients of a step by unit, and at last by leaf, each in memory until the update.
 
     `receive` adds the part of a unit that arrives. After the last part, `finish` sums along the axes that are left, and
     `split` cuts the sums into the parts of leaves that the optimizer takes. The update calls `take` for each leaf.
@@ -140,21 +141,25 @@ class GradientStore:
 
     Args:
         plan: the layout.
-        wires: the wire on which its parts arrive by unit.
+        wires: the wire on which parts arrive, by unit.
         late_axes: axes along which the gradients of shared leaves are summed by `finish`.
+        chunks: sums by chunk, or None. With chunks a late unit has a row for each use, and rows are added up last.
     """
 
-    def __init__(self, plan: Plan, wires: Sequence[SumWire], late_axes: tuple[str, ...]) -> None:
-        self._plan, self._wires, self._late_axes = plan, wires, late_axes
+    def __init__(
+        self, plan: Plan, wires: Sequence[SumWire], late_axes: tuple[str, ...], chunks: ChunkSums | None = None
+    ) -> None:
+        self._plan, self._wires, self._late_axes, self._chunks = plan, wires, late_axes, chunks
         # Leaves are made whole during the backward, but not while parameters use the same channel.
         self._overlaps = all(leaf.used.dim is None for leaf in plan.layers)
         self._pool = pool_of(plan)
         # All ranks along these axes have the same units.
-        own = [plan.layers[unit.leaves[0]].own_axes for unit in plan.reduce_units]
-        self._late = {u for u, axes in enumerate(own) if not {*late_axes}.issubset(axes)}
-        self._homes: list[MemoryKind] = [self._choose_home(u) for u in range(len(own))]
-        self._stay = [is_device(home) for home in self._homes]
-        self._dtypes = [self._list_members(u)[0].dtypes.accum for u in range(len(own))]
+        members = [[plan.layers[i] for i in unit.leaves] for unit in plan.reduce_units]
+        self._late = {u for u, own in enumerate(members) if not {*late_axes}.issubset(own[0].own_axes)}
+        homes = [_choose_home(own, wire) for own, wire in zip(members, wires, strict=True)]
+        self._homes: list[MemoryKind] = [x.memory_kind for x in homes]
+        self._stay = [x.is_plain for x in homes]
+        self._members, self._dtypes = members, [own[0].dtypes.accum for own in members]
         # A unit that is kept elsewhere than on the device is in `_coming` (with the sum so far in `_at`, if there is
         # a sum), then in `_writing` if it goes on to disk, then in `_at`. A unit that the update has taken early is in
         # `_taken` only. `_leaving` are the bytes that the way of each still holds, the oldest first. The thread of an
@@ -193,20 +198,17 @@ class GradientStore:
         parts = [x for u in units if u not in self._taken and isinstance(x := self.share(u), Tensor)]
         if len(parts) < len(units):
             return torch.cat([self._wait_for_square(u) for u in units])
-        # In a capture the squares of large parts are written down once, for the layers of a stack are many.
-        if not capturing() or all(map(is_small, parts)):
-            return sum_squares(parts)
-        small = [part for part in parts if is_small(part)]
-        together = iter(sum_squares(small).unbind() if small else ())
-        return torch.stack(
-            [next(together) if is_small(x) else traced_once("squares", _is_large, [x])[0] for x in parts]
-        )
+        return leaf_squares(parts, None, large=_square_large)
 
     def _wait_for_square(self, unit: int) -> Tensor:
         """Returns the sum of squares, [1], of a unit, and waits for it, also if it has gone into an update."""
         if self._ahead is not None and unit in self._taken:
             return self._ahead.square(unit)
         return sum_squares([load(self.share(unit))])
+
+    def is_late(self, unit: int) -> bool:
+        """Returns whether a unit is summed along other axes after the last backward."""
+        return unit in self._late
 
     def is_summed_in_one(self, unit: int) -> bool:
         """Returns whether one transfer makes a unit's sum whole: not if it is added to earlier or to later parts.
@@ -219,15 +221,15 @@ class GradientStore:
     @functools.cached_property
     def is_alone(self) -> list[bool]:
         """By unit, whether its sum is of this rank's gradients, unconverted and on the device: these are not sent."""
-        if self._plan.captured or self._plan.chunks is not None:
+        if self._plan.chunks is not None:
             return [False] * len(self._wires)
         return [
-            wire.is_alone and self._stay[u] and all(x.dtypes.reduce == x.dtypes.accum for x in self._list_members(u))
+            wire.is_alone and self._stay[u] and all(x.dtypes.reduce == x.dtypes.accum for x in self._members[u])
             for u, wire in enumerate(self._wires)
         ]
 
     def receive(self, unit: int, pending: Pending[Tensor], *, last: bool) -> None:
-        """Waits for a unit: its whole sum, or this rank's part, which is added to the earlier parts."""
+        """Waits for a unit: its whole sum, or this rank's part, added to the earlier parts."""
         with named_range("reduce", self._plan.layers, self._plan.reduce_units[unit].leaves):
             x = pending.result()
         if last and self.is_summed_in_one(unit):
@@ -246,12 +248,15 @@ class GradientStore:
         """Sums along the remaining axes, once a step, when its microbatches have been added up."""
         for u in self.units:
             if self._wires[u].scatters:
-                leaf = self._list_members(u)[0]
+                leaf = self._members[u][0]
                 if self._plan.mesh.axis_size(leaf.extra_axes) > 1:
                     self._add_share(u, psum(self._pop_on_device(u).to(leaf.dtypes.reduce), leaf.extra_axes), last=True)
                 self._end_sum(u)
         for u in sorted(self._late):
-            self._add_share(u, psum(self._pop_on_device(u), self._late_axes), last=True)
+            total = psum(self._pop_on_device(u), self._late_axes)
+            if self._chunks is not None:  # at most one rank has had a row of numbers, so that this sum has no order
+                total = add_in_order(total.chunk(self._chunks.num_uses(self._plan.reduce_units[u].leaves)))
+            self._add_share(u, total, last=True)
             self._end_sum(u)
 
     def split(self, order: Sequence[int], is_made_here: Callable[[int], bool]) -> None:
@@ -259,25 +264,25 @@ class GradientStore:
 
         Args:
             order: of units, the same on all ranks.
-            is_made_here: whether the memory of a layer's sum was made on this rank, for it alone.
+            is_made_here: whether the memory of a layer's sum was made on this rank, for the layer alone.
         """
         for u in order:
             if u not in self._taken:
                 self._parts.update(self._split_unit(u, is_made_here))
 
     def take(self, leaf: int) -> StoredValue:
-        """Returns the part of a leaf's sum that the optimizer takes, and lets go of it. Each leaf is taken once."""
+        """Returns and lets go of the part of a leaf's sum that the optimizer takes. Each leaf is taken once."""
         first, layers = self._plan.first_layers[leaf], self._plan.leaves[leaf].layers
         if not layers:
             return self._parts.pop(first)
         return stack_values([self._parts.pop(first + k) for k in range(len(layers))])
 
     def take_all(self) -> dict[int, StoredValue]:
-        """Returns by leaf the parts that the optimizer takes, and lets go of them."""
+        """Returns and lets go of the parts that the optimizer takes, by leaf."""
         return {i: self.take(i) for i, leaf in enumerate(self._plan.leaves) if leaf.trainable}
 
     def _split_unit(self, unit: int, is_made_here: Callable[[int], bool]) -> Iterator[tuple[int, StoredValue]]:
-        leaves, members, wire = self._plan.reduce_units[unit].leaves, self._list_members(unit), self._wires[unit]
+        leaves, members, wire = self._plan.reduce_units[unit].leaves, self._members[unit], self._wires[unit]
         arrives, home = wire.scatters or wire.size == 1, self._homes[unit]
         with named_range("reduce", self._plan.layers, leaves):
             flat = self._pop_share(unit) if arrives else self._wait_for_whole(unit)
@@ -286,7 +291,7 @@ class GradientStore:
             here = wire.size == 1 and self._stay[unit]
             if here and not (all(map(is_made_here, leaves)) or is_sole_owner(flat)):
                 flat = flat.clone()  # autograd may hand one tensor to two leaves, or one that is kept elsewhere
-        pieces = _split_share(wire.packing, wire.index, flat)
+        pieces = wire.split(flat) if isinstance(flat, Tensor) else slices_of(flat, wire.packing.shapes(wire.index))
         if not arrives:
             for place in (self._coming, self._writing, self._at):
                 place.pop(unit, None)
@@ -320,15 +325,6 @@ class GradientStore:
         """Returns the share of a unit, which is let go. On the device, wherever it has waited."""
         return fetch(self._pop_share(unit), self._homes[unit], self._plan.mesh.device)
 
-    def _list_members(self, unit: int) -> list[LeafLayout]:
-        return [self._plan.layers[i] for i in self._plan.reduce_units[unit].leaves]
-
-    def _choose_home(self, unit: int) -> MemoryKind:
-        """Returns the memory in which a unit is added up. The device, if its form must change after it arrives."""
-        members, wire = self._list_members(unit), self._wires[unit]
-        arrives = wire.scatters or (wire.size == 1 and all(m.dim is None for m in members))
-        return members[0].ways.summed.memory_kind if arrives else "device"
-
     def _add_share(self, unit: int, part: Tensor, *, last: bool) -> None:
         """Adds a share that lies on the device. A share that is kept elsewhere begins its way, and is added there.
 
@@ -336,7 +332,7 @@ class GradientStore:
             unit: number of the unit.
             part: the share, in the dtype in which it travelled. Without other shares it stays on the device in this
                 dtype, and a whole gradient travels on in it.
-            last: whether nothing will be added to it any more.
+            last: whether the share is the last.
         """
         if not self._stay[unit]:
             self._wait_for_share(unit)
@@ -393,27 +389,15 @@ class GradientStore:
             part, before = coming.result().to(self._dtypes[unit]), self._at.pop(unit, None)
             if before is not None:
                 part = load(before).add_(part)
-        if is_host(self._homes[unit]):
-            self._at[unit] = part
-        else:
-            assert self._pool is not None
-            self._writing[unit] = self._pool.write(part)
+        self._writing[unit] = start_move(part, "host", self._homes[unit], part.device, self._pool)
 
 
-def _is_large(part: Tensor) -> list[Tensor]:
-    return [large_square(part).to(dtype_of_squares([part]))]
+def _choose_home(members: Sequence[LeafLayout], wire: SumWire) -> Placement:
+    """Returns where a unit is added up: on the device, if its form must change after it arrives."""
+    arrives = wire.scatters or (wire.size == 1 and all(m.dim is None for m in members))
+    return members[0].ways.summed if arrives else _ON_DEVICE
 
 
-def _split_share(packing: Packing, rank: int, flat: StoredValue) -> list[StoredValue]:
-    """Returns the pieces of single leaves in a rank's share."""
-    if isinstance(flat, Tensor) and not capturing():
-        return list(packing.split(flat, rank))
-    shapes = packing.shapes(rank)
-    if isinstance(flat, Tensor):
-        return list(traced_once(("pieces", *shapes), functools.partial(_view_leaves, shapes), [flat]))
-    return list(slices_of(flat, shapes))
-
-
-def _view_leaves(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:
-    pieces = flat.split_with_sizes([s.numel() for s in shapes]) if len(shapes) > 1 else [flat]
-    return [p.view(s) for p, s in zip(pieces, shapes, strict=True)]
+def _square_large(part: Tensor) -> Tensor:
+    """Returns the sum of squares of a large part: in a capture traced once, for the layers of a stack are many."""
+    return traced_once("squares", lambda x: [large_square(x)], [part])[0]

@@ -16,7 +16,7 @@ from shardfn.core import (
     DonatedError,
     PyTree,
     StoredValue,
-    is_disk,
+    kind_when_loaded,
     load,
     raise_all,
     tree_leaves,
@@ -51,14 +51,15 @@ class FoundGradients(NamedTuple):
 
 def as_tree(plan: Plan, grads: Blocks) -> PyTree:
     """This rank's gradients by leaf, as a tree of global tensors."""
+    away = not plan.at_home
 
     def whole(i: int, leaf: LeafLayout) -> GlobalTensor | None:
         if not leaf.trainable:
             return None
-        x = grads[i]
-        # A pure step stores nothing on disk.
-        in_memory = is_disk(leaf.ways.summed.memory_kind) and isinstance(x, Tensor)
-        return GlobalTensor(x, leaf.shape, leaf.shard, plan.mesh, "host" if in_memory else leaf.ways.summed.memory_kind)
+        x, kind = grads[i], leaf.ways.summed.memory_kind
+        if away and isinstance(x, Tensor):  # a pure step stores nothing on disk
+            kind = kind_when_loaded(kind)
+        return GlobalTensor(x, leaf.shape, leaf.shard, plan.mesh, kind)
 
     return tree_unflatten(plan.treedef, [whole(i, leaf) for i, leaf in enumerate(plan.leaves)])
 
@@ -200,11 +201,9 @@ def _find_problems(plan: Plan, path: str, leaf: LeafLayout, x: GlobalTensor) -> 
         yield f"{path} is cut as {x.spec!r}; here it is {leaf.shard!r}: sf.reshard(grads, to) moves it"
         return
     # A block that was read from disk, and changed, lies on the host.
-    if x.memory_kind != leaf.ways.summed.memory_kind and (x.memory_kind, leaf.ways.summed.memory_kind) != (
-        "host",
-        "disk",
-    ):
-        yield f"{path} is at {x.memory_kind!r}; here it is at {leaf.ways.summed.memory_kind!r}"
+    kind = leaf.ways.summed.memory_kind
+    if x.memory_kind != kind and x.memory_kind != kind_when_loaded(kind):
+        yield f"{path} is at {x.memory_kind!r}; here it is at {kind!r}"
     if x.dtype != leaf.dtypes.accum:
         yield f"{path} is {x.dtype}; here it is {leaf.dtypes.accum}, in which gradients are added up"
     block = leaf.pieces.shapes[plan.zero_rank(leaf)]

@@ -1,17 +1,34 @@
 """How leaves enter a loss: the tensors that it is given in their place, and the handles that collect gradients."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardfn.capture import alias, capturing, recorder, traced_once
+from shardfn.capture import alias, find_alias, recorder, traced_once
 from shardfn.core import PyTree, StoredValue, tree_unflatten
+from shardfn.engine.loss import LeafUses, LeavesByUse
 from shardfn.engine.plan import Plan
 from shardfn.graph import storage_of
 from shardfn.leaves import LazyLeaf, LeafBook, LeafLayout, Watch, check_graph
 
+from ._canonical import Use
 from ._reduce import Reducer
+
+
+class Entered(NamedTuple):
+    """Leaves that have entered a loss, for all microbatches of a step.
+
+    Attributes:
+        params: parameter tree as the loss sees it.
+        handles: tensors at which the gradients of trained layers arrive. A gradient belongs to the backward that runs.
+        by_use: separate tensors of leaves with several uses.
+    """
+
+    params: PyTree
+    handles: dict[Use, Tensor]
+    by_use: LeavesByUse
 
 
 def enter(
@@ -20,10 +37,8 @@ def enter(
     book: LeafBook,
     reducer: Reducer | None,
     at_end: Collection[int] = (),
-) -> tuple[PyTree, dict[int, Tensor]]:
-    """Returns the parameter tree as the loss sees it, and by layer the handles at which its gradients arrive.
-
-    Both serve all microbatches of a step; a gradient that arrives belongs to the backward that runs.
+) -> Entered:
+    """Returns the parameter tree as the loss sees it, and the handles at which its gradients arrive.
 
     Args:
         plan: the layout.
@@ -32,11 +47,14 @@ def enter(
         reducer: collects gradients, or None in a call without a backward.
         at_end: the layers whose gradients are not taken as they arrive, but by the backward's caller, at its end.
     """
-    entered: list[Tensor] = []
-    handles: dict[int, Tensor] = {}
+    seen: dict[Use, Tensor] = {}
+    handles: dict[Use, Tensor] = {}
     plain: list[tuple[str, Tensor]] = []
-    aliased: Callable[[Tensor], Tensor] = alias if capturing() else Tensor.detach
-    for i, (leaf, block) in enumerate(zip(plan.layers, blocks, strict=True)):
+    aliased = find_alias()
+    further = _list_further_uses({} if reducer is None else reducer.uses)
+    for key in [*((i, 0) for i in range(len(blocks))), *(key for keys in further.values() for key in keys)]:
+        i, use = key
+        leaf, block = plan.layers[i], blocks[i]
         if leaf.lazy:
             handle = _make_handle(plan, leaf)
         else:
@@ -47,33 +65,64 @@ def enter(
             plain.append((leaf.path, handle))
         if reducer is not None and leaf.trainable:
             handle.requires_grad_()
-            if i not in at_end:
-                handle.register_hook(_make_hook(reducer, i, alias(handle)))
-            handles[i] = handle
-        seen = LazyLeaf.make(i, leaf.path, handle, book) if leaf.lazy else handle
+            if use == REFUSED:
+                handle.register_hook(_make_refusal(leaf))
+            elif i not in at_end:
+                handle.register_hook(_make_hook(reducer, key, alias(handle)))
+            handles[key] = handle
+        value = LazyLeaf.make(i, leaf.path, handle, book) if leaf.lazy else handle
         if leaf.own_axes:
             if reducer is None:
-                plan.following_function.declare(seen, leaf.own_axes)
+                plan.following_function.declare(value, leaf.own_axes)
             else:
-                plan.following.declare(seen, (*plan.batch_axes, *leaf.own_axes))
-        entered.append(seen)
+                plan.following.declare(value, (*plan.batch_axes, *leaf.own_axes))
+        seen[key] = value
     book.watch.enter(plain)
+    entered = [*seen.values()][: len(blocks)]
+    leaves, by_use = _join_layers(plan, entered, book), dict[int, dict[int, Tensor]]()
+    for function, keys in further.items():
+        own = dict(enumerate(entered)) | {i: seen[i, use] for i, use in keys}
+        by_use[function] = {id(x): y for x, y in zip(leaves, _join_layers(plan, [*own.values()], book), strict=True)}
+    return Entered(tree_unflatten(plan.treedef, leaves), handles, by_use)
+
+
+def _join_layers(plan: Plan, layers: Sequence[Tensor], book: LeafBook) -> list[Any]:
+    """Returns the leaves that a loss sees, from their layers."""
     if not plan.has_stacks:
-        return tree_unflatten(plan.treedef, entered), handles
-    layers = iter(entered)
-    tree = [
-        LazyLeaf.stack(leaf.path, [next(layers) for _ in leaf.layers], book) if leaf.layers else next(layers)
+        return [*layers]
+    rest = iter(layers)
+    return [
+        LazyLeaf.stack(leaf.path, [next(rest) for _ in leaf.layers], book) if leaf.layers else next(rest)
         for leaf in plan.leaves
     ]
-    return tree_unflatten(plan.treedef, tree), handles
 
 
-def make_write_detector(plan: Plan, blocks: Sequence[StoredValue], *, first: bool) -> Watch:
-    """Detects writes to the blocks that the loss gets without a copy; the first time, by their bits too."""
-    watch = Watch(bits=first and not plan.captured)
-    if not plan.captured:
-        pairs = zip(plan.leaves, blocks, strict=True)
-        watch.keep([(leaf.path, x) for leaf, x in pairs if isinstance(x, Tensor) and not leaf.ways.use.hops])
+# In place of the place of a function that must not use a leaf.
+REFUSED = -1
+
+
+def _list_further_uses(uses: Mapping[int, LeafUses]) -> dict[int, list[Use]]:
+    """Returns by function the uses with separate tensors: all but the first use, with the tensor that the loss sees.
+
+    Only functions that this rank runs, and those that must not use a leaf.
+    """
+    out: dict[int, list[Use]] = {}
+    for layer, (functions, here, refused) in uses.items():
+        own = [(f, (layer, place)) for place, f in enumerate(functions) if place and here[place]]
+        for function, use in [*own, *((f, (layer, REFUSED)) for f in refused)]:
+            out.setdefault(function, []).append(use)
+    return out
+
+
+def make_write_detector(
+    plan: Plan, blocks: Sequence[StoredValue], others: Sequence[tuple[str, Tensor]], *, first: bool
+) -> Watch:
+    """Detects writes to the blocks that the loss gets without a copy, and to others; first, by their bits too."""
+    if plan.captured:  # the ops of the graph show the writes, see `check_capture`
+        return Watch()
+    watch, pairs = Watch(bits=first), zip(plan.leaves, blocks, strict=True)
+    own = [(leaf.path, x) for leaf, x in pairs if isinstance(x, Tensor) and not leaf.ways.use.hops]
+    watch.keep([*own, *others])
     return watch
 
 
@@ -103,14 +152,32 @@ def _make_handle(plan: Plan, leaf: LeafLayout) -> Tensor:
     return traced_once(("handle", leaf.block, dtype), make, [])[0]
 
 
-def _make_hook(reducer: Reducer, leaf: int, stand_in: Tensor) -> Callable[[Tensor | None], Tensor | None]:
+def _make_hook(reducer: Reducer, use: Use, stand_in: Tensor) -> Callable[[Tensor | None], Tensor | None]:
     """Returns a hook that hands a gradient to the reducer, and autograd a tensor of its shape without memory."""
 
     def take(grad: Tensor | None) -> Tensor | None:
         # It was taken before, or it is the loss's own, which differentiates something itself.
         if grad is None or not reducer.collects:
             return None
-        reducer.take(leaf, alias(grad))
+        reducer.take(use, alias(grad))
         return stand_in
 
     return take
+
+
+def _make_refusal(leaf: LeafLayout) -> Callable[[Tensor], None]:
+    """Returns a hook that refuses a gradient.
+
+    Raises:
+        ValueError: (in the backward) always.
+    """
+
+    def refuse(grad: Tensor) -> None:
+        del grad
+        raise ValueError(
+            f"Zero(reduction='canonical'): the layers of a pipeline use {leaf.path}, a leaf outside of the layers, by"
+            " an argument that code in front of the layers computes. Each rank would add up the uses of its own layers."
+            " Pass the layers values without a gradient, freeze the leaf, or use reduction='by_rank'."
+        )
+
+    return refuse

@@ -10,10 +10,10 @@ import secrets
 from typing import Any
 
 from shardfn.collectives import AnyControl, GlobalTensor
-from shardfn.core import Disk, Mesh, PerMesh, PyTree, StoredValue, as_stored, is_disk, load, named_leaves, raise_all
+from shardfn.core import Disk, Mesh, PerMesh, PyTree, StoredValue, load, named_leaves, raise_all
 from shardfn.engine.plan import Plan, Planner
 from shardfn.memory import POOLS, AnyPool, Pool, TracedPool
-from shardfn.state import TrainState, check_origins, origin_of
+from shardfn.state import TrainState, check_origins, codes_of, lies_on_disk, origin_of
 
 log = logging.getLogger("shardfn.memory")
 
@@ -159,11 +159,7 @@ def _list_leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
 
     The last is the same on all ranks, independent of their blocks.
     """
-    copied = [
-        x
-        for x in plan.leaves
-        if x.trainable and x.dtypes.master != x.dtypes.param and is_disk(x.ways.state.memory_kind)
-    ]
+    copied = [x for x in plan.leaves if x.trainable and x.dtypes.master != x.dtypes.param and x.ways.state.is_stored]
     casts = {leaf.path for leaf in copied}
     parts = ("params", state.params), ("opt_state", state.opt_state), ("state", state._replace(params=(), opt_state=()))
     named = [pair for name, tree in parts for pair in named_leaves(tree, name)]
@@ -171,19 +167,14 @@ def _list_leaves(plan: Plan, state: TrainState) -> list[tuple[str, Any, bool]]:
 
 
 def _committed_value(x: Any) -> Any:
-    """Returns the value that a commit holds of a leaf."""
+    """Returns the value that a commit holds of a leaf: of a leaf in codes, the codes."""
     held: StoredValue = x.held if isinstance(x, GlobalTensor) else x
-    elsewhere = as_stored(held)
-    if elsewhere is not None and is_disk(elsewhere.kind):
-        return held
-    return load(held).detach().to("cpu", copy=True)
+    return held if lies_on_disk(x) else load(codes_of(held)).detach().to("cpu", copy=True)
 
 
 def _is_held(plan: Plan, x: Any) -> bool:
     """Returns whether a commit holds a leaf: it is on disk, or in memory and as small as leaves that never leave it."""
-    if isinstance(x, GlobalTensor) and is_disk(x.memory_kind):
-        return True
-    return x.shape.numel() <= max(plan.zero.persist_elements, SMALL)
+    return lies_on_disk(x) or x.shape.numel() <= max(plan.zero.persist_elements, SMALL)
 
 
 def _find_directory(disk: Disk, mesh: Mesh) -> pathlib.Path:

@@ -24,7 +24,7 @@ from shardfn.collectives import (
     pvary,
     take_own_block,
 )
-from shardfn.core import is_device, raise_all
+from shardfn.core import raise_all
 from shardfn.engine.plan import Plan
 from shardfn.leaves import LeafLayout, Unit
 from shardfn.memory import put
@@ -51,7 +51,7 @@ def enter_purely(plan: Plan, blocks: Sequence[Tensor], mode: AxisTypeMode | None
         coded,
     )
     device = plan.mesh.device
-    here = [b if is_device(x.home) else put(b, "device", device) for x, b in zip(plan.leaves, blocks, strict=True)]
+    here = [b if b.device.type == device.type else put(b, "device", device) for b in blocks]
     blocks = [b.to(leaf.dtypes.compute) for leaf, b in zip(plan.leaves, here, strict=True)]
     wholes = list(blocks)
     unsummed = [leaf.reduce_axes + leaf.extra_axes for leaf in plan.leaves]

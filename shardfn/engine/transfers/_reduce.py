@@ -13,19 +13,19 @@ this rank's loss did not use contributes zeros, so ranks may take different bran
 import dataclasses
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from shardfn.capture import mark, traced_once
+from shardfn.capture import mark
 from shardfn.collectives import AnyChannels, SumWire
 from shardfn.core import Pending, PyTree
 from shardfn.engine.agreement import Comms, named_range
-from shardfn.engine.loss import Value, WeightedMean, totals
+from shardfn.engine.loss import LeafUses, Value, WeightedMean, totals
 from shardfn.engine.plan import Chunks, Plan
 
-from ._canonical import ChunkSums
+from ._canonical import ChunkSums, Use
 from ._gradient_store import GradientStore, LocalSums
 from ._send_queue import Keep, SendQueue
 
@@ -57,12 +57,14 @@ class Reducer:
         late_axes: axes whose ranks run backwards of their own, so that the gradients of shared leaves are summed along
             them when each has run its last one.
         chunks: this rank's chunks, if each backward is of one and they are summed by their tree, else None.
+        uses: with chunks, the uses of layers that several functions use.
 
     Attributes:
         stage: stage.
         queue: the units on their way.
         store: the sums.
         chunks: chunks of this rank, or None.
+        uses: uses of layers that several functions use.
         received: whether any leaf has got a gradient on this rank, in any backward so far.
     """
 
@@ -73,14 +75,15 @@ class Reducer:
         order: Sequence[int],
         late_axes: tuple[str, ...] = (),
         chunks: Chunks | None = None,
+        uses: Mapping[int, LeafUses] | None = None,
     ) -> None:
         self._plan, self._channels = plan, channels
         ways = [plan.layers[unit.leaves[0]].ways.reduce for unit in plan.reduce_units]
         self._wires = [SumWire(channels, way, x.packing) for way, x in zip(ways, plan.reduce_units, strict=True)]
         self._local = LocalSums(plan)
-        self.chunks = chunks
-        self._chunks = None if chunks is None else ChunkSums(chunks, functools.partial(_make_zeros, plan))
-        self.store = GradientStore(plan, self._wires, late_axes)
+        self.chunks, self.uses = chunks, uses or {}
+        self._chunks = None if chunks is None else ChunkSums(plan, chunks, self.uses)
+        self.store = GradientStore(plan, self._wires, late_axes, self._chunks)
         self.queue = SendQueue(order)
         self.stage, self.received = Stage.IDLE, False
         # By leaf: gradients of this backward that have not been sent. By unit: how many are still to come.
@@ -95,23 +98,33 @@ class Reducer:
         """
         return self.stage in (Stage.ADDS, Stage.SENDS, Stage.LAST)
 
-    def begin(self, *, send: bool, last: bool) -> None:
-        """Starts a backward. With `send=False` gradients are added up on this rank and sent with a later backward's."""
+    def begin(self, *, send: bool, last: bool, microbatch: int = 0) -> None:
+        """Starts a backward. With `send=False` gradients are added up on this rank and sent with a later backward's.
+
+        Args:
+            send: whether the gradients leave in this backward.
+            last: whether the backward is this rank's last one.
+            microbatch: number of the microbatch, for sums by chunk.
+        """
         assert self.stage is Stage.IDLE
         self.stage = Stage.LAST if last else Stage.SENDS if send else Stage.ADDS
         stays = self._find_staying_units()
         self._missing = [0 if u in stays else len(unit.leaves) for u, unit in enumerate(self._plan.reduce_units)]
+        for leaf, uses in self.uses.items():
+            unit = self._plan.reduce_unit_of.get(leaf)
+            if unit is not None and unit not in stays:
+                self._missing[unit] += max(sum(uses.here), 1) - 1
         self.queue.begin(stays)
         if self._chunks is not None:
-            self._chunks.begin()
+            self._chunks.begin(microbatch)
 
-    def take(self, leaf: int, grad: Tensor) -> None:
-        """Takes the gradient of a leaf: the sum over its uses in this backward.
+    def take(self, use: Use, grad: Tensor) -> None:
+        """Takes the gradient of a leaf: the sum over the uses in this backward, of a function of a pipeline or of all.
 
         `grad` is an alias that only the caller has. It is written to only if no other tensor shares its memory, either.
         """
-        mark(grad, "gradient_to", self._plan.layers[leaf].entry)
-        if self._put_gradient(leaf, grad):
+        mark(grad, "gradient_to", self._plan.layers[use[0]].entry)
+        if self._put_gradient(use, grad):
             self.queue.send(self._start_unit)
         if self.stage is not Stage.ADDS:
             # At each chance, so that messages go as they come.
@@ -119,7 +132,7 @@ class Reducer:
             self.queue.collect(keep, block=False)
             self.queue.hold_back(keep)
 
-    def take_all(self, grads: list[tuple[int, Tensor]]) -> None:
+    def take_all(self, grads: list[tuple[Use, Tensor]]) -> None:
         """Takes the gradients of several leaves, in an eager step. The list is emptied."""
         while grads:
             self._put_gradient(*grads.pop())
@@ -162,14 +175,15 @@ class Reducer:
         # One that no other rank gets is added up here until the last backward.
         return set() if self.stage is Stage.LAST else {u for u in units if self.store.is_alone[u]}
 
-    def _put_gradient(self, leaf: int, grad: Tensor) -> bool:
+    def _put_gradient(self, use: Use, grad: Tensor) -> bool:
         """Adds a gradient to the sum of its leaf. Returns whether its unit is now complete and to be sent."""
         # Also in a backward that does not send: whether anything is trained is asked of the whole step.
         self.received = True
+        leaf = use[0]
         unit = self._plan.reduce_unit_of[leaf]
         goes = self._missing[unit] > 0
         if self._chunks is not None:
-            self._chunks.add(leaf, grad.to(self._plan.layers[leaf].dtypes.accum))
+            self._chunks.add(use, grad.to(self._plan.layers[leaf].dtypes.accum))
         elif not goes:
             self._local.add(leaf, grad, stays=self.store.is_alone[unit])
         else:
@@ -189,35 +203,22 @@ class Reducer:
         nbytes = x.nbytes if wire.scatters or not last else 0
         with named_range("reduce", self._plan.layers, x.leaves):
             if self._chunks is not None:
-                return self._chunks.send(x.leaves, lambda wholes: wire.exchange(wholes, joins=last)), nbytes
+                separate = self.store.is_late(unit)
+                send = functools.partial(wire.exchange, joins=last)
+                return self._chunks.send(x.leaves, send, separate=separate), nbytes
             # Each gradient goes when the message has it, and not after the transfer.
             grads = [self._grads.pop(i).to(self._plan.layers[i].dtypes.reduce) for i in x.leaves]
-            if self._plan.captured and wire.scatters:
-                return self._write_down(unit, grads), nbytes
             if last and self.store.is_summed_in_one(unit):
-                return wire.sum_whole(grads, traced=self._plan.captured), nbytes
-            return wire.start(grads, traced=self._plan.captured, joins=last), nbytes
-
-    def _write_down(self, unit: int, grads: list[Tensor]) -> Pending[Tensor]:
-        """Sends in a capture, which sends nothing and traces the layers of a stack once."""
-        wire = self._wires[unit]
-        looks = *(self._plan.layers[i].looks for i in self._plan.reduce_units[unit].leaves), wire.axes
-
-        def start(*grads: Tensor) -> list[Tensor]:
-            return [wire.start([*grads], traced=True, joins=False).result()]
-
-        (part,) = traced_once(("reduce", looks), start, grads)
-        return Pending.of(part)
+                return wire.sum_whole(grads), nbytes
+            return wire.start(grads, joins=last), nbytes
 
     def _zero_gradient(self, leaf: int) -> Tensor:
         """Returns the gradient of a leaf that has got none in this backward."""
         local = self._local.pop(leaf)
-        return _make_zeros(self._plan, leaf, self._plan.layers[leaf].dtypes.reduce) if local is None else local
-
-
-def _make_zeros(plan: Plan, leaf: int, dtype: torch.dtype | None = None) -> Tensor:
-    layout = plan.layers[leaf]
-    return torch.zeros(layout.block, dtype=dtype or layout.dtypes.accum, device=plan.mesh.device)
+        if local is not None:
+            return local
+        layout = self._plan.layers[leaf]
+        return torch.zeros(layout.block, dtype=layout.dtypes.reduce, device=self._plan.mesh.device)
 
 
 # How the outcome of a plan begins where gradients must be divided by the weight of the whole batch.

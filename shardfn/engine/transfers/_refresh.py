@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardfn.capture import capturing
-from shardfn.collectives import AnyChannels, gather_wires
+from shardfn.collectives import AnyChannels, GatherWire, gather_wires
 from shardfn.core import Pending, StoredValue
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Plan
@@ -42,15 +41,13 @@ def refresh(
     here = [x if isinstance(x, Tensor) else None for x in layered]
     # From here on parameters are overwritten, some by the transfers themselves: an error leaves some new and some old.
     # All are started before the first is waited for. Every rank has the same units in the same order.
-    started = list[tuple[Pending[Tensor], bool]]()
+    started = list[tuple[Pending[Tensor], GatherWire | None]]()
     for unit in resident:
         with named_range("refresh", plan.layers, unit.leaves):
             started.append(_start_refresh(plan, channels, unit, here, fresh))
-    for unit, (pending, landed) in zip(resident, started, strict=True):
+    for unit, sent in zip(resident, started, strict=True):
         with named_range("refresh", plan.layers, unit.leaves):
-            arrived = pending.result()
-            if not landed:
-                _spread_unit(unit, arrived, here)
+            _spread_unit(unit, *sent, here)
     away = [unit for unit in plan.refresh_units if not plan.layers[unit.leaves[0]].ways.kept.is_plain]
     if away:
         _store_leaves(plan, channels, away, fresh, blocks, out, pool)
@@ -58,9 +55,11 @@ def refresh(
     return out
 
 
-def _spread_unit(unit: Unit, arrived: Tensor, into: Sequence[Tensor | None]) -> None:
-    blocks = [block for i in unit.leaves if (block := into[i]) is not None]
-    (unit.packing.unpack_into if capturing() else unit.packing.put)(arrived, blocks)
+def _spread_unit(unit: Unit, pending: Pending[Tensor], wire: GatherWire | None, into: Sequence[Tensor | None]) -> None:
+    """Waits for a unit, and writes the leaves, if the message has not come to their memory."""
+    arrived = pending.result()
+    if wire is not None:
+        wire.put(arrived, [block for i in unit.leaves if (block := into[i]) is not None])
 
 
 def _store_leaves(
@@ -113,10 +112,7 @@ def _gather_unit(
         assert isinstance(row, Tensor)
         up[i] = fetch(row, plan.layers[i].home, device)
         whole[i] = torch.empty(plan.layers[i].block, dtype=row.dtype, device=device)
-    pending, landed = _start_refresh(plan, channels, unit, whole, up)
-    arrived = pending.result()
-    if not landed:
-        _spread_unit(unit, arrived, whole)
+    _spread_unit(unit, *_start_refresh(plan, channels, unit, whole, up), whole)
     made = {i: whole[i] for i in unit.leaves}
     return {i: x for i, x in made.items() if x is not None}
 
@@ -127,12 +123,12 @@ def _start_refresh(
     unit: Unit,
     blocks: Sequence[Tensor | None],
     rows: Sequence[StoredValue | None],
-) -> tuple[Pending[Tensor], bool]:
-    """Starts one unit's transfer; also whether it writes to the parameter itself."""
+) -> tuple[Pending[Tensor], GatherWire | None]:
+    """Starts one unit's transfer; also the wire that unpacks it, None for a message in the parameter's memory."""
     first, block = plan.layers[unit.leaves[0]], blocks[unit.leaves[0]]
     (wire,) = gather_wires(channels, [(first.ways.refresh, unit.packing)])
     pieces = [row for i in unit.leaves if isinstance(row := rows[i], Tensor)]
     assert block is not None and len(pieces) == len(unit.leaves)
     # The rows of all ranks, in sequence, are the leaf as it lies in memory.
     lands = len(unit.leaves) == 1 and first.dim == 0 and block.is_contiguous()
-    return wire.start_into(pieces, block.view(-1) if lands else None), lands
+    return wire.start_into(pieces, block.view(-1) if lands else None), None if lands else wire

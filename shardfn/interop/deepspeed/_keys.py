@@ -211,7 +211,7 @@ class ReadKey(NamedTuple):
         key: key as in the file, with dots.
         value: value in the file.
         outcome: "taken", "another default here", or "no counterpart".
-        note: counterpart, or the reason why there is none.
+        note: counterpart, or the reason why there is no counterpart.
     """
 
     key: str

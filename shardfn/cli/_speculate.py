@@ -1,0 +1,183 @@
+"""`shardfn speculate`: trains a speculator for a model on a text, and compares it with the n-gram drafter."""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn import speculators
+from shardfn.core import make_mesh, progress, raise_all
+from shardfn.data import JSONLines
+from shardfn.inference import Decoder, Drafter, Engine, Ngram, Sampling, limits_of
+from shardfn.pretrained import ModelSettings, Problem, detect_kind, load_model
+from shardfn.speculators import Kind, States
+from shardfn.waits import waiting
+
+_HELD = 20  # one row of so many is held out
+_PROMPTS = 16  # held-out rows that are completed
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculateJob:
+    """Settings of a run. See `shardfn speculate --help`.
+
+    Attributes:
+        model: job of the model.
+        text: path of the text.
+        out: directory of the speculator.
+        kind: kind of the speculator.
+        width: width of the speculator, or None for the model's.
+        heads: number of guessed tokens.
+        steps: number of steps.
+        batch: rows of a step.
+        length: tokens of a row.
+        tokens: most tokens of the text.
+        learning_rate: largest learning rate.
+        seed: seed.
+    """
+
+    model: ModelSettings
+    text: str
+    out: str
+    kind: Kind
+    width: int | None = None
+    heads: int = 4
+    steps: int = 1000
+    batch: int = 16
+    length: int = 128
+    tokens: int = 400_000
+    learning_rate: float = 2e-3
+    seed: int = 0
+
+
+_COUNTS = ("heads", "steps", "batch", "length", "tokens", "width")
+
+
+def add_speculate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `shardfn speculate`."""
+    add, of = parser.add_argument, SpeculateJob
+    add("model", metavar="MODEL", help="a directory of Hugging Face, a GGUF file, or a run of examples/train_gpt.py")
+    add(
+        "text", metavar="TEXT", help="JSON lines with a text each, {'text': ...}, or a plain text; best the model's own"
+    )
+    add("--kind", choices=speculators.KINDS, default="lstm", help="the cell of the speculator (default %(default)s)")
+    add("--out", required=True, metavar="DIR", help="the directory for the speculator, for --speculator DIR")
+    add("--heads", type=int, default=of.heads, metavar="N", help="guessed tokens (default %(default)s)")
+    add("--width", type=int, metavar="N", help="the width of the speculator (default: the model's)")
+    add("--steps", type=int, default=of.steps, metavar="N", help="(default %(default)s)")
+    add("--batch", type=int, default=of.batch, metavar="N", help="rows of a step (default %(default)s)")
+    add("--length", type=int, default=of.length, metavar="N", help="tokens of a row (default %(default)s)")
+    add("--tokens", type=int, default=of.tokens, metavar="N", help="the most tokens of the text (default %(default)s)")
+    add("--lr", type=float, default=of.learning_rate, dest="learning_rate", help="(default %(default)s)")
+    add("--seed", type=int, default=0, help="(default %(default)s)")
+
+
+def parse_speculate(args: argparse.Namespace) -> SpeculateJob:
+    """Returns the settings that the arguments describe. No weights are loaded.
+
+    Raises:
+        ValueError: lists all mistakes, each with the remedy.
+    """
+    kind = detect_kind(pathlib.Path(args.model))
+    problems = [str(kind)] if isinstance(kind, Problem) else []
+    if not pathlib.Path(args.text).is_file():
+        problems.append(f"TEXT {args.text} is no file; give JSON lines such as {{'text': '...'}}, or a plain text")
+    for name in _COUNTS:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            problems.append(f"--{name} must be at least 1, got {value}")
+    if args.length < args.heads + 2:
+        problems.append(f"--length must be at least {args.heads + 2}, --heads and two more, got {args.length}")
+    if not args.learning_rate > 0:
+        problems.append(f"--lr must be above 0, got {args.learning_rate}")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        problems.append("shardfn speculate runs on one rank; start it without torchrun")
+    raise_all(ValueError, "these arguments make no sense:", problems)
+    names = {x.name for x in dataclasses.fields(SpeculateJob)} - {"model"}
+    model = ModelSettings(model=args.model, kind=kind)
+    return SpeculateJob(model, **{name: getattr(args, name) for name in names})
+
+
+def speculate(job: SpeculateJob) -> int:
+    """Trains a speculator, writes its files, and prints the held-out acceptance of the speculator and of n-grams.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ValueError: the model or the text is refused.
+    """
+    with waiting("reading", job.model.model):
+        served = load_model(job.model, make_mesh({}, alone=True))
+    made = served.decoder
+    config = speculators.config_of(made, job.kind, d_inner=job.width, num_heads=job.heads)
+    rows = _read_rows(job, made, served.text.plain)
+    held = max(1, len(rows) // _HELD)
+    training, prompts = rows[:-held], rows[-held:][:_PROMPTS, : job.length // 2].tolist()
+    say = progress(total=len(training), desc="hidden states", unit="row")
+    hidden = []
+    with say:
+        for states in speculators.hidden_states(made, served.params, training):
+            hidden.append(states)
+            say.update()
+    with progress(total=job.steps, desc="training", unit="step") as bar:
+
+        def report(step: int, loss: float) -> None:
+            bar.update()
+            bar.set_postfix(loss=f"{loss / job.heads:.3f}")
+            if bar.disable and (step + 1) % max(1, job.steps // 5) == 0:
+                print(f"step {step + 1}: loss {loss / job.heads:.3f} a head", file=sys.stderr, flush=True)
+
+        states = States(torch.stack(hidden), training)
+        how: dict[str, Any] = {"batch_size": job.batch, "learning_rate": job.learning_rate, "seed": job.seed}
+        params = speculators.train(config, states, steps=job.steps, report=report, **how)
+    speculators.save(job.out, config, params, made)
+    drafters = {f"{job.kind} speculator": speculators.load(job.out, made), "n-grams": Ngram()}
+    for name, drafter in drafters.items():
+        print(f"{name}: {_measure(made, served.params, drafter, prompts, job):.2f} accepted drafts a step")
+    print(f"{job.out}: for shardfn generate --speculator {job.out}")
+    return 0
+
+
+def _read_rows(job: SpeculateJob, made: Decoder, encode: Any) -> Tensor:
+    """Returns the text as rows of equal length."""
+    path = pathlib.Path(job.text)
+    ids = list[int]()
+    for text in _read_texts(path):
+        ids += encode(text)
+        if len(ids) >= job.tokens:
+            break
+    if job.length > made.context:
+        raise ValueError(f"--length {job.length}: the longest sequence of {job.model.model} has {made.context} tokens.")
+    num = min(len(ids), job.tokens) // job.length
+    if num < job.batch + 1:
+        raise ValueError(
+            f"{path} has {len(ids)} tokens, and {(job.batch + 1) * job.length} are needed: --batch rows and a"
+            " held-out row, of --length each. Give a longer text, or lower --batch or --length."
+        )
+    return torch.tensor(ids[: num * job.length]).view(num, job.length)
+
+
+def _read_texts(path: pathlib.Path) -> Any:
+    """Yields the texts of a file."""
+    if path.suffix != ".jsonl":
+        yield path.read_text(encoding="utf-8", errors="replace")
+        return
+    lines = JSONLines(path)
+    for i in range(len(lines)):
+        row = lines[i]
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            raise ValueError(f"{lines.place(i)} must be an object with a text, as {{'text': '...'}}, got {row!r:.60}.")
+        yield row["text"]
+
+
+def _measure(made: Decoder, params: Any, drafter: Drafter, prompts: list[list[int]], job: SpeculateJob) -> float:
+    limits = limits_of(made, context=job.length, drafts=15, running=4, buckets=(1, 16, 64))
+    engine = Engine(made, params, limits=limits, drafter=drafter)
+    most = job.length - max(map(len, prompts))
+    return speculators.measure_acceptance(engine, prompts, Sampling(max_tokens=most, temperature=0.0))

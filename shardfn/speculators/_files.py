@@ -1,0 +1,105 @@
+"""Files of a speculator: `config.json`, with a digest of the model, and `model.safetensors`."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from shardfn.core import did_you_mean, raise_all
+from shardfn.inference import Decoder
+
+from ._config import RecurrentConfig, list_misfits
+from ._drafter import Speculator, check_params
+from ._recurrent import Params
+
+CONFIG, TENSORS = "config.json", "model.safetensors"
+_FORMAT = "shardfn-speculator"
+_FIELDS = {x.name: x.type for x in dataclasses.fields(RecurrentConfig)}
+
+
+def save(directory: str | os.PathLike[str], config: RecurrentConfig, params: Params, decoder: Decoder) -> None:
+    """Writes a speculator of a model. Files of the same names are replaced once the new files are whole.
+
+    Args:
+        directory: directory, made where it is missing.
+        config: shape.
+        params: parameters as from `init`, whole.
+        decoder: decoder of the model that the speculator was trained for.
+
+    Raises:
+        ValueError: parameters or model are of another shape.
+
+    Example:
+        >>> import tempfile
+        >>> from shardfn import core
+        >>> from shardfn.inference import decoder
+        >>> from shardfn.models import gpt
+        >>> from shardfn.speculators import config_of, init
+        >>> model = decoder(gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4))
+        >>> config = config_of(model, "mlp")
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     save(directory, config, init(config, core.key(0)), model)
+        ...     load(directory, model).config == config
+        True
+    """
+    check_params(config, params)
+    raise_all(ValueError, "save: a speculator of another model:", list_misfits(config, decoder))
+    place = pathlib.Path(directory)
+    place.mkdir(parents=True, exist_ok=True)
+    about = {"format": _FORMAT, **dataclasses.asdict(config), "model_digest": decoder.digest}
+    new = {name: place / f"{name}.new" for name in (TENSORS, CONFIG)}
+    save_file({name: x.detach().cpu().contiguous() for name, x in params.items()}, new[TENSORS])
+    new[CONFIG].write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    for name, path in new.items():
+        os.replace(path, place / name)
+
+
+def load(directory: str | os.PathLike[str], decoder: Decoder) -> Speculator:
+    """Returns the speculator of a directory as a drafter of a model.
+
+    Args:
+        directory: directory as of `save`.
+        decoder: decoder of the model.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged, or has other fields or leaves, or the speculator is of another model.
+    """
+    place = pathlib.Path(directory)
+    if missing := [name for name in (CONFIG, TENSORS) if not (place / name).is_file()]:
+        raise FileNotFoundError(f"{place} has no {' and no '.join(missing)}. Give a directory of shardfn speculate.")
+    config, digest = _read_config(place / CONFIG)
+    try:
+        params = load_file(place / TENSORS)
+    except Exception as error:  # safetensors' own class is not part of its interface
+        raise ValueError(f"{place / TENSORS} cannot be read: {error}") from error
+    try:
+        made = Speculator(config, params, digest=digest)
+        made.check(decoder)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    return made
+
+
+def _read_config(path: pathlib.Path) -> tuple[RecurrentConfig, str]:
+    """Returns the shape, and the digest of the model."""
+    try:
+        about: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    kind = about.get("format") if isinstance(about, dict) else None
+    if kind != _FORMAT:
+        raise ValueError(
+            f"{path} has the format {kind!r:.40}, and must have {_FORMAT!r}. Give a speculator's directory."
+        )
+    known = {*_FIELDS, "format", "model_digest"}
+    problems = [f"{name} is missing" for name in sorted(known - set(about))]
+    problems += [f"{name} is unknown.{did_you_mean(name, known)}" for name in sorted(set(about) - known)]
+    raise_all(ValueError, f"{path}:", problems)
+    try:
+        return RecurrentConfig(**{name: about[name] for name in _FIELDS}), str(about["model_digest"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

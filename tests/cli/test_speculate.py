@@ -1,0 +1,90 @@
+"""Covers `shardfn speculate`: a speculator in one command, served by other commands, and arguments that are refused."""
+
+import json
+import pathlib
+import re
+from collections.abc import Callable
+
+import pytest
+
+from shardfn import core, interop
+from shardfn.checkpoint import save
+from shardfn.cli import main
+from shardfn.models import gpt
+
+CONFIG = gpt.Config.llama_like(vocab_size=256, num_layers=1, d_model=32, num_heads=2, d_ff=None, max_len=64)
+SMALL = "--length 24 --batch 4 --steps 12 --heads 3".split()
+Told = tuple[int, str, str]
+
+
+@pytest.fixture
+def run(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A run as of train_gpt, of a model without training."""
+    row = {"model": interop.hf_config(CONFIG), "per_head": False, "tokenizer": "bytes"}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/model.json").write_text(json.dumps(row))
+    save(tmp_path / "run/checkpoints", gpt.init(CONFIG, core.key(0)), 3, at="params")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def text(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": "abcabcabd" * 9}) + "\n" for _ in range(6)))
+    return path
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Told]:
+    def run_command(*args: object) -> Told:
+        status = main([*map(str, args)])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run_command
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["mlp", "lstm"])
+def test_a_speculator_in_one_command(
+    run: pathlib.Path, text: pathlib.Path, call: Callable[..., Told], kind: str
+) -> None:
+    out = run.parent / "made"
+    status, said, err = call("speculate", run, text, "--kind", kind, "--out", out, *SMALL)
+    assert status == 0 and re.search(rf"{kind} speculator: \d\.\d\d accepted drafts a step\nn-grams: \d\.", said), err
+    asked = ["generate", run, "abcab", "cabd", "--json", "--seed", "2", "--max-tokens", "12"]
+    plain, guessed = call(*asked), call(*asked, "--speculator", out)
+    assert plain[:2] == (0, guessed[1]) and "drafts accepted" in guessed[2]
+    assert f"{out} guesses: {kind} speculator, " in guessed[2]
+    about = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(about | {"model_digest": "0" * 16}))
+    status, said, err = call(*asked, "--speculator", out)
+    assert (status, said) == (2, "") and f"{out}: drafter: a speculator of another model" in err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--heads 0", "--heads must be at least 1, got 0"),
+        ("--length 5", "--length must be at least 6, --heads and two more, got 5"),
+        ("--lr 0", "--lr must be above 0, got 0"),
+        ("--length 65 --batch 1", "--length 65: the longest sequence of .* has 64 tokens"),
+        ("--length 60 --batch 9", r"has 486 tokens, and 600 are needed: --batch rows and a held-out row"),
+    ],
+)
+def test_refused_arguments(
+    run: pathlib.Path, text: pathlib.Path, call: Callable[..., Told], more: str, words: str
+) -> None:
+    status, said, err = call("speculate", run, text, "--out", run.parent / "made", *more.split())
+    assert (status, said) == (2, "") and re.search(words, err), err
+    assert not (run.parent / "made").exists()
+
+
+def test_lines_without_a_text_are_refused(run: pathlib.Path, text: pathlib.Path, call: Callable[..., Told]) -> None:
+    text.write_text(text.read_text() + '{"txet": "a"}\n')
+    status, _, err = call("speculate", run, text, "--out", run.parent / "made", *SMALL)
+    assert status == 2 and re.search(r"text.jsonl.*7.* must be an object with a text, .* got \{'txet': 'a'\}", err), err
+    status, _, err = call("generate", run, "a", "--speculator", run)
+    assert status == 2 and "has no config.json; give a directory of shardfn speculate" in err
+    status, _, err = call("generate", run, "a", "--speculator", run, "--drafter", "ngram")
+    assert status == 2 and "--speculator and --drafter ngram are 2 drafters; leave all but one of them out" in err

@@ -1,0 +1,175 @@
+"""Covers `speculators/_drafter.py`: drafts are those of the heads, the same in any company, and change no token."""
+
+import functools
+import itertools
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from shardfn import core
+from shardfn.inference import Context, Engine, Runner, Sampling, decoder, hf_decoder, limits_of
+from shardfn.speculators import (
+    RecurrentConfig,
+    Speculator,
+    States,
+    apply,
+    config_of,
+    hidden_states,
+    init,
+    measure_acceptance,
+    train,
+)
+from tests.inference.stories import Model, model
+from tests.inference.test_speculation import SIZES
+from tests.inference.test_stories import KINDS
+
+GREEDY = Sampling(max_tokens=12, temperature=0.0)
+
+
+@functools.cache
+def large() -> Model:
+    return model(**KINDS["gpt2"][0])
+
+
+@functools.cache
+def made(kind: Any, seed: int = 0) -> Speculator:
+    config = config_of(large().decoder, kind, d_inner=20, num_heads=4)
+    return Speculator(config, init(config, core.key(seed)))
+
+
+def contexts(num: int, **sampling: Any) -> list[Context]:
+    drawn = torch.Generator().manual_seed(1)
+    how = replace(GREEDY, **sampling)
+    return [
+        Context(i, "a", 0, array("q", [i, 2, i % 5]), 2, key=i, sampling=how, hidden=torch.randn(24, generator=drawn))
+        for i in range(num)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "lstm"])
+def test_drafts_are_the_most_probable_tokens_of_the_heads(kind: str) -> None:
+    drafter = made(kind)
+    params = init(drafter.config, core.key(0))
+    for context in contexts(3):
+        assert context.hidden is not None
+        known = [context.tokens[-1]]
+        for i in range(4):
+            tokens = torch.tensor([*known, *[0] * (4 - len(known))])
+            logits = apply(drafter.config, params, context.hidden[None, None], tokens[None, None])
+            known.append(int(logits[i].argmax()))
+        assert list(drafter.propose(context, 9).tokens) == known[1:]
+        assert list(drafter.propose(context, 2).tokens) == known[1:3]
+
+
+def test_drafts_do_not_depend_on_other_sequences() -> None:
+    drafter = made("lstm")
+    some = contexts(5, temperature=0.8, top_k=4)
+    together = drafter.propose_all([(context, 4) for context in some])
+    assert together == [drafter.propose(context, 4) for context in some]
+    assert len({tree.tokens for tree in together}) > 1
+    unseen = some[0]._replace(hidden=None)
+    assert drafter.propose_all([(unseen, 4), (some[1], 3)]) == [drafter.propose(unseen, 4), together[1].first(3)]
+    assert len(drafter.propose(unseen, 4)) == 0
+    first = together[1].tokens[0]
+    ends = some[1]._replace(sampling=replace(some[1].sampling, stop_tokens=(first,)))
+    assert drafter.propose(ends, 4).tokens == (first,)
+
+
+def test_tokens_are_those_without_a_speculator() -> None:
+    one, prompts = large(), [[1, 2, 0], [2, 2], [0]]
+    runner = Runner(one.decoder, replace(SIZES, buckets=(12,)))
+    parts: dict[str, Any] = {"limits": runner.limits, "runner": runner}
+    for how in (GREEDY, replace(GREEDY, temperature=0.9, seed=4)):
+        guessing = Engine(one.decoder, one.params[0], drafter=made("lstm"), **parts)
+        assert guessing.generate(prompts, how) == Engine(one.decoder, one.params[0], **parts).generate(prompts, how)
+        assert guessing.stats.speculation.drafted > 3
+
+
+def test_states_of_training_are_those_of_the_engine() -> None:
+    one = large()
+    [states] = hidden_states(one.decoder, one.params[0], torch.tensor([[1, 2, 0, 1]]))
+    assert torch.equal(Engine(one.decoder, one.params[0]).embed([[1, 2, 0, 1]])[0], states[-1])
+    with pytest.raises(ValueError, match=r"rows have 29 tokens, and the model's longest sequence has 28"):
+        hidden_states(one.decoder, one.params[0], torch.zeros(1, 29, dtype=torch.int64))
+
+
+def test_a_speculator_of_another_model_is_refused() -> None:
+    config, one = made("mlp").config, large()
+    other = replace(config, vocab_size=11, d_model=32, num_layers=3)
+    with pytest.raises(
+        ValueError, match=r"(?s)vocab_size is 11, and the model has 13.*d_model is 32, and the model has"
+    ):
+        Engine(one.decoder, one.params[0], limits=SIZES, drafter=Speculator(other, init(other, core.key(0))))
+    drafter = Speculator(config, init(config, core.key(0)), digest="0123")
+    with pytest.raises(ValueError, match=rf"its model has the digest 0123, and this model {one.decoder.digest}"):
+        Engine(one.decoder, one.params[0], limits=SIZES, drafter=drafter)
+    bare = replace(decoder(one.config), hidden_layers=())
+    with pytest.raises(ValueError, match=r"does not give its hidden states"):
+        config_of(bare, "mlp")
+
+
+def test_other_parameters_are_refused() -> None:
+    config = RecurrentConfig("lstm", vocab_size=13, d_model=24, num_layers=2, d_inner=20)
+    params = init(config, core.key(0))
+    wrong = {name: x for name, x in params.items() if name != "cell_norm_b"} | {"extra": torch.ones(1)}
+    wrong["head"] = torch.ones(13, 21)
+    with pytest.raises(ValueError, match=r"(?s)cell_norm_b is missing.*extra is unknown.*head is \(13, 21\), and must"):
+        Speculator(config, wrong)
+    digests = [Speculator(config, init(config, core.key(i))).digest() for i in (0, 0, 1)]
+    assert [a == b for a, b in itertools.pairwise(digests)] == [True, False]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["mlp", "lstm"])
+def test_a_trained_speculator_is_right_more_often(kind: Any) -> None:
+    """On texts that the model draws, where each token follows from the token before."""
+    one = large()
+    rows = torch.tensor([(*prompt, *tokens) for prompt, tokens in _answers()])
+    states = States(torch.stack(list(hidden_states(one.decoder, one.params[0], rows))), rows)
+    config, losses = config_of(one.decoder, kind, num_heads=4), list[float]()
+    params = train(config, states, steps=150, learning_rate=1e-2, batch_size=8, report=lambda _, x: losses.append(x))
+    fresh = init(config, core.key(5))
+    prompts = [list(prompt) for prompt, _ in _answers()]
+    found = []
+    for each in (fresh, params):
+        engine = Engine(one.decoder, one.params[0], limits=SIZES, drafter=Speculator(config, each))
+        found.append(measure_acceptance(engine, prompts, GREEDY))
+    assert losses[-1] < 0.2 * losses[0] and found[1] > max(1.0, found[0] + 0.5)
+
+
+def _answers() -> list[tuple[tuple[int, ...], list[int]]]:
+    one = large()
+    prompts = [(a, b) for a in range(4) for b in range(4)]
+    made = Engine(one.decoder, one.params[0]).generate(prompts, replace(GREEDY, max_tokens=24))
+    return [(prompt, found.tokens) for prompt, found in zip(prompts, made, strict=True)]
+
+
+def test_training_refuses_too_few_rows() -> None:
+    config, states = made("mlp").config, States(torch.ones(2, 9, 24), torch.zeros(2, 9, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"batch_size must be at most the 2 rows, got 3"):
+        train(config, states, steps=1, batch_size=3)
+    with pytest.raises(ValueError, match=r"steps must be an integer of at least 1, got 0"):
+        train(config, states, steps=0)
+
+
+@pytest.mark.nightly
+def test_a_speculator_of_an_unmodified_model_of_transformers() -> None:
+    """Its states are those that the model's head multiplies, and its tokens are those without a speculator."""
+    pytest.importorskip("transformers")
+    from tests.inference.hf_models import MODELS
+
+    one, params = hf_decoder(MODELS["llama"]())
+    [states] = hidden_states(one, params, torch.tensor([[1, 2, 0, 1]]))
+    assert one.batch_invariant and states.shape == (4, one.hidden_size)
+    config = config_of(one, "lstm", d_inner=12)
+    drafter = Speculator(config, init(config, core.key(0)))
+    limits = limits_of(one, context=24, drafts=8, running=3, buckets=(4, 12))
+    parts: dict[str, Any] = {"limits": limits, "runner": Runner(one, limits)}
+    guessing, plain = Engine(one, params, drafter=drafter, **parts), Engine(one, params, **parts)
+    prompts = [[1, 2, 0], [2, 2]]
+    for how in (GREEDY, replace(GREEDY, temperature=0.9, seed=4)):
+        assert guessing.generate(prompts, how) == plain.generate(prompts, how)
+    assert guessing.stats.speculation.drafted > 3
