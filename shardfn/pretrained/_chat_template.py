@@ -13,7 +13,7 @@ def compile_chat_template(source: str) -> Callable[..., str]:
     """Returns a function from messages to the text of a prompt.
 
     The template sees `messages`, `add_generation_prompt` (true), `raise_exception(message)`, `strftime_now(format)`,
-    and the keyword arguments of the function, such as `tools`. Its filter `tojson` escapes nothing, as in
+    and the keyword arguments of the function, such as `tools`. The filter `tojson` escapes nothing, as in
     transformers. Called with `continue_final_message`, the function cuts the text after the last message's content.
 
     Args:

@@ -17,7 +17,7 @@ class Text(NamedTuple):
         plain: function as `encode`, without further special tokens.
         tokenizer: tokenizer in a form that an engine takes.
         token: function from a token's text to its id, or None if there is no such token.
-        chat: function from messages to a text for `plain`, or None without a chat template. It takes variables of the
+        chat: function from messages to a text for `plain`, or None without a chat template, with variables of the
             template, `add_generation_prompt` and `continue_final_message`.
         ends: tokens that end a completion.
         template: source of the chat template.

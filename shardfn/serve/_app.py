@@ -9,18 +9,23 @@ import functools
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ._anthropic_messages import count_tokens, parse_messages
+from ._dialects import AnswerWriter, DialectAnswer
 from ._embeddings import make_embeddings_response, parse_embeddings
 from ._errors import ApiError, json_response
 from ._fields import read_json
+from ._headers import make_headers, make_permission
 from ._keys import Keys
 from ._metrics import Metrics
 from ._model import Model, check_model
+from ._open_responses import parse_responses
 from ._page import page
 from ._parse_request import ParsedRequest, parse_chat, parse_completions
 from ._request_tracker import ClientRequest, RequestTracker
 from ._responses import CHAT_FORMAT, COMPLETION_FORMAT, ResponseBuilder, ResponseFormat, raise_failures
 from ._settings import Settings
 from ._streaming import Disconnected, EventStream, Stalled, pace_answer, while_connected
+from ._tokenize import detokenize, tokenize
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _T = TypeVar("_T")
+_KEYED = ("/v1/", "/tokenize", "/detokenize")
 _SHORT = 1 << 16  # bytes of a body that is read at once
 
 
@@ -71,6 +77,11 @@ class App:
             Route("/v1/completions", self._make_route(COMPLETION_FORMAT, parse_completions), methods=["POST"]),
             Route("/v1/chat/completions", self._make_route(CHAT_FORMAT, parse_chat), methods=["POST"]),
             Route("/v1/embeddings", self._answer_embeddings, methods=["POST"]),
+            Route("/v1/responses", self._make_dialect(parse_responses), methods=["POST"]),
+            Route("/v1/messages", self._make_dialect(parse_messages), methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._make_reply(count_tokens), methods=["POST"]),
+            Route("/tokenize", self._make_reply(tokenize), methods=["POST"]),
+            Route("/detokenize", self._make_reply(detokenize), methods=["POST"]),
         ]
         handlers: Mapping[Any, Any] = {
             ApiError: _answer_error,
@@ -85,28 +96,39 @@ class App:
         if scope["type"] != "http":
             return
         send = pace_answer(send, scope, self._settings.stall_seconds)
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        more = make_headers(headers, self._settings.origins)
 
         async def count_answer(message: "Message") -> None:
             if message["type"] == "http.response.start":
                 self._metrics.add("shardfn:answers", label=str(message["status"]))
+                message = {**message, "headers": [*message.get("headers", ()), *more]}
             await send(message)
 
         try:
-            await self._admit_client(inner, scope, receive, count_answer)
+            if scope["method"] == "OPTIONS" and self._settings.origins and (permits := make_permission(headers)):
+                await count_answer({"type": "http.response.start", "status": 204, "headers": permits})
+                await count_answer({"type": "http.response.body", "body": b""})
+                return
+            await self._admit_client(inner, headers, scope, receive, count_answer)
         except Stalled:
             self._metrics.add("shardfn:stalled")
 
-    async def _admit_client(self, inner: "ASGIApp", scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def _admit_client(
+        self, inner: "ASGIApp", headers: Mapping[bytes, str], scope: "Scope", receive: "Receive", send: "Send"
+    ) -> None:
         """Answers a client that has a key and means this server, and refuses all other clients."""
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        key = headers.get(b"authorization")
+        if key is None and b"x-api-key" in headers:  # of Anthropic's interface
+            key = f"Bearer {headers[b'x-api-key']}"
         try:
             if not self._settings.allows(headers.get(b"host", "localhost")):
                 raise ApiError(421, f"the header Host is {headers[b'host'][:60]!r}, and this server is at loopback.")
-            if scope["path"].startswith("/v1/") and not self._keys.admit(headers.get(b"authorization")):
+            if scope["path"].startswith(_KEYED) and not self._keys.admit(key):
                 text = "The key is missing or wrong; send the header Authorization: Bearer KEY."
                 raise ApiError(401, text, headers={"WWW-Authenticate": "Bearer"})
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         await inner(scope, receive, send)
 
@@ -168,6 +190,27 @@ class App:
 
         return answer_request
 
+    def _make_dialect(
+        self, read: Callable[[Mapping[str, Any], Model], tuple[ParsedRequest, AnswerWriter]]
+    ) -> Callable[..., Any]:
+        async def answer_request(request: "Request") -> Any:
+            model, (asked, writer) = await self._read_asked(request, read)
+            call = self._calls.open(asked.requests)
+            made = DialectAnswer(writer, model, asked, call)
+            if asked.stream:
+                return EventStream(made.events(), functools.partial(self._end_call, call))
+            return json_response(await self._send_whole(call, made.whole(), request))
+
+        return answer_request
+
+    def _make_reply(self, reply: Callable[[Mapping[str, Any], Model], dict[str, Any]]) -> Callable[..., Any]:
+        """Returns the answer of a route that needs no engine."""
+
+        async def answer_request(request: "Request") -> "Response":
+            return json_response((await self._read_asked(request, reply))[1])
+
+        return answer_request
+
     async def _answer_embeddings(self, request: "Request") -> "Response":
         _, inputs = await self._read_asked(request, parse_embeddings)
         call = self._calls.open(inputs.requests, self._settings.pooling)
@@ -186,7 +229,8 @@ class App:
     async def _read_asked(self, request: "Request", read: Callable[[Mapping[str, Any], Model], _T]) -> tuple[Model, _T]:
         """Returns the meaning of a body."""
         self._open_model()
-        _check_address(request)
+        if not request.url.path.startswith("/v1/messages"):  # Anthropic's client sends ?beta=true
+            _check_address(request)
         data = await _read_body(request, self._settings)
         model = self._open_model()  # the server may end in between
         loop, thread = asyncio.get_running_loop(), self._reading if len(data) <= _SHORT else self._reading_long
@@ -265,7 +309,7 @@ async def _read_body(request: "Request", settings: Settings) -> bytes:
 
 async def _answer_error(request: "Request", error: Exception) -> "Response":
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.url.path)
 
 
 async def _answer_unserved(request: "Request", error: Exception) -> "Response":
@@ -278,4 +322,4 @@ async def _answer_unserved(request: "Request", error: Exception) -> "Response":
 
 
 async def _answer_failure(request: "Request", error: Exception) -> "Response":
-    return ApiError(500, f"The server has failed: {type(error).__name__}.").response()
+    return ApiError(500, f"The server has failed: {type(error).__name__}.").response(request.url.path)

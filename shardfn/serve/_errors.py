@@ -76,9 +76,18 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> "Response":
-        """Returns the whole answer."""
-        return json_response(self.body, self.status, self.headers)
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """Returns the object that a client of Anthropic's interface receives."""
+        error = self.body["error"]
+        kind = {503: "overloaded_error", 413: "request_too_large"}.get(self.status, error["type"])
+        kind = "api_error" if kind == "server_error" else kind
+        return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+
+    def response(self, path: str = "") -> "Response":
+        """Returns the whole answer, in the form of a path's interface."""
+        body = self.anthropic_body if path.startswith("/v1/messages") else self.body
+        return json_response(body, self.status, self.headers)
 
     def event(self) -> bytes:
         """Returns the event that ends a stream."""

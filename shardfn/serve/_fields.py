@@ -197,8 +197,8 @@ PART: Mapping[str, FieldKind] = {"type": TEXT, "text": TEXT}
 # Fields of OpenAI's interface that are not served, except with the values of the tables.
 REFUSED = frozenset(
     "audio best_of echo function_call functions metadata modalities moderation parallel_tool_calls"
-    " prediction prompt_cache_key prompt_cache_retention reasoning_effort safety_identifier"
-    " service_tier store suffix tool_choice tools verbosity web_search_options"
+    " prediction previous_response_id conversation prompt_cache_key prompt_cache_retention reasoning_effort"
+    " safety_identifier service_tier store suffix tool_choice tools verbosity web_search_options"
     " annotations name refusal tool_call_id tool_calls image_url input_audio file".split()  # of messages and parts
 )
 

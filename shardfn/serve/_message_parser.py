@@ -1,4 +1,4 @@
-"""Parts of a text that a model writes: reasoning, the answer, and calls of tools, each as soon as it is certain.
+"""Parts of a text that a model writes: reasoning, the answer, and calls of tools, each as soon as possible.
 
 A parser is a coroutine that takes a character at a time. So the parts of a text, joined, are the same for every way
 to cut the text into pieces.
@@ -18,7 +18,7 @@ _KEYS = ("name", *_ARGUMENTS, "type", "id")
 _Read = Generator[None, str, None]
 
 
-class Part(NamedTuple):
+class MessagePart(NamedTuple):
     """Piece of a message.
 
     Attributes:
@@ -53,7 +53,7 @@ class MessageParser:
         >>> [(part.kind, part.text) for part in parts]
         [('content', 'Let me see.'), ('call', 'find'), ('arguments', '{"a"')]
         >>> parser.add(": 1}}</tool_call>")
-        [Part(kind='arguments', text=': 1}', call=0)]
+        [MessagePart(kind='arguments', text=': 1}', call=0)]
     """
 
     def __init__(
@@ -71,18 +71,23 @@ class MessageParser:
         self._held = ""  # text that may begin a marker or a call
         self._spaces = ""  # white space before it
         self._is_open = False  # whether a call has begun and has not ended
-        self._parts = list[Part]()
+        self._parts = list[MessagePart]()
         self.num_calls, self.malformed = 0, False
         self._reader = self._read_message()
         next(self._reader)
 
-    def add(self, text: str) -> list[Part]:
+    @property
+    def is_reasoning(self) -> bool:
+        """Returns whether the text is within reasoning."""
+        return self._kind == "reasoning"
+
+    def add(self, text: str) -> list[MessagePart]:
         """Returns the parts that are certain with further text."""
         for character in text:
             self._reader.send(character)
         return self._take_parts()
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[MessagePart]:
         """Returns the parts that were held back, at the end of the text."""
         self._reader.close()
         if self._is_open:
@@ -90,7 +95,7 @@ class MessageParser:
         self._flush()
         return self._take_parts()
 
-    def _take_parts(self) -> list[Part]:
+    def _take_parts(self) -> list[MessagePart]:
         """Returns the parts since the last call, with neighbours of the same kind joined."""
         joined = join_parts(self._parts)
         self._parts = []
@@ -98,7 +103,9 @@ class MessageParser:
 
     def _emit(self, kind: PartKind, text: str) -> None:
         if text:
-            self._parts.append(Part(kind, text, max(0, self.num_calls - 1) if kind in ("call", "arguments") else 0))
+            self._parts.append(
+                MessagePart(kind, text, max(0, self.num_calls - 1) if kind in ("call", "arguments") else 0)
+            )
 
     def _flush(self) -> None:
         """Gives the text that was held back."""
@@ -304,14 +311,14 @@ class MessageParser:
         self._put_back(character)
 
 
-def join_parts(parts: list[Part]) -> list[Part]:
+def join_parts(parts: list[MessagePart]) -> list[MessagePart]:
     """Returns parts with neighbours of the same kind joined.
 
     Example:
-        >>> join_parts([Part("content", "a"), Part("content", "b"), Part("call", "f")])
-        [Part(kind='content', text='ab', call=0), Part(kind='call', text='f', call=0)]
+        >>> join_parts([MessagePart("content", "a"), MessagePart("content", "b"), MessagePart("call", "f")])
+        [MessagePart(kind='content', text='ab', call=0), MessagePart(kind='call', text='f', call=0)]
     """
-    joined = list[Part]()
+    joined = list[MessagePart]()
     groups = itertools.groupby(enumerate(parts), lambda pair: (pair[1][::2], pair[0] * (pair[1].kind == "call")))
     for _, group in groups:
         several = [part for _, part in group]

@@ -17,12 +17,12 @@ class Text(NamedTuple):
     Attributes:
         encode: function from a text to the ids of a prompt.
         tokenizer: tokenizer in a form that `shardfn.inference.detokenizer` takes.
-        chat: function from messages to the text of a prompt, or None without a chat template. It also takes variables
-            that `template` names, such as `tools`, and `add_generation_prompt` and `continue_final_message`, as in
-            transformers. A `ValueError` refuses messages.
+        chat: function from messages to the text of a prompt, or None without a chat template. The function also takes
+            variables that `template` names, such as `tools`, and `add_generation_prompt` and `continue_final_message`,
+            as in transformers. A `ValueError` refuses messages.
         plain: function from the text of `chat` to the ids of a prompt, without further special tokens. None takes
             `encode`.
-        template: source of the chat template. Requests may give the variables that it names.
+        template: source of the chat template. Requests may give the template's variables.
     """
 
     encode: Callable[[str], list[int]]

@@ -236,7 +236,7 @@ def _check_request(request: Request, limits: Limits, where: str, given: Mapping[
 def _make_grammar(
     given: Mapping[str, Any], model: Model, stop_tokens: Sequence[int], rules: MessageRules | None
 ) -> tuple[str, Grammar | None]:
-    """Returns the language of the text with its field. It is compiled here, so that no wrong grammar is admitted."""
+    """Returns the field and the language of the text, compiled once, so that no wrong grammar is admitted."""
     schema = _get_schema(given["response_format"]) if "response_format" in given else None
     if schema is not None and "regex" in given:
         raise ApiError(400, "regex is given beside response_format. Give one of them.", "regex")

@@ -42,7 +42,7 @@ def read_prompts(
     check_number(len(prompt))
     for i, x in enumerate(prompt):
         if isinstance(x, str):
-            _check_bytes(x, model, field, f"prompt {i} of {len(prompt)}: " if len(prompt) > 1 else "")
+            check_bytes(x, model, field, f"prompt {i} of {len(prompt)}: " if len(prompt) > 1 else "")
     return [model.text.encode(x) if isinstance(x, str) else x for x in prompt]
 
 
@@ -82,7 +82,7 @@ def read_chat(given: Mapping[str, Any], model: Model, tools: Sequence[Mapping[st
     except ValueError as error:
         raise ApiError(400, str(error).removeprefix("--chat: "), "messages") from error
     check_text(text, "messages")
-    _check_bytes(text, model, "messages", "")
+    check_bytes(text, model, "messages", "")
     return ChatPrompt((model.text.plain or model.text.encode)(text), _is_inside(text, options, messages, model))
 
 
@@ -127,8 +127,12 @@ def _is_inside(text: str, options: Mapping[str, Any], messages: list[dict[str, A
     return text.rstrip().endswith(begin)
 
 
-def _check_bytes(text: str, model: Model, field: str, where: str) -> None:
-    """Refuses a text of more bytes than the tokens of a context can have, before the slow work of the tokenizer."""
+def check_bytes(text: str, model: Model, field: str, where: str) -> None:
+    """Refuses a text of more bytes than the tokens of a context can have, before the slow work of the tokenizer.
+
+    Raises:
+        ApiError: names the field.
+    """
     context = model.limits.context
     if model.longest and len(text) * 4 > context * model.longest:  # a character has at most four bytes
         size = len(text.encode())

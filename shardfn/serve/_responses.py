@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ._errors import ApiError
 from ._logprobs import Shape, Spelled, Speller, chat_logprobs, completion_logprobs
-from ._message_parser import Part, join_parts
+from ._message_parser import MessagePart, join_parts
 from ._model import Model
 from ._parse_request import MessageRules, ParsedRequest
 from ._request_tracker import Chunk, ClientRequest
@@ -39,17 +39,17 @@ class ResponseFormat(NamedTuple):
     whole: str
     chunk: str
     opens: bool
-    text: Callable[[list[Part], CallIds], dict[str, Any]]
-    delta: Callable[[list[Part], CallIds], dict[str, Any]]
+    text: Callable[[list[MessagePart], CallIds], dict[str, Any]]
+    delta: Callable[[list[MessagePart], CallIds], dict[str, Any]]
     logprobs: Shape
 
 
-def _join_text(parts: list[Part], ids: CallIds) -> dict[str, Any]:
+def _join_text(parts: list[MessagePart], ids: CallIds) -> dict[str, Any]:
     del ids
     return {"text": "".join(part.text for part in parts)}
 
 
-def _make_message(parts: list[Part], ids: CallIds) -> dict[str, Any]:
+def _make_message(parts: list[MessagePart], ids: CallIds) -> dict[str, Any]:
     """Returns the field of a whole message."""
     joined = {kind: "".join(x.text for x in parts if x.kind == kind) for kind in ("content", "reasoning")}
     calls = list[dict[str, Any]]()
@@ -64,7 +64,7 @@ def _make_message(parts: list[Part], ids: CallIds) -> dict[str, Any]:
     return {"message": made | ({"tool_calls": calls} if calls else {})}
 
 
-def _make_delta(parts: list[Part], ids: CallIds) -> dict[str, Any]:
+def _make_delta(parts: list[MessagePart], ids: CallIds) -> dict[str, Any]:
     """Returns the field of a further piece of a message."""
     made = dict[str, Any]()
     for part in parts:
@@ -102,22 +102,37 @@ class ChoiceReader:
 
     Args:
         rules: rules of messages. Without rules all text is content.
+        stops: stop strings of the request.
+        decode: function from the tokens of the choice to their text, the stop string included.
 
     Attributes:
         ids: ids of calls.
+        stop: stop string that has ended the text, or None.
+        reasoning: number of tokens of the reasoning so far.
     """
 
-    def __init__(self, rules: MessageRules | None) -> None:
+    def __init__(
+        self,
+        rules: MessageRules | None,
+        stops: Sequence[str] = (),
+        decode: Callable[[Sequence[int]], str] = lambda tokens: "",
+    ) -> None:
+        self._stops, self._decode, self._tokens, self._length = stops, decode, list[int](), 0
+        self.stop: str | None = None
+        self.reasoning = 0
         self._shows = rules is None or rules.shows
         self._parser = None if rules is None else rules.make_parser()
         self.ids = CallIds()
 
-    def take(self, piece: Chunk) -> tuple[list[Part], str | None]:
+    def take(self, piece: Chunk) -> tuple[list[MessagePart], str | None]:
         """Returns the parts that are certain with a piece, and the reason if the choice ends."""
         text, reason = piece.token.text, piece.token.finish_reason
+        if self._stops:
+            self._find_stop(piece)
         if self._parser is None:
-            return [Part("content", text)] if text else [], reason
+            return [MessagePart("content", text)] if text else [], reason
         parts = self._parser.add(text)
+        self.reasoning += self._parser.is_reasoning
         if reason is not None:
             parts = join_parts(parts + self._parser.end())
             if reason == "stop" and self._parser.malformed:
@@ -125,6 +140,13 @@ class ChoiceReader:
             elif reason == "stop" and self._parser.num_calls:
                 reason = "tool_calls"
         return [part for part in parts if self._shows or part.kind != "reasoning"], reason
+
+    def _find_stop(self, piece: Chunk) -> None:
+        self._tokens += [] if piece.token.token is None else [piece.token.token]
+        self._length += len(piece.token.text)
+        if piece.token.finish_reason == "stop":
+            rest = self._decode(self._tokens)[self._length :]
+            self.stop = max((x for x in self._stops if rest.startswith(x)), key=len, default=None)
 
 
 class ResponseBuilder:
@@ -211,13 +233,13 @@ class ResponseBuilder:
     def _get_prompt(self, choice: int) -> tuple[int, ...]:
         return self._asked.requests[self._call.request_of(choice)].prompt
 
-    def _spell_echo(self, choice: int) -> tuple[list[Part], list[Spelled]]:
+    def _spell_echo(self, choice: int) -> tuple[list[MessagePart], list[Spelled]]:
         """Returns the beginning of a choice: its prompt's text, and the first token, which has no log probability."""
         if not self._asked.echo:
             return [], []
         prompt = self._get_prompt(choice)
         found = [] if self._asked.logprobs is None else [self._get_speller(choice).spell(prompt[0], None)]
-        return [Part("content", self._model.texts.decode(prompt))], found
+        return [MessagePart("content", self._model.texts.decode(prompt))], found
 
     def _get_speller(self, choice: int) -> Speller:
         if choice not in self._spellers:

@@ -36,6 +36,8 @@ _BOTH: dict[Path, Mapping[str, FieldKind]] = {
     ("response_format",): _fields.FORMAT,
     ("response_format", "json_schema"): _fields.SCHEMA,
 }
+# Routes whose bodies become others: tests of their own cover them.
+DIALECTS = {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"}
 # The objects of each body, by their places.
 TABLES: dict[str, dict[Path, Mapping[str, FieldKind]]] = {
     "/v1/completions": {(): _fields.COMPLETIONS, **_BOTH},
@@ -90,7 +92,7 @@ OUTSIDE: dict[str, list[Any]] = {
     "logit_bias": [{str(one): 1} for one in _IDS] + [{"1": 101}, {"1": -1e308}, {"a": 1}, {"": 1}, {"1": None}],
     "regex": ["(", "a" * 70_000, "\x00"],
     "encoding_format": ["hex", "", "x" * 10_000],
-    "dimensions": [0, -1, 31, 33, 2**70],
+    "dimensions": [0, -1, 33, 2**70],
     "schema": [{"type": "nothing"}, {"enum": ["x" * 1_000_000]}, {"$ref": "#"}, {"type": "string", "minLength": -1}],
 }
 OUTSIDE |= {
@@ -195,7 +197,7 @@ def test_the_bodies_are_served(server: Running) -> None:
 
 def test_all_routes_and_tables_are_here(server: Running) -> None:
     routes = server.front.app.asgi().args[0].routes  # pyright: ignore
-    assert {one.path for one in routes if "POST" in one.methods} == set(BODIES)
+    assert {one.path for one in routes if "POST" in one.methods} == set(BODIES) | DIALECTS
     made = {name for name, x in vars(_fields).items() if isinstance(x, Mapping) and name.isupper()}
     used = [id(table) for tables in TABLES.values() for table in tables.values()]
     assert {name for name in made if id(getattr(_fields, name)) in used} == made - PARTS

@@ -161,7 +161,7 @@ EMBEDDINGS: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "a" * CONTEXT}, "input", f"tokens, got {CONTEXT}: the context has"),
     ({"input": ["a"] * 2049}, "input", "input must have at most 2048 entries, got 2049"),
     ({"encoding_format": "hex"}, "encoding_format", "encoding_format must be one of 'float', 'base64', got 'hex'"),
-    ({"dimensions": 16}, "dimensions", "dimensions must be 32, as embeddings of this model have, got 16"),
+    ({"dimensions": 33}, "dimensions", "dimensions must be from 1 to 32, as embeddings of this model have, got 33"),
     ({"dimensions": "32"}, "dimensions", "must be an integer"),
     ({"temperature": 1}, "temperature", "is not known"),
     ({"user": 1}, "user", "give a string"),

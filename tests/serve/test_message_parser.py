@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardfn.serve._message_formats import REASONING_FORMATS, TOOL_FORMATS, find_reasoning_format, find_tool_format
-from shardfn.serve._message_parser import MessageParser, Part, join_parts
+from shardfn.serve._message_parser import MessageParser, join_parts
+from shardfn.serve._message_parser import MessagePart as Part
 
 NAMES = ("f", "get_weather")
 # What models write, whole and broken.
