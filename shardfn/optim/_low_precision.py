@@ -40,6 +40,8 @@ from ._pair import as_transformation, inplace, owners
 _SIGNED = frozenset({"mu", "m1", "m2", "trace", "ema", "exp_avg", "grad_sum"})
 _POSITIVE = frozenset({"nu", "sum_of_squares", "exp_avg_sq"})
 _GROUP = 1 << 22  # elements that are decoded at once
+# Fractions of 2^32: powers of the inverses of the plastic number and of the golden ratio.
+_IRRATIONAL = (3242174889, 2654435769, 2447445414)
 
 
 class LowPrecisionState(NamedTuple):
@@ -62,9 +64,11 @@ def quantize_states(
     """Keeps the averages of `inner` in 8 bits: `block = scale * table[codes]`, with the block's largest value as scale.
 
     A block is `block_size` neighbours along the last dim of the whole leaf, for example 4 blocks for a row of 1,000
-    elements. The table is the dynamic map of bitsandbytes, signed for means, unsigned for means of squares, or linear.
-    Codes are cut and placed like the parameter. If ZeRO cuts the last dim, ranks exchange the scales of a leaf by a
-    `pmax`. With AdamW, a parameter has 2 + 2 * 4 / 256 bytes of states in place of 8: 0.254 of them.
+    elements, or some short rows, for example 4 rows of 64 elements. The table is the dynamic map of bitsandbytes,
+    signed for means, unsigned for the roots of means of squares, or linear. Values between two of the table are rounded
+    up or down in turn, evenly over steps and elements, so that small changes add up. Codes are cut and placed like the
+    parameter. If ZeRO cuts a dim of blocks, ranks exchange the scales of a leaf by a `pmax`. With AdamW, a parameter
+    has 2 + 2 * 4 / 256 bytes of states in place of 8: 0.254 of them.
 
     Averages are the state's fields `mu`, `nu`, `m1`, `m2`, `trace`, `ema`, `exp_avg`, `exp_avg_sq`, `grad_sum` and
     `sum_of_squares`. Put `master_weights` and `sam` around `quantize_states`.
@@ -192,8 +196,39 @@ class _StateCodec(Protocol):
         ...
 
 
+class _BlockSpan(NamedTuple):
+    """Blocks along a dim that a rank's elements touch.
+
+    Attributes:
+        first: number of the first block.
+        num: number of blocks.
+        before: elements of the first block that other ranks have.
+        after: elements of the last block that other ranks have, or that lie behind the leaf.
+        total: number of blocks of the leaf.
+        size: elements of a block.
+    """
+
+    first: int
+    num: int
+    before: int
+    after: int
+    total: int
+    size: int
+
+    def spread(self, scales: Tensor, dim: int, length: int) -> Tensor:
+        """Returns the scale of each of a rank's elements along a dim."""
+        own = scales.narrow(dim, self.first, self.num).repeat_interleave(self.size, dim=dim)
+        return own.narrow(dim, self.before, length)
+
+
 class _BlockCodes(NamedTuple):
-    """Codes of 8 bits, with a scale for each block of the last dim."""
+    """Codes of 8 bits, with a scale for each block: some neighbours of the last dim, in one or more rows.
+
+    Averages of squares are kept as square roots, since an update divides by the root: half the powers of ten are
+    enough. A value between two of the table is rounded up or down in turn, by a sequence over steps and positions that
+    is spread evenly (Weyl, 1916). Otherwise changes below half a distance would be lost in every step: with b2 = 0.999
+    an average of squares would stand still.
+    """
 
     code: str
     size: int
@@ -201,39 +236,79 @@ class _BlockCodes(NamedTuple):
     def table(self, signed: bool, device: torch.device) -> Tensor:
         return (dynamic_map if self.code == "dynamic" else linear_map)(signed=signed).to(device)
 
-    def spans(self, place: _LeafPlace) -> tuple[int, int, int, int]:
-        """Returns the first block of this rank, their number, and the elements that lack before and after."""
-        cut = place.box[-1]
-        first, last = cut.start // self.size, -(-cut.stop // self.size)
-        num = last - first if cut.stop > cut.start else 0
-        return first, num, cut.start - first * self.size, num * self.size - (cut.stop - first * self.size)
+    def num_rows(self, shape: Sequence[int]) -> int:
+        """Returns the number of rows of a block, so that short rows share a scale."""
+        return max(1, min(shape[-2], self.size // max(shape[-1], 1))) if len(shape) > 1 else 1
+
+    def scales_shape(self, shape: Sequence[int]) -> list[int]:
+        """Returns the shape of the scales of a whole leaf."""
+        out = [*shape[:-1], -(-shape[-1] // self.size)]
+        if len(shape) > 1:
+            out[-2] = -(-shape[-2] // self.num_rows(shape))
+        return out
+
+    def spans(self, place: _LeafPlace) -> list[_BlockSpan]:
+        """Returns the blocks of this rank along the last dim, and along the dim before if blocks have several rows."""
+        sizes = [self.size] if self.num_rows(place.shape) == 1 else [self.num_rows(place.shape), self.size]
+        spans = []
+        for d, size in zip(range(len(place.shape) - len(sizes), len(place.shape)), sizes, strict=True):
+            cut = place.box[d]
+            first, last = cut.start // size, -(-cut.stop // size)
+            num = last - first if cut.stop > cut.start else 0
+            before = cut.start - first * size if num else 0
+            after = num * size - before - (cut.stop - cut.start)
+            spans.append(_BlockSpan(first, num, before, after, -(-place.shape[d] // size), size))
+        return spans
 
     def kept(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
-        num = -(-place.shape[-1] // self.size)
-        scales = zeros.new_zeros((*zeros.shape[:-1], num), dtype=torch.float32)
+        spans = self.spans(place)
+        lead = zeros.shape[: zeros.ndim - len(spans)]
+        scales = zeros.new_zeros((*lead, *(span.total for span in spans)), dtype=torch.float32)
         return torch.zeros_like(zeros, dtype=torch.uint8), scales
 
     def encode(self, x: Tensor, place: _LeafPlace, number: int, count: Tensor, signed: bool) -> tuple[Tensor, Any]:
-        del number, count
-        first, num, before, after = self.spans(place)
-        total, axes = -(-place.shape[-1] // self.size), current_mesh().axes(place.spec.dim_axes(len(place.shape) - 1))
-        width = x.shape[-1]
-        if num:
-            x = F.pad(x.float(), (before, after)).unflatten(-1, (num, self.size))
-        else:
-            x = x.float().unsqueeze(-1).expand(*x.shape, self.size)
-        scales = F.pad(x.abs().amax(-1), (first, total - first - num))
-        scales = pmax(scales, axes) if axes else scales
-        own = scales[..., first : first + num].unsqueeze(-1)
-        table = self.table(signed, x.device)
-        codes = torch.bucketize(x / torch.where(own == 0, 1.0, own), (table[:-1] + table[1:]) / 2)
-        return codes.to(torch.uint8).flatten(-2)[..., before : before + width], scales
+        x = x.float() if signed else x.float().sqrt()
+        spans = self.spans(place)
+        cut = [axis for d in range(x.ndim - len(spans), x.ndim) for axis in place.spec.dim_axes(d)]
+        axes = current_mesh().axes(tuple(cut))
+        tops = x.abs()
+        for d, span in zip(range(x.ndim - len(spans), x.ndim), spans, strict=True):
+            tops = tops.movedim(d, -1)
+            if span.num:
+                tops = F.pad(tops, (span.before, span.after)).unflatten(-1, (span.num, span.size)).amax(-1)
+            tops = F.pad(tops, (span.first, span.total - span.first - span.num)).movedim(-1, d)
+        scales = pmax(tops, axes) if axes else tops
+        wide = self._spread(scales, spans, x.shape)
+        ratios, table = x / torch.where(wide == 0, 1.0, wide), self.table(signed, x.device)
+        high = torch.bucketize(ratios, table).clamp(max=len(table) - 1)
+        low = (high - 1).clamp(min=0)
+        part = (ratios - table[low]) / torch.where(high > low, table[high] - table[low], 1.0)
+        codes = torch.where(_spread_evenly(place, number, count.to(x.device)) < part, high, low)
+        return codes.to(torch.uint8), scales
 
     def decode(self, codes: Tensor, scales: Any, place: _LeafPlace, signed: bool) -> Tensor:
-        first, num, before, _ = self.spans(place)
-        values = self.table(signed, codes.device)[codes.int()]
-        wide = scales[..., first : first + num].repeat_interleave(self.size, dim=-1)
-        return values * wide[..., before : before + codes.shape[-1]]
+        values = self.table(signed, codes.device)[codes.int()] * self._spread(scales, self.spans(place), codes.shape)
+        return values if signed else values.square_()
+
+    def _spread(self, scales: Tensor, spans: Sequence[_BlockSpan], shape: torch.Size) -> Tensor:
+        """Returns the scale of each element of a rank's block, or of elements that share a row."""
+        for d, span in zip(range(len(shape) - len(spans), len(shape)), spans, strict=True):
+            scales = span.spread(scales, d, shape[d])
+        return scales
+
+
+def _spread_evenly(place: _LeafPlace, number: int, count: Tensor) -> Tensor:
+    """Returns numbers from 0 to 1 for the elements of a block: fractions of multiples of irrational numbers.
+
+    They depend on the element's place in the whole leaf, and on the step, so all meshes round equally.
+    """
+    place_of, stride = torch.zeros((), dtype=torch.int64, device=count.device), 1
+    for d in range(len(place.shape) - 1, -1, -1):
+        at = torch.arange(place.box[d].start, place.box[d].stop, device=count.device) * stride
+        place_of = place_of + at.view(-1, *[1] * (len(place.shape) - 1 - d))
+        stride *= place.shape[d]
+    bits = place_of * _IRRATIONAL[0] + count.long() * _IRRATIONAL[1] + number * _IRRATIONAL[2]
+    return (bits >> 8 & 0xFFFFFF).float() * 2.0**-24
 
 
 class _StochasticRounding(NamedTuple):
@@ -344,11 +419,12 @@ class _LowPrecision:
         return LowPrecisionState(zero_count(params), scales, tree_unflatten(treedef, [x for x, _ in rows]))
 
     def _place_scales(self, scales: Tensor, place: _LeafPlace) -> Tensor | GlobalTensor:
-        """Returns the scales of a leaf, cut like the leaf except along the last dim."""
+        """Returns the scales of a leaf, cut like the leaf except along the dims of blocks."""
         if self.places is None:
             return scales
-        entries = [place.spec.dim_axes(d) or None for d in range(len(place.shape) - 1)]
-        shape = torch.Size((*place.shape[:-1], scales.shape[-1]))
+        codec: Any = self.codec
+        entries = [place.spec.dim_axes(d) or None for d in range(len(place.shape) - len(codec.spans(place)))]
+        shape = torch.Size(codec.scales_shape(place.shape))
         return GlobalTensor(scales, shape, P(*entries), current_mesh())
 
     def _decode(self, state: LowPrecisionState, kept: Sequence[_StateLeaf]) -> tuple[list[Tensor], list[Any], Any]:
