@@ -5,6 +5,7 @@ A published run has the settings, and the figures reported by the authors.
 
 import ast
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from shardfn import core
 from shardfn.graph import cluster
 from shardfn.interop import gpt_config
 from shardfn.models import gpt, moe
+from shardfn.nn.moe import top_k
 
 from ._layout import bubble
 from ._plan import JobPlan, plan
@@ -134,6 +136,14 @@ def _llama_config(layers: int, width: int, heads: int, ff: int, **more: Any) -> 
     return gpt.Config.llama_like(num_layers=layers, d_model=width, num_heads=heads, d_ff=ff, **more)
 
 
+def _moe_config(layers: int, num: int | tuple[int, ...], *, residual: bool) -> gpt.Config:
+    """Returns DeepSpeed-MoE's model over a GPT of 1.3B, with experts in every second layer."""
+    route = functools.partial(top_k, renormalise=False)
+    rule = moe.Experts(num=num, every=2, top_k=1, route=route, residual=residual)
+    return _gpt_config(layers, 2048, 16, length=2048, experts=rule)
+
+
+_DEEPSPEED_MOE = "Rajbhandari et al. 2022, arXiv 2201.05596, tables 1 and 4; GPT-2's vocabulary"
 _GPT2 = "Radford et al. 2019, table 2"
 _LLAMA = "Touvron et al. 2023, arXiv 2302.13971, table 2"
 
@@ -159,6 +169,9 @@ PRESETS: Mapping[str, Preset] = {
         moe.deepseek_v3_like(),
         "DeepSeek-AI 2024, arXiv 2412.19437: its feed-forward layers; attention is Llama's, not the latent one",
     ),
+    "moe-1.3b-128": Preset(_moe_config(24, 128, residual=False), _DEEPSPEED_MOE),
+    "pr-moe-1.3b-128": Preset(_moe_config(24, (64,) * 10 + (128,) * 2, residual=True), _DEEPSPEED_MOE),
+    "pr-mos-1.3b-128": Preset(_moe_config(21, (64,) * 8 + (128,) * 2, residual=True), _DEEPSPEED_MOE),
     "zero-7.5b": Preset(
         _gpt_config(36, 4096, 32, vocab=59136, length=2048),
         "Rajbhandari et al. 2019, arXiv 1910.02054, figure 1, which gives the count 7.5e9 alone: 36 layers of 4096, and"

@@ -268,13 +268,13 @@ def _place_leaves(
     if experts is None:
         return before, block * num_layers, after
     exchange = AllToAll("ep") if "ep" in mesh.shape else Local()
-    first = dataclasses.replace(experts, first=0, every=1, exchange=exchange)
-    _, mixture, _ = (
-        [place_leaf(*leaf) for leaf in part] for part in _list_leaves(dataclasses.replace(one, experts=first), cut)
-    )
-    # The fullest stage of a pipeline has only layers with experts, until none is left.
-    num = min(num_layers, len(config.expert_layers))
-    return before, block * (num_layers - num) + mixture * num, after
+    # The fullest stage of a pipeline has only layers with experts, those with the most, until none is left.
+    nums = sorted(config.num_experts, reverse=True)[:num_layers]
+    mixtures = list[LeafLayout]()
+    for num in nums:
+        rule = dataclasses.replace(experts, num=num, first=0, every=1, layers=None, exchange=exchange)
+        mixtures += [place_leaf(*leaf) for leaf in _list_leaves(dataclasses.replace(one, experts=rule), cut)[1]]
+    return before, block * (num_layers - len(nums)) + mixtures, after
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ References:
         https://arxiv.org/abs/2309.06180
 """
 
-import dataclasses
+import copy
 import hashlib
 from array import array
 from collections.abc import Sequence as Seq
@@ -92,7 +92,7 @@ def advance(
         (None, 51, 'length', True)
     """
     _check_step(state, events, drawn)
-    state.consumed, state = True, dataclasses.replace(state)
+    state.consumed, state = True, copy.copy(state)
     outputs: list[Output] = []
     stops = {(event.name, event.choice, event.at): event.finish_reason for event in events if isinstance(event, Stop)}
     _settle_plan(state, drawn, stops, outputs, hidden)
@@ -185,6 +185,9 @@ def _take_token(
         finish = "error"
     elif place < len(known):
         token, sequence.scored = known[place], place
+    elif not sampling.max_tokens:  # the prompt is computed, and the row's draw is dropped
+        outputs.append(_make_end(sequence.name, sequence.choice, state, "length"))
+        return True
     else:
         known.append(token)
         if stop or token in sampling.stop_tokens:

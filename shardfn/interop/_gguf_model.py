@@ -88,6 +88,9 @@ class GGUFArchive(Mapping[str, QuantizedEntry]):
     def served_blocks(self, name: str) -> Tensor | None:
         """Returns the rows of a tensor as blocks of bytes, or None where layers do not read blocks of the kind."""
         entry = self._file[self._names[name]]
+        if entry.kind.name == "Q4_0":
+            widened = widen_q4_0(self._file.blocks(self._names[name]))
+            return None if widened is None else self._order(name, widened)
         if entry.kind.name not in _READ:
             return None
         assert entry.kind.bytes == BLOCK_BYTES[_READ[entry.kind.name]]
@@ -101,6 +104,18 @@ class GGUFArchive(Mapping[str, QuantizedEntry]):
         return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
+def widen_q4_0(blocks: Tensor) -> Tensor | None:
+    """Returns rows of blocks of Q4_0 as blocks of Q4_1 with the same values: scale (q - 8) = scale q - 8 scale.
+
+    None where 8 times a scale is no float16.
+    """
+    parts = blocks.unflatten(1, (-1, 18))
+    least = -8 * parts[..., :2].contiguous().view(torch.float16)
+    if not least.isfinite().all():
+        return None
+    return torch.cat([parts[..., :2], least.view(torch.uint8), parts[..., 2:]], -1).flatten(1)
+
+
 def gpt_from_gguf(
     path: str | os.PathLike[str] | GGUFFile, *, dtype: torch.dtype | None = None, blocks: bool = False, **changes: Any
 ) -> tuple[gpt.Config, gpt.Params]:
@@ -112,8 +127,9 @@ def gpt_from_gguf(
     Args:
         path: path of a file with a Llama, Mistral or Qwen2, or the file.
         dtype: dtype of the parameters. Default: float32, to which blocks are decoded without rounding of ours.
-        blocks: whether weights of linear layers in blocks of Q8_0 and Q4_1 stay blocks, uint8 of shape (rows, bytes
-            of a row). An engine serves these as they are, with the bits of the decoded weights.
+        blocks: whether weights of linear layers in blocks of Q8_0, Q4_1 and Q4_0 stay blocks, uint8 of shape (rows,
+            bytes of a row). An engine serves these as they are, with the bits of the decoded weights. Blocks of Q4_0
+            become blocks of Q4_1 with the same values.
         **changes: other fields of the `Config`, such as `batch_invariant=True`.
 
     Returns:

@@ -101,22 +101,22 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
             f"blocks have rows of {size} bytes, and rows of {k} elements have {groups * 34} (Q8_0) or {groups * 20}"
             f" (Q4_1), with k a multiple of {GROUP}. Pass another k, or blocks of one of these kinds."
         )
-    if blocks.is_meta:
-        return blocks.new_empty(-(-n // PANEL), groups, PANEL * BLOCK_BYTES[kinds[0]])
-    rows = torch.nn.functional.pad(blocks, (0, 0, 0, -n % PANEL)).view(
-        -(-n // PANEL), PANEL, groups, BLOCK_BYTES[kinds[0]]
-    )
-    by_group = rows.permute(0, 2, 3, 1)  # [panel, group, byte of a block, output]
+    size, panels = BLOCK_BYTES[kinds[0]], -(-n // PANEL)
+    out = blocks.new_empty(panels, groups, PANEL * size)
+    if blocks.is_meta or not blocks.numel():
+        return out
+    by_output = torch.nn.functional.pad(blocks, (0, 0, 0, -n % PANEL)).view(panels, PANEL, groups, size)
     head = 2 if kinds[0] == "int8" else 4
-    # Numbers of two bytes: the bytes side by side, output by output.
-    numbers = by_group[:, :, :head].unflatten(2, (-1, 2)).transpose(3, 4).flatten(2)
-    q = by_group[:, :, head:]
+    numbers, q = by_output[..., :head].contiguous(), by_output[..., head:]
     if kinds[0] == "int4":
         # Bytes 8 i + 4 h + j have the inputs 8 i + 4 h + j in the low and 16 + 8 i + 4 h + j in the high nibbles.
-        q = q.unflatten(2, (2, 2, 4))
-        first, last = q[:, :, :, 0], q[:, :, :, 1]
-        q = torch.cat([(first & 15) | last << 4, (first >> 4) | (last & 240)], 2).flatten(2, 3)
-    return torch.cat([numbers, q.unflatten(2, (-1, 4)).transpose(3, 4).flatten(2)], 2)
+        first, last = q.unflatten(3, (2, 2, 4)).unbind(4)
+        q = torch.cat([(first & 15) | last << 4, (first >> 4) | (last & 240)], 3)
+    # Numbers of two bytes, and codes of four inputs, move as a whole.
+    for part, dtype, start, end in ((numbers, torch.int16, 0, head), (q, torch.int32, head, size)):
+        whole = part.contiguous().flatten(3).view(dtype)
+        out[..., start * PANEL : end * PANEL].view(dtype).unflatten(-1, (-1, PANEL)).copy_(whole.permute(0, 2, 3, 1))
+    return out
 
 
 def kind_of(packed: Tensor) -> Quantization | None:

@@ -305,7 +305,11 @@ def _tables_of_all(config: Config, params: Params) -> Params:
     if config.position != "rope":
         return {}
     embed = params["embed"]
-    table = position_tables(config, torch.arange(config.max_len, device=embed.device), embed.dtype)["table"]
+    # On "meta" torch imports its compiler for the functions of a table, so the shapes are those of one position.
+    num, device = (1, "cpu") if embed.is_meta else (config.max_len, embed.device)
+    table = position_tables(config, torch.arange(num, device=device), embed.dtype)["table"]
+    if embed.is_meta:
+        table = [x.new_empty(config.max_len, *x.shape[1:], device="meta") for x in table]
     return dict(zip(("cos", "sin"), table, strict=True))
 
 

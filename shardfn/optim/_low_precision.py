@@ -15,9 +15,20 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from shardfn import collectives, core
+from shardfn.collectives import GlobalTensor, current_mesh, pmax
+from shardfn.core import (
+    P,
+    block_slices,
+    check_key,
+    fold_in,
+    tree_flatten,
+    tree_leaves,
+    tree_paths,
+    tree_unflatten,
+    uniform_block,
+)
 
-from . import _base as base
+from ._base import GradientTransformation, OptState, Pair, Params, Specs, Updates
 from ._checks import check_num_steps
 from ._chunked_update import in_pieces
 from ._decide import Resolved, check_whole
@@ -29,6 +40,8 @@ from ._pair import as_transformation, inplace, owners
 _SIGNED = frozenset({"mu", "m1", "m2", "trace", "ema", "exp_avg", "grad_sum"})
 _POSITIVE = frozenset({"nu", "sum_of_squares", "exp_avg_sq"})
 _GROUP = 1 << 22  # elements that are decoded at once
+# Fractions of 2^32: powers of the inverses of the plastic number and of the golden ratio.
+_IRRATIONAL = (3242174889, 2654435769, 2447445414)
 
 
 class LowPrecisionState(NamedTuple):
@@ -42,22 +55,20 @@ class LowPrecisionState(NamedTuple):
 
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
     scales: tuple[Any, ...]
-    inner: base.OptState
+    inner: OptState
 
 
 def quantize_states(
-    inner: base.GradientTransformation | base.Pair,
-    *,
-    code: str = "dynamic",
-    block_size: int = 256,
-    min_size: int = 4096,
-) -> base.GradientTransformation:
+    inner: GradientTransformation | Pair, *, code: str = "dynamic", block_size: int = 256, min_size: int = 4096
+) -> GradientTransformation:
     """Keeps the averages of `inner` in 8 bits: `block = scale * table[codes]`, with the block's largest value as scale.
 
     A block is `block_size` neighbours along the last dim of the whole leaf, for example 4 blocks for a row of 1,000
-    elements. The table is the dynamic map of bitsandbytes, signed for means, unsigned for means of squares, or linear.
-    Codes are cut and placed like the parameter. If ZeRO cuts the last dim, ranks exchange the scales of a leaf by a
-    `pmax`. With AdamW, a parameter has 2 + 2 * 4 / 256 bytes of states in place of 8: 0.254 of them.
+    elements, or some short rows, for example 4 rows of 64 elements. The table is the dynamic map of bitsandbytes,
+    signed for means, unsigned for the roots of means of squares, or linear. Values between two of the table are rounded
+    up or down in turn, evenly over steps and elements, so that small changes add up. Codes are cut and placed like the
+    parameter. If ZeRO cuts a dim of blocks, ranks exchange the scales of a leaf by a `pmax`. With AdamW, a parameter
+    has 2 + 2 * 4 / 256 bytes of states in place of 8: 0.254 of them.
 
     Averages are the state's fields `mu`, `nu`, `m1`, `m2`, `trace`, `ema`, `exp_avg`, `exp_avg_sq`, `grad_sum` and
     `sum_of_squares`. Put `master_weights` and `sam` around `quantize_states`.
@@ -90,9 +101,7 @@ def quantize_states(
     return _wrap("quantize_states", inner, _BlockCodes(code, block_size), min_size)
 
 
-def round_states(
-    inner: base.GradientTransformation | base.Pair, key: Int64[Tensor, "2"]
-) -> base.GradientTransformation:
+def round_states(inner: GradientTransformation | Pair, key: Int64[Tensor, "2"]) -> GradientTransformation:
     """Keeps the averages of `inner` in bfloat16, rounded up or down at random: the expected value is exact.
 
     Rounding to nearest would lose every change below 1/256 of an average, for example all changes of `nu` with
@@ -118,7 +127,7 @@ def round_states(
     References:
         Zamirai et al., Revisiting BFloat16 Training, 2020, https://arxiv.org/abs/2010.06192
     """
-    core.check_key("round_states", key)
+    check_key("round_states", key)
     first, second = key.tolist()
     return _wrap("round_states", inner, _StochasticRounding((first, second)), 1)
 
@@ -164,12 +173,12 @@ class _LeafPlace(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    spec: core.P
+    spec: P
 
     @property
     def box(self) -> tuple[slice, ...]:
-        mesh = collectives.current_mesh()
-        return core.block_slices(self.shape, self.spec, mesh.shape, mesh.coords)
+        mesh = current_mesh()
+        return block_slices(self.shape, self.spec, mesh.shape, mesh.coords)
 
 
 @runtime_checkable
@@ -187,8 +196,39 @@ class _StateCodec(Protocol):
         ...
 
 
+class _BlockSpan(NamedTuple):
+    """Blocks along a dim that a rank's elements touch.
+
+    Attributes:
+        first: number of the first block.
+        num: number of blocks.
+        before: elements of the first block that other ranks have.
+        after: elements of the last block that other ranks have, or that lie behind the leaf.
+        total: number of blocks of the leaf.
+        size: elements of a block.
+    """
+
+    first: int
+    num: int
+    before: int
+    after: int
+    total: int
+    size: int
+
+    def spread(self, scales: Tensor, dim: int, length: int) -> Tensor:
+        """Returns the scale of each of a rank's elements along a dim."""
+        own = scales.narrow(dim, self.first, self.num).repeat_interleave(self.size, dim=dim)
+        return own.narrow(dim, self.before, length)
+
+
 class _BlockCodes(NamedTuple):
-    """Codes of 8 bits, with a scale for each block of the last dim."""
+    """Codes of 8 bits, with a scale for each block: some neighbours of the last dim, in one or more rows.
+
+    Averages of squares are kept as square roots, since an update divides by the root: half the powers of ten are
+    enough. A value between two of the table is rounded up or down in turn, by a sequence over steps and positions that
+    is spread evenly (Weyl, 1916). Otherwise changes below half a distance would be lost in every step: with b2 = 0.999
+    an average of squares would stand still.
+    """
 
     code: str
     size: int
@@ -196,42 +236,79 @@ class _BlockCodes(NamedTuple):
     def table(self, signed: bool, device: torch.device) -> Tensor:
         return (dynamic_map if self.code == "dynamic" else linear_map)(signed=signed).to(device)
 
-    def spans(self, place: _LeafPlace) -> tuple[int, int, int, int]:
-        """Returns the first block of this rank, their number, and the elements that lack before and after."""
-        cut = place.box[-1]
-        first, last = cut.start // self.size, -(-cut.stop // self.size)
-        num = last - first if cut.stop > cut.start else 0
-        return first, num, cut.start - first * self.size, num * self.size - (cut.stop - first * self.size)
+    def num_rows(self, shape: Sequence[int]) -> int:
+        """Returns the number of rows of a block, so that short rows share a scale."""
+        return max(1, min(shape[-2], self.size // max(shape[-1], 1))) if len(shape) > 1 else 1
+
+    def scales_shape(self, shape: Sequence[int]) -> list[int]:
+        """Returns the shape of the scales of a whole leaf."""
+        out = [*shape[:-1], -(-shape[-1] // self.size)]
+        if len(shape) > 1:
+            out[-2] = -(-shape[-2] // self.num_rows(shape))
+        return out
+
+    def spans(self, place: _LeafPlace) -> list[_BlockSpan]:
+        """Returns the blocks of this rank along the last dim, and along the dim before if blocks have several rows."""
+        sizes = [self.size] if self.num_rows(place.shape) == 1 else [self.num_rows(place.shape), self.size]
+        spans = []
+        for d, size in zip(range(len(place.shape) - len(sizes), len(place.shape)), sizes, strict=True):
+            cut = place.box[d]
+            first, last = cut.start // size, -(-cut.stop // size)
+            num = last - first if cut.stop > cut.start else 0
+            before = cut.start - first * size if num else 0
+            after = num * size - before - (cut.stop - cut.start)
+            spans.append(_BlockSpan(first, num, before, after, -(-place.shape[d] // size), size))
+        return spans
 
     def encode_zeros(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
-        num = -(-place.shape[-1] // self.size)
-        scales = zeros.new_zeros((*zeros.shape[:-1], num), dtype=torch.float32)
+        spans = self.spans(place)
+        lead = zeros.shape[: zeros.ndim - len(spans)]
+        scales = zeros.new_zeros((*lead, *(span.total for span in spans)), dtype=torch.float32)
         return torch.zeros_like(zeros, dtype=torch.uint8), scales
 
     def encode(self, x: Tensor, place: _LeafPlace, number: int, count: Tensor, signed: bool) -> tuple[Tensor, Any]:
-        del number, count
-        first, num, before, after = self.spans(place)
-        total, axes = (
-            -(-place.shape[-1] // self.size),
-            collectives.current_mesh().axes(place.spec.dim_axes(len(place.shape) - 1)),
-        )
-        width = x.shape[-1]
-        if num:
-            x = F.pad(x.float(), (before, after)).unflatten(-1, (num, self.size))
-        else:
-            x = x.float().unsqueeze(-1).expand(*x.shape, self.size)
-        scales = F.pad(x.abs().amax(-1), (first, total - first - num))
-        scales = collectives.pmax(scales, axes) if axes else scales
-        own = scales[..., first : first + num].unsqueeze(-1)
-        table = self.table(signed, x.device)
-        codes = torch.bucketize(x / torch.where(own == 0, 1.0, own), (table[:-1] + table[1:]) / 2)
-        return codes.to(torch.uint8).flatten(-2)[..., before : before + width], scales
+        x = x.float() if signed else x.float().sqrt()
+        spans = self.spans(place)
+        cut = [axis for d in range(x.ndim - len(spans), x.ndim) for axis in place.spec.dim_axes(d)]
+        axes = current_mesh().axes(tuple(cut))
+        tops = x.abs()
+        for d, span in zip(range(x.ndim - len(spans), x.ndim), spans, strict=True):
+            tops = tops.movedim(d, -1)
+            if span.num:
+                tops = F.pad(tops, (span.before, span.after)).unflatten(-1, (span.num, span.size)).amax(-1)
+            tops = F.pad(tops, (span.first, span.total - span.first - span.num)).movedim(-1, d)
+        scales = pmax(tops, axes) if axes else tops
+        wide = self._spread(scales, spans, x.shape)
+        ratios, table = x / torch.where(wide == 0, 1.0, wide), self.table(signed, x.device)
+        high = torch.bucketize(ratios, table).clamp(max=len(table) - 1)
+        low = (high - 1).clamp(min=0)
+        part = (ratios - table[low]) / torch.where(high > low, table[high] - table[low], 1.0)
+        codes = torch.where(_spread_evenly(place, number, count.to(x.device)) < part, high, low)
+        return codes.to(torch.uint8), scales
 
     def decode(self, codes: Tensor, scales: Any, place: _LeafPlace, signed: bool) -> Tensor:
-        first, num, before, _ = self.spans(place)
-        values = self.table(signed, codes.device)[codes.int()]
-        wide = scales[..., first : first + num].repeat_interleave(self.size, dim=-1)
-        return values * wide[..., before : before + codes.shape[-1]]
+        values = self.table(signed, codes.device)[codes.int()] * self._spread(scales, self.spans(place), codes.shape)
+        return values if signed else values.square_()
+
+    def _spread(self, scales: Tensor, spans: Sequence[_BlockSpan], shape: torch.Size) -> Tensor:
+        """Returns the scale of each element of a rank's block, or of elements that share a row."""
+        for d, span in zip(range(len(shape) - len(spans), len(shape)), spans, strict=True):
+            scales = span.spread(scales, d, shape[d])
+        return scales
+
+
+def _spread_evenly(place: _LeafPlace, number: int, count: Tensor) -> Tensor:
+    """Returns numbers from 0 to 1 for the elements of a block: fractions of multiples of irrational numbers.
+
+    They depend on the element's place in the whole leaf, and on the step, so all meshes round equally.
+    """
+    place_of, stride = torch.zeros((), dtype=torch.int64, device=count.device), 1
+    for d in range(len(place.shape) - 1, -1, -1):
+        at = torch.arange(place.box[d].start, place.box[d].stop, device=count.device) * stride
+        place_of = place_of + at.view(-1, *[1] * (len(place.shape) - 1 - d))
+        stride *= place.shape[d]
+    bits = place_of * _IRRATIONAL[0] + count.long() * _IRRATIONAL[1] + number * _IRRATIONAL[2]
+    return (bits >> 8 & 0xFFFFFF).float() * 2.0**-24
 
 
 class _StochasticRounding(NamedTuple):
@@ -245,9 +322,9 @@ class _StochasticRounding(NamedTuple):
 
     def encode(self, x: Tensor, place: _LeafPlace, number: int, count: Tensor, signed: bool) -> tuple[Tensor, Any]:
         del signed
-        key = core.fold_in(core.fold_in(torch.tensor(self.key, device=x.device), number), count.to(x.device))
+        key = fold_in(fold_in(torch.tensor(self.key, device=x.device), number), count.to(x.device))
         # 16 random bits are added to the 16 bits that are cut off.
-        noise = (core.uniform_block(key, place.shape, place.box) * (1 << 16)).int()
+        noise = (uniform_block(key, place.shape, place.box) * (1 << 16)).int()
         bits = x.float().contiguous().view(torch.int32) + noise
         up = (bits & -(1 << 16)).view(torch.float32)
         return torch.where(x.isfinite(), up, x.float()).to(torch.bfloat16), ()
@@ -257,9 +334,7 @@ class _StochasticRounding(NamedTuple):
         return codes.float()
 
 
-def _wrap(
-    who: str, inner: base.GradientTransformation | base.Pair, codec: _StateCodec, least: int
-) -> base.GradientTransformation:
+def _wrap(who: str, inner: GradientTransformation | Pair, codec: _StateCodec, least: int) -> GradientTransformation:
     tx = as_transformation(inner)
     refuse_phases(who, tx)
     return _LowPrecision(who, tx, codec, least).rule()
@@ -286,42 +361,40 @@ class _LowPrecision:
     """The rule. `places` has the shape, and the spec if known, of each whole leaf."""
 
     who: str
-    tx: base.GradientTransformation
+    tx: GradientTransformation
     codec: _StateCodec
     least: int
     places: Resolved | None = None
 
-    def rule(self) -> base.GradientTransformation:
+    def rule(self) -> GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.inner,))
         decide = self.decide if self.places is None else None
         # Scales cannot be cut with rows of the leaf, so the rule steps whole trees, in groups of its own.
         needs = needs._replace(granularity="tree", measure=None, bind_stats=None, resolve_masks=decide)
-        return base.GradientTransformation(
-            self.init, self.update, self.apply, needs._replace(ascends=self.tx.needs.ascends)
-        )
+        return GradientTransformation(self.init, self.update, self.apply, needs._replace(ascends=self.tx.needs.ascends))
 
-    def decide(self, params: base.Params) -> base.GradientTransformation:
-        slots = core.tree_flatten(params, none_is_leaf=True)[0]
+    def decide(self, params: Params) -> GradientTransformation:
+        slots = tree_flatten(params, none_is_leaf=True)[0]
         places = {
-            str(i): None if x is None else (tuple(x.shape), x.spec if isinstance(x, collectives.GlobalTensor) else None)
+            str(i): None if x is None else (tuple(x.shape), x.spec if isinstance(x, GlobalTensor) else None)
             for i, x in enumerate(slots)
         }
         return replace(self, tx=resolve_masks(self.tx, params), places=Resolved(places)).rule()
 
-    def _find_places(self, params: base.Params, specs: base.Specs) -> list[_LeafPlace]:
-        ps = core.tree_leaves(params)
+    def _find_places(self, params: Params, specs: Specs) -> list[_LeafPlace]:
+        ps = tree_leaves(params)
         if self.places is None:
             check_whole(self.who, params, specs)
-            return [_LeafPlace(tuple(p.shape), core.P()) for p in ps]
+            return [_LeafPlace(tuple(p.shape), P()) for p in ps]
         cuts = [None] * len(ps) if specs is None else spec_leaves(specs, params)
         pairs = zip(self.places.of(params), cuts, strict=True)
-        return [_LeafPlace(shape, cut or spec or core.P()) for (shape, spec), cut in pairs]
+        return [_LeafPlace(shape, cut or spec or P()) for (shape, spec), cut in pairs]
 
-    def _find_kept(self, inner: base.OptState, params: base.Params, specs: base.Specs) -> list[_StateLeaf]:
-        places, names = self._find_places(params, specs), core.tree_paths(params)
+    def _find_kept(self, inner: OptState, params: Params, specs: Specs) -> list[_StateLeaf]:
+        places, names = self._find_places(params, specs), tree_paths(params)
         out = []
-        for path, owner in zip(core.tree_paths(inner), owners(inner, params), strict=True):
+        for path, owner in zip(tree_paths(inner), owners(inner, params), strict=True):
             # For example, the field of "[0].mu['w']", which belongs to "['w']", is "mu".
             field = "" if owner is None else path.removesuffix(names[owner]).rpartition(".")[2]
             place = places[owner] if owner is not None and field in _SIGNED | _POSITIVE else None
@@ -329,11 +402,11 @@ class _LowPrecision:
             out.append(_StateLeaf(owner, None if small else place, field in _SIGNED, field in _SIGNED | _POSITIVE))
         return out
 
-    def init(self, params: base.Params) -> LowPrecisionState:
+    def init(self, params: Params) -> LowPrecisionState:
         inner = self.tx.init(params)
-        leaves, treedef = core.tree_flatten(inner)
+        leaves, treedef = tree_flatten(inner)
         kept = self._find_kept(inner, params, None)
-        if core.tree_leaves(params) and not any(k.is_average for k in kept):
+        if tree_leaves(params) and not any(k.is_average for k in kept):
             raise ValueError(
                 f"{self.who}: the state of the inner rule has none of the averages {sorted(_SIGNED | _POSITIVE)}, so"
                 " nothing would be kept in low precision. Put the wrapper directly around the rule with the averages."
@@ -344,50 +417,49 @@ class _LowPrecision:
         ]
         pairs = zip(rows, kept, strict=True)
         scales = tuple(self._place_scales(s, k.place) for (_, s), k in pairs if isinstance(s, Tensor) and k.place)
-        return LowPrecisionState(zero_count(params), scales, core.tree_unflatten(treedef, [x for x, _ in rows]))
+        return LowPrecisionState(zero_count(params), scales, tree_unflatten(treedef, [x for x, _ in rows]))
 
-    def _place_scales(self, scales: Tensor, place: _LeafPlace) -> Tensor | collectives.GlobalTensor:
-        """Returns the scales of a leaf, cut like the leaf except along the last dim."""
+    def _place_scales(self, scales: Tensor, place: _LeafPlace) -> Tensor | GlobalTensor:
+        """Returns the scales of a leaf, cut like the leaf except along the dims of blocks."""
         if self.places is None:
             return scales
-        entries = [place.spec.dim_axes(d) or None for d in range(len(place.shape) - 1)]
-        shape = torch.Size((*place.shape[:-1], scales.shape[-1]))
-        return collectives.GlobalTensor(scales, shape, core.P(*entries), collectives.current_mesh())
+        codec: Any = self.codec
+        entries = [place.spec.dim_axes(d) or None for d in range(len(place.shape) - len(codec.spans(place)))]
+        shape = torch.Size(codec.scales_shape(place.shape))
+        return GlobalTensor(scales, shape, P(*entries), current_mesh())
 
     def _decode(self, state: LowPrecisionState, kept: Sequence[_StateLeaf]) -> tuple[list[Tensor], list[Any], Any]:
         """Returns the codes of all leaves, the scales of each leaf (or None), and the structure."""
-        codes, treedef = core.tree_flatten(state.inner)
+        codes, treedef = tree_flatten(state.inner)
         scales = iter(state.scales)
         return codes, [next(scales, None) if k.place is not None else None for k in kept], treedef
 
     def update(
-        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
-    ) -> tuple[base.Updates, base.OptState]:
+        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
+    ) -> tuple[Updates, OptState]:
         check_params(self.who, params)
         check_state(self.who, state, LowPrecisionState)
         kept = self._find_kept(state.inner, params, specs)
         codes, scales, treedef = self._decode(state, kept)
-        inner = core.tree_unflatten(treedef, [self._wide(c, s, k) for c, s, k in zip(codes, scales, kept, strict=True)])
+        inner = tree_unflatten(treedef, [self._wide(c, s, k) for c, s, k in zip(codes, scales, kept, strict=True)])
         us, new = self.tx.update(updates, inner, params, specs=specs)
         rows = [
             (x, None) if k.place is None else self.codec.encode(x, k.place, i, state.count, k.signed)
             for i, (x, k) in enumerate(zip(leaves_like(new, treedef, "the new state", "the state"), kept, strict=True))
         ]
         after = tuple(s for _, s in rows if isinstance(s, Tensor))
-        return us, LowPrecisionState(state.count + 1, after, core.tree_unflatten(treedef, [x for x, _ in rows]))
+        return us, LowPrecisionState(state.count + 1, after, tree_unflatten(treedef, [x for x, _ in rows]))
 
     def _wide(self, codes: Tensor, scales: Any, kept: _StateLeaf) -> Tensor:
         return codes if kept.place is None else self.codec.decode(codes, scales, kept.place, kept.signed)
 
     @torch.no_grad()
-    def apply(
-        self, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
-    ) -> tuple[base.Params, base.OptState]:
+    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
         check_state(self.who, state, LowPrecisionState)
-        ps, treedef = core.tree_flatten(params)
+        ps, treedef = tree_flatten(params)
         gs, kept = leaves_like(grads, treedef, "grads", "params"), self._find_kept(state.inner, params, specs)
         codes, scales, of = self._decode(state, kept)
-        cuts = None if specs is None else core.tree_unflatten(treedef, spec_leaves(specs, params))
+        cuts = None if specs is None else tree_unflatten(treedef, spec_leaves(specs, params))
         pieces = in_pieces(self.tx, params) if self.tx.needs.measure is None else None
         whole = pieces is None or pieces.granularity == "tree"
         token = None if pieces is None or whole else pieces.begin(state.inner, specs=cuts)
@@ -396,18 +468,18 @@ class _LowPrecision:
             columns = zip(here, codes, scales, kept, strict=True)
             wide = [self._wide(c, s, k) if on else None for on, c, s, k in columns]
             own, rows = (
-                core.tree_unflatten(treedef, [x if i in group else None for i, x in enumerate(xs)]) for xs in (gs, ps)
+                tree_unflatten(treedef, [x if i in group else None for i, x in enumerate(xs)]) for xs in (gs, ps)
             )
-            part = core.tree_unflatten(of, wide)
+            part = tree_unflatten(of, wide)
             if pieces is None or token is None:
                 _, part = inplace(self.tx)(own, part, rows, specs=cuts)
             else:
                 _, part = pieces.apply(token, own, part, rows, specs=cuts)
-            new = iter(core.tree_leaves(part))
+            new = iter(tree_leaves(part))
             for i, (on, c, s, k) in enumerate(zip(here, codes, scales, kept, strict=True)):
                 if on:
                     self._write(next(new), c, s, k, i, state.count)
-        inner = core.tree_unflatten(of, codes)
+        inner = tree_unflatten(of, codes)
         inner = inner if pieces is None or token is None else pieces.end(token, inner)
         return params, LowPrecisionState(state.count.add_(1), state.scales, inner)
 

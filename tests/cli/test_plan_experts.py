@@ -22,7 +22,15 @@ def run(model, mesh, stage=3, **more):
 
 @pytest.mark.parametrize(
     ("model", "total", "active"),
-    [("mixtral-8x7b", 46.7, 12.9), ("qwen3-30b-a3b", 30.0, 2.9), ("deepseek-v3-like", 693.0, 59.1)],
+    [
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("qwen3-30b-a3b", 30.0, 2.9),
+        ("deepseek-v3-like", 693.0, 59.1),
+        # Published without a third digit: 52, 31 and 27.
+        ("moe-1.3b-128", 52.5, 1.3),
+        ("pr-moe-1.3b-128", 31.4, 1.7),
+        ("pr-mos-1.3b-128", 27.0, 1.5),
+    ],
 )
 def test_published_models_have_their_parameters(model, total, active):
     made = plan(run(model, {"dp": 64}, remat=True))
@@ -57,6 +65,12 @@ def test_states_are_those_of_a_step(stage: int) -> None:
     planned = model_states(Setup(**{**vars(setup), "zero": Zero(stage=stage, persist_elements=0)}))
     held = [sum(x.local.nbytes for x in sf.core.tree_leaves(t) if x.shape) for t in (state.params, state.opt_state)]
     assert held == [planned.params, planned.optimizer]
+
+
+def test_states_of_a_pyramid_have_all_its_parameters() -> None:
+    rule = moe.Experts(num=(2, 5), every=2, top_k=1, residual=True)
+    c = gpt.Config(vocab_size=32, num_layers=5, d_model=16, num_heads=4, experts=rule)
+    assert model_states(run(c, {"dp": 1}, stage=0, precision="fp32-adam")).params == 4 * gpt.num_params(c)
 
 
 def test_work_is_that_of_a_tokens_experts():

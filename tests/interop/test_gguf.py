@@ -16,6 +16,7 @@ from shardfn import inference, kernels
 from shardfn.core import tree_leaves, tree_map
 from shardfn.interop import GGUFFile, gguf_config, gpt_from_gguf
 from shardfn.interop._gguf_blocks import decode_gguf_blocks, gguf_kind
+from shardfn.interop._gguf_model import widen_q4_0
 from shardfn.memory import DamagedError
 from shardfn.models import gpt
 
@@ -205,6 +206,17 @@ def test_blocks_of_each_kind_have_the_elements_of_their_definition(number: int) 
     got = decode_gguf_blocks(blocks, kind)
     assert got.shape == (3, 2 * kind.size)
     assert torch.equal(got.flatten(), oracle(number, blocks))
+
+
+def test_blocks_of_q4_0_become_blocks_with_the_same_values() -> None:
+    blocks = torch.randint(0, 256, (3, 5 * 18), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
+    blocks.view(3, 5, 18)[..., 1] &= 0x9F  # scales of both signs, subnormal ones too
+    blocks.view(3, 5, 18)[0, :, 1] = 0
+    widened = widen_q4_0(blocks)
+    assert widened is not None
+    assert torch.equal(kernels.dequantize_blocks(widened, 160), decode_gguf_blocks(blocks, gguf_kind(2)))
+    blocks[1, 1] = 0x7A  # 8 times the scale is infinite
+    assert widen_q4_0(blocks) is None
 
 
 def test_numbers_and_rows_that_are_empty() -> None:

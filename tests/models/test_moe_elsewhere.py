@@ -14,7 +14,7 @@ from shardfn.nn import moe as layers
 from shardfn.testing import distributed
 
 NIGHT = pytest.mark.nightly
-EXPERTS, ROWS = 5, 12
+EXPERTS, PYRAMID, ROWS = 5, (3, 5), 12
 # From axes to where the experts lie, and whether tp cuts the dense layers; a rank of four has no expert.
 LAYOUTS: dict[str, tuple[dict[str, int], Any]] = {
     "ep 1": ({"ep": 1}, "ep"),
@@ -27,14 +27,16 @@ LAYOUTS: dict[str, tuple[dict[str, int], Any]] = {
 }
 
 
-def config(where: Any) -> gpt.Config:
+def config(where: Any, pyramid: bool) -> gpt.Config:
+    """DeepSeek's second layer, or PR-MoE's two layers with unlike numbers of experts."""
     experts = moe.Experts(
-        num=EXPERTS,
+        num=PYRAMID if pyramid else EXPERTS,
         d_ff=6,
         route=functools.partial(layers.sigmoid_groups, groups=1, groups_kept=1),
         bias_rate=0.01,
-        first=1,
-        shared=True,
+        first=0 if pyramid else 1,
+        shared=not pyramid,
+        residual=pyramid,
         balance=0.0,
         exchange=layers.AllToAll(where),
     )
@@ -42,10 +44,10 @@ def config(where: Any) -> gpt.Config:
     return moe.deepseek_v3_like(**sizes, d_ff=10, max_len=8, experts=experts)
 
 
-def made(layout: str, stage: int) -> tuple[Any, Any]:
+def made(layout: str, stage: int, pyramid: bool = False) -> tuple[Any, Any]:
     """The step of a layout, and its first state."""
     axes, where = LAYOUTS[layout]
-    c = config(where)
+    c = config(where, pyramid)
     data = tuple(a for a in axes if a != "tp")
     cut: dict[str, Any] = {"axis": "tp", "sequence": True} if "tp" in axes else {}
     step = sf.sharded_step(
@@ -72,8 +74,8 @@ def taken(step: Any, state: Any, n: int) -> tuple[Any, torch.Tensor]:
 
 
 @distributed(world=[1, 2, 3, 4])
-def _saved(directory: pathlib.Path, layout: str, stage: int, world: int) -> Any:
-    step, state = made(layout, stage)
+def _saved(directory: pathlib.Path, layout: str, stage: int, pyramid: bool, world: int) -> Any:
+    step, state = made(layout, stage, pyramid)
     for n in range(2):
         state, _ = taken(step, state, n)
     checkpoint.save(directory / "saved", state, durable=False)
@@ -82,8 +84,8 @@ def _saved(directory: pathlib.Path, layout: str, stage: int, world: int) -> Any:
 
 
 @distributed(world=[1, 2, 3, 4])
-def _restored(directory: pathlib.Path, layout: str, stage: int, world: int) -> Any:
-    step, state = made(layout, stage)
+def _restored(directory: pathlib.Path, layout: str, stage: int, pyramid: bool, world: int) -> Any:
+    step, state = made(layout, stage, pyramid)
     state = checkpoint.restore(directory / "saved", state).tree
     whole = sf.unshard(state)
     return whole, taken(step, state, 2)[1]
@@ -101,17 +103,18 @@ def size_of(layout: str) -> int:
 TARGETS = ["ep 1", "ep 3", pytest.param("ep 4", marks=NIGHT), "tp 2", pytest.param("ep 2, tp 2", marks=NIGHT)]
 
 
-@pytest.mark.day("3-ep 2-ep 1")
+@pytest.mark.day("3-ep 2-ep 1-alike")
+@pytest.mark.parametrize("pyramid", [False, pytest.param(True, marks=NIGHT)], ids=["alike", "pyramid"])
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("source", ["ep 2", pytest.param("ep 2, tp 2", marks=NIGHT)])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=NIGHT), 3])
 def test_a_checkpoint_has_the_same_experts_on_any_ranks(
-    source: str, target: str, stage: int, tmp_path: pathlib.Path
+    source: str, target: str, stage: int, pyramid: bool, tmp_path: pathlib.Path
 ) -> None:
     """Weights, moments of the optimizer and biases of the router keep their bits, and so the next loss its value."""
-    want, loss = _saved(tmp_path, source, stage, world=size_of(source))[0]
-    assert want.model_state["bias"].any()
-    for got, found in _restored(tmp_path, target, 4 - stage, world=size_of(target)):
+    want, loss = _saved(tmp_path, source, stage, pyramid, world=size_of(source))[0]
+    assert all(x.any() for x in sf.core.tree_leaves(want.model_state["bias"]))
+    for got, found in _restored(tmp_path, target, 4 - stage, pyramid, world=size_of(target)):
         assert_bits(got, want)
         torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import json
 import math
+import pathlib
 from typing import Any
 
 import pytest
@@ -194,3 +196,36 @@ def test_bad_settings_are_refused(changed: dict[str, Any], said: str) -> None:
 def test_a_pyramid_of_stacked_layers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"stacked=True needs one number .*got num=\(2, 5\); use stacked=False"):
         dataclasses.replace(config(), stacked=True)
+
+
+GOLDENS: Any = json.loads(pathlib.Path(__file__).with_name("pr_moe_goldens.json").read_text())
+
+
+@pytest.mark.parametrize("case", GOLDENS["cases"], ids=["residual", "plain"])
+def test_layers_are_deepspeeds_own(case: Any) -> None:
+    """A pyramid of two layers of DeepSpeed on a stream: outputs, balance, counts and all gradients, in float32."""
+    leaves = {name: torch.tensor(x).requires_grad_() for name, x in case["params"].items()}
+    x = torch.tensor(case["x"]).requires_grad_()
+    h, balance, counts = x, torch.zeros(()), []
+    for i, num in enumerate((2, 3)):
+        own = {n.removeprefix(f"{i}."): p for n, p in leaves.items() if n.startswith(f"{i}.")}
+        experts = {
+            new: torch.stack([own[f"deepspeed_moe.experts.deepspeed_experts.{e}.{name}"] for e in range(num)])
+            for new, name in (("w_up", "0.weight"), ("b_up", "0.bias"), ("w_down", "2.weight"), ("b_down", "2.bias"))
+        }
+        routing = layers.switch_top1(h @ own["deepspeed_moe.gate.wg.weight"].T)
+        y = layers.apply(layers.gelu_experts, experts, h, routing)
+        if case["residual"]:
+            up = h @ own["mlp.0.weight"].T + own["mlp.0.bias"]
+            mlp = torch.nn.functional.gelu(up, approximate="tanh") @ own["mlp.2.weight"].T + own["mlp.2.bias"]
+            y = layers.residual(y, mlp, h, own["coefficient.weight"], own["coefficient.bias"])
+        h, balance = h + y, balance + layers.balance.switch(routing)
+        counts.append(routing.counts().tolist())
+    assert counts == case["counts"]
+    torch.testing.assert_close(h.detach(), torch.tensor(case["out"]), rtol=1e-6, atol=1e-6)
+    assert balance.item() == pytest.approx(case["balance"], rel=1e-6)
+    loss = (h * torch.tensor(case["cotangent"])).sum() + 0.1 * balance
+    found = torch.autograd.grad(loss, [x, *leaves.values()], allow_unused=True, materialize_grads=True)
+    for name, grad in zip(["x", *leaves], found, strict=True):
+        want = torch.tensor(case["gradients"][name])
+        torch.testing.assert_close(grad, want, rtol=2e-6, atol=2e-6 * float(want.abs().max()), msg=name)

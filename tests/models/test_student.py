@@ -34,13 +34,15 @@ def tokens(rows: int = 4) -> torch.Tensor:
     return torch.randint(31, (rows, 9), generator=torch.Generator().manual_seed(1))
 
 
-def test_the_published_student_of_24_layers() -> None:
-    """DeepSpeed-MoE: 21 of 24 layers, of a pyramid of ten layers of 32 experts and two of 64."""
+def test_a_student_of_21_of_24_layers() -> None:
+    """Of a pyramid of ten layers of 32 experts and two of 64, as in DeepSpeed-MoE. Its student has both of the two."""
     c = gpt.Config(vocab_size=8, num_layers=24, d_model=4, num_heads=1, d_ff=4, max_len=4)
     c = dataclasses.replace(c, experts=moe.Experts(num=(32,) * 10 + (64,) * 2, every=2, top_k=1, route=TOP1))
     made, _ = moe.student(c, gpt.init(c, sf.key(0)))
     assert made.num_layers == 21 and made.num_experts == [32] * 8 + [64]
     assert made.experts and made.expert_layers == [1, 3, 5, 8, 10, 12, 15, 17, 19]
+    published, _ = moe.student(c, gpt.init(c, sf.key(0)), keep=[i for i in range(24) if i not in (7, 15, 16)])
+    assert published.num_layers == 21 and published.num_experts == [32] * 8 + [64] * 2
     again, _ = moe.student(made, gpt.init(made, sf.key(0)), keep=range(9))
     assert again.expert_layers == [1, 3, 5, 8] and again.num_experts == [32] * 4
 
