@@ -16,6 +16,7 @@ from ._bench import add_bench_arguments, bench
 from ._chart import write_chart
 from ._checkpoint import add_checkpoint_arguments, checkpoint_command
 from ._env import env_text
+from ._eval import add_eval_arguments, eval_command
 from ._exact import exact
 from ._finetune import finetune
 from ._finetune_job import add_finetune_arguments, parse_job
@@ -140,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_finetune_arguments(commands.add_parser("finetune", help=about, description=about))
     about = "Completes prompts by a model of Hugging Face, a GGUF file, or a run of examples/train_gpt.py."
     add_generate_arguments(commands.add_parser("generate", help=about, description=about))
+    about = "Evaluates a model by tasks of lm-evaluation-harness. Numbers do not depend on batches, threads or ranks."
+    add_eval_arguments(commands.add_parser("eval", help=about, description=about))
     about = "Trains a speculator, which guesses tokens for such a model, on a text."
     add_speculate_arguments(commands.add_parser("speculate", help=about, description=about))
     about = "Serves such a model by OpenAI's HTTP interface, on one machine."
@@ -196,6 +199,8 @@ def _check_command(args: argparse.Namespace) -> Callable[[], int] | None:
     """Returns a command that loads a model, after a check of the arguments, or None for other commands."""
     if args.command == "finetune":
         return functools.partial(finetune, parse_job(args))
+    if args.command == "eval":
+        return functools.partial(eval_command, args)
     if args.command == "generate":
         return functools.partial(generate, parse_generate(args))
     if args.command == "speculate":

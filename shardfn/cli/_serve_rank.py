@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _warm_up(job: ServeJob) -> tuple[Engine, Ready]:
-    """Returns an engine with captured graphs. On one rank only the first, as `run_worker` captures the rest."""
+    """Returns an engine with the first captured graphs. `run_worker` captures the others once the front asks."""
     ranks, model = job.model.ranks, job.model
     mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
     with waiting("reading", model.model):
@@ -68,11 +68,12 @@ def _warm_up(job: ServeJob) -> tuple[Engine, Ready]:
         engine, drafter = make_engine(model, served, limits, mesh, job.adapters)
     grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
     embeds = served.decoder.embeds
-    engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters), later=ranks == 1)
+    engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters), later=True)
     width = _embedding_width(engine, model.model) if embeds else 0
     lines = describe_engine(model, served, engine, drafter)
     end_start()
-    return engine, Ready(limits, served.text.ends, served.text.size, grammars, lines, width)
+    left = engine.graphs.num_left
+    return engine, Ready(limits, served.text.ends, served.text.size, grammars, lines, width, graphs_left=left)
 
 
 def _embedding_width(engine: Engine, path: str) -> int:

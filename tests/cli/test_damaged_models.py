@@ -119,7 +119,7 @@ def indexed(place: str) -> Damage:
 
 WEIGHTS, STORED = "model.safetensors", "checkpoints/*/*.safetensors"
 FILES: dict[str, tuple[Damage, str]] = {
-    "config cut": (cut("config.json", 50), "config.json' is not a valid JSON file"),
+    "config cut": (cut("config.json", 50), "config.json: its JSON cannot be read"),
     "config a list": (edit("config.json", lambda _: b"[]"), "its tokenizer cannot be read: TypeError"),
     "no width": (config("config.json", hidden_size=0), "hidden_size is 0; it must be an integer of 1 or more"),
     "no positions": (
