@@ -216,6 +216,8 @@ def recommended_of(args: argparse.Namespace, kind: Any) -> Any:
 def _find_problems(args: argparse.Namespace, sampling: Sampling) -> Iterator[str]:
     high = 1 << 40
     anything = Limits(vocab=high, context=high, blocks=high)
+    if args.max_tokens == 0:
+        yield "--max-tokens must be an integer of at least 1, got 0"
     if args.max_tokens is not None:
         sampling = dataclasses.replace(sampling, max_tokens=args.max_tokens)
     try:

@@ -13,19 +13,28 @@ from shardfn.memory import DamagedError
 
 from ._arguments import add_plan_arguments, check_recipe_alone, parse_setup
 from ._bench import add_bench_arguments, bench
-from ._chart import write_chart
 from ._checkpoint import add_checkpoint_arguments, checkpoint_command
 from ._env import env_text
+from ._eval import add_eval_arguments, eval_command
 from ._exact import exact
 from ._finetune import finetune
 from ._finetune_job import add_finetune_arguments, parse_job
 from ._generate import generate
 from ._generate_job import add_generate_arguments, parse_generate
-from ._longest import longest
+from ._models import recipe, recipe_json, recipe_text
 from ._plan import JobPlan, plan
-from ._recipes import recipe, recipe_json, recipe_text
-from ._report import advice_text, dump, found_json, found_text, longest_json, longest_text, plan_json, plan_text
-from ._search import search
+from ._report import (
+    advice_text,
+    dump,
+    longest_json,
+    longest_text,
+    plan_json,
+    plan_text,
+    search_json,
+    search_text,
+    write_chart,
+)
+from ._search import longest, search
 from ._serve import serve_command
 from ._serve_job import add_serve_arguments, parse_serve
 from ._speculate import add_speculate_arguments, parse_speculate, speculate
@@ -140,6 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_finetune_arguments(commands.add_parser("finetune", help=about, description=about))
     about = "Completes prompts by a model of Hugging Face, a GGUF file, or a run of examples/train_gpt.py."
     add_generate_arguments(commands.add_parser("generate", help=about, description=about))
+    about = "Evaluates a model by tasks of lm-evaluation-harness. Numbers do not depend on batches, threads or ranks."
+    add_eval_arguments(commands.add_parser("eval", help=about, description=about))
     about = "Trains a speculator, which guesses tokens for such a model, on a text."
     add_speculate_arguments(commands.add_parser("speculate", help=about, description=about))
     about = "Serves such a model by OpenAI's HTTP interface, on one machine."
@@ -196,6 +207,8 @@ def _check_command(args: argparse.Namespace) -> Callable[[], int] | None:
     """Returns a command that loads a model, after a check of the arguments, or None for other commands."""
     if args.command == "finetune":
         return functools.partial(finetune, parse_job(args))
+    if args.command == "eval":
+        return functools.partial(eval_command, args)
     if args.command == "generate":
         return functools.partial(generate, parse_generate(args))
     if args.command == "speculate":
@@ -246,8 +259,8 @@ def _search_plans(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
     best = list(found.best[:_BEST])
     captured = exact(best[0].setup) if args.exact and best else None
     if args.json:
-        return dump(found_json(found, _BEST) | ({"plan": plan_json(best[0], captured)} if best else {})), best
-    return "\n".join([found_text(found, _BEST), *([plan_text(best[0], captured)] if best else [])]), best
+        return dump(search_json(found, _BEST) | ({"plan": plan_json(best[0], captured)} if best else {})), best
+    return "\n".join([search_text(found, _BEST), *([plan_text(best[0], captured)] if best else [])]), best
 
 
 def _write_output(text: str, path: str | None) -> None:

@@ -4,13 +4,14 @@ import importlib.util
 import os
 import pathlib
 import sys
+from typing import Any
 
 from shardfn.kernels import num_processors
 from shardfn.pretrained import compile_chat_template, load_text
 from shardfn.serve import Settings, Text, read_keys, serve
 from shardfn.waits import end_start
 
-from ._generate import one_line
+from ._generate import flatten_message
 from ._serve_job import ServeJob, command_of
 
 _PACKAGES = ("starlette", "uvicorn", "jinja2")
@@ -30,14 +31,19 @@ def serve_command(job: ServeJob) -> int:
             raise ImportError(f"it needs {', '.join(missing)}, which is missing: pip install 'shardfn[serve]'")
         keys = () if job.api_key_file is None else read_keys(pathlib.Path(job.api_key_file))
         settings = Settings(keys=keys, **job.server)
-        text = load_text(job.model)
+        changes: dict[str, Any] = {}
         if job.chat_template is not None:
             source = pathlib.Path(job.chat_template).read_text(encoding="utf-8")
-            text = text._replace(chat=compile_chat_template(source), template=source)
+            changes = {"chat": compile_chat_template(source), "template": source}
+
+        def load_front_text() -> Text:
+            text = load_text(job.model)._replace(**changes)
+            return Text(text.encode, text.tokenizer, text.chat, text.plain, text.template)
+
         end_start()  # from here on the first rank reports
         return serve(
             settings,
-            Text(text.encode, text.tokenizer, text.chat, text.plain, text.template),
+            load_front_text,
             lambda end: command_of(job, end, sys.executable),
             ranks=job.model.ranks,
             threads=None if "OMP_NUM_THREADS" in os.environ else max(1, num_processors() // job.model.ranks),
@@ -45,7 +51,7 @@ def serve_command(job: ServeJob) -> int:
         )
     except (ValueError, OSError, ImportError) as error:
         end_start()
-        print(f"shardfn serve: error: {one_line(error)}", file=sys.stderr)
+        print(f"shardfn serve: error: {flatten_message(error)}", file=sys.stderr)
         return 2
 
 

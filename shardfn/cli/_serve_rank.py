@@ -16,7 +16,7 @@ from shardfn.pretrained import AXIS, describe_engine, load_model, make_engine
 from shardfn.serve import Ready, run_worker
 from shardfn.waits import end_start, waiting
 
-from ._generate import one_line
+from ._generate import flatten_message
 from ._serve_job import ServeJob, add_serve_arguments, parse_serve
 
 
@@ -38,11 +38,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"shardfn serve: error: {one_line(error)}", file=sys.stderr, flush=True)
+            print(f"shardfn serve: error: {flatten_message(error)}", file=sys.stderr, flush=True)
         return 1 if isinstance(error, DamagedError) else 2
     except (EOFError, RankError) as error:
         if isinstance(error, RankError):
-            print(f"shardfn serve: error: {one_line(error)}", file=sys.stderr, flush=True)
+            print(f"shardfn serve: error: {flatten_message(error)}", file=sys.stderr, flush=True)
         return 1
     finally:
         if dist.is_initialized():
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _warm_up(job: ServeJob) -> tuple[Engine, Ready]:
-    """Returns an engine with captured graphs. On one rank only the first, as `run_worker` captures the rest."""
+    """Returns an engine with the first captured graphs. `run_worker` captures the others once the front asks."""
     ranks, model = job.model.ranks, job.model
     mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
     with waiting("reading", model.model):
@@ -68,11 +68,12 @@ def _warm_up(job: ServeJob) -> tuple[Engine, Ready]:
         engine, drafter = make_engine(model, served, limits, mesh, job.adapters)
     grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
     embeds = served.decoder.embeds
-    engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters), later=ranks == 1)
+    engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters), later=True)
     width = _embedding_width(engine, model.model) if embeds else 0
     lines = describe_engine(model, served, engine, drafter)
     end_start()
-    return engine, Ready(limits, served.text.ends, served.text.size, grammars, lines, width)
+    left = engine.graphs.num_left
+    return engine, Ready(limits, served.text.ends, served.text.size, grammars, lines, width, graphs_left=left)
 
 
 def _embedding_width(engine: Engine, path: str) -> int:

@@ -30,6 +30,7 @@ from ._processors import LogitsProcessors
 from ._requests import Sampling
 from ._results import Completion, Token, append_token
 from ._runner import MemoryPlan, Runner, make_runner
+from ._score import Score, read_choices, sum_tokens
 from ._state import start
 from ._stats import EngineStats
 from ._texts import Texts
@@ -325,6 +326,55 @@ class Engine:
         finally:
             self._queues.forget(names)
         return [found[0] if len(found) == 1 else found for found in made]
+
+    def score(
+        self,
+        prompts: Iterable[Sequence[int]],
+        choices: Iterable[Iterable[Sequence[int]]],
+        *,
+        adapter: str | None = None,
+    ) -> list[list[Score]]:
+        """Returns the log probabilities of given continuations. No token is drawn.
+
+        The first continuation of each prompt fills the prefix cache for the rest.
+
+        Args:
+            prompts: token ids of each prompt.
+            choices: for each prompt, the token ids of its continuations.
+            adapter: name of an adapter, or None.
+
+        Returns:
+            For each prompt, a `Score` of each continuation.
+
+        Raises:
+            TypeError: ids are not integers.
+            ValueError: a prompt or a continuation is empty, or both together are longer than the context.
+            FloatingPointError: logits are not finite.
+
+        Example:
+            >>> from shardfn import core
+            >>> from shardfn.inference import decoder
+            >>> from shardfn.models import gpt
+            >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32)
+            >>> engine = Engine(decoder(config), gpt.init(config, core.key(0)))
+            >>> [[one, other]] = engine.score([[5, 6, 7]], [[[8], [9, 10]]])
+            >>> len(one.logprobs), len(other.logprobs), one == engine.score([[5, 6, 7]], [[[8]]])[0][0]
+            (1, 2, True)
+        """
+        given = read_choices(prompts, choices)
+        admitted = [
+            [self._admit((*one.prompt, *choice), one.make_sampling(), adapter=adapter) for choice in one.choices]
+            for one in given
+        ]
+        made = [list[Score]() for _ in given]
+        for rows in (slice(0, 1), slice(1, None)):
+            names = [[self._queues.await_request(self._begin(x)) for x in several[rows]] for several in admitted]
+            try:
+                for found, one, several in zip(made, given, names, strict=True):
+                    found += [sum_tokens(self._queues.stream(name, 1), len(one.prompt)) for name in several]
+            finally:
+                self._queues.forget([name for several in names for name in several])
+        return made
 
     def embed(
         self,

@@ -82,7 +82,8 @@ class Sampling:
     """Rule of drawing a request's tokens. A draw sees these values, its logits, and (seed, choice, position).
 
     Args:
-        max_tokens: most tokens that are drawn.
+        max_tokens: most tokens that are drawn. With 0 the request only computes its prompt, for example to score the
+            prompt or to fill the prefix cache.
         temperature: divisor of logits. 0 draws the most probable token.
         top_k: number of most probable tokens that are drawn from. 0 is all.
         top_p: probability of the fewest tokens that are drawn from.
@@ -102,6 +103,8 @@ class Sampling:
             needs a tokenizer.
         prompt_logprobs: whether the log probability of each token of the prompt is wanted. Its positions are then
             computed, even where a prefix is cached.
+        prompt_logprobs_start: first position of the prompt whose log probability is wanted. The positions before may
+            come from a cached prefix.
         logit_bias: pairs of a token and a number from -100 to 100, added to the token's logit after the penalties,
             before temperature and filters. Each token once, at most 1024.
         top_logprobs: number of most probable tokens that are wanted at each position, at most 20, under the raw logits.
@@ -120,7 +123,7 @@ class Sampling:
         Sampling(max_tokens=4, temperature=0.0)
     """
 
-    max_tokens: int = option(16, Range(1, 1 << 24, integer=True))
+    max_tokens: int = option(16, Range(0, 1 << 24, integer=True))
     temperature: float = option(1.0, Range(0, 100), draw="temperature", padding=0.0, http="number")
     top_k: int = option(0, Range(0, 1 << 24, integer=True), draw="top_k", convert=_clamp_top_k, http="integer")
     top_p: float = option(1.0, Range(0, 1, above=True), draw="top_p", http="number")
@@ -135,6 +138,7 @@ class Sampling:
     include_stop: bool = option(False, check_flag)
     grammar: Grammar | None = option(None, check_grammar)  # noqa: RUF009 - a field of a dataclass, as all of these
     prompt_logprobs: bool = option(False, check_flag)
+    prompt_logprobs_start: int = option(0, Range(0, 1 << 24, integer=True))
     logit_bias: tuple[tuple[int, float], ...] = option((), TokenNumbers(MOST_BIASES, Range(-100, 100)))
     top_logprobs: int = option(0, Range(0, MOST_TOP, integer=True))
     min_tokens: int = option(0, Range(0, 1 << 24, integer=True), rule=forbid_ends, http="integer")
@@ -286,17 +290,18 @@ def _check_matchers(grammar: Grammar | None, n: int) -> None:
 
 
 def _check_size(prompt: int, drawn: int, limits: Limits) -> None:
-    if not 1 <= prompt < limits.context:
+    most = limits.context - (drawn > 0)
+    if not 1 <= prompt <= most:
         raise ValueError(
-            f"prompt must have from 1 to {limits.context - 1} tokens, got {prompt}: the context has {limits.context},"
-            " and one is drawn at least."
+            f"prompt must have from 1 to {most} tokens, got {prompt}: the context has {limits.context}"
+            + (", and one is drawn at least." if drawn else ".")
         )
     if prompt + drawn > limits.context:
         raise ValueError(
             f"prompt and max_tokens must be at most {limits.context} together, the context, got {prompt} + {drawn} ="
             f" {prompt + drawn}."
         )
-    need = limits.blocks_of(prompt + drawn - 1)  # the last drawn token is never fed
+    need = limits.blocks_of(prompt + max(0, drawn - 1))  # the last drawn token is never fed
     if need > limits.usable:
         raise ValueError(
             f"prompt and max_tokens must need at most {limits.usable} blocks of {limits.block} tokens, all blocks of"

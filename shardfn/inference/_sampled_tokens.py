@@ -69,7 +69,7 @@ def list_new_tokens(state: State, drawn: Sequence[int]) -> Iterator[SampledToken
             token, place = own[row], p + 1
             if token < 0:
                 break
-            if place >= len(one.tokens):
+            if place >= len(one.tokens) and how.max_tokens:
                 last = token in how.stop_tokens or place + 1 - one.prompt == how.max_tokens
                 yield SampledToken((one.name, one.choice, place), token, one.request, last)
                 if last:

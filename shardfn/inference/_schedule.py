@@ -185,6 +185,9 @@ def _take_token(
         finish = "error"
     elif place < len(known):
         token, sequence.scored = known[place], place
+    elif not sampling.max_tokens:  # the prompt is computed, and the row's draw is dropped
+        outputs.append(_make_end(sequence.name, sequence.choice, state, "length"))
+        return True
     else:
         known.append(token)
         if stop or token in sampling.stop_tokens:

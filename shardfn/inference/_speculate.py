@@ -69,7 +69,9 @@ def _bound_drafts(chunk: Rows, *, grammars: bool) -> int:
     draws = chunk.num == len(chunk.positions) == 1 and sequence.computed == num - 1
     if not draws or (how.grammar is not None and not grammars) or num < draft_length.resume:
         return 0
-    return min(draft_length.width, sequence.prompt + how.max_tokens - num - 1)  # the last drawn token is never fed
+    return min(
+        draft_length.width, max(0, sequence.prompt + how.max_tokens - num - 1)
+    )  # the last drawn token is never fed
 
 
 _Found = dict[int, DraftTree]  # by the number of a chunk

@@ -263,10 +263,12 @@ class State:
         self.names[name] = list(range(self.arrivals, self.arrivals + n))
         prompt = len(request.prompt)
         for choice in range(n):
-            wants = request.sampling.prompt_logprobs and choice == 0
+            how = request.sampling
+            wants = how.prompt_logprobs and choice == 0
+            first = min(max(0, how.prompt_logprobs_start - 1), prompt - 1)
             new = Sequence(
                 *(self.arrivals, name, choice, request, self.step, draw_key(request.sampling.seed, choice), prompt),
-                scored=0 if wants else prompt - 1,
+                scored=first if wants else prompt - 1,
                 tokens=array("q", request.prompt),
             )
             self.sequences[new.serial] = new

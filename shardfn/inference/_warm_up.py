@@ -71,6 +71,11 @@ class GraphCaptures:
                     self.capture_next()
                     wait.update()
 
+    @property
+    def num_left(self) -> int:
+        """Returns the number of graphs that `capture_next` has left to capture."""
+        return len(self._left)
+
     def capture_next(self) -> bool:
         """Captures a graph that `warm_up(later=True)` has left, if there is such a graph. Collective.
 

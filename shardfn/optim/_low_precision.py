@@ -183,7 +183,7 @@ class _LeafPlace(NamedTuple):
 
 @runtime_checkable
 class _StateCodec(Protocol):
-    def kept(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
+    def encode_zeros(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
         """Returns the first codes of a leaf of zeros, and the scales or ()."""
         ...
 
@@ -260,7 +260,7 @@ class _BlockCodes(NamedTuple):
             spans.append(_BlockSpan(first, num, before, after, -(-place.shape[d] // size), size))
         return spans
 
-    def kept(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
+    def encode_zeros(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
         spans = self.spans(place)
         lead = zeros.shape[: zeros.ndim - len(spans)]
         scales = zeros.new_zeros((*lead, *(span.total for span in spans)), dtype=torch.float32)
@@ -316,7 +316,7 @@ class _StochasticRounding(NamedTuple):
 
     key: tuple[int, int]
 
-    def kept(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
+    def encode_zeros(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
         del place
         return zeros.to(torch.bfloat16), ()
 
@@ -412,7 +412,8 @@ class _LowPrecision:
                 " nothing would be kept in low precision. Put the wrapper directly around the rule with the averages."
             )
         rows = [
-            (x, None) if k.place is None else self.codec.kept(x, k.place) for x, k in zip(leaves, kept, strict=True)
+            (x, None) if k.place is None else self.codec.encode_zeros(x, k.place)
+            for x, k in zip(leaves, kept, strict=True)
         ]
         pairs = zip(rows, kept, strict=True)
         scales = tuple(self._place_scales(s, k.place) for (_, s), k in pairs if isinstance(s, Tensor) and k.place)

@@ -13,7 +13,7 @@ from shardfn.core import Mesh, explains_keywords, make_mesh
 from shardfn.inference import Sampling, limits_of
 from shardfn.kernels import Activations, Quantization
 
-from ._generation_config import read_sampling
+from ._files import read_sampling
 from ._load import AXIS, load_model, make_engine
 from ._settings import ModelSettings, Problem, detect_kind
 
@@ -50,6 +50,7 @@ class LLM:
 
     Attributes:
         engine: engine, for requests by hand.
+        text: tokenizer.
         sampling: sampling of calls without one: the values of the directory's `generation_config.json`.
 
     Raises:
@@ -100,7 +101,7 @@ class LLM:
         sizes = {"context": context, "cache_bytes": int(cache_gib * 2**30), "drafts": job.drafts, **sizes}
         limits = limits_of(served.decoder, **sizes)
         self.engine, _ = make_engine(job, served, limits, mesh, adapters or {})
-        self._text = served.text
+        self.text = served.text
         self.sampling = Sampling(**recommended)
 
     def generate(
@@ -146,10 +147,10 @@ class LLM:
         Raises:
             ValueError: the tokenizer has no chat template, or the template refuses the messages.
         """
-        if self._text.chat is None:
+        if self.text.chat is None:
             raise ValueError("chat: the tokenizer has no chat template. Use generate.")
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        each = [self._text.plain(self._text.chat([dict(x) for x in one])) for one in several]  # type: ignore[arg-type]
+        each = [self.text.plain(self.text.chat([dict(x) for x in one])) for one in several]  # type: ignore[arg-type]
         return self.engine.generate(each, self._with_ends(sampling), adapter=adapter)
 
     def embed(
@@ -186,12 +187,12 @@ class LLM:
     def _encode_all(self, prompts: Any) -> list[list[int]]:
         if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
             prompts = [prompts]
-        return [self._text.encode(x) if isinstance(x, str) else list(x) for x in prompts]
+        return [self.text.encode(x) if isinstance(x, str) else list(x) for x in prompts]
 
     def _with_ends(self, sampling: Sampling | Sequence[Sampling] | None) -> Any:
         """Returns samplings that also end with the tokens of the model's files."""
         if sampling is None or isinstance(sampling, Sampling):
             one = self.sampling if sampling is None else sampling
-            ends = dict.fromkeys([*one.stop_tokens, *sorted(self._text.ends)])
+            ends = dict.fromkeys([*one.stop_tokens, *sorted(self.text.ends)])
             return replace(one, stop_tokens=tuple(ends))
         return [self._with_ends(one) for one in sampling]

@@ -52,7 +52,18 @@ class Embed:
     pooling: str
 
 
-Message = Event | End | Embed
+@dataclass(frozen=True)
+class Capture:
+    """Event of an idle engine: the ranks capture a graph that their start has left.
+
+    Attributes:
+        number: number of the event.
+    """
+
+    number: int
+
+
+Message = Event | End | Embed | Capture
 
 
 class Ready(NamedTuple):
@@ -66,6 +77,7 @@ class Ready(NamedTuple):
         about: model and its memory, in words.
         width: width of embeddings, or 0 for a model without embeddings.
         processors: names of logits processors that requests may give.
+        graphs_left: number of graphs to capture while the engine is idle.
     """
 
     limits: Limits
@@ -75,6 +87,7 @@ class Ready(NamedTuple):
     about: str
     width: int = 0
     processors: tuple[str, ...] = ()
+    graphs_left: int = 0
 
 
 class StepReport(NamedTuple):
@@ -87,6 +100,7 @@ class StepReport(NamedTuple):
         refused: reasons by the names of requests that the engine has refused.
         vectors: vectors by name of a request whose prompt is embedded, float32 numbers.
         begun: names of requests that have blocks since this step, and had none before.
+        graphs_left: as of `Ready`.
     """
 
     tokens: list[Token]
@@ -95,6 +109,7 @@ class StepReport(NamedTuple):
     refused: Mapping[str, str]
     vectors: Mapping[str, bytes]
     begun: Sequence[str] = ()
+    graphs_left: int = 0
 
 
 def pack_message(value: object) -> bytes:

@@ -142,6 +142,9 @@ def _make_asked(
     top: int | None,
     rules: MessageRules | None = None,
 ) -> ParsedRequest:
+    if most < 1:  # an engine's request without draws has no answer here
+        field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+        raise ApiError(400, f"{field} must be an integer from 1 to {model.limits.context - 1}, got {most}.", field)
     ends = frozenset() if given.get("ignore_eos") else model.ends
     numbers: dict[str, Any] = {**model.defaults, "max_tokens": most}
     numbers |= {x: tuple(y) if isinstance(y := given[x], list) else y for x in SAMPLING if x in given}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shardfn.inference import Add, CacheStats, Cancel, Drain, Request, SpeculationStats, Token
 
 from ._errors import ApiError, refusal
-from ._ipc import Embed, End, Message, StepReport
+from ._ipc import Capture, Embed, End, Message, StepReport
 from ._metrics import Metrics
 
 # The counters of the fields of `SpeculationStats`, and of `CacheStats`.
@@ -120,6 +120,7 @@ class RequestTracker:
         self.taken, self.progress = 0, time.monotonic()
         self._rate = 0.0  # prompt tokens a second that have left the line, lately
         self.counts: dict[str, int] = {}
+        self._ending = False
         self._so_far = (*SpeculationStats(), *CacheStats())
 
     def __len__(self) -> int:
@@ -210,6 +211,13 @@ class RequestTracker:
             call.choices[at] -= num
             if not call.choices[at]:
                 del self._of[name]
+        self.capture_next(report.graphs_left)
+
+    def capture_next(self, graphs_left: int) -> None:
+        """Lets the ranks capture a further graph if they have nothing else to do. The report then brings the next."""
+        if graphs_left and not self._ending and not self._of and self.taken == self._events:
+            self.progress = time.monotonic()
+            self._send_event(Capture(self._events))
 
     def fail_all(self, error: ApiError) -> None:
         """Ends all calls by an error."""
@@ -218,6 +226,7 @@ class RequestTracker:
 
     def drain(self) -> None:
         """Lets the engine refuse further requests."""
+        self._ending = True
         self._send_event(Drain(self._events))
 
     def stop(self) -> None:

@@ -5,6 +5,7 @@ clients -- HTTP -- front -- pairs of sockets -- ranks
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -84,18 +85,22 @@ class Server:
 
     Args:
         settings: settings of the server.
-        text: tokenizer.
+        load_text: function that returns the tokenizer, called in a thread while the ranks start.
         ranks: ranks, not started yet.
         report: function that takes lines for the user.
     """
 
-    def __init__(self, settings: Settings, text: Text, ranks: Workers, report: Callable[[str], None] = print) -> None:
-        self.settings, self._text, self._ranks, self._report = settings, text, ranks, report
+    def __init__(
+        self,
+        settings: Settings,
+        load_text: Callable[[], Text],
+        ranks: Workers,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        self.settings, self._load_text, self._ranks, self._report = settings, load_text, ranks, report
         self.metrics = Metrics(settings.name)
         self.calls = RequestTracker(ranks.send, self.metrics, settings.max_waiting or _WAITING)
         self.app = App(settings, self.calls, self.metrics)
-        self._spelling, self._texts = detokenizer(text.tokenizer, special=True), detokenizer(text.tokenizer)
-        self._longest = find_longest(self._spelling)
         self.signals = 0
         self._signal = asyncio.Event()
 
@@ -113,7 +118,7 @@ class Server:
         serving = asyncio.ensure_future(server.serve([listener]))
         try:
             await self._ranks.start()
-            return await self._until_the_end(serving)
+            return await self._until_the_end(serving, await asyncio.to_thread(self._load_text))
         finally:
             server.ended.set()
             await serving
@@ -124,8 +129,9 @@ class Server:
         self.signals += 1
         self._signal.set()
 
-    async def _until_the_end(self, serving: asyncio.Future[None]) -> int:
-        reading = asyncio.ensure_future(self._ranks.read({StepReport: self.calls.report, Ready: self._begin_serving}))
+    async def _until_the_end(self, serving: asyncio.Future[None], text: Text) -> int:
+        begin = functools.partial(self._begin_serving, text)
+        reading = asyncio.ensure_future(self._ranks.read({StepReport: self.calls.report, Ready: begin}))
         ended = asyncio.ensure_future(self._ranks.first_end())
         signalled = asyncio.ensure_future(self._signal.wait())
         try:
@@ -139,20 +145,22 @@ class Server:
             for task in (reading, ended, signalled):
                 task.cancel()
 
-    def _begin_serving(self, ready: Ready) -> None:
+    def _begin_serving(self, text: Text, ready: Ready) -> None:
         settings = self.settings
-        compiler = Compiler(self._texts, ready.limits.vocab) if ready.grammars else None
-        fixed = settings.name, self._text, self._spelling
-        more = {"texts": self._texts, "adapters": settings.adapters, "defaults": settings.defaults}
-        template = self._text.template
+        spelling, texts = detokenizer(text.tokenizer, special=True), detokenizer(text.tokenizer)
+        compiler = Compiler(texts, ready.limits.vocab) if ready.grammars else None
+        fixed = settings.name, text, spelling
+        more = {"texts": texts, "adapters": settings.adapters, "defaults": settings.defaults}
+        template = text.template
         more |= {"tools": find_tool_format(settings.tool_call_parser, template)}
         more |= {"reasoning": find_reasoning_format(settings.reasoning_parser, template)}
-        more |= {"width": ready.width, "processors": ready.processors, "longest": self._longest}
+        more |= {"width": ready.width, "processors": ready.processors, "longest": find_longest(spelling)}
         self.app.model = Model(*fixed, ready.limits, ready.ends, settings.max_choices, compiler, **more)
         self.calls.max_waiting = settings.max_waiting or max(_WAITING, ready.limits.context)
         self._report(ready.about)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._report(f"shardfn serve: ready at http://{host}:{settings.port}/v1, model {settings.name!r}")
+        self.calls.capture_next(ready.graphs_left)
 
     async def _end_lost(self, ended: asyncio.Future[tuple[int, int]]) -> int:
         """Sends an error to each stream, and ends the server."""
@@ -221,7 +229,7 @@ def bind_socket(settings: Settings) -> socket.socket:
 
 def serve(
     settings: Settings,
-    text: Text,
+    load_text: Callable[[], Text],
     command: Callable[[int], Sequence[str]],
     *,
     ranks: int = 1,
@@ -232,7 +240,7 @@ def serve(
 
     Args:
         settings: settings of the server.
-        text: tokenizer of the model.
+        load_text: function that returns the tokenizer of the model, called in a thread while the ranks start.
         command: function from the number of a rank's end of the pair of sockets to the rank's program, such as a
             program that calls `run_worker`.
         ranks: number of ranks.
@@ -254,7 +262,7 @@ def serve(
     log = Log(report)
 
     async def run_front() -> int:
-        front = Server(settings, text, WorkerProcesses(command, ranks, threads, log), log)
+        front = Server(settings, load_text, WorkerProcesses(command, ranks, threads, log), log)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, front.take_signal)
         return await front.run(listener)

@@ -14,7 +14,7 @@ from shardfn.core import Mesh
 from shardfn.engine import comms_of, losing_no_peer
 from shardfn.inference import Add, Cancel, Drain, Engine, Token
 
-from ._ipc import Embed, End, Inbox, Message, Ready, StepReport, pack_message
+from ._ipc import Capture, Embed, End, Inbox, Message, Ready, StepReport, pack_message
 
 
 def run_worker(engine: Engine, end: socket.socket, ready: Ready) -> None:
@@ -35,9 +35,6 @@ def run_worker(engine: Engine, end: socket.socket, ready: Ready) -> None:
     if first:
         end.sendall(pack_message(ready))
     while True:
-        # Several ranks would have to agree on the time: their engine has captured all graphs before.
-        while engine.mesh.size == 1 and engine.core.idle and not waiting and engine.graphs.capture_next():
-            waiting.extend(inbox.take(wait=False))
         waiting.extend(inbox.take(wait=engine.core.idle and not waiting))
         refused, stops = dict[str, str](), False
         for _ in range(_count_events(engine.mesh, len(waiting))):
@@ -51,7 +48,8 @@ def run_worker(engine: Engine, end: socket.socket, ready: Ready) -> None:
             tokens = [token for token in tokens if token.name not in embeds or token.finish_reason is not None]
             before, running = set(running), engine.core.running
             begun = [name for name in running if name not in before]
-            end.sendall(pack_message(StepReport(tokens, engine.core.stats, taken, refused, vectors, begun)))
+            counts = engine.core.stats, taken, refused, vectors, begun, engine.graphs.num_left
+            end.sendall(pack_message(StepReport(tokens, *counts)))
         embeds -= {token.name for token in tokens if token.finish_reason is not None}
         if stops:
             return
@@ -86,6 +84,8 @@ def _enter_event(engine: Engine, event: Message, embeds: set[str]) -> dict[str, 
             engine.core.cancel(name)
         case Drain():
             engine.core.drain()
+        case Capture():
+            engine.graphs.capture_next()
     return {}
 
 

@@ -179,7 +179,7 @@ class Running:
     def _run(self, listener: socket.socket, text: Any) -> None:
         async def main() -> int:
             self.loop = asyncio.get_running_loop()
-            self.front = Server(self.settings, text, self.ranks, self.lines.append)
+            self.front = Server(self.settings, lambda: text, self.ranks, self.lines.append)
             self._made.set()
             return await self.front.run(listener)
 

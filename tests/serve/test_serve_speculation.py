@@ -1,11 +1,11 @@
-"""Covers metrics in `serve`: counters of guessing and of the cache, as the engine has them, and parts of a time."""
+"""Covers the calls of `serve`: counters of guessing and of the cache, parts of a time, and captures in idle time."""
 
 import pytest
 
 pytest.importorskip("starlette")
 
 from shardfn.inference import CacheStats, EngineStats, Request, Sampling, SpeculationStats, Token
-from shardfn.serve._ipc import StepReport
+from shardfn.serve._ipc import Capture, Message, StepReport
 from shardfn.serve._metrics import Metrics
 from shardfn.serve._request_tracker import RequestTracker
 
@@ -76,3 +76,25 @@ def test_a_request_that_never_ran_has_no_parts() -> None:
     calls.open([Request((1, 2), Sampling())])
     calls.report(StepReport([Token("0.0", 0, 0, None, None, 0, "refused")], EngineStats({}), 0, {}, {}))
     assert [num for num, _ in times(metrics).values()] == [0, 0, 0, 0, 1]
+
+
+def test_an_idle_engine_captures_graphs_one_by_one_until_a_drain() -> None:
+    sent = list[Message]()
+    calls = RequestTracker(sent.append, Metrics("m"), 100)
+
+    def report(graphs_left: int, tokens: list[Token], taken: int | None = None) -> list[Message]:
+        taken = len(sent) if taken is None else taken
+        before = len(sent)
+        calls.report(StepReport(tokens, EngineStats({}), taken, {}, {}, graphs_left=graphs_left))
+        return sent[before:]
+
+    calls.capture_next(3)
+    assert sent == [Capture(0)]
+    assert report(3, [], taken=0) == []  # the event is not taken yet
+    assert report(2, []) == [Capture(1)]
+    calls.open([Request((1, 2), Sampling(max_tokens=1))])
+    assert report(1, []) == []
+    assert report(1, [Token("0.0", 0, 2, 5, -1.0, 0, "length")]) == [Capture(3)]
+    assert report(0, []) == []
+    calls.drain()
+    assert report(1, []) == []
