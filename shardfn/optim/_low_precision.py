@@ -90,7 +90,7 @@ def quantize_states(
         >>> from shardfn.optim import adamw
         >>> state = quantize_states(adamw(1e-3)).init({"w": torch.zeros(64, 128)})
         >>> state.inner[0].mu["w"].dtype, state.scales[0].shape
-        (torch.uint8, torch.Size([64, 1]))
+        (torch.uint8, torch.Size([32, 1]))
 
     References:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, https://arxiv.org/abs/2110.02861
