@@ -287,7 +287,7 @@ def _make_decoder(
     cache = CacheLayout(layers, heads, dim, tp)
     how: dict[str, Any] = {"outputs": compute_outputs, "pack": pack_params, "expert_shape": shape.expert_shape}
     made = Decoder(shape.vocab, function.context, cache, specs=P(), **how)
-    if head in linear:
+    if head is not None and head in linear:
         inner = [name for name in linear if name != head and name not in kept]
         sizes = {name: Linear(inputs[name], nums[name], linear[name]) for name in inner}
         made = replace(made, hidden_layers=(layers,), hidden_size=inputs[head], linear=sizes)

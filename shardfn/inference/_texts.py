@@ -156,8 +156,8 @@ class Texts:
         how, (name, choice, at) = drawn.request.sampling, drawn.place
         one = self._texts.get((name, choice))
         if one is None:
-            hides = how.skip_special_tokens or self._make_spelling is None
-            growing = (self._detokenizer if hides else self._make_spelling()).start(drawn.request.prompt)
+            spell = None if how.skip_special_tokens else self._make_spelling
+            growing = (self._detokenizer if spell is None else spell()).start(drawn.request.prompt)
             one = self._texts[name, choice] = _ChoiceText(
                 growing, StopStringMatcher(how.stop, include=how.include_stop)
             )

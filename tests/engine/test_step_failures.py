@@ -70,8 +70,10 @@ def test_a_state_that_one_rank_may_not_pass_is_named_on_all_ranks() -> None:
     ):
         step(consumed if rank else state, _batch())
 
+    passed: Any = () if rank else state
+
     def loss(x: Tensor) -> Tensor:
-        return step(() if rank else state, {"x": x})[1]["loss"]
+        return step(passed, {"x": x})[1]["loss"]
 
     # In a transform ranks exchange nothing before the first transfer, and hear of it there.
     with pytest.raises(TypeError if rank else sf.RankError, match=None if rank else "rank 1 raised TypeError"):

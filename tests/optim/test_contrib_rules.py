@@ -218,7 +218,7 @@ def test_codes_are_those_of_the_reference(signed: bool) -> None:
         update=lambda updates, state, params=None, *, specs=None: (updates, kind(updates)),
     )
     tx = optim.quantize_states(fixed, min_size=1)
-    state, steps, kept = tx.init([x]), 64, torch.zeros(3, 300)
+    state, steps, kept, scales = tx.init([x]), 64, torch.zeros(3, 300), torch.zeros(3, 2)
     want = x if signed else x.sqrt()  # averages of squares are kept as roots
     for _ in range(steps):
         _, state = tx.update([x], state, [x])
