@@ -24,7 +24,7 @@ SAMPLING: list[tuple[str, Any, str]] = [
     ("n", 10**9, "n must be an integer from 1 to 128.*got 1000000000"),
     ("n", 0, "n must be .*got 0"),
     ("n", True, "n must be .*got True"),
-    ("max_tokens", 0, "max_tokens must be an integer from 1.*got 0"),
+    ("max_tokens", -1, "max_tokens must be an integer from 0.*got -1"),
     ("max_tokens", 1.0, "max_tokens must be .*got 1.0"),
     ("presence_penalty", 3, "presence_penalty must be a number from -2 to 2.*got 3"),
     ("frequency_penalty", math.nan, "frequency_penalty must be .*got nan"),
