@@ -148,12 +148,12 @@ def one_device_step(loss, params, mu, nu, t, batch):
 def zero3_step(loss, specs, shapes, params, mu, nu, t, batch):
     """The same on N ranks: params, mu and nu are {leaf: [block of rank 0, ...]}. Also returns the ranks' books."""
     rows, wholes, books = blocks_of(batch, ("dp",)), {k: [] for k in params}, []
-    for own_rows in rows:  # on a real mesh all at once: nothing below reads another rank's results
+    for shard_rows in rows:  # on a real mesh all at once: nothing below reads another rank's results
         book = Book(params, specs)
         handles = {k: batch.new_empty(()).expand(shapes[k]).requires_grad_() for k in params}
         leaves = {k: LazyLeaf(handles[k], functools.partial(book.fetch, k)) for k in params}
         with torch.autograd.graph.saved_tensors_hooks(book.pack, book.unpack):
-            value = loss(leaves, own_rows) * len(own_rows) / len(batch)  # the global mean, by weights
+            value = loss(leaves, shard_rows) * len(shard_rows) / len(batch)  # the global mean, by weights
         for k, grad in zip(params, torch.autograd.grad(value, list(handles.values())), strict=True):
             wholes[k].append(grad)
         books.append(book)

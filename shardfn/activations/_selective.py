@@ -291,10 +291,10 @@ class RecordedForward(TorchDispatchMode):
         seen, out = not in_plumbing(), _run_transfer(self._around, name, run)
         return self._results.saw_transfer(name, out) if seen else out
 
-    def joined(self, run: Callable[[], T]) -> T:
+    def run_as_one(self, run: Callable[[], T]) -> T:
         """Shows a collective of several to `SavedResults`."""
         around = self._around
-        return self._results.join(run if around is None else lambda: around.joined(run))
+        return self._results.join(run if around is None else lambda: around.run_as_one(run))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -331,9 +331,9 @@ class Rerun(TorchDispatchMode):
         found = None if in_plumbing() else self._take_results(name)
         return _run_transfer(self._around, name, run) if found is None else found
 
-    def joined(self, run: Callable[[], T]) -> T:
+    def run_as_one(self, run: Callable[[], T]) -> T:
         """Runs a collective. Results of some of the collective's transfers may have been kept."""
-        return run() if self._around is None else self._around.joined(run)
+        return run() if self._around is None else self._around.run_as_one(run)
 
     def _take_results(self, func: Any) -> Any:
         self._number += 1

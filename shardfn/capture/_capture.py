@@ -33,7 +33,7 @@ from shardfn.collectives import (
     transforming,
     with_sizes,
 )
-from shardfn.core import Ambient, one_tracing, progress, runs_op_by_op
+from shardfn.core import Ambient, progress, runs_op_by_op, serialize_tracing
 from shardfn.memory import in_host_region
 
 from ._asserted import Asserting
@@ -239,7 +239,7 @@ def capture(
     trace = make_fx(record_call, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)
     try:
         with (
-            one_tracing(),
+            serialize_tracing(),
             once,
             use_lazy_graph_module(True),
             _naming_lines(),

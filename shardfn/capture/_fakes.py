@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardfn._torch import FakeTensorMode
 from shardfn.core import frozen, is_frozen
-from shardfn.graph import known_op
+from shardfn.graph import find_op
 
 
 class Fakes(FakeTensorMode):
@@ -22,7 +22,7 @@ class Fakes(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Returns the results of an operation."""
         kwargs = kwargs or {}
-        op, overload = known_op(func), getattr(func, "_overloadname", "")
+        op, overload = find_op(func), getattr(func, "_overloadname", "")
         if overload in op.abstract:
             with self:
                 # In this mode again: intermediate tensors have no data either.

@@ -19,19 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Box, GlobalTensor, blocks_of, pieces
-from shardfn.core import (
-    Mesh,
-    P,
-    PyTree,
-    StoredValue,
-    as_mesh,
-    dtype_name,
-    named_leaves,
-    raise_all,
-    read_rows,
-    tree_leaves,
-)
+from shardfn import collectives, core
+from shardfn.core import Mesh, P
 from shardfn.kernels import block_bytes
 from shardfn.memory import Bytes, as_bytes
 from shardfn.optim import check_in_round
@@ -48,7 +37,7 @@ class Owned(NamedTuple):
     """A box of a leaf, and the rank of the mesh that writes it."""
 
     leaf: int
-    box: Box
+    box: collectives.Box
     owner: int
 
 
@@ -70,7 +59,7 @@ def owned(leaves: Sequence[tuple[tuple[int, ...], int, P]], mesh: Mesh) -> list[
     cut = max(_CUT_BYTES, total // (4 * mesh.size))
     load = [0] * mesh.size
     out: list[Owned] = []
-    shared: list[tuple[int, int, Box, list[int]]] = []
+    shared: list[tuple[int, int, collectives.Box, list[int]]] = []
     for i, ((_, itemsize, _), holders) in enumerate(zip(leaves, found, strict=True)):
         for box, ranks in holders.items():
             size = _box_numel(box) * itemsize
@@ -79,7 +68,7 @@ def owned(leaves: Sequence[tuple[tuple[int, ...], int, P]], mesh: Mesh) -> list[
                 load[ranks[0]] += size
                 continue
             most = -(-_box_numel(box) // len(ranks)) if size > cut else _box_numel(box)
-            shared += [(_box_numel(b) * itemsize, i, b, ranks) for b in pieces(box, most)]
+            shared += [(_box_numel(b) * itemsize, i, b, ranks) for b in collectives.pieces(box, most)]
     # The largest first, each to the rank with the least load: at most 4/3 of the optimum (Graham 1969).
     for size, i, box, ranks in sorted(shared, key=lambda x: -x[0]):
         owner = min(ranks, key=lambda r: (load[r], r))
@@ -88,31 +77,31 @@ def owned(leaves: Sequence[tuple[tuple[int, ...], int, P]], mesh: Mesh) -> list[
     return sorted(out)
 
 
-def _find_holders(shape: tuple[int, ...], spec: P, mesh: Mesh) -> dict[Box, list[int]]:
+def _find_holders(shape: tuple[int, ...], spec: P, mesh: Mesh) -> dict[collectives.Box, list[int]]:
     """Returns the blocks that have elements, each with the ranks that hold it."""
-    out: dict[Box, list[int]] = {}
-    for rank, box in enumerate(blocks_of(shape, spec, mesh)):
+    out: dict[collectives.Box, list[int]] = {}
+    for rank, box in enumerate(collectives.blocks_of(shape, spec, mesh)):
         if _box_numel(box):
             out.setdefault(box, []).append(rank)
     return out
 
 
-def _box_numel(box: Box) -> int:
+def _box_numel(box: collectives.Box) -> int:
     return math.prod(hi - lo for lo, hi in box)
 
 
 def as_codes(x: Any) -> Any:
     """Returns a view of a leaf in codes as a leaf of bytes, and other values unchanged."""
-    quantization = x.quantization if isinstance(x, GlobalTensor) and not x.donated else None
+    quantization = x.quantization if isinstance(x, collectives.GlobalTensor) and not x.donated else None
     if not isinstance(quantization, str):
         return x
     shape = torch.Size((*x.shape[:-1], block_bytes(x.shape[-1], quantization)))
-    return GlobalTensor(codes_of(x.held), shape, x.spec, x.mesh, x.memory_kind, x.frozen)
+    return collectives.GlobalTensor(codes_of(x.held), shape, x.spec, x.mesh, x.memory_kind, x.frozen)
 
 
 def from_codes(found: Any, like: Any) -> Any:
     """Returns a leaf like another leaf, from the bytes of the codes. Inverts `as_codes`."""
-    if not isinstance(like, GlobalTensor) or like.donated or not isinstance(like.quantization, str):
+    if not isinstance(like, collectives.GlobalTensor) or like.donated or not isinstance(like.quantization, str):
         return found
     return like.with_block(with_codes(like.held, found.held, like.memory_kind))
 
@@ -140,7 +129,7 @@ class Content(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     spec: P
-    held: StoredValue
+    held: core.StoredValue
     start: tuple[int, ...]
     same_as: int | None
 
@@ -149,7 +138,7 @@ class Part(NamedTuple):
     """A box of a leaf in a file, from a byte on."""
 
     leaf: int
-    box: Box
+    box: collectives.Box
     start: int
 
 
@@ -162,45 +151,55 @@ class FilePlan(NamedTuple):
     bytes: int
 
 
-def mesh_of(tree: PyTree) -> Mesh:
+def mesh_of(tree: core.PyTree) -> Mesh:
     """Returns the mesh of a tree's leaves. For plain tensors, a mesh of a single device.
 
     Raises:
         ValueError: the leaves have several meshes, or none in a program of several ranks.
     """
-    meshes = {id(x.mesh): x.mesh for x in tree_leaves(tree) if isinstance(x, GlobalTensor)}
+    meshes = {id(x.mesh): x.mesh for x in core.tree_leaves(tree) if isinstance(x, collectives.GlobalTensor)}
     first = next(iter(meshes.values()), None)
     odd = [repr(m) for m in meshes.values() if first is not None and not m.is_like(first)]
-    raise_all(
+    core.raise_all(
         ValueError, f"leaves are on other meshes than {first!r}; checkpoint the leaves of each by themselves:", odd
     )
-    return as_mesh(None) if first is None else first
+    return core.as_mesh(None) if first is None else first
 
 
-def contents(tree: PyTree, at: str, mesh: Mesh) -> list[Content]:
+def contents(tree: core.PyTree, at: str, mesh: Mesh) -> list[Content]:
     """Returns the leaves of a tree.
 
     Raises:
         TypeError: a leaf is not a tensor, or has a dtype that cannot be read back.
         ValueError: some leaves cannot be saved. The message lists all such leaves.
     """
-    named = [(path.removeprefix("."), as_codes(x)) for path, x in named_leaves(tree, at)]
-    odd = [f"{p or 'the tree'} is a {type(x).__name__}" for p, x in named if not isinstance(x, GlobalTensor | Tensor)]
-    raise_all(TypeError, "a checkpoint has tensors; pass values that JSON can hold as user=:", odd)
+    named = [(path.removeprefix("."), as_codes(x)) for path, x in core.named_leaves(tree, at)]
+    odd = [
+        f"{p or 'the tree'} is a {type(x).__name__}"
+        for p, x in named
+        if not isinstance(x, collectives.GlobalTensor | Tensor)
+    ]
+    core.raise_all(TypeError, "a checkpoint has tensors; pass values that JSON can hold as user=:", odd)
     check_in_round(tree)
-    apart = [f"{p} is on {x.mesh!r}" for p, x in named if isinstance(x, GlobalTensor) and not x.mesh.is_like(mesh)]
-    raise_all(ValueError, f"leaves are on another mesh than {mesh!r}, which saves them:", apart)
+    apart = [
+        f"{p} is on {x.mesh!r}"
+        for p, x in named
+        if isinstance(x, collectives.GlobalTensor) and not x.mesh.is_like(mesh)
+    ]
+    core.raise_all(ValueError, f"leaves are on another mesh than {mesh!r}, which saves them:", apart)
     several = [p for p, count in collections.Counter(p for p, _ in named).items() if count > 1]
-    raise_all(ValueError, "several leaves have the same path:", several)
-    unknown = [f"{p} is {x.dtype}" for p, x in named if DTYPES.get(dtype_name(x.dtype)) != x.dtype]
-    raise_all(TypeError, "a checkpoint cannot have leaves of these dtypes; view them as another one:", unknown)
-    stacks = [f"{p} has a block for each member" for p, x in named if isinstance(x, GlobalTensor) and x.stacked]
-    raise_all(ValueError, "the state of a population is saved member by member, member(state, i):", stacks)
+    core.raise_all(ValueError, "several leaves have the same path:", several)
+    unknown = [f"{p} is {x.dtype}" for p, x in named if DTYPES.get(core.dtype_name(x.dtype)) != x.dtype]
+    core.raise_all(TypeError, "a checkpoint cannot have leaves of these dtypes; view them as another one:", unknown)
+    stacks = [
+        f"{p} has a block for each member" for p, x in named if isinstance(x, collectives.GlobalTensor) and x.stacked
+    ]
+    core.raise_all(ValueError, "the state of a population is saved member by member, member(state, i):", stacks)
     out: list[Content] = []
     seen: dict[int, int] = {}
     for i, (path, x) in enumerate(named):
-        spec, held = (x.spec, x.held) if isinstance(x, GlobalTensor) else (P(), x)
-        box = blocks_of(tuple(x.shape), spec, mesh)[mesh.rank]
+        spec, held = (x.spec, x.held) if isinstance(x, collectives.GlobalTensor) else (P(), x)
+        box = collectives.blocks_of(tuple(x.shape), spec, mesh)[mesh.rank]
         first = seen.setdefault(id(held), i)
         same = first if first != i and out[first].spec == spec and math.prod(x.shape) else None
         out.append(Content(path, tuple(x.shape), x.dtype, spec, held, tuple(lo for lo, _ in box), same))
@@ -259,18 +258,18 @@ def manifest_of(
             chunks[part.leaf].append(StoredChunk(offset, shape, plan.name, part.start, digest))
     own = [chunks[i if x.same_as is None else x.same_as] for i, x in enumerate(leaves)]
     named = {
-        x.path: StoredLeaf(x.shape, dtype_name(x.dtype), _spec_axes(x.spec), tuple(sorted(c)))
+        x.path: StoredLeaf(x.shape, core.dtype_name(x.dtype), _spec_axes(x.spec), tuple(sorted(c)))
         for x, c in zip(leaves, own, strict=True)
     }
     return Manifest(step, user, dict(mesh.shape), named, files, metrics)
 
 
-def local_slices(leaf: Content, box: Box) -> tuple[slice, ...]:
+def local_slices(leaf: Content, box: collectives.Box) -> tuple[slice, ...]:
     """Returns the slices of this rank's block that a box of the leaf covers."""
     return tuple(slice(lo - at, hi - at) for (lo, hi), at in zip(box, leaf.start, strict=True))
 
 
-def windows(held: StoredValue, where: tuple[slice, ...]) -> Iterator[Bytes]:
+def windows(held: core.StoredValue, where: tuple[slice, ...]) -> Iterator[Bytes]:
     """Yields the bytes of a part of a block, row-major, a few megabytes at a time, from any memory."""
     if isinstance(held, Tensor):
         x = held.detach().resolve_conj().resolve_neg()[where]
@@ -289,7 +288,9 @@ def windows(held: StoredValue, where: tuple[slice, ...]) -> Iterator[Bytes]:
         if isinstance(x, Tensor):
             yield as_bytes((x[lo:hi] if x.ndim else x).cpu().contiguous())
         else:
-            yield as_bytes(read_rows(x, lo, hi).result()[(slice(None), *where[1:]) if x.shape else ()].contiguous())
+            yield as_bytes(
+                core.read_rows(x, lo, hi).result()[(slice(None), *where[1:]) if x.shape else ()].contiguous()
+            )
 
 
 def _plan_file(name: str, own: Sequence[Owned], leaves: Sequence[Content]) -> FilePlan:
@@ -310,11 +311,11 @@ def _spec_axes(spec: P) -> tuple[tuple[str, ...], ...]:
     return tuple(spec.dim_axes(dim) for dim in range(len(spec)))
 
 
-def _tensor_name(leaf: Content, box: Box) -> str:
+def _tensor_name(leaf: Content, box: collectives.Box) -> str:
     """Returns the tensor's name in the file, for example "params['w'][0:4, 0:8]" for a part of a leaf."""
     whole = all(hi - lo == size for (lo, hi), size in zip(box, leaf.shape, strict=True))
     return leaf.path + ("" if whole else f"[{', '.join(f'{lo}:{hi}' for lo, hi in box)}]")
 
 
-def _box_bytes(box: Box, dtype: torch.dtype) -> int:
+def _box_bytes(box: collectives.Box, dtype: torch.dtype) -> int:
     return math.prod(hi - lo for lo, hi in box) * dtype.itemsize

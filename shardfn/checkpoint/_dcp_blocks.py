@@ -24,7 +24,7 @@ from shardfn.memory import DamagedError
 
 from ._contents import Content
 from ._manifest import DTYPES, Manifest, StoredLeaf
-from ._read_into import one_chunk
+from ._read_into import make_whole_leaf
 
 
 class BlockPlanner(dcp.DefaultSavePlanner):
@@ -66,7 +66,7 @@ class DcpReader:
         leaves = {}
         for key, x in self.metadata.state_dict_metadata.items():
             if isinstance(x, TensorStorageMetadata) and dtype_name(x.properties.dtype) in DTYPES:
-                leaves[key] = one_chunk(key, tuple(x.size), x.properties.dtype)
+                leaves[key] = make_whole_leaf(key, tuple(x.size), x.properties.dtype)
         return Manifest(0, None, {}, leaves, {})
 
     def box(self, leaf: StoredLeaf, box: Box, out: Tensor, *, check: bool = True) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.core import Mesh, PyTree, RankError, StoredValue, adopting, progress
+from shardfn import core
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.memory import Bytes, DamagedError, DiskFullError, InUseError
 from shardfn.state import TrainState, check_alive
@@ -111,7 +111,7 @@ def write_files(
             # The device finishes this file while the next one is written.
             return _FileOutcome(known, taken, settling.submit(place.settle, plan.name) if durable else None)
 
-        running = [writers.submit(adopting(write_file), plan) for plan in plans]
+        running = [writers.submit(core.adopting(write_file), plan) for plan in plans]
         try:
             files = [x.result() for x in running]
         except BaseException:
@@ -229,7 +229,7 @@ class SaveJob(NamedTuple):
         options: options for writing.
     """
 
-    mesh: Mesh
+    mesh: core.Mesh
     step: int
     user: Any
     metrics: Mapping[str, float]
@@ -264,11 +264,11 @@ class _Outcome(NamedTuple):
 
 def prepare(
     store: Store,
-    tree: PyTree,
+    tree: core.PyTree,
     at: str,
     step: int,
     user: Any,
-    mesh: Mesh,
+    mesh: core.Mesh,
     options: SaveOptions,
     metrics: Mapping[str, float] | None = None,
 ) -> SaveJob:
@@ -324,13 +324,13 @@ def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> 
         if copy is not None:
             return windows(copy, ())
         leaf = job.leaves[part.leaf]
-        held: StoredValue = leaf.held
+        held: core.StoredValue = leaf.held
         return windows(held, local_slices(leaf, part.box))
 
     def write_parts() -> WrittenFile:
         plans = job.files(job.mesh.rank)
         size, desc = sum(plan.bytes for plan in plans), f"saving step {job.step}"
-        with progress(total=size, desc=desc, unit="B", mesh=job.mesh, part=True) as bar:
+        with core.progress(total=size, desc=desc, unit="B", mesh=job.mesh, part=True) as bar:
             durable = job.options.durable
             return write_files(job.draft, plans, read_part, _last_files(job), durable=durable, done=bar.update)
 
@@ -341,7 +341,7 @@ def finish(job: SaveJob, snapshot: Mapping[Part, Tensor] | None, meet: Meet) -> 
     return failed or Saved(job.store.path(job.step), mine.value.bytes, mine.value.linked)
 
 
-def by_first(mesh: Mesh, at: Store, meet: Meet, work: Callable[..., Any], *args: Any) -> Any:
+def by_first(mesh: core.Mesh, at: Store, meet: Meet, work: Callable[..., Any], *args: Any) -> Any:
     """Calls a function on rank 0 and gives its result to all ranks. Collective.
 
     Args:
@@ -419,7 +419,11 @@ def _find_failure(outcomes: Sequence[_Outcome], own: Exception | None) -> Except
     for rank, told in enumerate(outcomes):
         if told.error is not None:
             name, text = told.error
-            return _KINDS[name](f"rank {rank}: {text}") if name in _KINDS else RankError(f"rank {rank}: {name}: {text}")
+            return (
+                _KINDS[name](f"rank {rank}: {text}")
+                if name in _KINDS
+                else core.RankError(f"rank {rank}: {name}: {text}")
+            )
     return None
 
 
@@ -428,7 +432,7 @@ FILE_BYTES = 256 << 20
 
 def save(
     directory: str | os.PathLike[str],
-    tree: PyTree,
+    tree: core.PyTree,
     step: int | None = None,
     *,
     user: Any = None,
@@ -495,7 +499,7 @@ def save(
     return done
 
 
-def step_of(tree: PyTree, step: int | None) -> int:
+def step_of(tree: core.PyTree, step: int | None) -> int:
     """Returns the number of a checkpoint: the one given, or the state's.
 
     Raises:

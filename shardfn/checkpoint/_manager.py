@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import Rounds
-from shardfn.core import Mesh, PyTree, RankError, adopting, as_mesh, did_you_mean, not_scalar
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.memory import host_empty, on_host
 from shardfn.state import check_alive
@@ -83,11 +83,11 @@ class Ranking:
             there = [*metrics] if metrics is not None else []
             has = f"metrics= has {', '.join(map(repr, there))}" if there else "metrics= is missing or empty"
             raise ValueError(
-                f"Manager(best={self.metric!r}): at step {step} {has}.{did_you_mean(self.metric, there)} Pass"
+                f"Manager(best={self.metric!r}): at step {step} {has}.{core.did_you_mean(self.metric, there)} Pass"
                 f" metrics={{{self.metric!r}: value}} whenever a save is due. With now=True it may be absent."
             )
         x = metrics[self.metric]
-        if wrong := not_scalar(x):
+        if wrong := core.not_scalar(x):
             raise TypeError(f"metrics[{self.metric!r}] must be a number or a 0-d tensor, but is {wrong}.")
         return {self.metric: float(x)}
 
@@ -171,7 +171,7 @@ class Manager:
         self,
         directory: str | os.PathLike[str],
         *,
-        mesh: Mesh | None = None,
+        mesh: core.Mesh | None = None,
         save_every: int = 1,
         keep_last: int = 2,
         keep_every: int | None = None,
@@ -190,7 +190,7 @@ class Manager:
             )
         if best is None and (mode, keep_best) != ("min", 1):
             raise ValueError(f"mode={mode!r}, keep_best={keep_best} have no effect without best=, a metric's name.")
-        self._directory, self._mesh = directory, as_mesh(mesh)
+        self._directory, self._mesh = directory, core.as_mesh(mesh)
         self._every, self._last, self._keep_every = save_every, keep_last, keep_every
         self._keep_best = keep_best
         self._background, self._options = background, SaveOptions(durable, replace, file_bytes, in_order=True)
@@ -213,7 +213,7 @@ class Manager:
 
     def save(
         self,
-        tree: PyTree,
+        tree: core.PyTree,
         step: int | None = None,
         *,
         user: Any = None,
@@ -261,7 +261,7 @@ class Manager:
             copies = self._copy_parts(job)
         light = job.without_tensors()
         self._thread = threading.Thread(
-            target=adopting(self._start_write), args=(light, copies), name="shardfn-checkpoint"
+            target=core.adopting(self._start_write), args=(light, copies), name="shardfn-checkpoint"
         )
         self._thread.start()
         return True
@@ -283,7 +283,7 @@ class Manager:
             raise done
         return done
 
-    def restore(self, like: PyTree, **options: Any) -> Restored:
+    def restore(self, like: core.PyTree, **options: Any) -> Restored:
         """Returns the newest checkpoint, or another one. See `checkpoint.restore`."""
         self.wait()
         return restore(self._directory, like, **options)
@@ -398,8 +398,8 @@ def latest(directory: str | os.PathLike[str]) -> int | None:
     return found[-1] if found else None
 
 
-def _lost_save(error: BaseException) -> RankError:
-    return RankError(
+def _lost_save(error: BaseException) -> core.RankError:
+    return core.RankError(
         f"another rank failed while a checkpoint was written ({type(error).__name__}). It has no name, so it does not"
         " count; those before it do."
     )

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardfn.core import a_kind, dtype_name, raise_all
+from shardfn import core
 from shardfn.memory import DamagedError
 
 _FLOAT = "$float"
@@ -43,7 +43,7 @@ def as_json(x: Any, name: str = "user") -> Any:
     problems: list[str] = []
     out = _encode_value(x, name, problems)
     remedy = "a tensor of one element has .item(), and of more .tolist()"
-    raise_all(TypeError, f"checkpoints keep JSON values beside a tree; {remedy}:", problems)
+    core.raise_all(TypeError, f"checkpoints keep JSON values beside a tree; {remedy}:", problems)
     return out
 
 
@@ -72,7 +72,7 @@ def _encode_value(x: Any, path: str, problems: list[str]) -> Any:
     if isinstance(x, dict):
         out = {k: _encode_value(y, f"{path}[{k!r}]", problems) for k, y in x.items()}
         problems += [
-            f"{path} has the key {k!r}, {a_kind(k)}, which is not JSON serializable"
+            f"{path} has the key {k!r}, {core.a_kind(k)}, which is not JSON serializable"
             for k in x
             if not isinstance(k, str | int | float | None)
         ]
@@ -82,7 +82,7 @@ def _encode_value(x: Any, path: str, problems: list[str]) -> Any:
     if isinstance(x, float) and not math.isfinite(x):
         return {_FLOAT: str(float(x))}
     if not isinstance(x, str | int | float | bool | None):
-        problems.append(f"{path}, {a_kind(x)}, is not JSON serializable")
+        problems.append(f"{path}, {core.a_kind(x)}, is not JSON serializable")
     return x
 
 
@@ -94,7 +94,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MAX_DIMS = 64
 
 DTYPES: dict[str, torch.dtype] = {
-    dtype_name(d): d
+    core.dtype_name(d): d
     for d in vars(torch).values()
     if isinstance(d, torch.dtype) and not str(d).startswith(("torch.q", "torch.bits", "torch.int1", "torch.uint1"))
 } | {"int16": torch.int16, "uint16": torch.uint16}

@@ -177,7 +177,7 @@ def remedy(
     extra = [p for p in manifest.leaves if p not in used and p.startswith(at)]
     pairs = zip(targets, sources, strict=True)
     missing = [t.path for i, (t, x) in enumerate(pairs) if x is None and i not in but.at]
-    moved = _moved_prefixes(missing, set(extra))
+    moved = _find_prefixes(missing, set(extra))
     if moved is not None and len(missing) == len(extra):
         old, new = moved
         return (
@@ -201,7 +201,7 @@ def remedy(
     )
 
 
-def _moved_prefixes(missing: Sequence[str], extra: set[str]) -> tuple[str, str] | None:
+def _find_prefixes(missing: Sequence[str], extra: set[str]) -> tuple[str, str] | None:
     """Returns the beginnings of paths, here and in the checkpoint, by which all missing leaves are found.
 
     None if none are.

@@ -64,7 +64,7 @@ class Location(Protocol):
         ...
 
 
-class Sink(Protocol):
+class FileSink(Protocol):
     """A file that is being written."""
 
     def write(self, data: memoryview) -> None:
@@ -86,7 +86,7 @@ class NewLocation(Location, Protocol):
         """Returns the name of a file in this draft: two drafts of a single step must not write the same object."""
         ...
 
-    def create(self, name: str) -> AbstractContextManager[Sink]:
+    def create(self, name: str) -> AbstractContextManager[FileSink]:
         """Returns a new file, complete when the context ends."""
         ...
 

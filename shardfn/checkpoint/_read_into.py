@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import Box
-from shardfn.core import PyTree, did_you_mean, dtype_name, raise_all, tree_flatten, tree_unflatten
 from shardfn.engine import comms_of, losing_no_peer, told_before
 from shardfn.memory import Pool
 from shardfn.state import check_alive
@@ -58,7 +58,7 @@ class LeafReader(BoxReader, Protocol):
         ...
 
 
-def read_into(like: PyTree, opened: Callable[[], LeafReader], what: str, options: ReadKeywords) -> Any:
+def read_into(like: core.PyTree, opened: Callable[[], LeafReader], what: str, options: ReadKeywords) -> Any:
     """Returns a tree like this one with a reader's values. Collective. No leaf is written before all leaves fit.
 
     Args:
@@ -72,33 +72,33 @@ def read_into(like: PyTree, opened: Callable[[], LeafReader], what: str, options
     """
     for name in options.keys() - {*ReadOptions._fields}:
         takes = f" It takes {', '.join(ReadOptions._fields)}."
-        raise TypeError(f"there is no argument {name!r}.{did_you_mean(name, ReadOptions._fields) or takes}")
+        raise TypeError(f"there is no argument {name!r}.{core.did_you_mean(name, ReadOptions._fields) or takes}")
     check_alive(like, abstract=True)
     mesh = mesh_of(like)
     comms = comms_of(mesh)
     at, rename, partial, cast, donate, pool = ReadOptions(**options)
     with told_before(comms.control):
         reader = opened()
-        leaves, treedef = tree_flatten(like)
+        leaves, treedef = core.tree_flatten(like)
         targets = targets_of(like, at)
         sources, problems = matched(targets, reader.manifest(), at, rename, partial=partial, cast=cast, but=_NoRecuts())
         problems = problems or nowhere(targets, leaves, sources, pool, frozenset())
-        raise_all(ValueError, f"{what} does not fit:", problems)
+        core.raise_all(ValueError, f"{what} does not fit:", problems)
     with losing_no_peer(comms), torch.no_grad():
         tasks = [LeafTask(*x, mesh, pool, donate) for x in zip(leaves, sources, strict=True)]
         out = read_all(tasks, frozenset(), reader, check=False)
         if donate:
             donate_all(leaves, out)
         comms.control.exchange(0)  # all ranks have an error, or none has
-    return tree_unflatten(treedef, out)
+    return core.tree_unflatten(treedef, out)
 
 
-def one_chunk(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredLeaf:
+def make_whole_leaf(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredLeaf:
     """Returns a leaf of a single chunk, whose file has this name."""
-    return StoredLeaf(shape, dtype_name(dtype), (), (StoredChunk((0,) * len(shape), shape, name, 0, ""),))
+    return StoredLeaf(shape, core.dtype_name(dtype), (), (StoredChunk((0,) * len(shape), shape, name, 0, ""),))
 
 
-def restore_tensors(tensors: Mapping[str, Tensor], like: PyTree, **options: Unpack[ReadKeywords]) -> Any:
+def restore_tensors(tensors: Mapping[str, Tensor], like: core.PyTree, **options: Unpack[ReadKeywords]) -> Any:
     """Copies whole tensors, equal on all ranks, into a tree like this one. Collective over the tree's mesh.
 
     As in `restore`, all leaves are compared before a value is written, and each rank copies only local blocks. The tree
@@ -131,9 +131,11 @@ class _Tensors(NamedTuple):
     tensors: Mapping[str, Tensor]
 
     def manifest(self) -> Manifest:
-        unknown = [f"{k} is {x.dtype}" for k, x in self.tensors.items() if DTYPES.get(dtype_name(x.dtype)) != x.dtype]
-        raise_all(ValueError, "dtypes that no checkpoint has:", unknown)
-        leaves = {name: one_chunk(name, tuple(x.shape), x.dtype) for name, x in self.tensors.items()}
+        unknown = [
+            f"{k} is {x.dtype}" for k, x in self.tensors.items() if DTYPES.get(core.dtype_name(x.dtype)) != x.dtype
+        ]
+        core.raise_all(ValueError, "dtypes that no checkpoint has:", unknown)
+        leaves = {name: make_whole_leaf(name, tuple(x.shape), x.dtype) for name, x in self.tensors.items()}
         return Manifest(0, None, {}, leaves, {})
 
     def box(self, leaf: StoredLeaf, box: Box, out: Tensor, *, check: bool = True) -> None:

@@ -27,22 +27,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Box, GlobalTensor, Residual, shard
-from shardfn.core import P, PyTree, block_slices, named_leaves, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn import collectives, core
 from shardfn.optim import is_compressing
 
 from ._manifest import Manifest, StoredLeaf
 from ._match import Rename, Source, Target, asked, source_of
 from ._read import BoxReader, ChunkReader, dtype_of
 
-_FIELDS = Residual._fields
+_FIELDS = collectives.Residual._fields
 
 
 class _Layer(NamedTuple):
     """Leaf of the checkpoint, with blocks and with errors by name. `row` is a row of dim 0. None: all rows."""
 
     shape: tuple[int, ...]
-    blocks: list[Box]
+    blocks: list[collectives.Box]
     errors: dict[str, StoredLeaf]
     row: int | None
 
@@ -62,9 +61,9 @@ class StoredResidual(NamedTuple):
 
     at: tuple[int, ...]
     paths: frozenset[str]
-    like: Residual
+    like: collectives.Residual
     shape: tuple[int, ...]
-    blocks: list[Box]
+    blocks: list[collectives.Box]
     layers: list[_Layer]
     piled: bool
 
@@ -85,7 +84,11 @@ class StoredResidual(NamedTuple):
             if len(dense) != rows:
                 dense = (dense.sum(0) / len(dense)).expand(rows, *self.shape)
             whole = _cut_rows(dense, self.blocks, like.shape[-1]).view(tuple(like.shape))
-            out.append(shard(whole, like.spec, like.mesh) if isinstance(like, GlobalTensor) else whole.to(like.device))
+            out.append(
+                collectives.shard(whole, like.spec, like.mesh)
+                if isinstance(like, collectives.GlobalTensor)
+                else whole.to(like.device)
+            )
         return out
 
 
@@ -103,10 +106,10 @@ def find_residuals(
     """
     if not hasattr(state, "adam"):  # 1-bit LAMB's messages are of several leaves
         return []
-    moments = dict(named_leaves(state.adam[0].mu))
-    numbers = dict(named_leaves(index.adam[0].mu))
-    names = tree_paths(state.residual, is_leaf=_is_residual)
-    pairs = zip(*(tree_leaves(x.residual, is_leaf=_is_residual) for x in (state, index)), strict=True)
+    moments = dict(core.named_leaves(state.adam[0].mu))
+    numbers = dict(core.named_leaves(index.adam[0].mu))
+    names = core.tree_paths(state.residual, is_leaf=_is_residual)
+    pairs = zip(*(core.tree_leaves(x.residual, is_leaf=_is_residual) for x in (state, index)), strict=True)
     out = []
     for name, (like, at) in zip(names, pairs, strict=True):
         if not _is_residual(like) or name not in moments:
@@ -120,7 +123,9 @@ def find_residuals(
             return []
         paths = frozenset(f"{_residual_of(p)}.{f}" for p in found.paths for f in layers[0].errors)
         out.append(
-            StoredResidual(tuple(tree_leaves(at)), paths, like, tuple(moments[name].shape), blocks, layers, found.piled)
+            StoredResidual(
+                tuple(core.tree_leaves(at)), paths, like, tuple(moments[name].shape), blocks, layers, found.piled
+            )
         )
     return out
 
@@ -149,7 +154,7 @@ def _find_layers(found: Source, manifest: Manifest) -> list[_Layer]:
         if "worker" not in errors:
             return []
         own = tuple(a for axes in errors["worker"].spec[1:2] for a in axes)
-        blocks = _split_blocks(moment.shape, P(*(axes or None for axes in moment.spec)), own, manifest.mesh)
+        blocks = _split_blocks(moment.shape, core.P(*(axes or None for axes in moment.spec)), own, manifest.mesh)
         if blocks is None or any(not _fits_blocks(x, moment.shape, blocks) for x in errors.values()):
             return []
         out.append(_Layer(moment.shape, blocks, errors, found.row))
@@ -161,17 +166,19 @@ def _residual_of(path: str) -> str:
 
 
 def _worker_axes(worker: Any) -> tuple[str, ...]:
-    return worker.mesh.axes(worker.spec.dim_axes(1)) if isinstance(worker, GlobalTensor) else ()
+    return worker.mesh.axes(worker.spec.dim_axes(1)) if isinstance(worker, collectives.GlobalTensor) else ()
 
 
-def _blocks_here(moment: Any, like: Residual) -> list[Box] | None:
+def _blocks_here(moment: Any, like: collectives.Residual) -> list[collectives.Box] | None:
     shape = tuple(moment.shape)
-    if not isinstance(like.worker, GlobalTensor):
+    if not isinstance(like.worker, collectives.GlobalTensor):
         return [tuple((0, n) for n in shape)]
     return _split_blocks(shape, moment.spec, _worker_axes(like.worker), like.worker.mesh.shape)
 
 
-def _split_blocks(shape: tuple[int, ...], spec: P, own: Sequence[str], sizes: Mapping[str, int]) -> list[Box] | None:
+def _split_blocks(
+    shape: tuple[int, ...], spec: core.P, own: Sequence[str], sizes: Mapping[str, int]
+) -> list[collectives.Box] | None:
     """Returns the blocks of a leaf along some axes, in the order of those.
 
     None if one of them does not cut the leaf.
@@ -179,19 +186,19 @@ def _split_blocks(shape: tuple[int, ...], spec: P, own: Sequence[str], sizes: Ma
     own = [a for a in own if sizes.get(a, 1) > 1]
     if not {*own} <= {*spec.axes}:
         return None
-    kept = P(*(tuple(a for a in spec.dim_axes(d) if a in own) or None for d in range(len(shape))))
+    kept = core.P(*(tuple(a for a in spec.dim_axes(d) if a in own) or None for d in range(len(shape))))
     counts = [range(sizes[a]) for a in own]
-    cuts = (block_slices(shape, kept, sizes, dict(zip(own, at, strict=True))) for at in itertools.product(*counts))
+    cuts = (core.block_slices(shape, kept, sizes, dict(zip(own, at, strict=True))) for at in itertools.product(*counts))
     return [tuple((s.start, s.stop) for s in slices) for slices in cuts]
 
 
-def _fits_blocks(error: StoredLeaf, shape: tuple[int, ...], blocks: Sequence[Box]) -> bool:
+def _fits_blocks(error: StoredLeaf, shape: tuple[int, ...], blocks: Sequence[collectives.Box]) -> bool:
     """Returns whether an error has a row for each block, with the length of the longest block."""
     size = error.shape[-1] if error.shape else 0
     return size % len(blocks) == 0 and size // len(blocks) >= max(map(_box_numel, blocks)) and math.prod(shape) > 0
 
 
-def _box_numel(box: Box) -> int:
+def _box_numel(box: collectives.Box) -> int:
     return math.prod(hi - lo for lo, hi in box)
 
 
@@ -217,7 +224,7 @@ def _lay_out_error(layer: _Layer, error: StoredLeaf, reader: BoxReader) -> Tenso
     return out
 
 
-def _cut_rows(dense: Tensor, blocks: Sequence[Box], size: int) -> Tensor:
+def _cut_rows(dense: Tensor, blocks: Sequence[collectives.Box], size: int) -> Tensor:
     """Returns an error as rows of blocks, `[rows, size]`, each padded with zeros."""
     out = dense.new_zeros((len(dense), len(blocks), size // len(blocks)))
     for k, box in enumerate(blocks):
@@ -227,12 +234,12 @@ def _cut_rows(dense: Tensor, blocks: Sequence[Box], size: int) -> Tensor:
 
 
 def _is_residual(x: Any) -> bool:
-    return isinstance(x, Residual)
+    return isinstance(x, collectives.Residual)
 
 
 # This loses the rounding errors that ranks have not sent yet.
 _WITHOUT = "let errors begin at 0: rename=lambda path: None if '.residual' in path else path"
-Rebalance = Callable[[PyTree, PyTree], PyTree]
+Rebalance = Callable[[core.PyTree, core.PyTree], core.PyTree]
 
 
 class _Node(NamedTuple):
@@ -296,13 +303,13 @@ class ReshardedState(NamedTuple):
 
 
 def reshard_residuals(
-    like: PyTree, targets: Sequence[Target], manifest: Manifest, rename: Rename | None
+    like: core.PyTree, targets: Sequence[Target], manifest: Manifest, rename: Rename | None
 ) -> ReshardedState:
     """Returns the states of a tree that the checkpoint has for other ranks, or with other codes."""
     out = ReshardedState(frozenset(), frozenset(), [], [], [], [])
     first = 0
-    for state in tree_flatten(like, is_leaf=is_compressing)[0]:
-        count = len(tree_leaves(state))
+    for state in core.tree_flatten(like, is_leaf=is_compressing)[0]:
+        count = len(core.tree_leaves(state))
         if is_compressing(state):
             out = _recut_state(out, state, first, targets[first : first + count], manifest, rename)
         first += count
@@ -315,8 +322,8 @@ def _recut_state(
     here = range(first, first + len(targets))
     names = [asked(t.parts, rename) for t in targets]
     found = [None if name is None else manifest.leaves.get(name) for name in names]
-    node = _Node(state, first, tree_unflatten(tree_flatten(state)[1], here), found)
-    codes, residual = ({*tree_leaves(getattr(node.index, f, ()))} for f in ("codes", "residual"))
+    node = _Node(state, first, core.tree_unflatten(core.tree_flatten(state)[1], here), found)
+    codes, residual = ({*core.tree_leaves(getattr(node.index, f, ()))} for f in ("codes", "residual"))
     prefix = "".join(_common_path([t.parts for t in targets])).removeprefix(".")
     old_codes = {p for p in manifest.leaves if p.startswith(f"{prefix}.codes")}
     fresh = _Fresh(sorted(codes), [node.index.freeze.begun] if codes and hasattr(node.index, "freeze") else [])
@@ -379,15 +386,15 @@ def _common_path(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 def _cut_otherwise(node: _Node, targets: Sequence[Target], manifest: Manifest) -> list[str]:
     """Returns problems: other leaves with another shape, and errors of leaves with another number of blocks."""
-    loose = {*tree_leaves(getattr(node.index, "codes", ())), *tree_leaves(node.index.residual)}
+    loose = {*core.tree_leaves(getattr(node.index, "codes", ())), *core.tree_leaves(node.index.residual)}
     out = [
         f"{t.path} is {t.shape} here, but {leaf.shape} in the checkpoint"
         for i, (t, leaf) in enumerate(zip(targets, node.found, strict=True), node.first)
         if leaf is not None and i not in loose and leaf.shape != t.shape
     ]
-    flat = (tree_leaves(tree.residual, is_leaf=_is_residual) for tree in (node.like, node.index))
+    flat = (core.tree_leaves(tree.residual, is_leaf=_is_residual) for tree in (node.like, node.index))
     for like, index in zip(*flat, strict=True):
-        if _is_residual(like) and isinstance(like.worker, GlobalTensor):
+        if _is_residual(like) and isinstance(like.worker, collectives.GlobalTensor):
             leaf = node.found[index.worker - node.first]
             assert leaf is not None
             old = math.prod(manifest.mesh.get(a, 1) for axes in leaf.spec[1:2] for a in axes)
@@ -401,15 +408,15 @@ def _cut_otherwise(node: _Node, targets: Sequence[Target], manifest: Manifest) -
 
 
 def _zeros_like(like: Any) -> Any:
-    if not isinstance(like, GlobalTensor):
+    if not isinstance(like, collectives.GlobalTensor):
         return torch.zeros(like.shape, dtype=like.dtype)
     block = torch.zeros(like.held.shape, dtype=like.dtype, device=like.mesh.device)
-    return GlobalTensor(block, like.shape, like.spec, like.mesh)
+    return collectives.GlobalTensor(block, like.shape, like.spec, like.mesh)
 
 
 def _rebalance_node(node: _Node, reader: ChunkReader, rebalance: Rebalance) -> list[Any]:
-    old = [_read_whole(x, leaf, reader) for x, leaf in zip(tree_leaves(node.like), node.found, strict=True)]
-    return tree_leaves(rebalance(tree_unflatten(tree_flatten(node.like)[1], old), node.like))
+    old = [_read_whole(x, leaf, reader) for x, leaf in zip(core.tree_leaves(node.like), node.found, strict=True)]
+    return core.tree_leaves(rebalance(core.tree_unflatten(core.tree_flatten(node.like)[1], old), node.like))
 
 
 def _read_whole(like: Any, leaf: StoredLeaf | None, reader: ChunkReader) -> Tensor:

@@ -1,14 +1,60 @@
-"""Arguments of `shardfn plan`, and the described run."""
+"""Arguments of `shardfn plan`: the described run, and the machine of the estimate."""
 
 import argparse
+import dataclasses
+import math
+from collections.abc import Mapping
 
-from shardfn.core import HOUSE_AXES, Pace, Travel, Zero, did_you_mean, raise_all
-from shardfn.graph import DEVICES
+import torch
+
+from shardfn import core, graph
 from shardfn.schedules import SCHEDULES
 
-from ._devices import device_cluster
 from ._models import PRESETS, parse_model
 from ._states import PRECISIONS, Setup
+
+_NAMES = {"v100": "v100-32", "h200": "h200", "h100": "h100", "b200": "b200", "4090": "rtx4090", "a6000": "a6000"}
+
+
+def device_cluster(name: str, shape: Mapping[str, int]) -> graph.Cluster:
+    """Returns the cluster of a device by name. Processes on a CPU share the memory of this machine.
+
+    Args:
+        name: name of the device, as `DEVICES` lists it.
+        shape: sizes of the mesh's axes.
+
+    Raises:
+        ValueError: the device is not known.
+    """
+    known = graph.cluster(name)
+    return (
+        _limit_memory(known, graph.machine_memory() // _local_ranks(known, shape))
+        if known.device.name == "cpu"
+        else known
+    )
+
+
+def local_cluster(shape: Mapping[str, int]) -> graph.Cluster:
+    """Returns the cluster of the local device, with the memory. An unknown GPU computes as an A100.
+
+    Args:
+        shape: sizes of the mesh's axes.
+    """
+    if not torch.cuda.is_available():
+        return device_cluster("cpu", shape)
+    about = torch.cuda.get_device_properties(0)
+    name = next((device for part, device in _NAMES.items() if part in about.name.lower()), "a100-80")
+    return _limit_memory(graph.cluster(name), about.total_memory)
+
+
+def _local_ranks(known: graph.Cluster, shape: Mapping[str, int]) -> int:
+    """Returns the number of ranks on a single machine."""
+    return max(1, min(math.prod(shape.values()), known.per_node))
+
+
+def _limit_memory(known: graph.Cluster, memory: int) -> graph.Cluster:
+    return dataclasses.replace(known, device=dataclasses.replace(known.device, memory=memory))
+
 
 _AXES = ("dp", "tp", "pp")
 
@@ -30,7 +76,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--device",
         default="a100-80",
-        help=f"{', '.join(DEVICES)} (default %(default)s); ranks on a cpu share the memory of this machine",
+        help=f"{', '.join(graph.DEVICES)} (default %(default)s); ranks on a cpu share the memory of this machine",
     )
     run.add_argument("--zero", type=int, default=3, help="stage 0, 1, 2 or 3 (default 3)")
     run.add_argument("--precision", default="bf16-adam", help=f"{', '.join(PRECISIONS)} (default %(default)s)")
@@ -43,8 +89,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--schedule", default="1f1b", help=f"of a mesh with pp: {', '.join(SCHEDULES)} (default 1f1b)")
     run.add_argument("--ep", type=int, default=1, help="of the ranks along dp, those on which experts lie (default 1)")
     run.add_argument("--efficiency", type=float, default=0.6, help="fraction of the peak rate in use (default 0.6)")
-    run.add_argument("--bucket-bytes", type=int, default=Travel().bucket_bytes, help="Travel(bucket_bytes=)")
-    run.add_argument("--prefetch-bytes", type=int, default=Pace().prefetch_bytes, help="Pace(prefetch_bytes=)")
+    run.add_argument("--bucket-bytes", type=int, default=core.Travel().bucket_bytes, help="Travel(bucket_bytes=)")
+    run.add_argument("--prefetch-bytes", type=int, default=core.Pace().prefetch_bytes, help="Pace(prefetch_bytes=)")
     run.add_argument("--recipe", help="a published run in place of all of these: mt-nlg-530b, bloom-176b, ...")
     out = parser.add_argument_group("what comes out")
     out.add_argument(
@@ -69,7 +115,7 @@ def check_recipe_alone(args: argparse.Namespace) -> None:
     add_plan_arguments(parser)
     outside = ("command", "recipe", "json", "out", "png")
     given = [name for name, value in vars(args).items() if name not in outside and value != parser.get_default(name)]
-    raise_all(
+    core.raise_all(
         ValueError,
         f"--recipe {args.recipe} is a whole run; leave out, or plan without a recipe:",
         [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in given],
@@ -83,13 +129,13 @@ def parse_setup(args: argparse.Namespace) -> Setup:
         ValueError: names the wrong argument and the nearest known word.
     """
     config, shape = parse_model(args.model), parse_mesh(args.mesh)
-    travel, pace = Travel(bucket_bytes=args.bucket_bytes), Pace(prefetch_bytes=args.prefetch_bytes)
+    travel, pace = core.Travel(bucket_bytes=args.bucket_bytes), core.Pace(prefetch_bytes=args.prefetch_bytes)
     return Setup(
         args.model,
         config,
         shape,
         device_cluster(args.device, shape),
-        Zero(stage=args.zero, travel=travel, pace=pace),
+        core.Zero(stage=args.zero, travel=travel, pace=pace),
         args.precision,
         batch=args.batch,
         seq=min(config.max_len, 2048) if args.seq is None else args.seq,
@@ -123,11 +169,11 @@ def parse_mesh(text: str) -> dict[str, int]:
             problems.append(f"axis {name!r} is given twice.")
         else:
             shape[name] = int(size)
-    raise_all(ValueError, f"--mesh {text}:", problems)
+    core.raise_all(ValueError, f"--mesh {text}:", problems)
     return shape or {"dp": 1}
 
 
 def _unknown_axis(name: str) -> str:
-    if name in HOUSE_AXES:
+    if name in core.HOUSE_AXES:
         return f"a plan does not know axis {name!r} yet; it knows {', '.join(_AXES)}. Leave {name!r} out."
-    return f"axis {name!r} is not known.{did_you_mean(name, _AXES)} Known: {', '.join(_AXES)}."
+    return f"axis {name!r} is not known.{core.did_you_mean(name, _AXES)} Known: {', '.join(_AXES)}."

@@ -13,7 +13,7 @@ from shardfn.core import make_mesh
 from shardfn.pretrained import AXIS, DTYPES, LLM, evaluate_tasks
 from shardfn.waits import end_start, waiting
 
-from ._generate import one_line
+from ._generate import flatten_message
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def eval_command(args: argparse.Namespace) -> int:
     except (ValueError, OSError, ImportError) as error:
         end_start()
         if os.environ.get("RANK", "0") == "0":
-            print(f"shardfn eval: error: {one_line(error)}", file=sys.stderr)
+            print(f"shardfn eval: error: {flatten_message(error)}", file=sys.stderr)
         return 2
     finally:
         if dist.is_initialized():

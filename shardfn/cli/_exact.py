@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from shardfn import optim
-from shardfn.core import P, Policy, deferred, key, make_mesh, tree_map
+from shardfn import core, optim
 from shardfn.models import gpt
 from shardfn.transforms import accumulate, mixed_precision, remat, sharded_step
 
@@ -77,9 +76,9 @@ def _make_step(setup: Setup):
         dtype = getattr(torch, setup.bytes_of.dtype)
         # Gradients are divided by a loss scale in the dtype in which they are added up, which is then float32.
         scale, accum = (optim.dynamic_loss_scale(), torch.float32) if dtype == torch.float16 else (None, dtype)
-        loss = mixed_precision(loss, Policy(dtype, dtype, reduce=dtype, accum=accum), scale)
-    mesh = make_mesh(setup.mesh, device="cpu", abstract=True)
-    return sharded_step(loss, optim.adamw(1e-4), mesh=mesh, batch=P("dp"), zero=setup.zero)
+        loss = mixed_precision(loss, core.Policy(dtype, dtype, reduce=dtype, accum=accum), scale)
+    mesh = core.make_mesh(setup.mesh, device="cpu", abstract=True)
+    return sharded_step(loss, optim.adamw(1e-4), mesh=mesh, batch=core.P("dp"), zero=setup.zero)
 
 
 def _remove_biases(config: gpt.Config) -> gpt.Config:
@@ -91,9 +90,9 @@ def _remove_biases(config: gpt.Config) -> gpt.Config:
 
 def _make_inputs(setup: Setup) -> tuple[object, dict[str, torch.Tensor]]:
     """Returns the parameters and the batch, as tensors without data."""
-    with deferred():
-        draws = gpt.init(setup.config, key(0))
-    params = tree_map(lambda draw: torch.empty(draw.shape, dtype=torch.float32, device="meta"), draws)
+    with core.deferred():
+        draws = gpt.init(setup.config, core.key(0))
+    params = core.tree_map(lambda draw: torch.empty(draw.shape, dtype=torch.float32, device="meta"), draws)
     tokens = torch.empty((setup.batch, setup.seq + 1), dtype=torch.int64, device="meta")
     return params, {"tokens": tokens}
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardfn import core
 from shardfn.checkpoint import Manager
 from shardfn.collectives import unshard
-from shardfn.core import Draw, Mesh, P, Policy, PyTree, Sharding, Zero, key, make_mesh, progress
 from shardfn.data import Cursor, ExampleBatches, JSONLines, Mixture, pad
 from shardfn.interop import export, file_dtypes, master_params, module_from_hf, module_to_hf, without_weights
 from shardfn.interop.quantized import can_decode, read_quantization
@@ -31,7 +31,7 @@ from shardfn.transforms import (
     sharded_step,
 )
 
-from ._devices import device_cluster, local_cluster
+from ._arguments import device_cluster, local_cluster
 from ._finetune_job import FinetuneJob, settings
 from ._finetune_rows import check_samples, encode_row
 from ._models import parse_model
@@ -53,12 +53,12 @@ class Trained(NamedTuple):
 
     module: Any
     loss: Callable[..., Any]
-    params: PyTree
-    specs: PyTree
+    params: core.PyTree
+    specs: core.PyTree
     lora: LoRA | None
 
 
-def load_model(job: FinetuneJob, mesh: Mesh) -> Trained:
+def load_model(job: FinetuneJob, mesh: core.Mesh) -> Trained:
     """Makes the model of a job. The weights are read when the step is initialised.
 
     Raises:
@@ -67,13 +67,13 @@ def load_model(job: FinetuneJob, mesh: Mesh) -> Trained:
     module = _empty_module(job)
     params, (_, apply) = module_from_hf(module, job.model), from_module(module)
 
-    def batch_loss(params: PyTree, batch: PyTree) -> WeightedMean:
+    def batch_loss(params: core.PyTree, batch: core.PyTree) -> WeightedMean:
         inputs = {"input_ids": batch["tokens"], "labels": batch["labels"], "attention_mask": batch["attention_mask"]}
         out = apply(params, **inputs, use_cache=False, num_items_in_batch=1)  # of a sum, divided by 1
         return WeightedMean(out.loss, batch["weight"].sum())
 
     cut = mesh.axis_size("tp") > 1
-    specs: Any = P()
+    specs: Any = core.P()
     if cut:
         rows = -(-job.batch // mesh.axis_size("dp") // job.accumulate)
         specs = propose_specs(batch_loss, dict(module.named_parameters()), mesh, pad(job.length)([[0]] * rows))
@@ -91,12 +91,12 @@ def load_model(job: FinetuneJob, mesh: Mesh) -> Trained:
         )
         if quantization:
             specs = _quantized_specs(specs, lora, mesh.axis_size("tp")) if cut else lora.base_specs
-        specs = {"base": specs, "lora": P()}  # `partition` finds out how adapters next to cut leaves are used
+        specs = {"base": specs, "lora": core.P()}  # `partition` finds out how adapters next to cut leaves are used
     whole = batch_loss if lora is None else lora.adapt(batch_loss)
     whole = partition(whole) if cut else whole
-    whole = mixed_precision(whole, Policy.bf16()) if job.precision == "bf16" else whole
+    whole = mixed_precision(whole, core.Policy.bf16()) if job.precision == "bf16" else whole
     whole = accumulate(whole, job.accumulate) if job.accumulate > 1 else whole
-    first = params if lora is None else {"base": params, "lora": lora.init(key(job.seed))}
+    first = params if lora is None else {"base": params, "lora": lora.init(core.key(job.seed))}
     return Trained(module, whole, first, specs, lora)
 
 
@@ -149,7 +149,7 @@ def _lora_targets(module: Any) -> tuple[list[str], bool]:
     return [f"^{re.escape(path)}\\.weight$" for path in paths], own == {"Conv1D"}
 
 
-def _quantized_specs(specs: Mapping[str, P], lora: LoRA, num: int) -> dict[str, P | Sharding]:
+def _quantized_specs(specs: Mapping[str, core.P], lora: LoRA, num: int) -> dict[str, core.P | core.Sharding]:
     """Returns the specs of a base whose weights with an adapter are quantized.
 
     A cut of the last dim between elements with a shared scale becomes a cut of dim 0.
@@ -160,12 +160,12 @@ def _quantized_specs(specs: Mapping[str, P], lora: LoRA, num: int) -> dict[str, 
         num: ranks along `tp`.
     """
 
-    def quantized_spec(name: str, spec: P) -> P | Sharding:
+    def quantized_spec(name: str, spec: core.P) -> core.P | core.Sharding:
         if name not in lora.sites:
             return spec
         *first, last = lora.sites[name].shape
         apart = "tp" in spec.dim_axes(len(first)) and last % (num * GROUP)
-        return Sharding(P("tp") if apart else spec, quantization=lora.quantization)
+        return core.Sharding(core.P("tp") if apart else spec, quantization=lora.quantization)
 
     return {name: quantized_spec(name, spec) for name, spec in specs.items()}
 
@@ -182,7 +182,7 @@ def estimate(job: FinetuneJob) -> str:
                 config,
                 job.shape,
                 device_cluster(job.cluster, job.shape) if job.cluster else local_cluster(job.shape),
-                Zero(stage=job.zero),
+                core.Zero(stage=job.zero),
                 f"{job.precision}-adam",
                 batch=micro * job.accumulate,
                 seq=min(job.length, config.max_len),
@@ -209,14 +209,14 @@ def finetune(job: FinetuneJob) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(estimate(job), flush=True)
     try:
-        _train_model(job, make_mesh(job.shape))
+        _train_model(job, core.make_mesh(job.shape))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
 
 
-def _train_model(job: FinetuneJob, mesh: Mesh) -> None:
+def _train_model(job: FinetuneJob, mesh: core.Mesh) -> None:
     tokenizer = _load_tokenizer(job)
     made = load_model(job, mesh)
     training, validation = _make_batches(job, tokenizer, made.module)
@@ -227,8 +227,8 @@ def _train_model(job: FinetuneJob, mesh: Mesh) -> None:
         optimizer,
         mesh=mesh,
         specs=made.specs,
-        batch=P("dp"),
-        zero=Zero(stage=job.zero),
+        batch=core.P("dp"),
+        zero=core.Zero(stage=job.zero),
         trainable=True if made.lora is None else made.lora.trainable,
         skip_nonfinite=True,
     )
@@ -242,7 +242,7 @@ def _train_model(job: FinetuneJob, mesh: Mesh) -> None:
     _write_settings(job, mesh)
     with checkpoints, Logger(job.out, mesh, start=cursor.next) as logger:
         first = cursor.next
-        bar = progress(cursor, total=job.steps, initial=first, desc="fine-tuning", unit="step", mesh=mesh)
+        bar = core.progress(cursor, total=job.steps, initial=first, desc="fine-tuning", unit="step", mesh=mesh)
         for n, batch in enumerate(bar, first):
             last = n + 1 == job.steps
             state, metrics = step(state, _move_batch(batch, mesh))
@@ -375,7 +375,7 @@ def _restore_state(
     return tree, restored.user
 
 
-def _write_settings(job: FinetuneJob, mesh: Mesh) -> None:
+def _write_settings(job: FinetuneJob, mesh: core.Mesh) -> None:
     if mesh.rank == 0:
         out = pathlib.Path(job.out)
         out.mkdir(parents=True, exist_ok=True)
@@ -384,7 +384,7 @@ def _write_settings(job: FinetuneJob, mesh: Mesh) -> None:
         partial.rename(out / "run.json")
 
 
-def _write_result(job: FinetuneJob, made: Trained, tokenizer: Any, state: TrainState, mesh: Mesh) -> None:
+def _write_result(job: FinetuneJob, made: Trained, tokenizer: Any, state: TrainState, mesh: core.Mesh) -> None:
     """Writes the model, or the adapters, or both. Files of a model have the dtypes of MODEL's files."""
     out = pathlib.Path(job.out)
     dtype: Any = getattr(torch, job.dtype) if job.dtype else file_dtypes(made.module, job.model)
@@ -400,7 +400,7 @@ def _write_result(job: FinetuneJob, made: Trained, tokenizer: Any, state: TrainS
             module_to_hf(made.module, merged, out / "model", dtype=dtype, tokenizer=tokenizer)
 
 
-def _merge_adapters(job: FinetuneJob, made: Trained, state: TrainState, adapters: PyTree) -> dict[str, Any]:
+def _merge_adapters(job: FinetuneJob, made: Trained, state: TrainState, adapters: core.PyTree) -> dict[str, Any]:
     """Returns the parameters of MODEL with the adapters added, each deferred until the writing.
 
     Parameters are read from MODEL's files, since the step may have rounded them. Quantized leaves come from the step,
@@ -411,7 +411,7 @@ def _merge_adapters(job: FinetuneJob, made: Trained, state: TrainState, adapters
     coded = {path: state.params["base"][path] for path in lora.sites} if job.quantization else {}
     base = module_from_hf(made.module, job.model) | unshard(coded)
 
-    def defer_merged(path: str) -> Draw:
+    def defer_merged(path: str) -> core.Draw:
         leaf = base[path]
         wide = torch.promote_types(leaf.dtype, torch.float32)
 
@@ -419,10 +419,10 @@ def _merge_adapters(job: FinetuneJob, made: Trained, state: TrainState, adapters
             own = {letter: x.cpu() for letter, x in adapters[path].items()}
             return lora.merge_leaf(path, leaf.detach().cpu().to(wide), own)[slices]
 
-        return Draw(read_block, leaf.shape, wide, torch.device("cpu"))
+        return core.Draw(read_block, leaf.shape, wide, torch.device("cpu"))
 
     return {path: defer_merged(path) if path in lora.sites else x for path, x in base.items()}
 
 
-def _move_batch(batch: PyTree, mesh: Mesh) -> PyTree:
+def _move_batch(batch: core.PyTree, mesh: core.Mesh) -> core.PyTree:
     return {name: x.to(mesh.device) for name, x in batch.items()}

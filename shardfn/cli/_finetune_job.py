@@ -11,8 +11,8 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
+from shardfn import core
 from shardfn.checkpoint import steps
-from shardfn.core import GROUP_BYTES, did_you_mean, raise_all
 from shardfn.data import LEARN
 
 from ._finetune_rows import row_problems, scan_rows
@@ -129,7 +129,7 @@ def parse_job(args: argparse.Namespace) -> FinetuneJob:
     given: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
     given["train"] = tuple(args.train)
     job = FinetuneJob(**(_read_settings(args.config) | given))
-    raise_all(ValueError, "this run cannot start:", [*_find_problems(job)])
+    core.raise_all(ValueError, "this run cannot start:", [*_find_problems(job)])
     return job
 
 
@@ -146,12 +146,12 @@ def _read_settings(path: str | None) -> dict[str, Any]:
         name = key.replace("-", "_")
         kind: Any = fields[name].type if name in fields else None
         if kind is None:
-            problems.append(f"{key!r} is no option.{did_you_mean(name, list(fields))}")
+            problems.append(f"{key!r} is no option.{core.did_you_mean(name, list(fields))}")
         elif type(value) is not kind and not (kind is float and type(value) is int):
             problems.append(f"{key} = {value!r} is of type {type(value).__name__}; write a {kind.__name__}")
         else:
             out[name] = kind(value)
-    raise_all(ValueError, f"--config {path}:", problems)
+    core.raise_all(ValueError, f"--config {path}:", problems)
     return out
 
 
@@ -173,14 +173,15 @@ def _find_problems(job: FinetuneJob) -> Iterator[str]:
     for name in ("lora_alpha", "quantization", "merge"):
         if not job.lora and getattr(job, name):
             yield f"--{name.replace('_', '-')} has no effect without --lora RANK"
-    if job.quantization and job.quantization not in GROUP_BYTES:
-        yield f"--quantization {job.quantization}: it is int8 or int4.{did_you_mean(job.quantization, GROUP_BYTES)}"
+    if job.quantization and job.quantization not in core.GROUP_BYTES:
+        near = core.did_you_mean(job.quantization, core.GROUP_BYTES)
+        yield f"--quantization {job.quantization}: it must be int8 or int4.{near}"
     if job.dtype and job.dtype not in _DTYPES:
-        yield f"--dtype {job.dtype}: it is {', '.join(_DTYPES)}.{did_you_mean(job.dtype, _DTYPES)}"
+        yield f"--dtype {job.dtype}: it is {', '.join(_DTYPES)}.{core.did_you_mean(job.dtype, _DTYPES)}"
     if job.zero not in (0, 1, 2, 3):
         yield f"--zero {job.zero}: a stage is 0, 1, 2 or 3"
     if job.precision not in ("bf16", "fp32"):
-        yield f"--precision {job.precision}: it is bf16 or fp32.{did_you_mean(job.precision, ('bf16', 'fp32'))}"
+        yield f"--precision {job.precision}: it is bf16 or fp32.{core.did_you_mean(job.precision, ('bf16', 'fp32'))}"
     yield from _wrong_mesh(job)
     yield from _find_differences(job)
 
@@ -203,7 +204,7 @@ def _wrong_model(path: pathlib.Path) -> Iterator[str]:
 
 def _wrong_rows(job: FinetuneJob) -> Iterator[str]:
     if job.learn not in LEARN:
-        yield f"--learn {job.learn}: it is {' or '.join(LEARN)}.{did_you_mean(job.learn, LEARN)}"
+        yield f"--learn {job.learn}: it is {' or '.join(LEARN)}.{core.did_you_mean(job.learn, LEARN)}"
         return
     for name, path in (*(("TRAIN", path) for path in job.sources), ("--validation", job.validation)):
         if name == "TRAIN" or path:
@@ -233,7 +234,7 @@ def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
     for axis, size in sizes:
         if axis not in _AXES:
             before = False
-            yield f"--mesh {job.mesh}: axis {axis!r} is not one of {', '.join(_AXES)}.{did_you_mean(axis, _AXES)}"
+            yield f"--mesh {job.mesh}: axis {axis!r} is not one of {', '.join(_AXES)}.{core.did_you_mean(axis, _AXES)}"
         elif size is None or (size < 1 and size != -1):
             before = False
             yield f"--mesh {job.mesh}: {axis} needs a size, as in {axis}=2; or -1 for the ranks that are left"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from shardfn.core import a_kind, did_you_mean, first_of, raise_all
+from shardfn import core
 from shardfn.data import IGNORED, encode_chat
 
 _KEYS = ("text", "prompt", "completion", "messages", "tools")
@@ -68,7 +68,7 @@ def _scan_rows(path: str, learn: str, version: tuple[int, int]) -> Scan:
 
 def row_problems(name: str, path: str, learn: str) -> Iterator[str]:
     """Yields the problems of a file's rows, five problems and the number of further problems."""
-    yield from first_of([f"{name} {problem}" for problem in scan_rows(path, learn).problems], _LISTED)
+    yield from core.first_of([f"{name} {problem}" for problem in scan_rows(path, learn).problems], _LISTED)
 
 
 def check_samples(
@@ -86,7 +86,9 @@ def check_samples(
                 encode_row(tokenizer, row, length=length, learn=learn, vocab_size=vocab_size)
             except ValueError as error:
                 problems.append(f"{place}: {error}")
-    raise_all(ValueError, "these rows, and others of their form, cannot be encoded:", first_of(problems, _LISTED))
+    core.raise_all(
+        ValueError, "these rows, and others of their form, cannot be encoded:", core.first_of(problems, _LISTED)
+    )
 
 
 def encode_row(
@@ -138,7 +140,7 @@ def _encode_text(tokenizer: Any, prompt: str, text: str, learn: str) -> dict[str
 
 def _row_problems(row: Any, learn: str) -> Iterator[str]:
     if not isinstance(row, Mapping):
-        yield f"{_EXPECTED} in a JSON object, got {a_kind(row)}"
+        yield f"{_EXPECTED} in a JSON object, got {core.a_kind(row)}"
     elif "messages" in row:
         yield from _message_problems("messages", row["messages"])
         if learn == "answers" and not _has_answer(row["messages"]):
@@ -148,15 +150,15 @@ def _row_problems(row: Any, learn: str) -> Iterator[str]:
     elif "text" in row:
         yield from _text_problems("text", row["text"])
     else:
-        hints = {did_you_mean(str(key), _KEYS) for key in row} - {""}
+        hints = {core.did_you_mean(str(key), _KEYS) for key in row} - {""}
         yield f"{_EXPECTED}, got {sorted(map(str, row))}.{''.join(sorted(hints)[:1])}"
     if isinstance(row, Mapping) and not isinstance(row.get("tools"), list | None):
-        yield f"'tools' must be a list, got {a_kind(row['tools'])}"
+        yield f"'tools' must be a list, got {core.a_kind(row['tools'])}"
 
 
 def _text_problems(name: str, text: Any) -> Iterator[str]:
     if not isinstance(text, str):
-        yield f"{name!r} must be a text, got {a_kind(text)}"
+        yield f"{name!r} must be a text, got {core.a_kind(text)}"
     elif not text.strip():
         yield f"{name!r} must not be empty"
 
@@ -169,21 +171,21 @@ def _pair_problems(prompt: Any, completion: Any, learn: str) -> Iterator[str]:
             yield "expected a message with role 'assistant' in 'completion', from which the model learns"
         return
     if not isinstance(prompt, str):
-        yield f"'prompt' must be a text, or a list of messages, got {a_kind(prompt)}"
+        yield f"'prompt' must be a text, or a list of messages, got {core.a_kind(prompt)}"
     yield from _text_problems("completion", completion)
 
 
 def _message_problems(name: str, messages: Any) -> Iterator[str]:
     if not isinstance(messages, list) or not messages:
-        got = "an empty list" if isinstance(messages, list) else a_kind(messages)
+        got = "an empty list" if isinstance(messages, list) else core.a_kind(messages)
         yield f"{name!r} must be a list of messages, got {got}"
         return
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            keys = sorted(message) if isinstance(message, Mapping) else a_kind(message)
+            keys = sorted(message) if isinstance(message, Mapping) else core.a_kind(message)
             yield f"{name}[{i}] must have 'role' and 'content', got {keys}"
         elif not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-            content = a_kind(message["content"]) if "content" in message else "none"
+            content = core.a_kind(message["content"]) if "content" in message else "none"
             yield f"the content of {name}[{i}] must be a text, got {content}"
 
 

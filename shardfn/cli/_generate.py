@@ -23,7 +23,7 @@ from shardfn.inference import (
     limits_of,
 )
 from shardfn.memory import DamagedError
-from shardfn.pretrained import AXIS, Text, describe_engine, load_model, make_engine
+from shardfn.pretrained import AXIS, ModelText, describe_engine, load_model, make_engine
 from shardfn.waits import end_start, waiting
 
 from ._generate_job import GenerateJob
@@ -47,7 +47,7 @@ class Prompt(NamedTuple):
     sampling: Sampling
 
 
-class Ready(NamedTuple):
+class PreparedRun(NamedTuple):
     """Engine, and prompts known to fit."""
 
     job: GenerateJob
@@ -68,7 +68,7 @@ def generate(job: GenerateJob) -> int:
         except (ValueError, OSError, ImportError) as error:
             end_start()
             if os.environ.get("RANK", "0") == "0":
-                print(f"shardfn generate: error: {one_line(error)}", file=sys.stderr)
+                print(f"shardfn generate: error: {flatten_message(error)}", file=sys.stderr)
             return 1 if isinstance(error, DamagedError) else 2
         _run_job(ready)
         return 0
@@ -85,14 +85,14 @@ def generate(job: GenerateJob) -> int:
             dist.destroy_process_group()
 
 
-def one_line(error: Exception) -> str:
+def flatten_message(error: Exception) -> str:
     """Returns the message of an error as a single line, with the first items of the list."""
     title, *lines = str(error).splitlines() or [type(error).__name__]
     items = [line.strip().removeprefix("- ") for line in lines if line.strip()]
     return " ".join([title, "; ".join(first_of(items, 3))]).strip()
 
 
-def _prepare_job(job: GenerateJob) -> Ready:
+def _prepare_job(job: GenerateJob) -> PreparedRun:
     mesh = make_mesh({AXIS: job.ranks} if job.ranks > 1 else {})
     asked = _read_texts(job, mesh)
     with waiting("reading", job.model):
@@ -115,7 +115,7 @@ def _prepare_job(job: GenerateJob) -> Ready:
     lines = describe_engine(job, served, engine, drafter, captured=not once)  # of all ranks, which may capture together
     if mesh.rank == 0:
         print(lines, file=sys.stderr, flush=True)
-    return Ready(job, engine, prompts)
+    return PreparedRun(job, engine, prompts)
 
 
 def _is_answered_once(job: GenerateJob, prompts: list[Prompt], mesh: Mesh) -> bool:
@@ -142,7 +142,7 @@ def _first_result(gathered: list[object]) -> list[object]:
     return first
 
 
-def _make_prompts(job: GenerateJob, made: Decoder, text: Text, asked: Sequence[str]) -> list[Prompt]:
+def _make_prompts(job: GenerateJob, made: Decoder, text: ModelText, asked: Sequence[str]) -> list[Prompt]:
     most = _find_context(job, made)
     stops = tuple(sorted({*text.ends, *(_stop_token(job, text, token) for token in job.stop_tokens)}))
     out = []
@@ -154,7 +154,7 @@ def _make_prompts(job: GenerateJob, made: Decoder, text: Text, asked: Sequence[s
     return out
 
 
-def _encode_prompt(job: GenerateJob, text: Text, asked: str) -> list[int]:
+def _encode_prompt(job: GenerateJob, text: ModelText, asked: str) -> list[int]:
     if not job.chat:
         return text.encode(asked)
     if text.chat is None:
@@ -163,7 +163,7 @@ def _encode_prompt(job: GenerateJob, text: Text, asked: str) -> list[int]:
     return text.plain(text.chat([*system, {"role": "user", "content": asked}]))
 
 
-def _stop_token(job: GenerateJob, text: Text, token: str) -> int:
+def _stop_token(job: GenerateJob, text: ModelText, token: str) -> int:
     found = int(token) if token.isdecimal() else text.token(token)
     if found is None:
         raise ValueError(
@@ -200,7 +200,7 @@ def _choose_limits(job: GenerateJob, made: Decoder, prompts: list[Prompt]) -> Li
     )
 
 
-def _run_job(ready: Ready) -> None:
+def _run_job(ready: PreparedRun) -> None:
     start = time.monotonic()
     one = len(ready.prompts) == 1 and ready.job.sampling.n == 1 and not ready.job.json
     drawn = _stream_completion(ready) if one else _print_completions(ready)
@@ -216,7 +216,7 @@ def _adapter_name(job: GenerateJob) -> str | None:
     return None if job.adapter is None else _ADAPTER
 
 
-def _stream_completion(ready: Ready) -> int:
+def _stream_completion(ready: PreparedRun) -> int:
     """Streams the single completion to stdout, and returns the number of tokens."""
     [prompt] = ready.prompts
     writes, drawn = ready.engine.mesh.rank == 0, 0
@@ -232,7 +232,7 @@ def _stream_completion(ready: Ready) -> int:
     return drawn
 
 
-def _print_completions(ready: Ready) -> int:
+def _print_completions(ready: PreparedRun) -> int:
     """Prints all completions in the order of the prompts, and returns the number of tokens."""
     prompts = ready.prompts
     how = [p.sampling for p in prompts]
@@ -250,7 +250,7 @@ def _print_completions(ready: Ready) -> int:
     return sum(len(choice.tokens) for choices in each for choice in choices)
 
 
-def _error_reason(ready: Ready) -> str:
+def _error_reason(ready: PreparedRun) -> str:
     """Returns the reason of an "error"."""
     grammar = ready.job.sampling.grammar
     return "logits are not finite" + ("" if grammar is None else ", or no token can go on in the grammar")

@@ -13,7 +13,6 @@ from shardfn.memory import DamagedError
 
 from ._arguments import add_plan_arguments, check_recipe_alone, parse_setup
 from ._bench import add_bench_arguments, bench
-from ._chart import write_chart
 from ._checkpoint import add_checkpoint_arguments, checkpoint_command
 from ._env import env_text
 from ._eval import add_eval_arguments, eval_command
@@ -22,11 +21,20 @@ from ._finetune import finetune
 from ._finetune_job import add_finetune_arguments, parse_job
 from ._generate import generate
 from ._generate_job import add_generate_arguments, parse_generate
-from ._longest import longest
+from ._models import recipe, recipe_json, recipe_text
 from ._plan import JobPlan, plan
-from ._recipes import recipe, recipe_json, recipe_text
-from ._report import advice_text, dump, found_json, found_text, longest_json, longest_text, plan_json, plan_text
-from ._search import search
+from ._report import (
+    advice_text,
+    dump,
+    longest_json,
+    longest_text,
+    plan_json,
+    plan_text,
+    search_json,
+    search_text,
+    write_chart,
+)
+from ._search import longest, search
 from ._serve import serve_command
 from ._serve_job import add_serve_arguments, parse_serve
 from ._speculate import add_speculate_arguments, parse_speculate, speculate
@@ -251,8 +259,8 @@ def _search_plans(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
     best = list(found.best[:_BEST])
     captured = exact(best[0].setup) if args.exact and best else None
     if args.json:
-        return dump(found_json(found, _BEST) | ({"plan": plan_json(best[0], captured)} if best else {})), best
-    return "\n".join([found_text(found, _BEST), *([plan_text(best[0], captured)] if best else [])]), best
+        return dump(search_json(found, _BEST) | ({"plan": plan_json(best[0], captured)} if best else {})), best
+    return "\n".join([search_text(found, _BEST), *([plan_text(best[0], captured)] if best else [])]), best
 
 
 def _write_output(text: str, path: str | None) -> None:

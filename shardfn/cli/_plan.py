@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from shardfn.core import did_you_mean, raise_all
 from shardfn.models import gpt
 
-from ._activations import activation_bytes
-from ._experts import ExpertsPlan, expert_problems, experts_plan
-from ._pipeline import pipeline_problems, stage_layers
+from ._layout import ExpertsPlan, activation_bytes, expert_problems, experts_plan, pipeline_problems, stage_layers
 from ._states import PRECISIONS, Setup, States, model_states
 from ._time import Cost, step_cost
 from ._units import of_limit, with_unit

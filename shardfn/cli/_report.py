@@ -1,14 +1,17 @@
-"""Reports: plans and searches as tables in Markdown, or as one JSON object."""
+"""Reports of plans and searches: tables, JSON, and a picture.
+
+A picture of plans, with one bar per plan: memory by kind next to the limit, and the step's time by part.
+"""
 
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ._exact import Exact
-from ._longest import LongestSequence
 from ._plan import JobPlan, best_ep, by_ep
-from ._search import SearchResult
+from ._search import LongestSequence, SearchResult
 from ._states import Setup
 from ._time import PlannedTransfer
 from ._units import count, gb, gib, seconds, unit_of, with_unit
@@ -127,7 +130,7 @@ def memory_table(p: JobPlan, exact: Exact | None = None) -> str:
     return title + table(head, rows) + tail
 
 
-def found_text(found: SearchResult, number: int = 10) -> str:
+def search_text(found: SearchResult, number: int = 10) -> str:
     """Returns the best plans of a search, and why the others fail, as Markdown."""
     best = [_plan_row(i + 1, p) for i, p in enumerate(found.best[:number])]
     failed = [(*_setting_names(p), gib(p.peak), gib(p.peak - p.limit), _largest_kind(p)) for p in found.failed]
@@ -181,7 +184,7 @@ def plan_json(p: JobPlan, exact: Exact | None = None) -> dict[str, Any]:
     return out | ({"captured": dataclasses.asdict(exact)} if exact else {})
 
 
-def found_json(found: SearchResult, number: int = 10) -> dict[str, Any]:
+def search_json(found: SearchResult, number: int = 10) -> dict[str, Any]:
     """Returns a search as JSON's types."""
     return {
         "tried": found.tried,
@@ -268,3 +271,60 @@ def _setting_names(p: JobPlan) -> tuple[str, str, str, str]:
 def _largest_kind(p: JobPlan) -> str:
     kind = max(p.memory, key=lambda k: p.memory[k])
     return f"{kind} ({gib(p.memory[kind])})"
+
+
+# Colour-blind safe (Okabe and Ito 2008).
+_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00")
+
+
+def write_chart(plans: Sequence[JobPlan], path: str) -> None:
+    """Draws the plans to a file, with the format by the file's ending.
+
+    Raises:
+        ValueError: matplotlib is not installed, or the file cannot be a picture.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise ValueError("--png needs matplotlib: pip install 'shardfn[train]', or leave --png out.") from e
+    figure = Figure(figsize=(12, 2.6 + 0.5 * len(plans)), layout="constrained")
+    known = figure.canvas.get_supported_filetypes()
+    ending = Path(path).suffix.lstrip(".").lower()
+    if ending not in known:
+        raise ValueError(f"--png {path}: a picture cannot be written as {ending!r}. Use .png.")
+    left, right = figure.subplots(1, 2)
+    names = [_plan_label(p) for p in plans]
+    _stack_bars(left, names, [{k: n / 2**30 for k, n in p.memory.items()} for p in plans])
+    left.axvline(plans[0].limit / 2**30, color="black", linestyle="--", label="limit")
+    left.set(title=f"Memory of the fullest rank, {plans[0].setup.cluster.device.name}", xlabel="GiB")
+    _stack_bars(right, names, [_time_parts(p) for p in plans])
+    right.set(title=f"{plans[0].setup.model}: time of a step (estimate)", xlabel="seconds")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncol=4, fontsize=8)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncol=4, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _stack_bars(axes, names: list[str], bars: list[dict[str, float]]) -> None:
+    start = [0.0] * len(bars)
+    for colour, part in zip(_COLOURS, bars[0], strict=False):
+        widths = [bar[part] for bar in bars]
+        axes.barh(names, widths, left=start, label=part, color=colour, height=0.6)
+        start = [a + b for a, b in zip(start, widths, strict=True)]
+    axes.invert_yaxis()
+
+
+def _time_parts(p: JobPlan) -> dict[str, float]:
+    c = p.cost
+    return {
+        "computation": c.compute,
+        "waiting": c.exposed,
+        "tensor-parallel sums": c.tensor,
+        "pipeline": c.pipeline,
+        "update": c.update,
+    }
+
+
+def _plan_label(p: JobPlan) -> str:
+    s = p.setup
+    mesh = ",".join(f"{k}={v}" for k, v in s.mesh.items())
+    return f"{mesh} z{s.zero.stage} k{s.accumulate}{' remat' if s.remat else ''}"

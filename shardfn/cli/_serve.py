@@ -11,7 +11,7 @@ from shardfn.pretrained import compile_chat_template, load_text
 from shardfn.serve import Settings, Text, read_keys, serve
 from shardfn.waits import end_start
 
-from ._generate import one_line
+from ._generate import flatten_message
 from ._serve_job import ServeJob, command_of
 
 _PACKAGES = ("starlette", "uvicorn", "jinja2")
@@ -51,7 +51,7 @@ def serve_command(job: ServeJob) -> int:
         )
     except (ValueError, OSError, ImportError) as error:
         end_start()
-        print(f"shardfn serve: error: {one_line(error)}", file=sys.stderr)
+        print(f"shardfn serve: error: {flatten_message(error)}", file=sys.stderr)
         return 2
 
 

@@ -16,7 +16,7 @@ from shardfn.pretrained import AXIS, describe_engine, load_model, make_engine
 from shardfn.serve import Ready, run_worker
 from shardfn.waits import end_start, waiting
 
-from ._generate import one_line
+from ._generate import flatten_message
 from ._serve_job import ServeJob, add_serve_arguments, parse_serve
 
 
@@ -38,11 +38,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"shardfn serve: error: {one_line(error)}", file=sys.stderr, flush=True)
+            print(f"shardfn serve: error: {flatten_message(error)}", file=sys.stderr, flush=True)
         return 1 if isinstance(error, DamagedError) else 2
     except (EOFError, RankError) as error:
         if isinstance(error, RankError):
-            print(f"shardfn serve: error: {one_line(error)}", file=sys.stderr, flush=True)
+            print(f"shardfn serve: error: {flatten_message(error)}", file=sys.stderr, flush=True)
         return 1
     finally:
         if dist.is_initialized():

@@ -3,6 +3,16 @@
 Counted piece by piece from the layout of `sharded_step`, including padding, whole leaves and tensor parallelism. For N
 parameters over n ranks the sum is (Rajbhandari et al. 2019, arXiv 1910.02054, section 5) p N + g N + o N at stage 0, (p
 + g) N + o N / n at 1, p N + (g + o) N / n at 2, (p + g + o) N / n at 3.
+
+Bytes of activations, stored by the forward for the backward, by formula.
+
+A block keeps, for each token, the inputs of its products, norms and attention. In units of the element size: 4 D (two
+norms: input and output) + 2 D + 2 G K (q, k, v, attention's output) + 2 F for gelu, 4 F for swiglu. The scores are not
+kept (attention is fused). For 16-bit elements, G K = D and F = 4 D that is 32 D bytes: the 34 D of Korthikanti et al.
+2022, arXiv 2205.05198, less the dropout masks, which add 2 D bytes where dropout is on. Tensor parallelism over t ranks
+divides all but the 4 D and the masks. A rank of a pipeline stores the activations of the rank's blocks, for each open
+microbatch of the schedule. The last rank has the logits as well. With experts F is the sum over a token's choices, in
+the mean of the layers, and each choice has three rows of D: the input, the sorted input, and the result.
 """
 
 import dataclasses
@@ -12,14 +22,15 @@ from typing import Any
 
 import torch
 
+from shardfn import core
 from shardfn.collectives import Cuts
-from shardfn.core import Mesh, P, Zero, deferred, key, tree_leaves, tree_paths
+from shardfn.core import Zero
 from shardfn.graph import Cluster
 from shardfn.models import gpt
 from shardfn.nn.moe import AllToAll, Local
 from shardfn.transforms import LeafLayout, gather_units, leaf_layout, reduce_units, refresh_units
 
-_Leaf = tuple[torch.Size, P]
+_Leaf = tuple[torch.Size, core.P]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,11 +199,11 @@ def _model_states(
         # Minor to the rest of dp: ranks of experts are near each other.
         shape = tuple(item for x in shape for item in ([("dp", dp // ep), ("ep", ep)] if x[0] == "dp" else [x]))
         zero = dataclasses.replace(zero, axis=("dp", "ep"))
-    mesh = Mesh(dict(shape), torch.device("cpu"))
+    mesh = core.Mesh(dict(shape), torch.device("cpu"))
     before, blocks, after = _place_leaves(config, mesh, zero, getattr(torch, size.dtype), num_layers)
     leaves = before + blocks + after
 
-    def sent_bytes(unit: Any) -> float:
+    def ring_bytes(unit: Any) -> float:
         """Returns the bytes for which a ring over all ranks of dp sends as much as the unit's ring."""
         own = dp // ep if "ep" in leaves[unit.leaves[0]].compute.axes else dp
         return unit.nbytes * ((own - 1) / own) / ((dp - 1) / dp) if own != dp else unit.nbytes
@@ -214,10 +225,10 @@ def _model_states(
         optimizer=size.optimizer * sum(_largest_piece(x.pieces) for x in leaves),
         window=max(biggest, min(zero.pace.prefetch_bytes, gathered)),
         reducing=int(ratio * max((u.nbytes for u in cut), default=0)) if zero.stage >= 2 else 0,
-        gathered=int(sum(map(sent_bytes, gathers))),
-        refreshed=int(sum(map(sent_bytes, refreshes))),
-        scattered=int(ratio * sum(map(sent_bytes, cut))),
-        summed=int(ratio * sum(map(sent_bytes, whole))),
+        gathered=int(sum(map(ring_bytes, gathers))),
+        refreshed=int(sum(map(ring_bytes, refreshes))),
+        scattered=int(ratio * sum(map(ring_bytes, cut))),
+        summed=int(ratio * sum(map(ring_bytes, whole))),
         shared=size.grads
         * sum(_largest_piece(x.pieces) if zero.stage >= 2 else x.block.numel() for x in before + after),
         messages={
@@ -238,7 +249,7 @@ def _largest_piece(cuts: Cuts) -> int:
 
 
 def _place_leaves(
-    config: gpt.Config, mesh: Mesh, zero: Zero, dtype: torch.dtype, num_layers: int
+    config: gpt.Config, mesh: core.Mesh, zero: Zero, dtype: torch.dtype, num_layers: int
 ) -> tuple[list[LeafLayout], list[LeafLayout], list[LeafLayout]]:
     """Returns the layout of every leaf: before the blocks, in the blocks, and after the blocks.
 
@@ -247,7 +258,7 @@ def _place_leaves(
     axes = mesh.axes(("dp", "ep") if "ep" in mesh.shape else "dp")
 
     @functools.cache
-    def place_leaf(size: torch.Size, compute: P) -> LeafLayout:
+    def place_leaf(size: torch.Size, compute: core.P) -> LeafLayout:
         return leaf_layout("", size, dtype, compute, zero=zero, mesh=mesh, batch_axes=axes, trainable=True)
 
     # Layers of a stack are cut, gathered and reduced one by one, as layers of a list.
@@ -272,11 +283,11 @@ def _list_leaves(config: gpt.Config, cut: bool) -> tuple[list[_Leaf], list[_Leaf
 
     Leaves before the block, inside, and after.
     """
-    with deferred():
-        params = gpt.init(config, key(0))
-    paths = tree_paths(params, "params")
-    specs = tree_leaves(gpt.specs(config, tp="tp" if cut else None))
-    leaves = [(x.shape, spec) for x, spec in zip(tree_leaves(params), specs, strict=True)]
+    with core.deferred():
+        params = gpt.init(config, core.key(0))
+    paths = core.tree_paths(params, "params")
+    specs = core.tree_leaves(gpt.specs(config, tp="tp" if cut else None))
+    leaves = [(x.shape, spec) for x, spec in zip(core.tree_leaves(params), specs, strict=True)]
     inside = [i for i, p in enumerate(paths) if "['blocks']" in p]
     first, last = inside[0], inside[-1] + 1
     return leaves[:first], leaves[first:last], leaves[last:]

@@ -12,8 +12,7 @@ import math
 
 from shardfn.models import gpt
 
-from ._experts import experts_plan, matrices, mean_width, router_weights
-from ._pipeline import pipeline, stage_layers
+from ._layout import experts_plan, matrices, mean_width, pipeline, router_weights, stage_layers
 from ._states import Setup, States, model_states
 
 

@@ -19,7 +19,7 @@ def gb(nbytes: float) -> str:
     return _format_number(nbytes / 1e9)
 
 
-class Unit(NamedTuple):
+class ByteUnit(NamedTuple):
     """A unit of bytes.
 
     Attributes:
@@ -35,7 +35,7 @@ class Unit(NamedTuple):
         return _format_number(nbytes / self.nbytes)
 
 
-def unit_of(nbytes: float) -> Unit:
+def unit_of(nbytes: float) -> ByteUnit:
     """Returns the unit for a table with this largest entry, for example GiB from 0.1 GiB on.
 
     Example:
@@ -44,8 +44,8 @@ def unit_of(nbytes: float) -> Unit:
     """
     for name, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if nbytes >= size / 10:
-            return Unit(name, size)
-    return Unit("KiB", 1 << 10)
+            return ByteUnit(name, size)
+    return ByteUnit("KiB", 1 << 10)
 
 
 def with_unit(nbytes: float) -> str:

@@ -1,12 +1,12 @@
 """How values cross the mesh."""
 
-from ._env import axis_index as axis_index, axis_size as axis_size
-from ._env import (
+from ._axis_group import axis_index as axis_index, axis_size as axis_size
+from ._axis_group import (
     bind_mesh as bind_mesh,
     current_mesh as current_mesh,
     mesh_as_now as mesh_as_now,
     noting_meshes as noting_meshes,
-    seen_from as seen_from,
+    view_mesh_from as view_mesh_from,
 )
 from ._primitives import pmax as pmax, pmean as pmean, psum as psum, pvary as pvary
 from ._primitives import all_gather as all_gather, all_gather_invariant as all_gather_invariant
@@ -14,7 +14,7 @@ from ._primitives import quantized_all_gather as quantized_all_gather
 from ._primitives import psum_scatter as psum_scatter, take_own_block as take_own_block
 from ._primitives import all_to_all as all_to_all
 from ._ragged_ops import HEAD as HEAD
-from ._remat_results import (
+from ._primitive import (
     RematResults as RematResults,
     current_remat_results as current_remat_results,
     keep_remat_results as keep_remat_results,
@@ -48,7 +48,7 @@ from ._compressor import identity as identity, int4 as int4, int8 as int8, sign 
 from ._residual import Residual as Residual, compressed_init as compressed_init
 from ._residual import check_compressor as check_compressor, cut_of as cut_of
 from ._residual import global_residuals as global_residuals, recut_residuals as recut_residuals
-from ._buckets import padded as padded
+from ._compressor import padded as padded
 from ._compressed import compressed_pmean_codes as compressed_pmean_codes, decompress_codes as decompress_codes
 from ._compressed import compressed_pmean as compressed_pmean, compressed_psum as compressed_psum
 from ._compressed_scatter import compressed_psum_scatter as compressed_psum_scatter
@@ -64,9 +64,9 @@ from .transport import TransportError as TransportError, close as close
 from ._traced import TracedChannels as TracedChannels, TracedControl as TracedControl
 from ._traced import AnyChannel as AnyChannel, AnyChannels as AnyChannels, AnyControl as AnyControl
 from ._traced import AnyRounds as AnyRounds
-from ._hops import TwoHops as TwoHops
-from ._quantized import Quantizer as Quantizer
-from ._quantized import (
+from ._wires import TwoHops as TwoHops
+from ._zero_plus_plus import Quantizer as Quantizer
+from ._zero_plus_plus import (
     QuantizedGather as QuantizedGather,
     QuantizedReduce as QuantizedReduce,
     Relayed as Relayed,
@@ -78,7 +78,7 @@ from ._axis_index import AxisTypeError as AxisTypeError
 from ._axis_type_mode import (
     track_axis_types as track_axis_types,
     current_axis_types as current_axis_types,
-    noted_axes as noted_axes,
+    note_axes as note_axes,
 )
 from ._axis_type_mode import (
     no_axis_types as no_axis_types,
@@ -87,8 +87,8 @@ from ._axis_type_mode import (
 )
 from ._axis_type_mode import summed_inside as summed_inside
 from ._axis_types import AxisTypeMode as AxisTypeMode
-from ._call_sites import Applied as Applied, current_application as current_application
-from ._call_sites import (
+from ._primitive import Applied as Applied, current_application as current_application
+from ._primitive import (
     set_call_site as set_call_site,
     current_call_site as current_call_site,
     record_call_sites as record_call_sites,

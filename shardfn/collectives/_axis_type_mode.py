@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardfn.core import Again, Axes, Note, rebind_ambient, rebind_note
+from shardfn import core
 
+from ._axis_group import current_mesh
 from ._axis_index import AxisNumber
 from ._axis_types import NOTED, AxisTypeMode
-from ._env import current_mesh
 from ._function_modes import WAITING, LateMode, began, function_modes, function_modes_changed, waiting_to_begin
 
 _NONE = LateMode(TorchFunctionMode(), begun=True)
@@ -61,7 +61,7 @@ def no_axis_types() -> Iterator[None]:
                 stack.insert(at, mode)
 
 
-def run_one_operation(f: Callable[..., Any], *args: Any, along: Axes = None) -> Any:
+def run_one_operation(f: Callable[..., Any], *args: Any, along: core.Axes = None) -> Any:
     """Returns `f(*args)`, followed as one operation with a result that varies along `along`, too.
 
     For code that does not do the same on all ranks, for example a branch on the rank: followed op by op, the code would
@@ -81,7 +81,7 @@ def run_one_operation(f: Callable[..., Any], *args: Any, along: Axes = None) -> 
     return mode.operation(run_unfollowed, (AxisNumber(0, named), *args), {})
 
 
-def summed_inside(x: Tensor, axis: Axes) -> Tensor:
+def summed_inside(x: Tensor, axis: core.Axes) -> Tensor:
     """Notes that `x`, made by sums along `axis`, is the same on all ranks there, and returns `x`."""
     mode = current_axis_types(begin=False)
     if mode is None:
@@ -99,13 +99,13 @@ def same_axes(x: Tensor, like: Tensor) -> Tensor:
     return x
 
 
-def noted_axes(x: Tensor) -> int | None:
+def note_axes(x: Tensor) -> int | None:
     """Returns the note of the axes along which a tensor varies, to be compared, or None without a note."""
     return x.__dict__.get(NOTED)
 
 
-@rebind_ambient
-def _restore_following() -> list[Again]:
+@core.rebind_ambient
+def _restore_following() -> list[core.Again]:
     mode = current_axis_types(begin=False)
     if mode is not None:
         return [functools.partial(track_axis_types, mode)]
@@ -115,8 +115,8 @@ def _restore_following() -> list[Again]:
     return [functools.partial(track_axis_types, waiting.mode, at_once=False)]
 
 
-@rebind_note
-def _make_argument_note(args: Sequence[Any]) -> Note | None:
+@core.rebind_note
+def _make_argument_note(args: Sequence[Any]) -> core.Note | None:
     # Not the tensors, as a checkpoint has to drop tensors. Counted from the end, as other arguments may precede the
     # run's arguments.
     named = enumerate(args, -len(args))

@@ -33,7 +33,7 @@ from shardfn.core import Mesh
 from ._axis_group import axis_group_along
 from ._axis_index import AxisNumber, AxisTypeError, with_plain_numbers
 from ._function_modes import NotingMode, interception
-from ._primitive import Call, bind, own_block
+from ._primitive import Call, bind, copy_own_block
 
 # The attribute of a tensor with the axes.
 NOTED = "_shardfn_axes"
@@ -101,7 +101,7 @@ class AxisTypeMode(NotingMode):
         missing = self._mask_of(axes) & ~self._mask_of_tensor(x)
         return self._cast_missing(x, missing) if missing and _is_differentiable(x) else x
 
-    def made_at(self, x: Tensor) -> str:
+    def origin(self, x: Tensor) -> str:
         """Returns the line that made a tensor, in words."""
         code, line = x.__dict__.get(_MADE_AT, (None, 0))
         return "" if code is None else f", made at {code.co_filename}:{line}"
@@ -247,7 +247,7 @@ class AxisTypeMode(NotingMode):
             named = ", ".join(map(repr, self._names_of(has & over)))
             raise AxisTypeError(
                 f"{_line_of_user()}pvary over {named} of a value of shape {tuple(x.shape)} that varies there"
-                f" already{self.made_at(x)}: each rank's gradient would be the sum of all ranks'. Leave out this pvary:"
+                f" already{self.origin(x)}: each rank's gradient would be the sum of all ranks'. Leave out this pvary:"
                 " where a value that is the same on all ranks meets one that is not, the cast is inserted. Or sum the"
                 " value first, with sf.psum. (Along an axis that cuts the batch parameters vary from the beginning.)"
             )
@@ -255,11 +255,11 @@ class AxisTypeMode(NotingMode):
             rest = ", ".join(map(repr, self._names_of(over & ~has)))
             raise AxisTypeError(
                 f"{_line_of_user()}psum over {', '.join(map(repr, call.line.axes))} of a value of shape"
-                f" {tuple(x.shape)} that is the same along {rest}{self.made_at(x)}: it would be counted once a rank"
+                f" {tuple(x.shape)} that is the same along {rest}{self.origin(x)}: it would be counted once a rank"
                 f" there. Leave {rest} out of the psum, or pass the value through sf.pvary(x, {rest}) first."
             )
         if call.name == "take_own_block" and has & over:
-            out = own_block(x, call)  # the block of a varying value is an ordinary slice
+            out = copy_own_block(x, call)  # the block of a varying value is an ordinary slice
         else:
             missing = over & ~has
             if missing and call.name not in ("pvary", "take_own_block") and _is_differentiable(x):

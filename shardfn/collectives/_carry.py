@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.core import MemoryKind, Pending, Placement, StoredValue
+from shardfn import core
+from shardfn.core import Placement
 
 from . import _native as native
-from ._axis_group import axis_group_along
-from ._buckets import staggered
-from ._env import current_mesh
+from ._axis_group import axis_group_along, current_mesh
+from ._compressor import staggered
 from ._primitive import Call, bind, start
 from ._route import AllGather, AllToAll, Cast, Hop, Move, Psum, PsumScatter, Route, Slice
 
@@ -101,11 +101,11 @@ def _arriving_shapes(x: Tensor, call: Call) -> list[torch.Size]:
 # Leaves of fewer bytes share messages, of at most as many bytes of whole leaves, as between meshes.
 SMALL, MESSAGE = 64 << 10, 4 << 20
 
-Mover = Callable[[Tensor, MemoryKind], Tensor]
+Mover = Callable[[Tensor, core.MemoryKind], Tensor]
 # Starts to move a block from a memory to another.
-Sender = Callable[[StoredValue, MemoryKind, MemoryKind], Pending[StoredValue]]
+Sender = Callable[[core.StoredValue, core.MemoryKind, core.MemoryKind], core.Pending[core.StoredValue]]
 # From the number of a route and its last block to the block that is kept.
-RematResults = Callable[[int, StoredValue], StoredValue]
+RematResults = Callable[[int, core.StoredValue], core.StoredValue]
 
 
 def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
@@ -142,8 +142,11 @@ def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
 
 
 def carry_all(
-    blocks: Sequence[StoredValue], routes: Sequence[Route], send: Sender, keep: RematResults = lambda i, block: block
-) -> list[StoredValue]:
+    blocks: Sequence[core.StoredValue],
+    routes: Sequence[Route],
+    send: Sender,
+    keep: RematResults = lambda i, block: block,
+) -> list[core.StoredValue]:
     """Returns this rank's block at the end of each route, without gradients. Collective over the bound mesh.
 
     Values and bytes are as in `carry`. Small leaves with the same hops share messages. For routes of h hops, at most h
@@ -158,7 +161,7 @@ def carry_all(
     Raises:
         ValueError: a route rounds to codes.
     """
-    out: list[StoredValue] = list(blocks)
+    out: list[core.StoredValue] = list(blocks)
     groups = _group_routes([x.dtype for x in blocks], routes)
     staggered([_carry_group(out, at, [routes[i] for i in at], send, keep) for at in groups])
     return out
@@ -187,7 +190,7 @@ def _group_routes(dtypes: Sequence[torch.dtype], routes: Sequence[Route]) -> lis
 
 
 def _carry_group(
-    out: list[StoredValue], at: Sequence[int], routes: Sequence[Route], send: Sender, keep: RematResults
+    out: list[core.StoredValue], at: Sequence[int], routes: Sequence[Route], send: Sender, keep: RematResults
 ) -> Iterator[None]:
     """Brings `out[i]` along routes of the same hops, and yields whenever something is under way."""
     for step in zip(*map(_merge_hops, routes), strict=True):
@@ -197,7 +200,7 @@ def _carry_group(
             arriving = [send(x, before.memory_kind, moved) for x, (_, before, _) in zip(blocks, step, strict=True)]
             del blocks
             yield
-            ends: list[StoredValue] = [x.result() for x in arriving]
+            ends: list[core.StoredValue] = [x.result() for x in arriving]
         else:
             here = [x for x in blocks if isinstance(x, Tensor)]
             assert len(here) == len(blocks)  # a route moves to the device first

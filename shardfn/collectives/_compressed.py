@@ -21,26 +21,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.core import Axes, PyTree, raise_all, tree_flatten, tree_paths, tree_unflatten
+from shardfn import core
 
 from . import _native as native
 from ._axis_group import AxisGroup, axis_group_along
-from ._buckets import BUCKET, buckets, check_leaves, matched, misfit, padded, staggered
-from ._compressor import Codes, Compressor, combine
+from ._compressor import BUCKET, Codes, Compressor, buckets, check_leaves, combine, matched, misfit, padded, staggered
 from ._message import exchange_rows, gather_rows
 from ._residual import Cut, Residual, check_compressor, check_memory, cut_of, split_axes
 
 
 def compressed_pmean(
-    tree: PyTree,
-    axis: Axes,
+    tree: core.PyTree,
+    axis: core.Axes,
     compressor: Compressor,
-    state: PyTree,
+    state: core.PyTree,
     *,
-    outer: Axes = None,
+    outer: core.Axes = None,
     donate: bool = False,
     bucket: int = BUCKET,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[core.PyTree, core.PyTree]:
     """Returns the mean over the ranks along `axis`, approximately, at the compressor's bytes an element: `V -> I`.
 
         NCCL: all_to_all, all_gather.  Slow spec: see above.
@@ -95,15 +94,15 @@ def compressed_pmean(
 
 
 def compressed_psum(
-    tree: PyTree,
-    axis: Axes,
+    tree: core.PyTree,
+    axis: core.Axes,
     compressor: Compressor,
-    state: PyTree,
+    state: core.PyTree,
     *,
-    outer: Axes = None,
+    outer: core.Axes = None,
     donate: bool = False,
     bucket: int = BUCKET,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[core.PyTree, core.PyTree]:
     """Returns the sum over the ranks along `axis`, approximately: as `compressed_pmean`, without the division.
 
         NCCL: all_to_all, all_gather.
@@ -138,15 +137,15 @@ def compressed_psum(
 
 
 def compressed_pmean_codes(
-    tree: PyTree,
-    axis: Axes,
+    tree: core.PyTree,
+    axis: core.Axes,
     compressor: Compressor,
-    state: PyTree,
+    state: core.PyTree,
     *,
-    outer: Axes = None,
+    outer: core.Axes = None,
     donate: bool = False,
     bucket: int = BUCKET,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[core.PyTree, core.PyTree]:
     """Returns the codes of the mean, which every rank holds whole: `compressed_pmean` before the last step.
 
     So a rank may keep the mean at one bit per element: `decompress_codes(codes, tree, axis, compressor)` is the mean.
@@ -183,8 +182,14 @@ def compressed_pmean_codes(
 
 
 def decompress_codes(
-    codes: PyTree, like: PyTree, axis: Axes, compressor: Compressor, *, outer: Axes = None, donate: bool = False
-) -> PyTree:
+    codes: core.PyTree,
+    like: core.PyTree,
+    axis: core.Axes,
+    compressor: Compressor,
+    *,
+    outer: core.Axes = None,
+    donate: bool = False,
+) -> core.PyTree:
     """Returns the tensors of the codes that `compressed_pmean_codes` returned. No communication.
 
     Args:
@@ -209,7 +214,7 @@ def decompress_codes(
     """
     check_compressor("decompress_codes", compressor)
     between, inside = _compressed_and_exact_lines("decompress_codes", axis, outer)
-    leaves, treedef = tree_flatten(like)
+    leaves, treedef = core.tree_flatten(like)
     pairs = zip(leaves, treedef.flatten_up_to(codes), strict=True)
     cuts = [cut_of(x.numel(), _line_size(between), compressor.quantum, _line_size(inside)) for x in leaves]
     with torch.no_grad():
@@ -219,7 +224,7 @@ def decompress_codes(
             else x
             for (x, part), cut in zip(pairs, cuts, strict=True)
         ]
-    return tree_unflatten(treedef, out)
+    return core.tree_unflatten(treedef, out)
 
 
 def _copy_from_codes(x: Tensor, codes: Codes) -> Tensor:
@@ -248,7 +253,9 @@ def _decode_leaf(codes: Codes, like: Tensor, cut: Cut, compressor: Compressor, o
     return flat.view(like.shape).to(like.dtype)
 
 
-def _compressed_and_exact_lines(op: str, axis: Axes, outer: Axes) -> tuple[AxisGroup | None, AxisGroup | None]:
+def _compressed_and_exact_lines(
+    op: str, axis: core.Axes, outer: core.Axes
+) -> tuple[AxisGroup | None, AxisGroup | None]:
     """Returns the line of ranks with compressed traffic, and the line of ranks with exact traffic."""
     axis_group_along(axis)  # raises if it is wrong
     between, inside = split_axes(op, axis, outer)
@@ -275,11 +282,11 @@ class _CompressedCall:
     def __init__(
         self,
         op: str,
-        tree: PyTree,
-        axis: Axes,
+        tree: core.PyTree,
+        axis: core.Axes,
         compressor: Compressor,
-        state: PyTree,
-        outer: Axes,
+        state: core.PyTree,
+        outer: core.Axes,
         *,
         mean: bool,
         donate: bool,
@@ -289,28 +296,30 @@ class _CompressedCall:
         self.between, self.inside = _compressed_and_exact_lines(op, axis, outer)
         self.ranks, self.inner = _line_size(self.between), _line_size(self.inside)
         self.divisor, self.inner_divisor = (self.ranks, self.inner) if mean else (1, 1)
-        leaves, self.treedef = tree_flatten(tree)
-        paths = tree_paths(tree, "x")
+        leaves, self.treedef = core.tree_flatten(tree)
+        paths = core.tree_paths(tree, "x")
         check_leaves(op, leaves, paths)
         residuals = matched(op, self.treedef, state)
         cuts = [cut_of(x.numel(), self.ranks, compressor.quantum, self.inner) for x in leaves]
         rows = list(zip(leaves, residuals, cuts, strict=True))
         problems = [p for path, (x, r, cut) in zip(paths, rows, strict=True)
                     for p in check_memory(path, x, r, *self._expected_shapes(cut))]  # fmt: skip
-        raise_all(ValueError, misfit(op, self.ranks), problems)
+        core.raise_all(ValueError, misfit(op, self.ranks), problems)
         self.leaves = [_CompressedLeaf(*row) for row in rows]
 
     def _expected_shapes(self, cut: Cut) -> tuple[Any, Any]:
         return ((1, cut.ranks * cut.c), (cut.c,)) if self.compressor.remembers else (None, None)
 
-    def run(self, bucket: int, *, decode: bool) -> tuple[PyTree, PyTree]:
+    def run(self, bucket: int, *, decode: bool) -> tuple[core.PyTree, core.PyTree]:
         """Runs the call bucket by bucket, and returns the result, decompressed or not, and the new state."""
         with torch.no_grad():
             staggered([self._run_stages(leaves, decode) for leaves in buckets(self.leaves, bucket)])
             # Only here do all residuals belong to the state after the call. An earlier error leaves donated tensors
             # partly overwritten.
             out = [leaf.out if leaf.cut.n or not decode else leaf.x for leaf in self.leaves]
-        return tree_unflatten(self.treedef, out), tree_unflatten(self.treedef, [leaf.residual for leaf in self.leaves])
+        return core.tree_unflatten(self.treedef, out), core.tree_unflatten(
+            self.treedef, [leaf.residual for leaf in self.leaves]
+        )
 
     def _run_stages(self, leaves: list[_CompressedLeaf], decode: bool) -> Iterator[None]:
         """Yields after each phase of a bucket, while a transfer is under way."""

@@ -13,12 +13,22 @@ import torch
 from jaxtyping import Float, Float32, Shaped
 from torch import Tensor
 
-from shardfn.core import Axes, PyTree, raise_all, tree_flatten, tree_paths, tree_unflatten
+from shardfn import core
 
-from ._axis_group import axis_group_along, block_lengths
-from ._buckets import BUCKET, buckets, check_leaves, matched, misfit, staggered
-from ._compressor import Codes, Compressor, Memory, identity, sum_of_rows
-from ._env import axis_index, current_mesh
+from ._axis_group import axis_group_along, axis_index, block_lengths, current_mesh
+from ._compressor import (
+    BUCKET,
+    Codes,
+    Compressor,
+    Memory,
+    buckets,
+    check_leaves,
+    identity,
+    matched,
+    misfit,
+    staggered,
+    sum_of_rows,
+)
 from ._message import exchange_rows
 from ._residual import Residual, check_compressor, check_dims, check_memory, split_axes
 
@@ -90,7 +100,7 @@ def _pad_rows(piece: Shaped[Tensor, "rows ..."], rows: int) -> Shaped[Tensor, "l
     return torch.cat([piece, piece.new_zeros((rows - len(piece), *piece.shape[1:]))])
 
 
-def grid_of(op: str, x: Shaped[Tensor, "..."], axis: Axes, outer: Axes, dim: int) -> Grid:
+def grid_of(op: str, x: Shaped[Tensor, "..."], axis: core.Axes, outer: core.Axes, dim: int) -> Grid:
     """Returns the blocks of `x` along `axis`. `dim` must be in range."""
     mesh = current_mesh()
     named = mesh.axes(axis)
@@ -102,17 +112,17 @@ def grid_of(op: str, x: Shaped[Tensor, "..."], axis: Axes, outer: Axes, dim: int
 
 
 def compressed_psum_scatter(
-    tree: PyTree,
-    axis: Axes,
+    tree: core.PyTree,
+    axis: core.Axes,
     compressor: Compressor,
-    state: PyTree,
+    state: core.PyTree,
     *,
     dim: int = 0,
-    outer: Axes = None,
+    outer: core.Axes = None,
     inner: Compressor | None = None,
     donate: bool = False,
     bucket: int = BUCKET,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[core.PyTree, core.PyTree]:
     """Returns this rank's block, along `dim`, of the sum over the ranks along `axis`, approximately: `V -> V`.
 
         NCCL: all_to_all.  Slow spec: `sum(rounded blocks).chunk(n, dim)`.  Layout: `A[I]{U_axis} -> A[I_axis]`.
@@ -158,16 +168,16 @@ def compressed_psum_scatter(
         tensor([-1.0000,  0.5000,  0.2500])
     """
     scatter = _Scatter("compressed_psum_scatter", axis, outer, compressor, inner or identity(), donate)
-    leaves, treedef = tree_flatten(tree)
-    jobs = scatter.make_jobs(leaves, tree_paths(tree, "x"), matched(scatter.op, treedef, state), dim)
+    leaves, treedef = core.tree_flatten(tree)
+    jobs = scatter.make_jobs(leaves, core.tree_paths(tree, "x"), matched(scatter.op, treedef, state), dim)
     with torch.no_grad():
         staggered([scatter.stages(some) for some in buckets(jobs, bucket)])
-    return tree_unflatten(treedef, [j.out for j in jobs]), tree_unflatten(treedef, [j.residual for j in jobs])
+    return core.tree_unflatten(treedef, [j.out for j in jobs]), core.tree_unflatten(treedef, [j.residual for j in jobs])
 
 
 def compressed_scatter_init(
-    tree: PyTree, axis: Axes, compressor: Compressor, *, dim: int = 0, outer: Axes = None
-) -> PyTree:
+    tree: core.PyTree, axis: core.Axes, compressor: Compressor, *, dim: int = 0, outer: core.Axes = None
+) -> core.PyTree:
     """Returns the errors before the first call of `compressed_psum_scatter`: zeros.
 
     Args:
@@ -192,8 +202,8 @@ def compressed_scatter_init(
     """
     op = "compressed_scatter_init"
     check_compressor(op, compressor)
-    leaves, treedef = tree_flatten(tree)
-    check_dims(op, leaves, tree_paths(tree, "x"), dim)
+    leaves, treedef = core.tree_flatten(tree)
+    check_dims(op, leaves, core.tree_paths(tree, "x"), dim)
 
     def init_leaf(x: Tensor) -> Residual:
         grid = grid_of(op, x, axis, outer, dim)
@@ -201,7 +211,7 @@ def compressed_scatter_init(
         memory = compressor.init(like)
         return Residual(memory.view(1, -1) if isinstance(memory, Tensor) else memory, ())
 
-    return tree_unflatten(treedef, [init_leaf(x) for x in leaves])
+    return core.tree_unflatten(treedef, [init_leaf(x) for x in leaves])
 
 
 @dataclasses.dataclass
@@ -216,7 +226,7 @@ class _ScatteredLeaf:
 
 class _Scatter:
     def __init__(
-        self, op: str, axis: Axes, outer: Axes, compressor: Compressor, inner: Compressor, donate: bool
+        self, op: str, axis: core.Axes, outer: core.Axes, compressor: Compressor, inner: Compressor, donate: bool
     ) -> None:
         check_compressor(op, compressor)
         check_compressor(op, inner)
@@ -236,7 +246,7 @@ class _Scatter:
         grids = [grid_of(self.op, x, self.axis, self.outer, dim) for x in leaves]
         problems = [p for path, x, residual, grid in zip(paths, leaves, residuals, grids, strict=True)
                     for p in check_memory(path, x, residual, self._expected_shapes(grid), None)]  # fmt: skip
-        raise_all(ValueError, misfit(self.op, 1 if self.between is None else self.between.size), problems)
+        core.raise_all(ValueError, misfit(self.op, 1 if self.between is None else self.between.size), problems)
         rows = zip(leaves, residuals, grids, strict=True)
         return [_ScatteredLeaf(x, residual, grid, x.new_zeros(grid.own_shape)) for x, residual, grid in rows]
 

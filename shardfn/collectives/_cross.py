@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives.transport import Channel
-from shardfn.core import Mesh, P, Pending, all_coords, block_slices
+from shardfn.core import Mesh, P
 
 # Start and stop along each dim, in the coordinates of the leaf.
 Box = tuple[tuple[int, int], ...]
@@ -83,7 +84,7 @@ def overlaps(shape: tuple[int, ...], src: tuple[P, Mesh], dst: tuple[P, Mesh], r
 
 def blocks_of(shape: tuple[int, ...], spec: P, mesh: Mesh) -> list[Box]:
     """Returns the blocks of a leaf, in the order of the mesh's ranks."""
-    cuts = (block_slices(shape, spec, mesh.shape, coords) for coords in all_coords(mesh.shape))
+    cuts = (core.block_slices(shape, spec, mesh.shape, coords) for coords in core.all_coords(mesh.shape))
     return [tuple((s.start, s.stop) for s in slices) for slices in cuts]
 
 
@@ -221,7 +222,7 @@ def _make_messages(crossings: Sequence[LeafCrossing]) -> list[_Message | LeafCro
 
 class _UnderWay(NamedTuple):
     nbytes: int
-    pending: Pending[Tensor] | None
+    pending: core.Pending[Tensor] | None
     then: Callable[[], None]
 
 

@@ -23,8 +23,7 @@ from shardfn.core import Axes, raise_all
 
 from ._axis_group import AxisGroup, axis_group_along
 from ._axis_type_mode import run_one_operation
-from ._call_sites import recording
-from ._primitive import Call, bind
+from ._primitive import Call, bind, recording
 
 
 def arrived_rows(x: Shaped[Tensor, "rows ..."], sizes: Int64[Tensor, "n n"]) -> Shaped[Tensor, "rows ..."]:

@@ -41,8 +41,8 @@ from shardfn.core import (
     tree_structure,
 )
 
+from ._axis_group import bind_mesh
 from ._carry import carry
-from ._env import bind_mesh
 from ._route import Route, route
 
 if TYPE_CHECKING:

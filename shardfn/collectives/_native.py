@@ -13,8 +13,7 @@ from torch import Tensor
 from shardfn._torch import FakeTensor, num_dispatch_modes, peek_interpreter_stack
 from shardfn.collectives.transport import Channel, loss_channel, ordered_sum
 
-from ._axis_group import AxisGroup
-from ._env import this_mesh
+from ._axis_group import AxisGroup, this_mesh
 
 _ops = torch.ops.shardfn
 

@@ -16,27 +16,140 @@
 `I` is a value that is equal on all ranks and counts once. `V` is a value that differs. The cotangent of an `I` value is
 `I`: every rank must compute the same cotangent. References: the `shard_map` design note of JAX (JEP 14273) for the
 types; Radul et al., "You Only Linearize Once", POPL 2023, for the transposition.
+
+Notes, in a capture, the line of the user's code that calls a collective, and the collective of an op.
+
+A forward collective runs under the user's frame. The transpose runs in the backward, where the frame is gone. So a
+primitive notes the line when applied, and the transpose is recorded under the same line.
+
+Results of transfers that a caller around may keep, in place of a second transfer in a recomputation.
+
+A keeper sees the result of each primitive that sends something, whole: the operations that pack and unpack messages are
+no part of the function. `as_one` joins the transfers of a single collective: a name then means the collective's value.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from shardfn import kernels
+from shardfn import core, kernels
 from shardfn._torch import forward_level, peek_interpreter_stack
-from shardfn.core import adopted, this_program
 
 from . import _native as native
 from ._axis_group import AxisGroup
-from ._call_sites import Applied, applying, current_call_site, recording, set_call_site
 from ._function_modes import began
 from ._message import gather_rows
-from ._remat_results import transferred
+
+
+class Applied(NamedTuple):
+    """Application of a primitive. Ops of a graph are part of an application.
+
+    Attributes:
+        name: name of the primitive.
+        axes: axes of the primitive, in the mesh's order.
+        number: number of the application.
+        transposes: the number of the transposed application, or 0 for an application of the program itself.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    number: int
+    transposes: int
+
+
+_FINDER = core.Ambient[Callable[[], str | None]]("finds the line of the user's code")
+_FIXED = core.Ambient[tuple[str | None]]("the line of the user's code")
+_APPLIED = core.Ambient[Applied]("application of a collective")
+
+
+def record_call_sites(find: Callable[[], str | None]) -> AbstractContextManager[Any]:
+    """Makes `find` the source of `current_call_site`."""
+    return _FINDER.bound(find)
+
+
+def set_call_site(line: str | None) -> AbstractContextManager[Any]:
+    """Makes `line` the current line."""
+    return _FIXED.bound((line,))
+
+
+def current_call_site() -> str | None:
+    """Returns the current line of the user's code, or None if lines are not recorded."""
+    find, fixed = _FINDER.innermost(), _FIXED.innermost()
+    return None if find is None else fixed[0] if fixed else find()
+
+
+def recording() -> bool:
+    """Returns whether a program is being captured."""
+    return bool(_FINDER)
+
+
+def applying(applied: Applied) -> AbstractContextManager[Any]:
+    """Makes ops that are recorded in the context part of an application."""
+    return _APPLIED.bound(applied)
+
+
+def current_application() -> Applied | None:
+    """Returns the application that is being recorded, if any."""
+    return _APPLIED.innermost()
+
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class RematResults(Protocol):
+    """Keeper of results of transfers: `remat` with a policy, for example."""
+
+    def transfer(self, name: str, run: Callable[[], Tensor]) -> Tensor:
+        """Returns the result of a transfer: `run()`, or the result that was kept."""
+        ...
+
+    def run_as_one(self, run: Callable[[], T]) -> T:
+        """Returns `run()`. The transfers inside belong to the returned tensor, or to the first of several."""
+        ...
+
+
+_KEEPER = core.Ambient[RematResults]("a keeper of results of transfers", by_thread=True)
+
+
+def keep_remat_results(keeper: RematResults) -> AbstractContextManager[RematResults]:
+    """Shows the transfers of this thread to a keeper, which passes transfers on to `current_remat_results`."""
+    return _KEEPER.bound(keeper)
+
+
+def current_remat_results() -> RematResults | None:
+    """Returns the keeper that sees the transfers now."""
+    return _KEEPER.innermost()
+
+
+def transferred(name: str, run: Callable[[], Tensor]) -> Tensor:
+    """Returns the result of a transfer."""
+    keeper = _KEEPER.innermost()
+    return run() if keeper is None else keeper.transfer(name, run)
+
+
+def as_one(run: Callable[[], T]) -> T:
+    """Returns the value of a collective that is made of transfers and other operations."""
+    keeper = _KEEPER.innermost()
+    return run() if keeper is None else keeper.run_as_one(run)
+
+
+def join_transfers(f: Callable[..., T]) -> Callable[..., T]:
+    """Returns a function made of transfers as a single collective."""
+
+    @functools.wraps(f)
+    def one(*args: Any) -> T:
+        return as_one(functools.partial(f, *args))
+
+    return one
+
 
 _NUMBERS = itertools.count(1)
 # The primitives that send nothing.
@@ -156,7 +269,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, ctx.call, *operands = inputs
-        ctx.line, ctx.program = current_call_site(), this_program()
+        ctx.line, ctx.program = current_call_site(), core.this_program()
         if operands:
             ctx.save_for_backward(*operands)
             ctx.save_for_forward(*operands)
@@ -164,7 +277,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         operands = ctx.saved_tensors
-        with adopted(ctx.program), set_call_site(ctx.line):
+        with core.adopted(ctx.program), set_call_site(ctx.line):
             call = dataclasses.replace(transposed(ctx.call), number=next(_NUMBERS), transposes=ctx.call.number)
             out = bind(grad_outputs[0], call, *PRIMITIVES[ctx.call.name].turned(operands))
         return out, None, *(None for _ in operands)
@@ -275,7 +388,7 @@ def _psum_scatter(x: Tensor, call: Call) -> Tensor:
 # take_own_block: I -> V
 
 
-def own_block(x: Tensor, call: Call) -> Tensor:
+def copy_own_block(x: Tensor, call: Call) -> Tensor:
     """Returns this rank's block, as a copy, so that the block does not keep the whole alive."""
     lengths, index = call.line.lengths(call.size), call.line.index
     return x.narrow(call.dim, sum(lengths[:index]), lengths[index]).clone(memory_format=torch.contiguous_format)
@@ -382,7 +495,7 @@ PRIMITIVES: dict[str, Primitive] = {
         _quantized_all_gather, _make_call_map("psum_scatter"), _make_call_map("all_gather")
     ),
     "all_gather_invariant": Primitive(_run_all_gather, _make_call_map("take_own_block"), start=_start_all_gather),
-    "take_own_block": Primitive(own_block, _make_call_map("all_gather_invariant")),
+    "take_own_block": Primitive(copy_own_block, _make_call_map("all_gather_invariant")),
     "all_to_all": Primitive(_run_all_to_all, swap_dims, start=_start_all_to_all),
     "ppermute": Primitive(_run_ppermute, _invert_permutation, start=_start_ppermute),
 }

@@ -16,15 +16,13 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from shardfn.core import Axes, PyTree, raise_all, tree_flatten, tree_map, tree_paths
+from shardfn import core
 
 from ._axis_group import AxisGroup, axis_group_along
-from ._call_sites import recording
-from ._primitive import Call, bind, start
-from ._remat_results import as_one
+from ._primitive import Call, as_one, bind, recording, start
 
 
-def map_tensors(op: str, f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
+def map_tensors(op: str, f: Callable[[Tensor], Tensor], tree: core.PyTree) -> core.PyTree:
     """Returns the tree of `f` of each leaf.
 
     Raises:
@@ -32,12 +30,12 @@ def map_tensors(op: str, f: Callable[[Tensor], Tensor], tree: PyTree) -> PyTree:
     """
     if isinstance(tree, Tensor):
         return f(tree)
-    leaves: list[Any] = tree_flatten(tree)[0]
+    leaves: list[Any] = core.tree_flatten(tree)[0]
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
-        pairs = zip(tree_paths(tree, "x"), leaves, strict=True)
+        pairs = zip(core.tree_paths(tree, "x"), leaves, strict=True)
         bad = [f"{path} is {leaf!r}. Wrap it in torch.tensor" for path, leaf in pairs if not isinstance(leaf, Tensor)]
-        raise_all(TypeError, f"{op} takes tensors:", bad)
-    return tree_map(f, tree)
+        core.raise_all(TypeError, f"{op} takes tensors:", bad)
+    return core.tree_map(f, tree)
 
 
 def tensor_dim(op: str, x: Shaped[Tensor, "..."], dim: int, name: str = "dim") -> int:
@@ -52,7 +50,7 @@ def tensor_dim(op: str, x: Shaped[Tensor, "..."], dim: int, name: str = "dim") -
     raise ValueError(f"{op}: {name}={dim} is out of range for x of shape {tuple(x.shape)}. {remedy}.")
 
 
-def joined_size(op: str, x: Shaped[Tensor, "..."], line: AxisGroup | None, dim: int, size: int | None) -> int:
+def find_global_size(op: str, x: Shaped[Tensor, "..."], line: AxisGroup | None, dim: int, size: int | None) -> int:
     """Returns the global size along a dim on which blocks are joined.
 
     Without `size`, every block is as long as this one.
@@ -73,7 +71,7 @@ def joined_size(op: str, x: Shaped[Tensor, "..."], line: AxisGroup | None, dim: 
 
 
 def all_gather(
-    x: Shaped[torch.Tensor, "..."], axis: Axes, *, dim: int = 0, size: int | None = None
+    x: Shaped[torch.Tensor, "..."], axis: core.Axes, *, dim: int = 0, size: int | None = None
 ) -> Shaped[torch.Tensor, "..."]:
     """Returns the blocks along `axis`, concatenated along `dim`: `V -> V`.
 
@@ -107,12 +105,12 @@ def all_gather(
     """
     line = axis_group_along(axis)
     dim = tensor_dim("all_gather", x, dim)
-    size = joined_size("all_gather", x, line, dim, size)
+    size = find_global_size("all_gather", x, line, dim, size)
     return x if line is None else bind(x, Call("all_gather", line, dim, size))
 
 
 def all_gather_invariant(
-    x: Shaped[torch.Tensor, "..."], axis: Axes, *, dim: int = 0, size: int | None = None
+    x: Shaped[torch.Tensor, "..."], axis: core.Axes, *, dim: int = 0, size: int | None = None
 ) -> Shaped[torch.Tensor, "..."]:
     """Returns the blocks along `axis`, concatenated along `dim`, as a value that counts once: `V -> I`.
 
@@ -143,13 +141,13 @@ def all_gather_invariant(
     """
     line = axis_group_along(axis)
     dim = tensor_dim("all_gather_invariant", x, dim)
-    size = joined_size("all_gather_invariant", x, line, dim, size)
+    size = find_global_size("all_gather_invariant", x, line, dim, size)
     return x if line is None else bind(x, Call("all_gather_invariant", line, dim, size))
 
 
 def quantized_all_gather(
     x: Float[torch.Tensor, "..."],
-    axis: Axes,
+    axis: core.Axes,
     *,
     dim: int = 0,
     size: int | None = None,
@@ -196,7 +194,7 @@ def quantized_all_gather(
     """
     line = axis_group_along(axis)
     dim = tensor_dim("quantized_all_gather", x, dim)
-    size = joined_size("quantized_all_gather", x, line, dim, size)
+    size = find_global_size("quantized_all_gather", x, line, dim, size)
     if x.dtype not in _QUANTIZED:
         raise TypeError(f"quantized_all_gather: x must be one of {', '.join(map(str, _QUANTIZED))}, got {x.dtype}.")
     if bits not in (4, 8) or block < 1 or (bits == 4 and block % 2):
@@ -210,7 +208,7 @@ _QUANTIZED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def all_to_all(
-    x: Shaped[torch.Tensor, "..."], axis: Axes, *, split_dim: int, concat_dim: int, size: int | None = None
+    x: Shaped[torch.Tensor, "..."], axis: core.Axes, *, split_dim: int, concat_dim: int, size: int | None = None
 ) -> Shaped[torch.Tensor, "..."]:
     """Cuts `split_dim`, sends block i to rank i, and joins the blocks that arrive along `concat_dim`: `V -> V`.
 
@@ -249,7 +247,7 @@ def all_to_all(
     if split_dim == concat_dim:
         size = _exchanged_size(x, line, split_dim, size)
     else:
-        size = joined_size("all_to_all", x, line, concat_dim, size)
+        size = find_global_size("all_to_all", x, line, concat_dim, size)
     if line is None:
         return x
     return bind(x, Call("all_to_all", line, split_dim, x.shape[split_dim], concat_dim, size))
@@ -269,7 +267,7 @@ def _exchanged_size(x: Shaped[torch.Tensor, "..."], line: AxisGroup | None, dim:
     return rows
 
 
-def psum(x: PyTree, axis: Axes) -> PyTree:
+def psum(x: core.PyTree, axis: core.Axes) -> core.PyTree:
     """Returns the sum over the ranks along `axis`: `V -> I`.
 
         NCCL: all_reduce.  Slow spec: `[sum(blocks)] * n`.  Layout: `A{U_axis} -> A`.
@@ -308,7 +306,7 @@ def psum(x: PyTree, axis: Axes) -> PyTree:
     return map_tensors("psum", sum_leaf, x)
 
 
-def pmean(x: PyTree, axis: Axes) -> PyTree:
+def pmean(x: core.PyTree, axis: core.Axes) -> core.PyTree:
     """Returns the mean over the ranks along `axis`: `V -> I`, `psum(x) / n`.
 
         NCCL: all_reduce.  Slow spec: `[sum(blocks) / n] * n`.
@@ -346,7 +344,7 @@ def pmean(x: PyTree, axis: Axes) -> PyTree:
     return map_tensors("pmean", average_leaf, x)
 
 
-def pmax(x: PyTree, axis: Axes) -> PyTree:
+def pmax(x: core.PyTree, axis: core.Axes) -> core.PyTree:
     """Returns the elementwise maximum over the ranks along `axis`: `V -> I`.
 
         NCCL: all_reduce (max).  Slow spec: `[max(blocks)] * n`.
@@ -390,7 +388,7 @@ def pmax(x: PyTree, axis: Axes) -> PyTree:
     return map_tensors("pmax", max_leaf, x)
 
 
-def pvary(x: PyTree, axis: Axes) -> PyTree:
+def pvary(x: core.PyTree, axis: core.Axes) -> core.PyTree:
     """Returns the identity that declares an invariant value varying: `I -> V`.
 
         NCCL: nothing forward, all_reduce backward.  Slow spec: `blocks`.
@@ -420,7 +418,7 @@ def pvary(x: PyTree, axis: Axes) -> PyTree:
     return map_tensors("pvary", lambda t: t if line is None else bind(t, Call("pvary", line)), x)
 
 
-def psum_scatter(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int = 0) -> Shaped[Tensor, "..."]:
+def psum_scatter(x: Shaped[Tensor, "..."], axis: core.Axes, *, dim: int = 0) -> Shaped[Tensor, "..."]:
     """This rank's block, along `dim`, of the sum over the ranks along `axis`: `V -> V`.
 
         NCCL: reduce_scatter.  Slow spec: `sum(blocks).chunk(n, dim)`.  Layout: `A[I]{U_axis} -> A[I_axis]`.
@@ -456,7 +454,7 @@ def psum_scatter(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int = 0) -> Shape
     return x if line is None else bind(x, Call("psum_scatter", line, dim, x.shape[dim]))
 
 
-def take_own_block(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int = 0) -> Shaped[Tensor, "..."]:
+def take_own_block(x: Shaped[Tensor, "..."], axis: core.Axes, *, dim: int = 0) -> Shaped[Tensor, "..."]:
     """Returns this rank's block along `dim` of a value that all ranks hold: `I -> V`.
 
         NCCL: nothing forward, all_gather backward.  Slow spec: `blocks[0].chunk(n, dim)`.  Layout: `A[I] -> A[I_axis]`.
@@ -487,7 +485,7 @@ def take_own_block(x: Shaped[Tensor, "..."], axis: Axes, *, dim: int = 0) -> Sha
     return x if line is None else bind(x, Call("take_own_block", line, dim, x.shape[dim]))
 
 
-def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int]]) -> Shaped[Tensor, "..."]:
+def ppermute(x: Shaped[Tensor, "..."], axis: core.Axes, perm: Sequence[tuple[int, int]]) -> Shaped[Tensor, "..."]:
     """Sends `x` from each source to a destination. A rank that receives nothing gets zeros: `V -> V`.
 
         NCCL: send / recv.  Slow spec: `out = zeros; out[dst] = blocks[src] for src, dst in perm`.
@@ -525,7 +523,7 @@ def ppermute(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int
     return x if pairs else x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
-def ppermute_start(x: Shaped[Tensor, "..."], axis: Axes, perm: Sequence[tuple[int, int]]) -> Callable[[], Tensor]:
+def ppermute_start(x: Shaped[Tensor, "..."], axis: core.Axes, perm: Sequence[tuple[int, int]]) -> Callable[[], Tensor]:
     """Starts a `ppermute` of a plain tensor that is not differentiated. The result waits for the transfer.
 
     In a capture the tensor is sent and waited for at once: the passes over the graph decide on overlap.
@@ -557,4 +555,4 @@ def _check_pairs(pairs: tuple[tuple[int, int], ...], n: int) -> None:
     for side, word in ((0, "source"), (1, "destination")):
         ends = [p[side] for p in pairs]
         problems += [f"{word} {i} must occur in one pair, got {ends.count(i)}" for i in set(ends) if ends.count(i) > 1]
-    raise_all(ValueError, f"ppermute: perm={list(pairs)} is no permutation of {n} rank{'s' * (n > 1)}:", problems)
+    core.raise_all(ValueError, f"ppermute: perm={list(pairs)} is no permutation of {n} rank{'s' * (n > 1)}:", problems)

@@ -16,11 +16,20 @@ from shardfn.core import Axes, raise_all
 
 from ._axis_group import AxisGroup, axis_group_along
 from ._axis_type_mode import run_one_operation
-from ._call_sites import recording
 from ._native import start_op
-from ._primitive import PRIMITIVES, Call, Operands, Primitive, bind, no_transpose, swap_dims
+from ._primitive import (
+    PRIMITIVES,
+    Call,
+    Operands,
+    Primitive,
+    bind,
+    join_transfers,
+    no_transpose,
+    recording,
+    swap_dims,
+    transferred,
+)
 from ._ragged_ops import Header, compared_places
-from ._remat_results import joined, transferred
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -136,7 +145,7 @@ def ragged_exchange(
     return run_one_operation(_arrived_sizes, x, send_sizes, line, along=axis)
 
 
-@joined
+@join_transfers
 def _exchange_ragged(
     x: Tensor,
     out: Tensor,
@@ -155,7 +164,7 @@ def _exchange_ragged(
     return torch.where(replaced, come, out)
 
 
-@joined
+@join_transfers
 def _arrived_sizes(x: Tensor, send_sizes: Tensor, line: AxisGroup) -> tuple[Tensor, Tensor]:
     sizes = send_sizes.detach().long()
     starts = sizes.cumsum(0) - sizes

@@ -36,7 +36,7 @@ from torch import Tensor
 from shardfn.collectives.transport import Channel, loss_channel
 from shardfn.core import Pending, raise_all
 
-from ._env import current_mesh
+from ._axis_group import current_mesh
 from ._wire_ops import channels_of_graph, under_way
 
 _LIBRARY = torch.library.Library("shardfn", "FRAGMENT")

@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.core import Axes, Mesh, P, PyTree, broadcast_prefix, raise_all, tree_flatten, tree_paths, tree_unflatten
+from shardfn import core
+from shardfn.core import P
 
+from ._axis_group import axis_size, current_mesh
 from ._compressor import Compressor, Memory
-from ._env import axis_size, current_mesh
 from ._global_tensor import GlobalTensor, unshard
+
+# Elements of a single message: half a megabyte at one bit each.
 
 
 class Residual(NamedTuple):
@@ -66,7 +69,7 @@ def cut_of(n: int, ranks: int, quantum: int, inner: int = 1) -> Cut:
     return Cut(n, inner, ranks, piece, -(-piece // (ranks * d)) * d)
 
 
-def split_axes(op: str, axis: Axes, outer: Axes) -> tuple[Axes, Axes]:
+def split_axes(op: str, axis: core.Axes, outer: core.Axes) -> tuple[core.Axes, core.Axes]:
     """Returns the axes between compressed ranks, and the inner axes, along which everything is exact.
 
     Raises:
@@ -82,7 +85,9 @@ def split_axes(op: str, axis: Axes, outer: Axes) -> tuple[Axes, Axes]:
     return compressed, tuple(a for a in given if a not in compressed)
 
 
-def compressed_init(tree: PyTree, axis: Axes, compressor: Compressor, *, outer: Axes = None) -> PyTree:
+def compressed_init(
+    tree: core.PyTree, axis: core.Axes, compressor: Compressor, *, outer: core.Axes = None
+) -> core.PyTree:
     """Returns zeros, the errors before the first call of `compressed_pmean` or a similar collective.
 
     Args:
@@ -108,8 +113,8 @@ def compressed_init(tree: PyTree, axis: Axes, compressor: Compressor, *, outer: 
     check_compressor("compressed_init", compressor)
     compressed, inside = split_axes("compressed_init", axis, outer)
     ranks, inner = axis_size(compressed), axis_size(inside)
-    leaves, treedef = tree_flatten(tree)
-    return tree_unflatten(
+    leaves, treedef = core.tree_flatten(tree)
+    return core.tree_unflatten(
         treedef, [_make_zeros(x, cut_of(x.numel(), ranks, compressor.quantum, inner), compressor) for x in leaves]
     )
 
@@ -157,14 +162,16 @@ def check_dims(op: str, leaves: list[Tensor], paths: list[str], dim: int) -> Non
     """Raises unless every leaf has a dim `dim`."""
     bad = [f"{path} has shape {tuple(x.shape)}. Reshape it" for path, x in zip(paths, leaves, strict=True)
            if not -x.ndim <= dim < x.ndim]  # fmt: skip
-    raise_all(ValueError, f"{op}: dim={dim} is out of range:", bad)
+    core.raise_all(ValueError, f"{op}: dim={dim} is out of range:", bad)
 
 
 def _describe_value(what: Any) -> str:
     return "()" if what is None else f"{what[1]} {list(what[0])}".removeprefix("torch.")
 
 
-def global_residuals(state: PyTree, axis: Axes, specs: PyTree = P(), *, outer: Axes = None) -> PyTree:
+def global_residuals(
+    state: core.PyTree, axis: core.Axes, specs: core.PyTree = P(), *, outer: core.Axes = None
+) -> core.PyTree:
     """Returns the errors of all ranks as `GlobalTensor`s with this rank's blocks.
 
     Blocks along other axes must be of the same size: pad a dim that an axis does not divide.
@@ -190,9 +197,9 @@ def global_residuals(state: PyTree, axis: Axes, specs: PyTree = P(), *, outer: A
     """
     compressed, inside = (_axis_names(a) for a in split_axes("global_residuals", axis, outer))
     mesh = current_mesh()
-    residuals, treedef = tree_flatten(state, is_leaf=_is_residual)
-    like = tree_unflatten(treedef, range(len(residuals)))
-    cuts = broadcast_prefix(specs, like, lambda x: isinstance(x, P), names=("specs", "state"))
+    residuals, treedef = core.tree_flatten(state, is_leaf=_is_residual)
+    like = core.tree_unflatten(treedef, range(len(residuals)))
+    cuts = core.broadcast_prefix(specs, like, lambda x: isinstance(x, P), names=("specs", "state"))
 
     def globalize_leaf(residual: Residual, spec: P) -> Residual:
         own = (*(a for a in spec.axes if a not in (*compressed, *inside)), *inside)
@@ -201,18 +208,18 @@ def global_residuals(state: PyTree, axis: Axes, specs: PyTree = P(), *, outer: A
             _make_global(residual.server, P((*own, *compressed)), mesh),
         )
 
-    return tree_unflatten(treedef, [globalize_leaf(r, s) for r, s in zip(residuals, cuts, strict=True)])
+    return core.tree_unflatten(treedef, [globalize_leaf(r, s) for r, s in zip(residuals, cuts, strict=True)])
 
 
 def _is_residual(x: Any) -> bool:
     return isinstance(x, Residual)
 
 
-def _axis_names(axis: Axes) -> tuple[str, ...]:
+def _axis_names(axis: core.Axes) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis or ())
 
 
-def _make_global(block: Memory, spec: P, mesh: Mesh) -> Any:
+def _make_global(block: Memory, spec: P, mesh: core.Mesh) -> Any:
     if not isinstance(block, Tensor):
         return block
     shape = torch.Size(size * mesh.axis_size(spec.dim_axes(dim)) for dim, size in enumerate(block.shape))
@@ -220,8 +227,8 @@ def _make_global(block: Memory, spec: P, mesh: Mesh) -> Any:
 
 
 def recut_residuals(
-    state: PyTree, like: PyTree, num_ranks: int, compressor: Compressor, *, inner: int = 1, others: int = 1
-) -> PyTree:
+    state: core.PyTree, like: core.PyTree, num_ranks: int, compressor: Compressor, *, inner: int = 1, others: int = 1
+) -> core.PyTree:
     """Returns errors for another number of ranks, with the same total as the old errors.
 
     Every new rank gets the mean of the old workers' errors, so that the mean stays, for example from 8 ranks to 6. The
@@ -252,10 +259,10 @@ def recut_residuals(
         (torch.Size([4, 32]), tensor([2., 2., 2., 2., 2., 2., 2., 2., 2., 0.]), torch.Size([32]))
     """
     check_compressor("recut_residuals", compressor)
-    leaves, treedef = tree_flatten(like)
+    leaves, treedef = core.tree_flatten(like)
     residuals = treedef.flatten_up_to(unshard(state))
     blocks, problems, out = inner * others, [], []
-    for x, residual, path in zip(leaves, residuals, tree_paths(like, "state"), strict=True):
+    for x, residual, path in zip(leaves, residuals, core.tree_paths(like, "state"), strict=True):
         new = cut_of(x.numel(), num_ranks, compressor.quantum, inner)
         worker, server = residual
         out.append(Residual((), ()))
@@ -272,8 +279,8 @@ def recut_residuals(
             continue
         mean = _refit_error(worker.sum(0) / len(worker), blocks, new)
         out[-1] = Residual(mean.expand(num_ranks, -1), _refit_error(server, blocks, new))
-    raise_all(ValueError, "errors that cannot be cut again:", problems)
-    return tree_unflatten(treedef, out)
+    core.raise_all(ValueError, "errors that cannot be cut again:", problems)
+    return core.tree_unflatten(treedef, out)
 
 
 def _refit_error(error: Tensor, blocks: int, cut: Cut) -> Tensor:

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from shardfn import core
 from shardfn.collectives.transport import Channels
-from shardfn.core import Ambient, OfProgram, Pending
 
 _LIBRARY = torch.library.Library("shardfn", "DEF")
 _LIBRARY.define("all_gather_start(Tensor own, int[] sizes, str axes) -> Tensor")
@@ -46,8 +46,8 @@ _LIBRARY.define("stop_unless(Tensor flag, Tensor[] carried) -> ()")
 
 # By storage of the handle: the transfers under way. The handle is kept next to the transfer, so that no other tensor
 # can get the address, the key, before `wait`. Graphs that run on other threads have separate maps.
-_IN_FLIGHT = OfProgram[dict[int, tuple[Tensor, Pending[Tensor]]]]("transfers between ranks under way", dict)
-_CHANNELS = Ambient[Any]("channels of a captured graph that runs")
+_IN_FLIGHT = core.OfProgram[dict[int, tuple[Tensor, core.Pending[Tensor]]]]("transfers between ranks under way", dict)
+_CHANNELS = core.Ambient[Any]("channels of a captured graph that runs")
 
 
 class StoppedError(Exception):
@@ -81,13 +81,13 @@ def channels_of_graph() -> Any:
     return _CHANNELS.innermost()
 
 
-def under_way(handle: Tensor, pending: Pending[Tensor]) -> Tensor:
+def under_way(handle: Tensor, pending: core.Pending[Tensor]) -> Tensor:
     """Remembers a transfer by the handle."""
     _IN_FLIGHT.here()[handle.untyped_storage()._cdata] = (handle, pending)
     return handle
 
 
-def ended(handle: Tensor) -> Pending[Tensor]:
+def ended(handle: Tensor) -> core.Pending[Tensor]:
     """Returns the transfer of a handle, and forgets the handle."""
     return _IN_FLIGHT.here().pop(handle.untyped_storage()._cdata)[1]
 

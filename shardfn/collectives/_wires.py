@@ -22,10 +22,9 @@ from torch import Tensor
 
 from shardfn.core import Pending
 
-from ._hops import TwoHops
-from ._quantized import QuantizedGather, QuantizedReduce, Quantizer
 from ._route import AllGather, Psum, PsumScatter, Route
 from ._traced import AnyChannel, AnyChannels, Once
+from ._zero_plus_plus import QuantizedGather, QuantizedReduce, Quantizer, TwoHops
 from .transport import Packing, dealt, is_sole_owner
 
 GatherChannel = AnyChannel | TwoHops | QuantizedGather

@@ -44,7 +44,7 @@ from ._zero import as_zero as as_zero
 from ._key import bits as bits, check_key as check_key, fold_in as fold_in, key as key, split as split
 from ._key import threefry2x32 as threefry2x32
 from ._draw import Draw as Draw, bernoulli as bernoulli, deferred as deferred, draw_block as draw_block
-from ._draw import drawn_as_shapes as drawn_as_shapes
+from ._draw import draw_shapes as draw_shapes
 from ._draw import full as full, normal as normal, normal_block as normal_block, ones as ones
 from ._draw import stack_draws as stack_draws
 from ._draw import uniform as uniform, uniform_block as uniform_block, zeros as zeros
@@ -57,7 +57,7 @@ from ._program_flags import op_by_op as op_by_op, runs_op_by_op as runs_op_by_op
 from ._progress import progress as progress
 from ._mesh import PerMesh as PerMesh
 from ._pending import Pending as Pending
-from ._tracing import one_tracing as one_tracing
+from ._tracing import serialize_tracing as serialize_tracing
 from ._stored_value import Absent as Absent, Stored as Stored, StoredValue as StoredValue
 from ._stored_value import as_stored as as_stored, load as load, read_rows as read_rows
 from ._display import as_html as as_html, columns as columns, size as size

@@ -44,10 +44,10 @@ def describe(value: Any, path: str, *, strangers: bool = True) -> list[str]:
         >>> describe({"decay": 0.5, "dtype": torch.float16}, "x")
         ["x['decay'] = 0.5", "x['dtype'] = torch.float16"]
     """
-    return list(_describe_lines(value, path, _Seen(strangers)))
+    return list(_describe_lines(value, path, _DescribedObjects(strangers)))
 
 
-class _Seen:
+class _DescribedObjects:
     """Objects described so far, kept alive so that no other object gets their ids, and the option `strangers`."""
 
     def __init__(self, strangers: bool) -> None:
@@ -62,7 +62,7 @@ class _Seen:
         self._kept[id(x)] = x
 
 
-def _describe_lines(x: Any, path: str, seen: _Seen) -> Iterator[str]:
+def _describe_lines(x: Any, path: str, seen: _DescribedObjects) -> Iterator[str]:
     if isinstance(x, _PLAIN):
         yield f"{path} = {x!r}"
     elif isinstance(x, torch.device):
@@ -80,7 +80,7 @@ def _describe_lines(x: Any, path: str, seen: _Seen) -> Iterator[str]:
         yield from _describe_parts(x, path, seen)
 
 
-def _describe_parts(x: Any, path: str, seen: _Seen) -> Iterator[str]:
+def _describe_parts(x: Any, path: str, seen: _DescribedObjects) -> Iterator[str]:
     if isinstance(x, functools.partial | types.MethodType | types.FunctionType):
         yield from _describe_function(x, path, seen)
     elif callable(x) and type(x).__module__.partition(".")[0] != _PACKAGE:
@@ -105,7 +105,7 @@ def _describe_parts(x: Any, path: str, seen: _Seen) -> Iterator[str]:
         yield f"{path}: {type(x).__module__}.{type(x).__qualname__}"
 
 
-def _describe_function(f: Any, path: str, seen: _Seen) -> Iterator[str]:
+def _describe_function(f: Any, path: str, seen: _DescribedObjects) -> Iterator[str]:
     if isinstance(f, functools.partial | types.MethodType):
         inner, of = (f.func, [f.args, f.keywords]) if isinstance(f, functools.partial) else (f.__func__, f.__self__)
         if isinstance(inner, types.FunctionType) and not is_own(plain(inner)):
@@ -122,7 +122,7 @@ def _describe_function(f: Any, path: str, seen: _Seen) -> Iterator[str]:
             yield from _describe_rates(f, path)
 
 
-def _describe_together(functions: list[types.FunctionType], path: str, seen: _Seen) -> Iterator[str]:
+def _describe_together(functions: list[types.FunctionType], path: str, seen: _DescribedObjects) -> Iterator[str]:
     """Describes functions that were defined together by the defining function and by their variables."""
     names: dict[str, None] = {}
     found: dict[str, Any] = {}

@@ -49,13 +49,13 @@ def deferred() -> AbstractContextManager[None]:
     return _DEFERRED.bound(None)
 
 
-def drawn_as_shapes() -> AbstractContextManager[None]:
+def draw_shapes() -> AbstractContextManager[None]:
     """Leaves numbers of a key uncomputed: draws have shape and dtype, and arbitrary values. Nests.
 
     Only for tensors without data, where the cipher's hundred operations a draw would compute nothing.
 
     Example:
-        >>> with drawn_as_shapes():
+        >>> with draw_shapes():
         ...     normal(torch.zeros(2, dtype=torch.int64, device="meta"), (1 << 20, 1 << 20)).shape
         torch.Size([1048576, 1048576])
     """

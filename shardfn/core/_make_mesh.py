@@ -133,13 +133,13 @@ def make_mesh(
         >>> make_mesh({"pp": 4, "dp": 8}, device="cpu", abstract={"pp": 2}).coords
         {'pp': 2, 'dp': 0}
     """
-    seen_from = abstract if isinstance(abstract, Mapping) else {}
+    view_mesh_from = abstract if isinstance(abstract, Mapping) else {}
     abstract = abstract is not False
     if ranks is not None and (abstract or alone):
         raise ValueError(f"make_mesh(ranks={list(ranks)}) has no effect with abstract= or alone=. Give one of them.")
     shape = _checked_axes(({} if abstract else {"dp": -1}) if axes is None else axes)
     if abstract:
-        return _abstract_mesh(shape, torch.device(device or "cpu"), seen_from)
+        return _abstract_mesh(shape, torch.device(device or "cpu"), view_mesh_from)
     dev = _local_device(device)
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     agreement = None if agreement_timeout is None else datetime.timedelta(seconds=agreement_timeout)
@@ -211,13 +211,13 @@ def _check_rank_list(ranks: Sequence[int], world: int) -> Sequence[int]:
     return ranks
 
 
-def _abstract_mesh(shape: dict[str, int], device: torch.device, seen_from: Mapping[str, int]) -> Mesh:
+def _abstract_mesh(shape: dict[str, int], device: torch.device, view_mesh_from: Mapping[str, int]) -> Mesh:
     if any(s < 1 for s in shape.values()):
         raise ValueError(f"an abstract mesh of {shape}: every size must be 1 or more. -1 has no meaning there.")
-    wrong = {axis: at for axis, at in seen_from.items() if not 0 <= at < shape.get(axis, 0)}
+    wrong = {axis: at for axis, at in view_mesh_from.items() if not 0 <= at < shape.get(axis, 0)}
     if wrong:
-        raise ValueError(f"abstract={dict(seen_from)}: an abstract mesh of {shape} has no rank at {wrong}.")
-    return Mesh(shape, device, abstract=True, seen_from=seen_from)
+        raise ValueError(f"abstract={dict(view_mesh_from)}: an abstract mesh of {shape} has no rank at {wrong}.")
+    return Mesh(shape, device, abstract=True, view_mesh_from=view_mesh_from)
 
 
 def as_mesh(mesh: "Mesh | DeviceMesh | None") -> Mesh:

@@ -62,7 +62,7 @@ class Mesh:
         timeout: datetime.timedelta | None = None,
         abstract: bool = False,
         ranks: Sequence[int] | None = None,
-        seen_from: Mapping[str, int] | None = None,
+        view_mesh_from: Mapping[str, int] | None = None,
         agreement_timeout: datetime.timedelta | None = None,
     ) -> None:
         self.abstract = abstract
@@ -77,7 +77,7 @@ class Mesh:
         told = device_mesh is not None or ranks is not None  # else seen from the first rank, or a named rank
         # Not a tensor: groups are also made in captures, when tensors have no values.
         grid = np.arange(self.size).reshape(tuple(self.shape.values()) or (1,))
-        named = int(grid[tuple((seen_from or {}).get(axis, 0) for axis in self.shape) or (0,)])
+        named = int(grid[tuple((view_mesh_from or {}).get(axis, 0) for axis in self.shape) or (0,)])
         self.rank = named if not told else self.ranks.index(here) if here in self.ranks else -1
         where = np.argwhere(grid == self.rank).tolist()
         self._coords = dict(zip(self.shape, where[0], strict=False)) if where else None

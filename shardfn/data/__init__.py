@@ -2,16 +2,16 @@
 
 from ._batches import Batches as Batches, TokenSource as TokenSource
 from ._collate import IGNORED as IGNORED, first_fit as first_fit, pack as pack, pad as pad
-from ._conversations import LEARN as LEARN, encode_answers as encode_answers, encode_chat as encode_chat
-from ._tokens import default_corpus as default_corpus
+from ._collate import LEARN as LEARN, encode_answers as encode_answers, encode_chat as encode_chat
+from ._sources import default_corpus as default_corpus
 from ._examples import BatchRamp as BatchRamp, Cursor as Cursor
 from ._examples import ExampleBatches as ExampleBatches, Examples as Examples
-from ._json_lines import JSONLines as JSONLines
+from ._sources import JSONLines as JSONLines
 from ._mixture import Mixture as Mixture
 from ._own_rows import OwnExamples as OwnExamples
-from ._own_rows import own_rows as own_rows
+from ._own_rows import shard_rows as shard_rows
 from ._permute import permute as permute
-from ._prefetch import prefetch as prefetch
+from ._batch_stream import prefetch as prefetch
 from ._batch_stream import Stream as Stream
 from ._tokenizers import BPETokenizer as BPETokenizer, ByteTokenizer as ByteTokenizer, Tokenizer as Tokenizer
-from ._tokens import TokenFile as TokenFile, encode_files as encode_files
+from ._sources import TokenFile as TokenFile, encode_files as encode_files

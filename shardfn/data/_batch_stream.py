@@ -1,18 +1,94 @@
-"""Batches of a loader without numbers, as an iterator that ends on all ranks together and can be resumed."""
+"""Batches of a loader without numbers, as an iterator that ends on all ranks together and can be resumed.
+
+`prefetch`: the next batches, computed by a thread while the step runs.
+"""
 
 import base64
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+import queue
+import threading
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler
 
-from shardfn.core import Mesh, PyTree, RankError
+from shardfn import core
 from shardfn.engine.agreement import comms_of
 from shardfn.engine.loss import agree_on_step, told_before
+
+T = TypeVar("T")
+_POLL = 0.05  # seconds after which a writer to a full queue checks for a reader
+
+
+def prefetch(iterable: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
+    """Yields the same items in the same order, computed up to `depth` ahead by a background thread.
+
+    The thread starts with the first `next` and has ended when the iterator is exhausted, closed (`.close()`, or a `for`
+    loop left and the iterator dropped) or has raised. An exception of `iterable` is raised here, at the same place in
+    the order. Closing waits for an item that is being computed.
+
+    Args:
+        iterable: source of items, read in the thread.
+        depth: number of items that may wait.
+
+    Raises:
+        ValueError: `depth` is below 1.
+
+    Example:
+        >>> list(prefetch(range(4)))
+        [0, 1, 2, 3]
+    """
+    if depth < 1:
+        raise ValueError(f"prefetch(depth={depth}): must be at least 1.")
+    return _yield_items(iterable, depth)
+
+
+def _yield_items(iterable: Iterable[T], depth: int) -> Generator[T, None, None]:
+    # The thread writes, the iterating thread reads. The last entry is "end" or "error".
+    items: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(depth)
+    left = threading.Event()
+    thread = threading.Thread(
+        target=core.adopting(_fill_queue), args=(iterable, items, left), name="shardfn-prefetch", daemon=True
+    )
+    thread.start()
+    try:
+        while True:
+            kind, item = items.get()
+            if kind == "end":
+                return
+            if kind == "error":
+                assert isinstance(item, BaseException)
+                raise item
+            yield item  # pyright: ignore[reportReturnType] -- `kind` determines the member of the union
+    finally:
+        # The reader has stopped, possibly early: the thread must not wait for room forever.
+        left.set()
+        thread.join()
+
+
+def _fill_queue(
+    iterable: Iterable[T], items: "queue.Queue[tuple[str, T | BaseException | None]]", left: threading.Event
+) -> None:
+    def put_item(kind: str, item: T | BaseException | None) -> bool:
+        while not left.is_set():
+            try:
+                items.put((kind, item), timeout=_POLL)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    try:
+        for item in iterable:
+            if not put_item("item", item):
+                return
+        put_item("end", None)
+    except BaseException as error:  # the reader gets every exception
+        put_item("error", error)
+
 
 _MARK = "is a"
 
@@ -76,8 +152,8 @@ class Stream:
 
     For data that only comes in order: an `IterableDataset`, a streamed dataset of Hugging Face, a `StatefulDataLoader`.
     Prefer `Cursor` for data that has numbers. The loader must yield only this rank's rows: use for example
-    `OwnExamples`, `datasets.distributed.split_dataset_by_node`, a `DistributedSampler` or `own_rows`. At the beginning
-    of each pass, `set_epoch` of the dataset and of the sampler is called, if present.
+    `OwnExamples`, `datasets.distributed.split_dataset_by_node`, a `DistributedSampler` or `shard_rows`. At the
+    beginning of each pass, `set_epoch` of the dataset and of the sampler is called, if present.
 
     Before each batch the ranks agree that all ranks have a batch, by a message of a few bytes. So a stream that ends
     early or raises on a single rank is an error on all ranks, without a deadlock. Iteration is collective: all ranks of
@@ -109,8 +185,8 @@ class Stream:
 
     def __init__(
         self,
-        loader: Iterable[PyTree],
-        mesh: Mesh | None = None,
+        loader: Iterable[core.PyTree],
+        mesh: core.Mesh | None = None,
         *,
         ends: str = "together",
         resume: str = "state",
@@ -121,13 +197,13 @@ class Stream:
         _check_workers(loader)
         self.passes = self.next = 0
         self._loader, self._mesh, self._ends, self._resume = loader, mesh, ends, resume
-        self._batches: Iterator[PyTree] | None = None  # batches of a pass that has begun
+        self._batches: Iterator[core.PyTree] | None = None  # batches of a pass that has begun
         self._started = False  # whether the loader's state is the state of some batch
 
     def __iter__(self) -> "Stream":
         return self
 
-    def __next__(self) -> PyTree:
+    def __next__(self) -> core.PyTree:
         """Returns this rank's rows of the next batch.
 
         At the end of a pass raises StopIteration. Then the next pass begins.
@@ -221,7 +297,7 @@ class Stream:
         if order is not None:
             vars(self._loader)["generator"].set_state(order)
 
-    def _read_batch(self) -> tuple[PyTree, bool]:
+    def _read_batch(self) -> tuple[core.PyTree, bool]:
         """Returns the next batch, and whether a batch was left."""
         with self._send_errors():
             if self._batches is None:
@@ -243,7 +319,7 @@ class Stream:
             return have
         ended = [rank for rank, (count,) in enumerate(agreed.sizes) if not count]
         if self._ends == "together":
-            raise RankError(
+            raise core.RankError(
                 f"the stream has ended on rank{'s' * (len(ended) > 1)} {', '.join(map(str, ended))} after {self.next}"
                 f" batches of pass {self.passes}, and not on the other ranks. Give all ranks the same number of batches"
                 " (pad the shards, or cut the stream by sf.data.OwnExamples and drop_last=True); or end each pass with"

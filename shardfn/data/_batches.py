@@ -21,8 +21,7 @@ from torch import Tensor
 
 from shardfn.core import chunk_bounds
 
-from ._digest import digest_bytes, sampled_rows
-from ._permute import permute, shuffled
+from ._permute import digest_bytes, permute, sampled_rows, shuffled
 
 
 @runtime_checkable

@@ -14,11 +14,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int64
 
-from shardfn.core import Mesh, PyTree, chunk_bounds, raise_all
+from shardfn import core
 
 from ._collate import first_rows
-from ._digest import digest_examples
-from ._permute import shuffled
+from ._permute import digest_examples, shuffled
 
 ENDLESS = 1 << 62
 
@@ -66,7 +65,7 @@ class BatchRamp:
 
     def __post_init__(self) -> None:
         wrong = [f"{name} must be at least 1, got {x}." for name, x in dataclasses.asdict(self).items() if x < 1]
-        raise_all(ValueError, "BatchRamp:", wrong)
+        core.raise_all(ValueError, "BatchRamp:", wrong)
 
     def rows_of(self, n: int, batch_size: int) -> tuple[int, int]:
         """Returns the first row of batch n, and the number of rows.
@@ -125,7 +124,7 @@ class ExampleBatches:
 
     examples: Examples
     batch_size: int
-    collate: Callable[[list[Any]], PyTree]
+    collate: Callable[[list[Any]], core.PyTree]
     seed: int | None = 0
     ramp: BatchRamp | None = None
 
@@ -167,7 +166,7 @@ class ExampleBatches:
         digest = digest_examples(self.examples)
         return {"examples": len(self.examples)} | ({} if digest is None else {"digest": digest}) | ramp
 
-    def __call__(self, n: int, *, rank: int = 0, world: int = 1) -> PyTree:
+    def __call__(self, n: int, *, rank: int = 0, world: int = 1) -> core.PyTree:
         """Returns batch n, or the rows of batch n on rank `rank` of `world`, collated separately.
 
         Args:
@@ -188,11 +187,11 @@ class ExampleBatches:
         """Returns the example of each row number n B + i."""
         return shuffled(rows, len(self.examples), self.seed)
 
-    def iterate(self, first: int, stop: int, *, rank: int = 0, world: int = 1) -> Iterator[PyTree]:
+    def iterate(self, first: int, stop: int, *, rank: int = 0, world: int = 1) -> Iterator[core.PyTree]:
         """Batches `first` to `stop` (exclusive) in order."""
         return (self(n, rank=rank, world=world) for n in range(first, stop))
 
-    def once(self, *, rank: int = 0, world: int = 1) -> Iterator[PyTree]:
+    def once(self, *, rank: int = 0, world: int = 1) -> Iterator[core.PyTree]:
         """Yields every example once, in the order of the first epoch, for evaluation. The last batch may be shorter."""
         size = len(self.examples)
         for first in range(0, size, self.batch_size):
@@ -203,8 +202,8 @@ class ExampleBatches:
             return n * self.batch_size, self.batch_size
         return self.ramp.rows_of(n, self.batch_size)
 
-    def _read_rows(self, first: int, count: int, rank: int, world: int) -> PyTree:
-        lo, hi = chunk_bounds(count, world, rank)
+    def _read_rows(self, first: int, count: int, rank: int, world: int) -> core.PyTree:
+        lo, hi = core.chunk_bounds(count, world, rank)
         # A rank without rows collates one row and keeps none, to have the names and dtypes.
         rows = np.arange(first + lo, first + hi, dtype=np.int64) if hi > lo else np.array([first], np.int64)
         batch = self.collate([self.examples[int(i)] for i in self.index(rows)])
@@ -230,16 +229,16 @@ class Cursor:
         [20, 30]
     """
 
-    batches: Callable[..., PyTree]
+    batches: Callable[..., core.PyTree]
     stop: int
-    mesh: Mesh | None = None
+    mesh: core.Mesh | None = None
     axes: str | Sequence[str] = "dp"
     next: int = 0
 
     def __iter__(self) -> "Cursor":
         return self
 
-    def __next__(self) -> PyTree:
+    def __next__(self) -> core.PyTree:
         if self.next >= self.stop:
             raise StopIteration
         axes = self.axes if isinstance(self.axes, str) else tuple(self.axes)
@@ -273,7 +272,7 @@ class Cursor:
             for name, x in state.items()
             if name != "next" and mine.get(name) != x
         ]
-        raise_all(ValueError, f"this position in the data is of other batches. {_REMEDY}", differ)
+        core.raise_all(ValueError, f"this position in the data is of other batches. {_REMEDY}", differ)
         missing = [name for name in self._source_fingerprint() if name not in state]
         if missing:
             warnings.warn(

@@ -23,9 +23,8 @@ from jaxtyping import Int64
 from shardfn.core import PyTree, raise_all
 
 from ._batches import Batches
-from ._digest import digest_examples
 from ._examples import ENDLESS, BatchRamp, ExampleBatches, Examples
-from ._permute import permute, shuffled
+from ._permute import digest_examples, permute, shuffled
 
 BLOCK = 1 << 16
 
@@ -142,7 +141,7 @@ class Mixture:
 
     @functools.cached_property
     def _examples(self) -> dict[str, Examples]:
-        return {name: _Windows(x) if isinstance(x, Batches) else x for name, x in self.sources.items()}
+        return {name: _TokenWindows(x) if isinstance(x, Batches) else x for name, x in self.sources.items()}
 
     @functools.cached_property
     def _block_counts(self) -> tuple[int, ...]:
@@ -195,7 +194,7 @@ def _order_block(
     return sources, before
 
 
-class _Windows:
+class _TokenWindows:
     """Windows of tokens as examples."""
 
     def __init__(self, batches: Batches) -> None:

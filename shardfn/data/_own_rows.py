@@ -10,7 +10,7 @@ from shardfn.core import chunk_bounds
 from ._collate import first_rows
 
 
-def own_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataLoader[Any]:
+def shard_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataLoader[Any]:
     """Returns a loader like `loader`, for the rows of each batch on rank `rank` of `world`.
 
     `loader` is the loader for a single device, with global batches. The batches of all ranks, in order, concatenate to
@@ -31,7 +31,7 @@ def own_rows(loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> DataL
 
     Example:
         >>> loader = DataLoader([*range(5)], batch_size=3)
-        >>> [[x.tolist() for x in own_rows(loader, rank=r, world=2)] for r in (0, 1)]
+        >>> [[x.tolist() for x in shard_rows(loader, rank=r, world=2)] for r in (0, 1)]
         [[[0, 1], [3]], [[2], [4]]]
     """
     batches = _checked_batches(loader, world)
@@ -59,27 +59,27 @@ def _checked_batches(loader: DataLoader[Any], world: int) -> Any:
     """Returns the loader's batches of indices, if each rank can take rows of each batch."""
     if isinstance(loader.dataset, IterableDataset):
         raise TypeError(
-            f"own_rows: {type(loader.dataset).__name__} is an IterableDataset, whose examples have no numbers. Cut the"
-            " stream before batches are made of it: sf.data.OwnExamples(dataset, rank=, world=). One of Hugging Face by"
-            " datasets.distributed.split_dataset_by_node. Then sf.data.Stream(loader, mesh)."
+            f"shard_rows: {type(loader.dataset).__name__} is an IterableDataset, whose examples have no numbers. Cut"
+            " the stream before batches are made of it: sf.data.OwnExamples(dataset, rank=, world=). One of Hugging"
+            " Face by datasets.distributed.split_dataset_by_node. Then sf.data.Stream(loader, mesh)."
         )
     batches = loader.batch_sampler
     if batches is None:
-        raise TypeError("own_rows: the loader has batch_size=None, and so no batches to cut. Give it a batch_size.")
+        raise TypeError("shard_rows: the loader has batch_size=None, and so no batches to cut. Give it a batch_size.")
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 and world > 1:
         raise ValueError(
-            f"own_rows: the loader's DistributedSampler gives each of num_replicas={sampler.num_replicas} ranks its own"
-            f" examples already, and own_rows would keep 1/{world} of those: the others would never be read. Pass a"
-            " loader of the global batches, without sampler= (shuffle=True, generator=torch.Generator().manual_seed("
-            "seed)), or leave own_rows out and pass this loader's batches to the step."
+            f"shard_rows: the loader's DistributedSampler gives each of num_replicas={sampler.num_replicas} ranks its"
+            f" own examples already, and shard_rows would keep 1/{world} of those: the others would never be read. Pass"
+            " a loader of the global batches, without sampler= (shuffle=True, generator=torch.Generator().manual_seed("
+            "seed)), or leave shard_rows out and pass this loader's batches to the step."
         )
     # A StatefulDataLoader seeds an internal sampler from the global seed.
     random = isinstance(sampler, RandomSampler) and sampler.generator is None
     random |= type(sampler).__module__.startswith("torchdata.") and hasattr(sampler, "replacement")
     if world > 1 and random and loader.generator is None:
         raise ValueError(
-            "own_rows: the loader shuffles by torch's global seed, by which ranks may differ: pass"
+            "shard_rows: the loader shuffles by torch's global seed, by which ranks may differ: pass"
             " DataLoader(..., generator=torch.Generator().manual_seed(seed)), the same seed on all ranks."
         )
     return batches

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardfn.collectives import axis_size, pmax, psum
 from shardfn.core import Axes, explains_keywords, raise_all
 from shardfn.engine import WeightedMean
-from shardfn.nn import own_range
+from shardfn.nn import rank_range
 
 Direction = Literal["forward", "reverse", "jensen"]
 
@@ -158,7 +158,7 @@ def _check_block(classes: int, axis: Axes, vocab_size: int | None) -> None:
             f"distill.logits(axis={axis!r}): vocab_size is missing, got {classes} classes of this rank; pass the number"
             " of all classes."
         )
-    start, stop = own_range(vocab_size, axis)
+    start, stop = rank_range(vocab_size, axis)
     if classes != stop - start:
         raise ValueError(
             f"distill.logits(axis={axis!r}, vocab_size={vocab_size}): got {classes} classes, and this rank's are"

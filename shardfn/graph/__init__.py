@@ -18,7 +18,7 @@ from ._donate import donate as donate
 # Values and ops.
 from ._values import phases_of as phases_of, storage_of as storage_of, tensors_in as tensors_in, where_of as where_of
 from ._op import Op as Op
-from ._ops import OPS as OPS, known_op as known_op, op_of as op_of
+from ._ops import OPS as OPS, find_op as find_op, op_of as op_of
 from ._loops import (
     Body as Body,
     LoopMark as LoopMark,
@@ -79,7 +79,7 @@ from ._forms import (
     multiple_of as multiple_of,
     whole as whole,
 )
-from ._einsum_rules import sent_along as sent_along
+from ._einsum_rules import convert_form as convert_form
 from ._view_rules import whole_look as whole_look
 
 # Back ends.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from shardfn.collectives import Cuts, Packing, Sizes, Stretch, as_runs
+from shardfn import collectives
 
 from ._edit import call, reorder_graph, revalue
 from ._hazards import Memory, dependences, dependents, legal_order, ready_after
@@ -262,24 +262,28 @@ def _replace_members(starts: Sequence[Node], waits: Sequence[Node], values: list
     return values
 
 
-def _member_sizes(starts: Sequence[Node]) -> tuple[Sizes, ...]:
+def _member_sizes(starts: Sequence[Node]) -> tuple[collectives.Sizes, ...]:
     """Returns the number of elements of each rank's block for each member."""
     rows: list[Any] = [s.args[1] for s in starts]
-    return tuple(row if isinstance(row, Sizes) else Sizes(as_runs(row)) for row in rows)
+    return tuple(
+        row if isinstance(row, collectives.Sizes) else collectives.Sizes(collectives.as_runs(row)) for row in rows
+    )
 
 
 @functools.lru_cache(maxsize=256)  # layers are equal
-def _pack_blocks(sizes: tuple[Sizes, ...]) -> tuple[Sizes, list[Stretch]]:
+def _pack_blocks(sizes: tuple[collectives.Sizes, ...]) -> tuple[collectives.Sizes, list[collectives.Stretch]]:
     """Returns the layout of the merged message: elements by rank, and runs of ranks with equal blocks."""
-    leaves: list[Cuts] = []
+    leaves: list[collectives.Cuts] = []
     for row in sizes:
         ends = [0, *itertools.accumulate(row)]
-        leaves.append(Cuts(torch.Size([ends[-1]]), 0, tuple(itertools.pairwise(ends))))
-    packing = Packing(leaves)
-    return Sizes(as_runs(packing.sizes)), packing.runs
+        leaves.append(collectives.Cuts(torch.Size([ends[-1]]), 0, tuple(itertools.pairwise(ends))))
+    packing = collectives.Packing(leaves)
+    return collectives.Sizes(collectives.as_runs(packing.sizes)), packing.runs
 
 
-def _split_segments(graph: Graph, whole: Node, sizes: tuple[Sizes, ...]) -> list[tuple[Node, int, tuple[int, ...]]]:
+def _split_segments(
+    graph: Graph, whole: Node, sizes: tuple[collectives.Sizes, ...]
+) -> list[tuple[Node, int, tuple[int, ...]]]:
     """Returns the part of the merged value that comes from each run of ranks."""
     out: list[tuple[Node, int, tuple[int, ...]]] = []
     begin = 0
@@ -307,7 +311,7 @@ def _member_columns(
         return parts[0] if len(parts) == 1 else call(graph, _aten.cat.default, (parts,), like=wait)
 
 
-def _interleave_blocks(graph: Graph, flats: Sequence[Any], sizes: tuple[Sizes, ...], like: Node) -> Node:
+def _interleave_blocks(graph: Graph, flats: Sequence[Any], sizes: tuple[collectives.Sizes, ...], like: Node) -> Node:
     """Returns the members' blocks for each rank side by side."""
     begins, parts = [0] * len(flats), list[Node]()
     for _, count, row in _pack_blocks(sizes)[1]:

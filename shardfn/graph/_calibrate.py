@@ -196,16 +196,16 @@ def peak_flops(
     """
     device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    known = known_device(name)
+    known = find_device(name)
     rates = {} if known is None else DEVICES[known].device.flops
     return rates.get(dtype_name(dtype)) or measure_rate(dtype, device, seconds)
 
 
-def known_device(name: str) -> str | None:
+def find_device(name: str) -> str | None:
     """Returns the entry of `DEVICES` for a driver's name of a device, or None if the device is not listed.
 
     Example:
-        >>> known_device("NVIDIA H100 80GB HBM3"), known_device("NVIDIA T4")
+        >>> find_device("NVIDIA H100 80GB HBM3"), find_device("NVIDIA T4")
         ('h100', None)
     """
     return next((entry for pattern, entry in _NAMES.items() if re.search(pattern, name)), None)

@@ -11,7 +11,7 @@ from shardfn._torch import OpOverload
 
 from ._edit import abstract_value, reorder_graph, revalue
 from ._hazards import Memory, is_stop
-from ._ops import known_op
+from ._ops import find_op
 from ._transfers import is_gather
 from ._values import tensors_of
 
@@ -140,7 +140,7 @@ def in_place_twin(node: Node) -> Any:
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return None
     if target.namespace == "shardfn_kernels":
-        return known_op(target).in_place
+        return find_op(target).in_place
     if target.namespace != "aten":
         return None
     name, overload = target._schema.name.removeprefix("aten::"), target._overloadname

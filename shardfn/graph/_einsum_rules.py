@@ -156,7 +156,7 @@ def label_all_but(dims: Callable[[OpUse], Sequence[int]]) -> Callable[[OpUse], L
 # Sharding rules of transfers along another axis. For this axis, such a transfer leaves most dims unchanged.
 
 
-def sent_along(x: Any, axis: str, before: Any, after: Any, shape: Any) -> Any:
+def convert_form(x: Any, axis: str, before: Any, after: Any, shape: Any) -> Any:
     """Target of a node: a value of this `shape` goes from form to form along an axis outside of this graph.
 
     A graph's arguments are plain: forms are tuples here.

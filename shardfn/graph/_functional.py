@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from ._loops import loop_input
 from ._op import by_identity
-from ._ops import known_op
+from ._ops import find_op
 from ._values import where_of
 
 _ATEN = torch.ops.aten
@@ -63,7 +63,7 @@ class _Walk:
         called = node.op == "call_function"
         at = viewed(node.target) if called else None
         parent = None if at is None else self._tensor_of(node.args[at])
-        written = self._tensor_of(node.args[0]) if called and known_op(node.target).writes else None
+        written = self._tensor_of(node.args[0]) if called and find_op(node.target).writes else None
         for given in list(node.all_input_nodes):
             now = self._value_at(given, node)
             if now is not given:
@@ -194,7 +194,7 @@ class _Walk:
 @by_identity
 def viewed(target: Any) -> int | None:
     """Returns the argument that the results of an op are views of, or None if the results are no views."""
-    row = known_op(target)
+    row = find_op(target)
     if row.views is not None or row.writes:
         return row.views
     if target is operator.getitem:
@@ -213,7 +213,7 @@ def functional(node: Node) -> Any:
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     made = found(*args, **kwargs)
     same = isinstance(made, Tensor) and made.shape == val.shape
-    return found if same and len(known_op(node.target).writes) == 1 else None
+    return found if same and len(find_op(node.target).writes) == 1 else None
 
 
 @by_identity

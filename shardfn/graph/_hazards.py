@@ -26,7 +26,7 @@ from shardfn._torch import OpOverload
 
 from ._moves import is_fetch
 from ._op import by_identity
-from ._ops import PSUM_SCATTER, SENT, WAIT, known_op, op_of
+from ._ops import PSUM_SCATTER, SENT, WAIT, find_op, op_of
 from ._transfers import is_gather, is_message, is_start, is_wait, start_of
 from ._values import tensors_of, written_by
 
@@ -208,7 +208,7 @@ _NEVER = _Acts(waits=False, may_view=False, writes=False)
 
 @by_identity
 def _acts_of(target: Any) -> _Acts:
-    op = known_op(target)
+    op = find_op(target)
     moves = op.channel or op.move is not None or op.waits
     looks = isinstance(target, OpOverload) and not moves and not target._schema.is_mutable
     return _Acts(op.waits, looks or target is operator.getitem, bool(op.writes))
@@ -357,7 +357,7 @@ def is_copy(node: Node) -> bool:
 
 @by_identity
 def _turn_of(target: Any) -> tuple[int, ...]:
-    op = known_op(target)
+    op = find_op(target)
     if op.channel == "gather":
         return (_GATHER,)
     if op.channel == "reduce":

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardfn._torch import FakeTensorMode, TracingContext, dynamo_counters, inductor, tracing
-from shardfn.core import one_tracing
+from shardfn.core import serialize_tracing
 from shardfn.kernels import num_processors
 
 from ._ops import op_of
@@ -220,7 +220,10 @@ def _use_compiler() -> Iterator[None]:
     config, AsyncCompile = inductor("config"), inductor("async_compile").AsyncCompile  # a class
     cores = num_processors()
     under_way: list[tuple[Any, dict[str, Any]]] = []
-    with one_tracing(), config.patch(_SETTINGS | {"compile_threads": max(1, min(cores, config.compile_threads or 1))}):
+    with (
+        serialize_tracing(),
+        config.patch(_SETTINGS | {"compile_threads": max(1, min(cores, config.compile_threads or 1))}),
+    ):
         # The wait for a region's code comes after the last region has been lowered. Only a single thread at a time is
         # here.
         wait = AsyncCompile.wait

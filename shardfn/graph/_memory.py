@@ -356,7 +356,7 @@ def _format_mib(nbytes: int) -> str:
 
 
 def _kinds_of(blocks: Sequence[Block], moves: Sequence[Transfer], phases: Mapping[Node, str]) -> list[str]:
-    gathered, summed = _moved_nodes(moves)
+    gathered, summed = _transferred_nodes(moves)
     return [_kind_of(b, gathered, summed, phases) for b in blocks]
 
 
@@ -382,7 +382,7 @@ def _kind_by_use(made: str, used: set[str]) -> str:
     return "other" if "output" in used else "temporaries"
 
 
-def _moved_nodes(moves: Sequence[Transfer]) -> tuple[set[Node], set[Node]]:
+def _transferred_nodes(moves: Sequence[Transfer]) -> tuple[set[Node], set[Node]]:
     """Returns the nodes that show gathered values, and the nodes that show sums over ranks or parts of sums."""
     gathered, summed = set[Node](), set[Node]()
     for move in moves:

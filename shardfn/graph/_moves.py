@@ -73,7 +73,7 @@ def crossing(start: Node) -> Crossing:
     return found
 
 
-def moved_bytes(start: Node) -> int:
+def transferred_bytes(start: Node) -> int:
     """Returns the bytes that a move moves."""
     move = crossing(start)
     source: Any = start if move.carried is None else start.args[move.carried]
@@ -96,4 +96,4 @@ def made_bytes(node: Node, x: Tensor) -> int:
 def _move_of(node: Node, phase: str) -> MemoryMove:
     src, dst, _ = crossing(node)
     wait = next((u for u in node.users if op_of(u).waits), None)
-    return MemoryMove(node, wait, src, dst, moved_bytes(node), phase, where_of(node))
+    return MemoryMove(node, wait, src, dst, transferred_bytes(node), phase, where_of(node))

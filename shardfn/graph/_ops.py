@@ -44,15 +44,15 @@ def op_of(node: Node) -> Op:
         >>> op_of(x) == Op(), op_of(graph.call_function(torch.ops.aten.relu_.default, (x,))).writes
         (True, ((0, 'self'),))
     """
-    return known_op(node.target) if node.op == "call_function" else _NONE
+    return find_op(node.target) if node.op == "call_function" else _NONE
 
 
 @by_identity
-def known_op(target: Any) -> Op:
+def find_op(target: Any) -> Op:
     """Returns the facts about an op, or about another function.
 
     Example:
-        >>> known_op(torch.ops.aten.mm.default).flops is formulas.product, known_op(torch.ops.aten.t.default).views
+        >>> find_op(torch.ops.aten.mm.default).flops is formulas.product, find_op(torch.ops.aten.t.default).views
         (True, 0)
     """
     packet = getattr(target, "overloadpacket", target)

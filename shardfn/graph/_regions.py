@@ -73,7 +73,7 @@ def cut(gm: GraphModule, *, min_nodes: int = 2, min_bytes: int = 1 << 16) -> lis
         ['x_1', 2, 'mm', 2, 'output']
     """
     # A single pass, in the graph's order: a group may be joined until a node that stays in place needs the group.
-    groups = _Groups(gm)
+    groups = _NodeGroups(gm)
     for node in gm.graph.nodes:
         groups.take(node)
     return _sort_steps(groups, min_nodes, min_bytes)
@@ -177,7 +177,7 @@ class _Group:
         self.slot: int | None = None
 
 
-class _Groups:
+class _NodeGroups:
     """Takes the nodes one by one, and assigns each to a group."""
 
     def __init__(self, gm: GraphModule) -> None:
@@ -257,7 +257,7 @@ class _Groups:
             # The node overwrites an input of the group, or needs values of the group: the group runs directly before.
             if unknown or id(group) in needed or not storages.isdisjoint(group.reads):
                 self._close_group(group, at)
-        growth = [max(0, self._held_growth(group, at)) for group in self.open]
+        growth = [max(0, self._live_growth(group, at)) for group in self.open]
         if any(growth) and self.live.at[at] + sum(growth) > self.live.peak:
             for group, more in zip(list(self.open), growth, strict=True):
                 if more:
@@ -268,7 +268,7 @@ class _Groups:
         group.slot = at
         self.open.remove(group)
 
-    def _held_growth(self, group: _Group, at: int) -> int:
+    def _live_growth(self, group: _Group, at: int) -> int:
         """Returns the additional bytes alive at `at` if the group runs after `at`."""
         kept = sum(self.live.size[s] for s in group.reads if self.live.last[s] < at)
         made = {s for node in group.nodes for s in _storages_of(node)}
@@ -278,7 +278,7 @@ class _Groups:
 # From groups to the list of steps.
 
 
-def _sort_steps(groups: _Groups, min_nodes: int, min_bytes: int) -> list[Node | Region]:
+def _sort_steps(groups: _NodeGroups, min_nodes: int, min_bytes: int) -> list[Node | Region]:
     timed: list[tuple[float, Node | Region]] = [(groups.index[node], node) for node in groups.fixed]
     for group in groups.all:
         region = _make_region(group)

@@ -88,7 +88,7 @@ class Replay:
         self.activations = self._find_activations()
         self.late_uses = {n: found for n in memory.order if (found := self._late_uses(n))}
         self.needs = {n: needed_by(n) for n in memory.order}
-        self.held = {n: self._held_memories(n) for n in memory.order}
+        self.held = {n: self._live_memories(n) for n in memory.order}
         self._chains: dict[int, Chain | None] = {}
         self._number = value_numbers(memory)
         self._twins: dict[int, list[Node]] = {}
@@ -186,7 +186,7 @@ class Replay:
         early = [a for a in node.all_input_nodes if self.phases[a] == "forward"]
         return [a for a in early if any(m in self.activations for m in self.memory.shown(a))]
 
-    def _held_memories(self, node: Node) -> set[int]:
+    def _live_memories(self, node: Node) -> set[int]:
         shown = {m for a in (node, *self.needs[node]) for m in self.memory.shown(a)}
         return shown - self.memory.given
 

@@ -82,7 +82,7 @@ def _is_cheap(node: Node, memory: Memory) -> bool:
     if not op.casts:
         return False
     source = node.all_input_nodes[0]
-    return _is_given(source, memory) or _held_bytes(source, memory) < _held_bytes(node, memory)
+    return _is_given(source, memory) or _resident_bytes(source, memory) < _resident_bytes(node, memory)
 
 
 def _is_given(node: Node, memory: Memory) -> bool:
@@ -91,7 +91,7 @@ def _is_given(node: Node, memory: Memory) -> bool:
     return node.op == "placeholder"
 
 
-def _held_bytes(node: Node, memory: Memory) -> int:
+def _resident_bytes(node: Node, memory: Memory) -> int:
     return sum(memory.sizes[m] for m in memory.shown(node))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from shardfn.collectives import pmax, psum, pvary
+from shardfn import collectives
 from shardfn.kernels import KERNELS
 
 from . import _einsum_rules as einsum
@@ -72,9 +72,9 @@ RULES: dict[Any, Rule] = {
     **_rules_for("_softmax _log_softmax", sums.shard_softmax),
     _ATEN.nll_loss_forward: sums.shard_nll,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: sums.shard_attention,
-    einsum.sent_along: rule_of_labels(einsum.label_sent),
-    **dict.fromkeys((psum, pvary), rule_of_labels(einsum.label_unary)),  # those of another axis
-    pmax: POINTWISE,
+    einsum.convert_form: rule_of_labels(einsum.label_sent),
+    **dict.fromkeys((collectives.psum, collectives.pvary), rule_of_labels(einsum.label_unary)),  # those of another axis
+    collectives.pmax: POINTWISE,
     **_rules_for(
         "zeros ones full arange scalar_tensor empty eye new_zeros new_ones new_full new_empty", shapes.shard_constant
     ),

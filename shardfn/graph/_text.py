@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 from shardfn.core import dtype_name
 
-from ._moves import crossing, is_move, moved_bytes
+from ._moves import crossing, is_move, transferred_bytes
 from ._transfers import Transfer, is_message, is_wait, start_of, transfers
 from ._values import part_of, phases_of, tensors_of, where_of
 
@@ -63,7 +63,7 @@ def _right_side(node: Node, moves: dict[Node, Transfer]) -> str:
         return _format_move(node, moves[node])
     if is_move(node):
         src, dst, _ = crossing(node)
-        return f"start {src} -> {dst}({_format_value(tuple(node.all_input_nodes))}) {moved_bytes(node)} bytes"
+        return f"start {src} -> {dst}({_format_value(tuple(node.all_input_nodes))}) {transferred_bytes(node)} bytes"
     if is_wait(node) and start_of(node) in moves:
         move = moves[start_of(node)]
         if is_message(move.node):

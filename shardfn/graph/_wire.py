@@ -39,7 +39,7 @@ def _drop_ones(axes: str, meta: Mapping[str, Any]) -> str:
     return ",".join(a for a in axes.split(",") if shape.get(a, 2) > 1)
 
 
-def _sent_gather(own: Any, sizes: Any, axes: str, meta: Mapping[str, Any]) -> Sent:
+def _gather_traffic(own: Any, sizes: Any, axes: str, meta: Mapping[str, Any]) -> Sent:
     x, n = _tensor_of(own), len(sizes)
     axes = _drop_ones(axes, meta)
     return Sent("all_gather", axes, n, num_bytes(x) * (n - 1), x.dtype, tuple(sizes), f"gather {axes}")
@@ -47,12 +47,12 @@ def _sent_gather(own: Any, sizes: Any, axes: str, meta: Mapping[str, Any]) -> Se
 
 def all_gather(node: Node, meta: Mapping[str, Any]) -> Sent:
     own, sizes, axes = node.args[:3]
-    return _sent_gather(own, sizes, str(axes), meta)
+    return _gather_traffic(own, sizes, str(axes), meta)
 
 
 def all_gather_into(node: Node, meta: Mapping[str, Any]) -> Sent:
     _, own, sizes, axes = node.args[:4]
-    return _sent_gather(own, sizes, str(axes), meta)
+    return _gather_traffic(own, sizes, str(axes), meta)
 
 
 def psum_scatter(node: Node, meta: Mapping[str, Any]) -> Sent:

@@ -182,7 +182,7 @@ class EngineCore:
             raise RuntimeError("this engine is closed. Make another one.")
 
     def _run_step(self) -> list[Token]:
-        drawn = self._drawn_tokens
+        drawn = self._tokens_in_flight
         events, self._events, self._adding = [*self._events, *self._find_stops(drawn)], [], {}
         for x in self._hooks:
             x.before(self._state)
@@ -211,7 +211,7 @@ class EngineCore:
             x.ran(plan, self._results)
 
     @property
-    def _drawn_tokens(self) -> list[int]:
+    def _tokens_in_flight(self) -> list[int]:
         """Returns the tokens of the plan in flight."""
         return [] if self._results is None else self._results.tokens
 

@@ -126,7 +126,7 @@ class Moments:
         return self._sums.pop(name) / self._counts[name] if name in self._sums else None
 
 
-class _Site(NamedTuple):
+class _WeightSite(NamedTuple):
     """A weight: a leaf, or one layer of a stacked leaf."""
 
     name: str
@@ -138,7 +138,7 @@ class _Site(NamedTuple):
 
 def _find_sites(
     paths: Sequence[str], leaves: Sequence[Tensor], linear: Mapping[str, Linear], policy: QuantizationPolicy
-) -> Iterator[_Site]:
+) -> Iterator[_WeightSite]:
     """Yields the weights that have codes by the policy and none yet, in the order of layers.
 
     Raises:
@@ -158,16 +158,16 @@ def _find_sites(
     for name, sizes in linear.items():
         quantization, (i, layer) = find_quantization(policy, name), places[name]
         if quantization is not None and leaves[i].is_floating_point():
-            yield _Site(name, i, layer, quantization, sizes)
+            yield _WeightSite(name, i, layer, quantization, sizes)
 
 
 def _split_layers(x: Tensor) -> int:
     return len(x) if x.ndim > 1 else 0
 
 
-def _split_sites(sites: Sequence[_Site]) -> Iterator[list[_Site]]:
+def _split_sites(sites: Sequence[_WeightSite]) -> Iterator[list[_WeightSite]]:
     """Yields the sites whose moments are kept together."""
-    part, size = list[_Site](), 0
+    part, size = list[_WeightSite](), 0
     for site in sites:
         nbytes = 4 * site.sizes.inputs**2
         if part and size + nbytes > TOGETHER:
@@ -185,7 +185,7 @@ def _run_row(decoder: Decoder, served: PyTree, tokens: list[int], moments: Momen
     decoder.outputs(served, tokens_T, at_T, at_T[-1:], bodies, cast(LowRank, moments))
 
 
-def _fit_weight(site: _Site, weight: Tensor, moments: Tensor | None) -> None:
+def _fit_weight(site: _WeightSite, weight: Tensor, moments: Tensor | None) -> None:
     """Writes the fitted values of a weight in place.
 
     The inputs behind the last whole group are rounded, with zeros to the end of their group, as served.

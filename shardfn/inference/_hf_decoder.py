@@ -32,13 +32,13 @@ from shardfn.core import (
     raise_all,
 )
 from shardfn.modules import (
+    AttentionScores,
     DecodingFunction,
     ExactRows,
     InputUses,
     PackedWeight,
     RowEdge,
     SameInput,
-    Scores,
     WeightUses,
     decoding,
 )
@@ -186,7 +186,7 @@ def _measure_shape(function: DecodingFunction) -> _Shape:
     """
     shape = _Shape(uses=WeightUses(function.params))
 
-    def attend_probe(scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_probe(scores: AttentionScores, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape.kv.append((scores.layer, k.shape[2], k.shape[3]))
         return torch.zeros_like(q)
 
@@ -302,7 +302,12 @@ def _round_weight(x: Tensor, flip: bool, quantization: kernels.Quantization) -> 
 
 
 def _attend_heads(
-    bodies: Sequence[nn.AttentionBackend], axis: Axes, scores: Scores, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor
+    bodies: Sequence[nn.AttentionBackend],
+    axis: Axes,
+    scores: AttentionScores,
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGK: Tensor,
 ) -> Tensor:
     """Returns the attention of this rank's heads, or of all heads if the layer has all heads."""
     body = bodies[scores.layer]

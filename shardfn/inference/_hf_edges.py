@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardfn.modules import DecodingFunction, ExactRows, RowEdge, Scores
+from shardfn.modules import AttentionScores, DecodingFunction, ExactRows, RowEdge
 
 _LOG = logging.getLogger("shardfn.inference")
 _KINDS = {"colwise": RowEdge.ENTER, "rowwise": RowEdge.LEAVE}
@@ -56,7 +56,7 @@ def edges_of(function: DecodingFunction, linear: Mapping[str, bool], key_heads: 
 
 
 @dataclass
-class _Part:
+class _RankPart:
     """One of several ranks: its part of each value, and the values of a forward on one device, in order."""
 
     rank: int
@@ -76,7 +76,7 @@ class _Forward:
     function: DecodingFunction
     linear: Mapping[str, bool]
     edges: Mapping[str, RowEdge]
-    part: _Part | None = None
+    part: _RankPart | None = None
     left: list[Tensor] = field(default_factory=list)  # inputs of layers that lead out
 
     def __call__(self) -> Tensor:
@@ -111,7 +111,7 @@ def _list_problems(
     whole = _Forward(function, linear, edges)
     logits = whole()
     for rank in range(ranks):
-        part = _Part(rank, ranks, iter(whole.left))
+        part = _RankPart(rank, ranks, iter(whole.left))
         try:
             same = torch.equal(_Forward(function, linear, edges, part)(), logits)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -121,7 +121,7 @@ def _list_problems(
             yield "a rank has other logits"
 
 
-def _attend_stand_in(scores: Scores, q_1THK: Tensor, k_1TGK: Tensor, v_1TGK: Tensor) -> Any:
+def _attend_stand_in(scores: AttentionScores, q_1THK: Tensor, k_1TGK: Tensor, v_1TGK: Tensor) -> Any:
     """Returns, in place of attention, a function of the same heads."""
     del scores
     return q_1THK + (k_1TGK - v_1TGK).repeat_interleave(q_1THK.shape[2] // k_1TGK.shape[2], dim=2)

@@ -56,11 +56,11 @@ def make_sequence_layout(
     ) -> Outputs:
         assert low is None, "steps with adapters have the first layout"
         T = len(tokens_T)
-        own_tokens, own_positions = (take_own_block(x, axis, dim=0) for x in (tokens_T, positions_T))
+        rank_tokens, rank_positions = (take_own_block(x, axis, dim=0) for x in (tokens_T, positions_T))
         exchanged = [_HeadExchange(body, axis, T, config.num_heads) for body in bodies]
         gather = functools.partial(all_gather_invariant, axis=axis, dim=0, size=T)
         how: Any = {"gather_tokens": gather, "activations": activations}
-        return Outputs(*gpt.decode(flat, weights, own_tokens, own_positions, rows_R, exchanged, **how))
+        return Outputs(*gpt.decode(flat, weights, rank_tokens, rank_positions, rows_R, exchanged, **how))
 
     return Layout(
         outputs=compute_outputs,

@@ -78,7 +78,7 @@ class StopStringMatcher:
 
 
 @dataclass(slots=True)
-class _Text:
+class _ChoiceText:
     """Text of a single choice: certain up to a stop string that may have begun."""
 
     growing: DecodeStream
@@ -103,7 +103,7 @@ class Texts:
     def __init__(self, detokenizer: Detokenizer | None, make_spelling: Callable[[], Detokenizer] | None = None) -> None:
         self._detokenizer = detokenizer
         self._make_spelling = None if make_spelling is None else functools.cache(make_spelling)
-        self._texts: dict[Choice, _Text] = {}
+        self._texts: dict[Choice, _ChoiceText] = {}
 
     @property
     def hooks(self) -> EngineHooks:
@@ -158,7 +158,9 @@ class Texts:
         if one is None:
             hides = how.skip_special_tokens or self._make_spelling is None
             growing = (self._detokenizer if hides else self._make_spelling()).start(drawn.request.prompt)
-            one = self._texts[name, choice] = _Text(growing, StopStringMatcher(how.stop, include=how.include_stop))
+            one = self._texts[name, choice] = _ChoiceText(
+                growing, StopStringMatcher(how.stop, include=how.include_stop)
+            )
         ends = at + 1 - len(drawn.request.prompt) > how.min_tokens
         hidden = drawn.token in how.stop_tokens and not how.include_stop
         text, found = one.cut.add("" if hidden else one.growing.add(drawn.token), ends=ends)

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from shardfn import core
 from shardfn.collectives import GlobalTensor
-from shardfn.core import PyTree, tree_entries, tree_flatten, tree_leaves, tree_unflatten
 from shardfn.memory import DiskTensor
 from shardfn.optim import AverageParamsState, LookaheadState, MasterState, ScheduleFreeState, schedule_free_eval_params
 from shardfn.state import TrainState, check_alive, check_passed
@@ -47,7 +47,7 @@ def eval_state(state: TrainState) -> TrainState:
     """
     check_passed(state, call="sf.eval_state(state)")
     check_alive(state)
-    nodes = tree_leaves(state.opt_state, is_leaf=lambda x: isinstance(x, _KINDS))
+    nodes = core.tree_leaves(state.opt_state, is_leaf=lambda x: isinstance(x, _KINDS))
     trained = _leaves_by_path(master_params(state))
     found: dict[Any, GlobalTensor] = {}
     for node in nodes:
@@ -58,18 +58,18 @@ def eval_state(state: TrainState) -> TrainState:
             "eval_state: the optimizer averages no parameters; wrap it, as in optim.average_params(optim.adamw(1e-3)),"
             " or evaluate the state itself."
         )
-    leaves, treedef = tree_flatten(state.params)
-    own = [found.get(path) for path in tree_entries(state.params)]
+    leaves, treedef = core.tree_flatten(state.params)
+    own = [found.get(path) for path in core.tree_entries(state.params)]
     to = [x.placement for x in leaves]
     pool = next((x.held.pool for x in leaves if isinstance(x.held, DiskTensor)), None)
     params = reshard([p if x is None else x for p, x in zip(leaves, own, strict=True)], to, pool=pool)
     wide = [x if x is not None and x.dtype != p.dtype else None for p, x in zip(leaves, own, strict=True)]
-    masters = MasterState(tree_unflatten(treedef, wide), ()) if any(x is not None for x in wide) else ()
-    return state._replace(params=tree_unflatten(treedef, params), opt_state=masters)
+    masters = MasterState(core.tree_unflatten(treedef, wide), ()) if any(x is not None for x in wide) else ()
+    return state._replace(params=core.tree_unflatten(treedef, params), opt_state=masters)
 
 
-def _leaves_by_path(tree: PyTree) -> dict[Any, Any]:
-    return dict(zip(tree_entries(tree), tree_leaves(tree), strict=True))
+def _leaves_by_path(tree: core.PyTree) -> dict[Any, Any]:
+    return dict(zip(core.tree_entries(tree), core.tree_leaves(tree), strict=True))
 
 
 def _evaluated_params(node: Any, trained: dict[Any, GlobalTensor]) -> dict[Any, GlobalTensor]:

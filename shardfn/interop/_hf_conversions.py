@@ -71,7 +71,7 @@ class WeightConversion:
         return kinds[:1] == ["MergeModulelist"] and self._list_operations[0].dim == 0 and all(d > 0 for d in dims)
 
     @functools.cached_property
-    def joined(self) -> int | None:
+    def joint_dim(self) -> int | None:
         """Returns the dim of the leaf along which the patterns lie in sequence.
 
         None where the patterns do not lie so.
@@ -135,7 +135,7 @@ class ConvertedArchive(Mapping[str, Kept]):
         if any(lo >= hi for lo, hi in box):
             return torch.empty([hi - lo for lo, hi in box], dtype=kept.dtype)
         experts = slice(*box[0]) if made.by_expert else slice(None)
-        if made.joined is not None:
+        if made.joint_dim is not None:
             parts = _split_box(made, {p: self._archive[names[0]].shape for p, names in made.sources.items()}, box)
             return made.run(lambda pattern, name: self._archive.box(name, parts[pattern]), experts)[name]
         whole = made.run(lambda _, name: self._load_tensor(name), experts)[name]
@@ -247,14 +247,14 @@ def _meta_tensor(archive: Archive | QuantizedArchive, name: str) -> Tensor:
 
 
 def _split_box(made: WeightConversion, shapes: Mapping[str, Sequence[int]], box: Box) -> dict[str, Box]:
-    """Returns the box of each pattern's tensors, of leaves [E, ...] in a row along dim `made.joined`."""
-    assert made.joined is not None
+    """Returns the box of each pattern's tensors, of leaves [E, ...] in a row along dim `made.joint_dim`."""
+    assert made.joint_dim is not None
     out: dict[str, Box] = {}
-    start, (lo, hi) = 0, box[made.joined]
+    start, (lo, hi) = 0, box[made.joint_dim]
     for pattern in (p for p in made.converter.source_patterns if p in shapes):
-        n = shapes[pattern][made.joined - 1]
+        n = shapes[pattern][made.joint_dim - 1]
         own = min(max(lo - start, 0), n), min(max(hi - start, 0), n)
-        out[pattern] = [own if dim == made.joined else b for dim, b in enumerate(box)][1:]
+        out[pattern] = [own if dim == made.joint_dim else b for dim, b in enumerate(box)][1:]
         start += n
     return out
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.core import Draw, raise_all, tree_leaves
+from shardfn import core
 from shardfn.interop.leaves import Archive, ArchiveWriter, WrittenByFirst, gather_layer, gather_leaf
 from shardfn.interop.quantized import QuantizedArchive, open_archive
 from shardfn.kernels import BLOCK_BYTES, GROUP
@@ -93,12 +93,14 @@ def params_of_archive(
     _check_names(archive, table, config, prefix, dtype)
     made: torch.dtype = dtype or archive[prefix(table[0].name)].dtype
 
-    def draw_leaf(row: Row, i: int | None = None) -> Draw:
+    def draw_leaf(row: Row, i: int | None = None) -> core.Draw:
         name = prefix(row.name if i is None else row.name.format(i))
         if isinstance(archive, QuantizedArchive) and name in codes and row.path[-1] != "embed":
             return _draw_blocks(archive, name)
         shape = _leaf_shape(config, row)
-        return Draw(lambda at: _read_block(archive, name, row, shape, at).to(made), shape, made, torch.device("cpu"))
+        return core.Draw(
+            lambda at: _read_block(archive, name, row, shape, at).to(made), shape, made, torch.device("cpu")
+        )
 
     params: dict[str, Any] = {row.path[0]: draw_leaf(row) for row in table if len(row.path) == 1}
     per_block = [row for row in table if len(row.path) == 2]
@@ -157,7 +159,7 @@ def gpt_to_hf(
     first = next(iter(entries.values()))[0]
     text = json.dumps(values | {"dtype": str(first).removeprefix("torch.")}, indent=2)
     with WrittenByFirst(
-        tree_leaves(params),
+        core.tree_leaves(params),
         "interop.gpt_to_hf",
         lambda: ArchiveWriter(directory, entries, file_bytes=file_bytes),
         lambda: (pathlib.Path(directory) / "config.json").write_text(text + "\n"),
@@ -224,7 +226,7 @@ def _read_block(
     return x.contiguous()
 
 
-def _draw_blocks(archive: QuantizedArchive, name: str) -> Draw:
+def _draw_blocks(archive: QuantizedArchive, name: str) -> core.Draw:
     """Returns the blocks of codes of a weight [N, K], uint8, that are read at their use."""
     n, k = archive[name].shape
     size = BLOCK_BYTES[archive.codes[name]]
@@ -236,10 +238,10 @@ def _draw_blocks(archive: QuantizedArchive, name: str) -> Draw:
         return found[:, columns[0] - groups[0] * size :][:, : max(columns) - columns[0]]
 
     shape = n, k // GROUP * size
-    return Draw(read_blocks, shape, torch.uint8, torch.device("cpu"))
+    return core.Draw(read_blocks, shape, torch.uint8, torch.device("cpu"))
 
 
-def _stack_layers(layers: list[Draw]) -> Draw:
+def _stack_layers(layers: list[core.Draw]) -> core.Draw:
     """Returns the layers' leaves as a single leaf. A block is filled layer by layer."""
     like = layers[0]
 
@@ -254,7 +256,7 @@ def _stack_layers(layers: list[Draw]) -> Draw:
         assert out is not None
         return out
 
-    return Draw(read_block, (len(layers), *like.shape), like.dtype, like.device)
+    return core.Draw(read_block, (len(layers), *like.shape), like.dtype, like.device)
 
 
 def _name_prefix(archive: Archive | QuantizedArchive, table: list[Row]) -> Callable[[str], str]:
@@ -278,7 +280,9 @@ def _check_names(
         for name, row in wanted.items()
         if name in archive and archive[name].shape != row.shape
     ]
-    raise_all(ValueError, f"the files of {archive.directory} are not those of the model in its config.json:", problems)
+    core.raise_all(
+        ValueError, f"the files of {archive.directory} are not those of the model in its config.json:", problems
+    )
     dtypes = {archive[name].dtype for name in wanted}
     if dtype is None and len(dtypes) > 1:
         raise ValueError(f"{archive.directory} has tensors of several dtypes, {dtypes}. Pass dtype=.")
@@ -304,4 +308,6 @@ def _check_leaves(leaves: dict[tuple[str, ...], Any], config: gpt.Config, table:
         shapes = {tuple(y.shape) for y in x} if isinstance(x, list) else {None if x is None else tuple(x.shape)}
         if shapes != {shape}:
             problems.append(f"params/{'/'.join(row.path)} is {sorted(map(str, shapes))}, but {shape} by the config")
-    raise_all(ValueError, "gpt_to_hf: these leaves do not fit. Pass the config that they were made with:", problems)
+    core.raise_all(
+        ValueError, "gpt_to_hf: these leaves do not fit. Pass the config that they were made with:", problems
+    )

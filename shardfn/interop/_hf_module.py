@@ -12,16 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardfn.core import (
-    Draw,
-    did_you_mean,
-    frozen,
-    named_buffers,
-    named_parameters,
-    raise_all,
-    state_names,
-    uncompiled,
-)
+from shardfn import core
+from shardfn.core import named_parameters
 from shardfn.interop.leaves import Archive, ArchiveWriter, WrittenByFirst, gather_leaf, parameter_names
 from shardfn.interop.quantized import QuantizedArchive, open_archive
 
@@ -96,15 +88,15 @@ def module_from_hf(
         >>> torch.equal(params["weight"].full(), module.weight)
         True
     """
-    module = uncompiled(module)
+    module = core.uncompiled(module)
     names = parameter_names(module)
     archive, found = _archive_of(module, directory)
-    buffers = {name: x for name, x in named_buffers(module) if name in archive}
+    buffers = {name: x for name, x in core.named_buffers(module) if name in archive}
     shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
     known = {name for every in names.values() for name in every} | buffers.keys()
-    problems = [f"{n} is missing.{did_you_mean(n, archive)}" for n, at in found.items() if at is None]
+    problems = [f"{n} is missing.{core.did_you_mean(n, archive)}" for n, at in found.items() if at is None]
     problems += [
-        f"{n} is left over.{did_you_mean(n, known)}" for n in archive if not (n in known or _is_dropped(module, n))
+        f"{n} is left over.{core.did_you_mean(n, known)}" for n in archive if not (n in known or _is_dropped(module, n))
     ]
     pairs = [(n, archive[at].shape, shapes[n]) for n, at in found.items() if at is not None]
     pairs += [(n, archive[n].shape, tuple(x.shape)) for n, x in buffers.items()]
@@ -115,15 +107,15 @@ def module_from_hf(
     ]
     problems += [
         f"buffer {n} is on meta; make the module under `without_weights()`, which leaves buffers unchanged"
-        for n, x in named_buffers(module)
+        for n, x in core.named_buffers(module)
         if x.is_meta
     ]
-    raise_all(ValueError, f"the files of {archive.directory} do not fit the {type(module).__name__}:", problems)
+    core.raise_all(ValueError, f"the files of {archive.directory} do not fit the {type(module).__name__}:", problems)
     with torch.no_grad():
         for name, x in buffers.items():
             x.copy_(archive.box(name, [(0, n) for n in x.shape]))
     out = {first: _defer_leaf(archive, at, dtype) for first, at in found.items() if at is not None}
-    return {name: x if module.get_parameter(name).requires_grad else frozen(x) for name, x in out.items()}
+    return {name: x if module.get_parameter(name).requires_grad else core.frozen(x) for name, x in out.items()}
 
 
 def file_dtypes(module: nn.Module, directory: str | os.PathLike[str]) -> dict[str, torch.dtype]:
@@ -146,7 +138,7 @@ def file_dtypes(module: nn.Module, directory: str | os.PathLike[str]) -> dict[st
         >>> file_dtypes(module, directory)
         {'weight': torch.bfloat16}
     """
-    archive, found = _archive_of(uncompiled(module), directory)
+    archive, found = _archive_of(core.uncompiled(module), directory)
     return {first: archive[at].dtype for first, at in found.items() if at is not None}
 
 
@@ -192,18 +184,18 @@ def module_to_hf(
         ['bias', 'weight']
     """
     check_tokenizer(tokenizer)
-    module = uncompiled(module)
+    module = core.uncompiled(module)
     shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
-    problems = [f"{n} is missing.{did_you_mean(n, params)}" for n in shapes if n not in params]
-    problems += [f"{n} is no parameter of the module.{did_you_mean(n, shapes)}" for n in params if n not in shapes]
+    problems = [f"{n} is missing.{core.did_you_mean(n, params)}" for n in shapes if n not in params]
+    problems += [f"{n} is no parameter of the module.{core.did_you_mean(n, shapes)}" for n in params if n not in shapes]
     both = [(n, tuple(params[n].shape), shape) for n, shape in shapes.items() if n in params]
     problems += [f"{n} is {here}, but {there} in the module" for n, here, there in both if here != there]
-    kept = set(state_names(module))
-    written = {name: buffers.get(name, x) for name, x in named_buffers(module) if name in kept}
+    kept = set(core.state_names(module))
+    written = {name: buffers.get(name, x) for name, x in core.named_buffers(module) if name in kept}
     problems += [
         f"{n} is a buffer on meta. Pass its value in buffers=" for n, x in written.items() if x.device.type == "meta"
     ]
-    raise_all(ValueError, f"module_to_hf: these are not the parameters of the {type(module).__name__}:", problems)
+    core.raise_all(ValueError, f"module_to_hf: these are not the parameters of the {type(module).__name__}:", problems)
     kinds = dtype if isinstance(dtype, Mapping) else dict.fromkeys(params, dtype)
     leaves = {name: (x, kinds.get(name) or x.dtype) for name, x in params.items()}
     leaves |= {name: (x, x.dtype) for name, x in written.items()}
@@ -239,7 +231,7 @@ def _archive_of(
 ) -> tuple[Archive | QuantizedArchive | ConvertedArchive, dict[str, str | None]]:
     """Returns the tensors of files by the module's names, and each parameter's name in the files."""
     names = parameter_names(module)
-    every_name = {name for every in names.values() for name in every} | {name for name, _ in named_buffers(module)}
+    every_name = {name for every in names.values() for name in every} | {name for name, _ in core.named_buffers(module)}
     archive = as_module(open_archive(directory), module, every_name)
     return archive, {first: next((name for name in every if name in archive), None) for first, every in names.items()}
 
@@ -255,7 +247,9 @@ def _expert_note(archive: Archive | QuantizedArchive | ConvertedArchive, name: s
     return "" if num is None or num == shape[0] else f": the files have {num} experts, and the module {shape[0]}"
 
 
-def _defer_leaf(archive: Archive | QuantizedArchive | ConvertedArchive, name: str, dtype: torch.dtype | None) -> Draw:
+def _defer_leaf(
+    archive: Archive | QuantizedArchive | ConvertedArchive, name: str, dtype: torch.dtype | None
+) -> core.Draw:
     kept = archive[name]
     to = dtype or (torch.float32 if kept.dtype in (torch.bfloat16, torch.float16) else kept.dtype)
 
@@ -264,4 +258,4 @@ def _defer_leaf(archive: Archive | QuantizedArchive | ConvertedArchive, name: st
         box = [s.indices(n)[:2] for s, n in zip((*slices, *rest), kept.shape, strict=True)]
         return archive.box(name, [(lo, max(lo, hi)) for lo, hi in box]).to(to)
 
-    return Draw(read_block, kept.shape, to, torch.device("cpu"))
+    return core.Draw(read_block, kept.shape, to, torch.device("cpu"))

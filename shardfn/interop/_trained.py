@@ -7,24 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardfn.core import (
-    PyTree,
-    did_you_mean,
-    named_buffers,
-    named_leaves,
-    named_parameters,
-    raise_all,
-    tree_entries,
-    tree_leaves,
-    uncompiled,
-)
+from shardfn import core
 from shardfn.interop.leaves import gather_leaf, is_writer, parameter_names
 from shardfn.state import TrainState, check_alive, check_passed, widest
 
 from ._hf_module import module_to_hf
 
 
-def master_params(state: TrainState) -> PyTree:
+def master_params(state: TrainState) -> core.PyTree:
     """Returns the parameters of a state, as master copies where the optimizer keeps them. No leaf is gathered.
 
     Parameters in 16 bits are roundings of the master copies: use the copies to continue elsewhere.
@@ -79,12 +69,12 @@ def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False)
         True
     """
     check_passed(state, module, call="sf.to_module(state, module)")
-    module = uncompiled(module)
+    module = core.uncompiled(module)
     params = master_params(state)
-    names, buffers = parameter_names(module), dict(named_buffers(module))
+    names, buffers = parameter_names(module), dict(core.named_buffers(module))
     changed = _changed_buffers(state, buffers)
-    _check_params(params, {name: tuple(p.shape) for name, p in named_parameters(module)}, type(module).__name__)
-    writes = not rank0_only or is_writer(tree_leaves(params))
+    _check_params(params, {name: tuple(p.shape) for name, p in core.named_parameters(module)}, type(module).__name__)
+    writes = not rank0_only or is_writer(core.tree_leaves(params))
     for name, x in params.items():
         value = gather_leaf(x)
         if writes:
@@ -136,11 +126,11 @@ def export(
         ['bias', 'weight']
     """
     check_passed(state, module, call="sf.export(state, module, directory)")
-    module = uncompiled(module)
+    module = core.uncompiled(module)
     params = master_params(state)
-    shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
+    shapes = {name: tuple(p.shape) for name, p in core.named_parameters(module)}
     _check_params(params, shapes, type(module).__name__)
-    own = _changed_buffers(state, dict(named_buffers(module)))
+    own = _changed_buffers(state, dict(core.named_buffers(module)))
     module_to_hf(module, params, directory, dtype=dtype, file_bytes=file_bytes, buffers=own, tokenizer=tokenizer)
 
 
@@ -157,13 +147,13 @@ def _changed_buffers(state: TrainState, own: Mapping[str, Tensor]) -> dict[str, 
         ValueError: several parts of the model state have a buffer of the same name. The message lists the parts.
     """
     found: dict[str, list[tuple[tuple[Any, ...], str, Any]]] = {}
-    named = named_leaves(state.model_state, "model_state")
-    for entries, (path, x) in zip(tree_entries(state.model_state), named, strict=True):
+    named = core.named_leaves(state.model_state, "model_state")
+    for entries, (path, x) in zip(core.tree_entries(state.model_state), named, strict=True):
         if entries and entries[-1] in own:
             found.setdefault(entries[-1], []).append((entries, path, x))
     nearest = {name: min(len(entries) for entries, _, _ in rows) for name, rows in found.items()}
     found = {name: [row for row in rows if len(row[0]) == nearest[name]] for name, rows in found.items()}
-    raise_all(
+    core.raise_all(
         ValueError,
         "the model state has several values for buffers of the module. Pass a state with the right part of it,"
         " state._replace(model_state=...):",
@@ -172,19 +162,19 @@ def _changed_buffers(state: TrainState, own: Mapping[str, Tensor]) -> dict[str, 
     return {name: rows[0][2] for name, rows in found.items()}
 
 
-def _check_params(params: PyTree, shapes: Mapping[str, tuple[int, ...]], what: str) -> None:
+def _check_params(params: core.PyTree, shapes: Mapping[str, tuple[int, ...]], what: str) -> None:
     if not isinstance(params, Mapping):
         raise ValueError(
             f"the parameters of the state are a {type(params).__name__}, not a dict of names as from_module({what})"
             " gives them; build the step over those."
         )
-    problems = [f"{n} is missing.{did_you_mean(n, list(params))}" for n in shapes if n not in params]
+    problems = [f"{n} is missing.{core.did_you_mean(n, list(params))}" for n in shapes if n not in params]
     problems += [
-        f"{n} is no parameter of the module.{did_you_mean(n, list(shapes))}" for n in params if n not in shapes
+        f"{n} is no parameter of the module.{core.did_you_mean(n, list(shapes))}" for n in params if n not in shapes
     ]
     both = [(n, tuple(params[n].shape), shape) for n, shape in shapes.items() if n in params]
     problems += [f"{n} is {here}, but {there} in the module" for n, here, there in both if here != there]
-    raise_all(ValueError, f"the state is not one of the parameters of the {what}:", problems)
+    core.raise_all(ValueError, f"the state is not one of the parameters of the {what}:", problems)
 
 
 @torch.no_grad()

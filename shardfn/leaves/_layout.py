@@ -67,7 +67,7 @@ class LeafLayout:
         return self.places.compute
 
     @functools.cached_property
-    def own_axes(self) -> tuple[str, ...]:
+    def distinct_axes(self) -> tuple[str, ...]:
         """Returns the axes along which ranks see different elements, so that gradients are not summed over them."""
         return self.apart + self.compute.axes
 
@@ -77,7 +77,7 @@ class LeafLayout:
 
         Along its own ones the loss has added it up.
         """
-        return tuple(a for a in self.places.batch_axes if a not in self.own_axes)
+        return tuple(a for a in self.places.batch_axes if a not in self.distinct_axes)
 
     @functools.cached_property
     def param(self) -> P:
@@ -169,7 +169,7 @@ class LeafLayout:
     @functools.cached_property
     def entry(self) -> Leaf:
         """Returns the leaf as the loss sees it, for the types of a captured step."""
-        return Leaf(self.path, self.own_axes, self.trainable)
+        return Leaf(self.path, self.distinct_axes, self.trainable)
 
     def with_unreduced(self, axes: tuple[str, ...]) -> "LeafLayout":
         """Returns the layout with a gradient that stays a summand along `axes`, which the optimizer reduces."""

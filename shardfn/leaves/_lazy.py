@@ -25,7 +25,7 @@ from shardfn.core import Ambient, MetadataTensor, tree_map
 
 from ._inner_autograd import LeafEnds, gradients, hooks_at_rest
 from ._layout import LeafLayout
-from ._stack_indexing import TAKING, taken_layers
+from ._stack_indexing import TAKING, select_layers
 from ._writes import DATA, Watch, refused_write
 
 LeafSource = Callable[[int], Tensor]
@@ -236,7 +236,7 @@ class LazyLeaf(MetadataTensor):
         if torch.compiler.is_dynamo_compiling():
             graph_break(_DYNAMO)
         if func in TAKING and type(args[0]) is LazyLeaf and args[0]._layers:
-            taken = taken_layers(func, args[0]._layers, *args[1:], **kwargs)
+            taken = select_layers(func, args[0]._layers, *args[1:], **kwargs)
             if isinstance(taken, slice):
                 taken = args[0]._take_layers(taken)
             if taken is not None:

@@ -14,7 +14,7 @@ TAKING: Any = {
 }
 
 
-def taken_layers(func: Any, layers: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
+def select_layers(func: Any, layers: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
     """Returns the layers that `func` takes from a stack, without opening it.
 
     Several as a slice. None for other operations.

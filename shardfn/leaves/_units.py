@@ -126,7 +126,7 @@ def reduce_units(leaves: Sequence[LeafLayout], zero: Zero, mesh: Mesh) -> list[U
 
 def _reduce_key(leaf: LeafLayout) -> tuple[torch.dtype, object]:
     way = leaf.ways.reduce
-    where = leaf.own_axes, leaf.reduce_axes, leaf.extra_axes, leaf.ways.summed.memory_kind
+    where = leaf.distinct_axes, leaf.reduce_axes, leaf.extra_axes, leaf.ways.summed.memory_kind
     return leaf.dtypes.reduce, (leaf.dtypes.accum, way.scatters, way.quantization, *where)
 
 

@@ -1,4 +1,8 @@
-"""LoRA as trees: the leaves that have adapters, their first values and specs, and a loss that uses both.
+"""LoRA as trees: adapters of leaves, losses with adapters, and checkpoints of only adapters.
+
+Checkpoints of only adapters: a state without the frozen model, which can be read from the model's files.
+
+LoRA as trees: the leaves that have adapters, their first values and specs, and a loss that uses both.
 
     {"base": the model's parameters, "lora": {path: {"a": [..., r, in], "b": [..., out, r]}}}
 
@@ -19,30 +23,55 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import psum, pvary
-from shardfn.core import (
-    Draw,
-    P,
-    Placement,
-    PyTree,
-    Quantization,
-    Sharding,
-    broadcast_prefix,
-    explains_keywords,
-    fold_in,
-    load,
-    tree_entries,
-    tree_flatten,
-    tree_unflatten,
-    uniform,
-    zeros,
-)
 from shardfn.engine import Transform
 from shardfn.nn import dropout
-from shardfn.state import encode
+from shardfn.state import TrainState, encode
 
-from ._site import Site, of_pattern, unused
-from ._weight import LowRankWeight
+from ._weight import LowRankWeight, Site, of_pattern, unused
+
+
+def without_base(state: TrainState) -> TrainState:
+    """Returns the part of a state to save: adapters, and the optimizer's state of the adapters.
+
+    Args:
+        state: state of a step over `{"base": ..., "lora": ...}`, with the model frozen.
+
+    Raises:
+        ValueError: the parameters are another tree.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> import shardfn as sf
+        >>> params = {"w": torch.ones(4, 3)}
+        >>> lora = sf.lora.LoRA.of(params, ["w"], rank=2)
+        >>> loss = lora.adapt(lambda p, x: (x @ p["w"].t()).square().mean())
+        >>> step = sf.sharded_step(loss, sf.optim.adamw(1e-3), trainable=lora.trainable)
+        >>> state, _ = step(step.init({"base": params, "lora": lora.init(sf.key(0))}), torch.ones(2, 3))
+        >>> directory = tempfile.mkdtemp()
+        >>> _ = sf.checkpoint.save(directory, without_base(state), step=1)
+        >>> fresh = step.init({"base": params, "lora": lora.init(sf.key(0))})
+        >>> kept = sf.checkpoint.restore(directory, without_base(fresh)).tree
+        >>> state = with_base(kept, fresh.params["base"])
+        >>> int(state.step), sorted(state.params)
+        (1, ['base', 'lora'])
+    """
+    if not isinstance(state.params, dict) or state.params.keys() != {"base", "lora"}:
+        raise ValueError("without_base(state): its parameters are not {'base': ..., 'lora': ...}, as LoRA.adapt takes.")
+    return state._replace(params={"lora": state.params["lora"]})
+
+
+def with_base(state: TrainState, base: core.PyTree) -> TrainState:
+    """Returns a state to train on, from a restored part and the model's leaves of a fresh state.
+
+    Args:
+        state: restored part of a state.
+        base: `params["base"]` of the state that `step.init` made from the model's files.
+    """
+    return state._replace(params={"base": base, **state.params})
+
 
 # Keywords of peft, and the names here.
 _MEANT = {
@@ -103,28 +132,28 @@ class LoRA:
     rslora: bool
     fan_in_fan_out: bool
     sites: Mapping[str, Site]
-    base_specs: PyTree
+    base_specs: core.PyTree
     dora: bool = False
     dropout: float = 0.0
-    quantization: Quantization | None = None
+    quantization: core.Quantization | None = None
 
     @staticmethod
-    @explains_keywords(**_MEANT)
+    @core.explains_keywords(**_MEANT)
     def of(
-        params: PyTree,
+        params: core.PyTree,
         targets: Sequence[str],
         *,
         rank: int = 8,
         alpha: float | None = None,
         rslora: bool = False,
         fan_in_fan_out: bool = False,
-        specs: PyTree = P(),
+        specs: core.PyTree = core.P(),
         rank_pattern: Mapping[str, int] = MappingProxyType({}),
         alpha_pattern: Mapping[str, float] = MappingProxyType({}),
         modules_to_save: Sequence[str] = (),
         dora: bool = False,
         dropout: float = 0.0,
-        quantization: Quantization | None = None,
+        quantization: core.Quantization | None = None,
     ) -> "LoRA":
         """Returns adapters for the leaves with a matching path.
 
@@ -153,8 +182,10 @@ class LoRA:
                 with a side below r. Or a pattern matches no target, or options exclude each other. The message lists
                 all problems.
         """
-        cuts = broadcast_prefix(specs, params, lambda x: isinstance(x, P | Sharding), names=("specs", "params"))
-        paths = [".".join(map(str, e)) for e in tree_entries(params)]
+        cuts = core.broadcast_prefix(
+            specs, params, lambda x: isinstance(x, core.P | core.Sharding), names=("specs", "params")
+        )
+        paths = [".".join(map(str, e)) for e in core.tree_entries(params)]
         default = float(rank if alpha is None else alpha)
         problems = [] if rank >= 1 else [f"rank={rank} is not 1 or more"]
         problems += [
@@ -163,11 +194,13 @@ class LoRA:
             if not any(re.search(t, p) for p in paths)
         ]
         sites = {}
-        for path, entry, x, spec in zip(paths, tree_entries(params), tree_flatten(params)[0], cuts, strict=True):
+        for path, entry, x, spec in zip(
+            paths, core.tree_entries(params), core.tree_flatten(params)[0], cuts, strict=True
+        ):
             low, full = (any(re.search(t, path) for t in found) for found in (targets, modules_to_save))
             if not low and not full:
                 continue
-            cut = spec if isinstance(spec, Sharding) else Sharding(spec)
+            cut = spec if isinstance(spec, core.Sharding) else core.Sharding(spec)
             own = of_pattern(rank_pattern, path, rank), float(of_pattern(alpha_pattern, path, default))
             sites[path] = Site(entry, tuple(x.shape), cut.spec, cut.stacked, *((0, 0.0) if full else own), full)
             problems += [f"{path} is a target, and in modules_to_save; leave it out of one"] if low and full else []
@@ -182,12 +215,14 @@ class LoRA:
             problems.append(f"dropout={dropout} is not in [0, 1)")
         if quantization is not None:
             coded = [
-                dataclasses.replace(cut if isinstance(cut, Sharding) else Sharding(cut), quantization=quantization)
+                dataclasses.replace(
+                    cut if isinstance(cut, core.Sharding) else core.Sharding(cut), quantization=quantization
+                )
                 if p in thin
                 else cut
                 for p, cut in zip(paths, cuts, strict=True)
             ]
-            specs = tree_unflatten(tree_flatten(params)[1], coded)
+            specs = core.tree_unflatten(core.tree_flatten(params)[1], coded)
         if problems:
             some = f" Paths are such as {', '.join(paths[:3])}." if paths else ""
             raise ValueError("\n  - ".join([f"these adapters cannot be made.{some}", *problems]))
@@ -218,12 +253,12 @@ class LoRA:
         return site.alpha / (math.sqrt(site.rank) if self.rslora else site.rank)
 
     @property
-    def trainable(self) -> PyTree:
+    def trainable(self) -> core.PyTree:
         """Returns the mask for `sharded_step`: only adapters are trained."""
         return {"base": False, "lora": True}
 
     @property
-    def specs(self) -> PyTree:
+    def specs(self) -> core.PyTree:
         """Returns the specs for `sharded_step`: adapters are cut like the leaves, except along the rank."""
         return {"base": self.base_specs, "lora": {path: self._cut_site(site) for path, site in self.sites.items()}}
 
@@ -242,7 +277,7 @@ class LoRA:
         return out
 
     def init(
-        self, key: Int64[Tensor, "2"], *, dtype: torch.dtype = torch.float32, params: PyTree = None
+        self, key: Int64[Tensor, "2"], *, dtype: torch.dtype = torch.float32, params: core.PyTree = None
     ) -> dict[str, dict[str, Tensor]]:
         """Draws first values: `a` uniform in +-1 / sqrt(in), `b` zero, so that the model's outputs are unchanged.
 
@@ -257,24 +292,24 @@ class LoRA:
         """
         if params is None and (self.dora or any(site.full for site in self.sites.values())):
             raise ValueError("lora.init(key): dora and modules_to_save start from the model's values. Pass params=.")
-        at = {} if params is None else dict(zip(tree_entries(params), tree_flatten(params)[0], strict=True))
+        at = {} if params is None else dict(zip(core.tree_entries(params), core.tree_flatten(params)[0], strict=True))
         out: dict[str, dict[str, Tensor]] = {}
         for i, (path, shapes) in enumerate(self.shapes.items()):
             if self.sites[path].full:
                 out[path] = {"full": _initial_value(at[self.sites[path].entries]).to(dtype).clone()}
                 continue
             bound = 1 / math.sqrt(shapes["a"][-1])
-            a = uniform(fold_in(key, i), shapes["a"], dtype=dtype, minval=-bound, maxval=bound)
-            out[path] = {"a": a, "b": zeros(shapes["b"], dtype=dtype, device=key.device)}
+            a = core.uniform(core.fold_in(key, i), shapes["a"], dtype=dtype, minval=-bound, maxval=bound)
+            out[path] = {"a": a, "b": core.zeros(shapes["b"], dtype=dtype, device=key.device)}
             if self.dora:
                 w = _initial_value(at[self.sites[path].entries]).to(dtype)
-                w = load(encode(w, Placement(dtype=w.dtype, quantization=self.quantization)))
+                w = core.load(encode(w, core.Placement(dtype=w.dtype, quantization=self.quantization)))
                 out[path]["m"] = torch.linalg.vector_norm(w, dim=-2 if self.fan_in_fan_out else -1)
         return out
 
     def apply(
-        self, params: PyTree, adapters: PyTree, key: Tensor | None = None, index_B: Tensor | None = None
-    ) -> PyTree:
+        self, params: core.PyTree, adapters: core.PyTree, key: Tensor | None = None, index_B: Tensor | None = None
+    ) -> core.PyTree:
         """Returns parameters for a model, with `LowRankWeight`s at leaves with an adapter. For use inside a loss.
 
         Args:
@@ -287,7 +322,7 @@ class LoRA:
             ValueError: the adapters belong to other leaves.
         """
         self._check_adapters(adapters)
-        (leaves, treedef), at = tree_flatten(params), {e: i for i, e in enumerate(tree_entries(params))}
+        (leaves, treedef), at = core.tree_flatten(params), {e: i for i, e in enumerate(core.tree_entries(params))}
         _warn_of_trained([path for path, site in self.sites.items() if leaves[at[site.entries]].requires_grad])
         for number, (path, site) in enumerate(self.sites.items()):
             i = at[site.entries]
@@ -297,8 +332,8 @@ class LoRA:
                 continue
             leaves[i] = self._low_rank_weight(w, own, path)
             if self.dropout and key is not None:
-                leaves[i].drop = _make_dropout(self.dropout, fold_in(key, number), index_B)
-        return tree_unflatten(treedef, leaves)
+                leaves[i].drop = _make_dropout(self.dropout, core.fold_in(key, number), index_B)
+        return core.tree_unflatten(treedef, leaves)
 
     def adapt(self, f: Callable[..., Any], index: Callable[[Any], Tensor] | None = None) -> Callable[..., Any]:
         """Turns `f(params, ...)` into a function of `{"base": params, "lora": adapters}`.
@@ -320,17 +355,17 @@ class LoRA:
                 f"adapt({f.transform}(f)): it adapts a function of parameters. Write {f.transform}(adapt(f))."
             )
 
-        def adapted_loss(tree: PyTree, *rest: Any, **named: Any) -> Any:
+        def adapted_loss(tree: core.PyTree, *rest: Any, **named: Any) -> Any:
             return f(self.apply(tree["base"], tree["lora"]), *rest, **named)
 
-        def dropout_loss(tree: PyTree, batch: PyTree, key: Tensor, *rest: Any, **named: Any) -> Any:
+        def dropout_loss(tree: core.PyTree, batch: core.PyTree, key: Tensor, *rest: Any, **named: Any) -> Any:
             return f(self.apply(tree["base"], tree["lora"], key, _example_numbers(batch, index)), batch, *rest, **named)
 
         loss: Any = dropout_loss if self.dropout else adapted_loss
         loss.trains = self.trainable
         return loss
 
-    def merge(self, params: PyTree, adapters: PyTree) -> PyTree:
+    def merge(self, params: core.PyTree, adapters: core.PyTree) -> core.PyTree:
         """Returns the model's parameters with the adapters added, as whole tensors of the leaves' dtypes.
 
         Sums are computed in float32 at least, and rounded once to the dtype of the leaf.
@@ -339,11 +374,11 @@ class LoRA:
             ValueError: the adapters belong to other leaves.
         """
         self._check_adapters(adapters)
-        (leaves, treedef), at = tree_flatten(params), {e: i for i, e in enumerate(tree_entries(params))}
+        (leaves, treedef), at = core.tree_flatten(params), {e: i for i, e in enumerate(core.tree_entries(params))}
         for path, site in self.sites.items():
             i = at[site.entries]
             leaves[i] = self.merge_leaf(path, leaves[i], adapters[path])
-        return tree_unflatten(treedef, leaves)
+        return core.tree_unflatten(treedef, leaves)
 
     @torch.no_grad()
     def merge_leaf(self, path: str, leaf: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
@@ -359,18 +394,18 @@ class LoRA:
         wide = leaf.float() if leaf.dtype in (torch.bfloat16, torch.float16) else leaf
         return self._low_rank_weight(wide, adapter, path).whole().to(leaf.dtype)
 
-    def _check_adapters(self, adapters: PyTree) -> None:
+    def _check_adapters(self, adapters: core.PyTree) -> None:
         if adapters.keys() != self.sites.keys():
             raise ValueError(
                 f"adapters must be of {sorted(self.sites)}, got {sorted(adapters)}. Make LoRA and adapters by the same"
                 " LoRA.of."
             )
 
-    def _cut_site(self, site: Site) -> dict[str, P | Sharding]:
+    def _cut_site(self, site: Site) -> dict[str, core.P | core.Sharding]:
         *stack, out, into = self._dim_axes(site) if len(site.shape) > 1 else (None, None)
-        cuts: dict[str, P] = {"a": P(*stack, None, into), "b": P(*stack, out, None)}
-        cuts = {"full": site.spec} if site.full else cuts | ({"m": P(*stack, out)} if self.dora else {})
-        return {name: Sharding(cut, stacked=True) if site.stacked else cut for name, cut in cuts.items()}
+        cuts: dict[str, core.P] = {"a": core.P(*stack, None, into), "b": core.P(*stack, out, None)}
+        cuts = {"full": site.spec} if site.full else cuts | ({"m": core.P(*stack, out)} if self.dora else {})
+        return {name: core.Sharding(cut, stacked=True) if site.stacked else cut for name, cut in cuts.items()}
 
     def _dim_axes(self, site: Site) -> list[Any]:
         """Returns the axes that cut each dim: stacked dims first, then out and in."""
@@ -411,10 +446,10 @@ def _find_unsuited(path: str, x: Any, rank: int) -> list[str]:
 
 
 def _initial_value(x: Any) -> Tensor:
-    return x.full() if isinstance(x, Draw) else x.detach()
+    return x.full() if isinstance(x, core.Draw) else x.detach()
 
 
-def _example_numbers(batch: PyTree, index: Callable[[Any], Tensor] | None) -> Tensor:
+def _example_numbers(batch: core.PyTree, index: Callable[[Any], Tensor] | None) -> Tensor:
     if index is not None:
         return index(batch)
     if isinstance(batch, Mapping) and "index" in batch:

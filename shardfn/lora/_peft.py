@@ -11,19 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shardfn.core import (
-    P,
-    PyTree,
-    count_nonfinite,
-    did_you_mean,
-    raise_all,
-    raise_nonfinite,
-    tree_entries,
-    tree_flatten,
-)
+from shardfn import core
 
 from ._lora import LoRA
-from ._site import Site, of_pattern
+from ._weight import Site, of_pattern
 
 _PREFIX = "base_model.model."
 # The ends of the names of an adapter's tensors.
@@ -78,9 +69,9 @@ def save_peft(
             parts = x.detach().cpu().unbind(0) if len(site.entries) > 1 else [x.detach().cpu()]
             named = names if site.full else [f"{name}.{_SUFFIX[letter]}" for name in own]
             tensors |= {_PREFIX + name: part.contiguous().clone() for name, part in zip(named, parts, strict=True)}
-    raise_all(ValueError, "peft has no names for these adapters:", problems)
-    counts = {name: (count_nonfinite(x), x.numel()) for name, x in tensors.items()}
-    raise_nonfinite(f"the adapters for {directory}", {n: c for n, c in counts.items() if c[0]}, len(counts))
+    core.raise_all(ValueError, "peft has no names for these adapters:", problems)
+    counts = {name: (core.count_nonfinite(x), x.numel()) for name, x in tensors.items()}
+    core.raise_nonfinite(f"the adapters for {directory}", {n: c for n, c in counts.items() if c[0]}, len(counts))
     config = _PLAIN | {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -103,7 +94,7 @@ def save_peft(
 
 
 def load_peft(
-    directory: str | os.PathLike[str], params: PyTree, *, specs: PyTree = P()
+    directory: str | os.PathLike[str], params: core.PyTree, *, specs: core.PyTree = core.P()
 ) -> tuple[LoRA, dict[str, dict[str, Tensor]]]:
     """Reads adapters that `peft` or `save_peft` has written, with ranks by pattern, DoRA and `modules_to_save`.
 
@@ -130,7 +121,7 @@ def load_peft(
         for key, plain in _PLAIN.items()
         if key in config and config[key] not in (plain, None)
     ]
-    raise_all(ValueError, f"{place / _CONFIG} is of adapters of another kind:", problems)
+    core.raise_all(ValueError, f"{place / _CONFIG} is of adapters of another kind:", problems)
     tensors = {name.removeprefix(_PREFIX): x for name, x in load_file(place / _TENSORS).items()}
     found = _Found(config, tensors).of(params, place)
     thin = [path for path, own in found.values.items() if "full" not in own]
@@ -149,7 +140,7 @@ def load_peft(
     )
     adapters = {path: found.values[path] for path in lora.sites}
     like = lora.shapes
-    raise_all(
+    core.raise_all(
         ValueError,
         f"adapters in {place} do not fit the parameters:",
         [
@@ -186,7 +177,7 @@ class _Found:
         self._config, self._tensors, self._taken = config, tensors, set[str]()
         self._letters = "abm" if config.get("use_dora") else "ab"
 
-    def of(self, params: PyTree, place: pathlib.Path) -> "_Found":
+    def of(self, params: core.PyTree, place: pathlib.Path) -> "_Found":
         """Looks for the tensors of every leaf.
 
         Raises:
@@ -194,8 +185,8 @@ class _Found:
                 lists all.
         """
         problems, known = [], dict[str, Site]()
-        for entry, x in zip(tree_entries(params), tree_flatten(params)[0], strict=True):
-            site = Site(entry, tuple(x.shape), P(), full=True)
+        for entry, x in zip(core.tree_entries(params), core.tree_flatten(params)[0], strict=True):
+            site = Site(entry, tuple(x.shape), core.P(), full=True)
             names, path = _names_of(site) or [], ".".join(map(str, entry))
             known |= {name.rpartition(".")[0]: site for name in names}
             problems += self._read_whole(path, names, len(entry) > 1)
@@ -203,8 +194,10 @@ class _Found:
                 problems += self._read_thin(path, [name.removesuffix(".weight") for name in names], len(entry) > 1)
         left = [name for name in self._tensors if name not in self._taken]
         modules = [re.sub(r"\.(lora_[AB]\.weight|lora_magnitude_vector|weight|bias)$", "", name) for name in left]
-        problems += [f"{m} is no weight of the parameters.{did_you_mean(m, known)}" for m in dict.fromkeys(modules)]
-        raise_all(ValueError, f"adapters in {place} are not of these parameters:", problems)
+        problems += [
+            f"{m} is no weight of the parameters.{core.did_you_mean(m, known)}" for m in dict.fromkeys(modules)
+        ]
+        core.raise_all(ValueError, f"adapters in {place} are not of these parameters:", problems)
         return self
 
     def _read_whole(self, path: str, names: list[str], stacked: bool) -> list[str]:

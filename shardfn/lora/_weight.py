@@ -1,4 +1,8 @@
-"""Weight with a low-rank part that is never added: `w + scale * (left @ right)`, as two thin products.
+"""Adapted weights: the choice of leaves, and products with `w + scale * (left @ right)`.
+
+Leaves with an adapter, and the choice of rank and scale by patterns.
+
+Weight with a low-rank part that is never added: `w + scale * (left @ right)`, as two thin products.
 
     x @ w                                   written in the model
     x @ w + scale * (x @ left) @ right      computed
@@ -7,15 +11,60 @@ A `LowRankWeight` is a tensor under `isinstance`, and a pytree node with three p
 `scan` and `remat`. Operations other than products, transposes and taking layers from a stack see the sum.
 """
 
+import dataclasses
+import re
 import string
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardfn.core import MetadataTensor, register_pytree_node
+from shardfn import core
 from shardfn.nn import Product, product_of
+
+V = TypeVar("V")
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Leaf with an adapter, or with a trained copy.
+
+    Attributes:
+        entries: keys of the path.
+        shape: global shape.
+        spec: spec of the leaf.
+        stacked: whether layers are gathered one at a time (`Sharding`).
+        rank: r.
+        alpha: the numerator of the scale.
+        full: whether a copy of the whole leaf is trained, in place of an adapter.
+    """
+
+    entries: tuple[Any, ...]
+    shape: tuple[int, ...]
+    spec: core.P
+    stacked: bool = False
+    rank: int = 0
+    alpha: float = 0.0
+    full: bool = False
+
+
+def of_pattern(patterns: Mapping[str, V], path: str, default: V) -> V:
+    """Returns the value of the first pattern that matches the end of a module's path after a dot, as in `peft`.
+
+    Example:
+        >>> of_pattern({"v_proj": 4}, "layers.0.v_proj.weight", 8), of_pattern({"proj": 4}, "layers.0.v_proj.weight", 8)
+        (4, 8)
+    """
+    names = {path, path.removesuffix(".weight")}
+    fits = (v for p, v in patterns.items() if any(re.match(rf"(.*\.)?({p})$", name) for name in names))
+    return next(fits, default)
+
+
+def unused(patterns: Mapping[str, Any], paths: list[str]) -> list[str]:
+    """Returns the patterns that match no path."""
+    missing = object()
+    return [p for p in patterns if all(of_pattern({p: 0}, path, missing) is missing for path in paths)]
 
 
 class _WithoutValues(torch.autograd.Function):
@@ -34,7 +83,7 @@ class _WithoutValues(torch.autograd.Function):
         return None, grads[0], scaled @ right.mT, left.mT @ scaled
 
 
-class LowRankWeight(MetadataTensor):
+class LowRankWeight(core.MetadataTensor):
     """Weight `[..., m, n]` that behaves as the sum `weight + scale * (left @ right)`.
 
     Attributes:
@@ -180,4 +229,4 @@ def _join_parts(kept: tuple[float, Any], parts: Any) -> Any:
     return {"weight": weight, "left": left, "right": right}  # parts of another tree, of specs or names
 
 
-register_pytree_node(LowRankWeight, _parts_of, _join_parts)
+core.register_pytree_node(LowRankWeight, _parts_of, _join_parts)

@@ -30,7 +30,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from shardfn.core import Ambient, OfProgram, Pending, Stored
+from shardfn import core
 
 from ._host import host_empty
 from ._ledger import on_host
@@ -54,10 +54,10 @@ _LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
 _LIBRARY.define("host_empty(int[] shape, ScalarType dtype) -> Tensor")
 
 # By storage of the handle: transfers in flight. By number: the values of tokens.
-_IN_FLIGHT = OfProgram[dict[int, tuple[Tensor, Pending[Any]]]]("transfers between memories under way", dict)
+_IN_FLIGHT = core.OfProgram[dict[int, tuple[Tensor, core.Pending[Any]]]]("transfers between memories under way", dict)
 _NAMED: dict[int, Any] = {}
 _NUMBERS = itertools.count()
-_POOL = Ambient[Any]("pool that a captured program writes to")
+_POOL = core.Ambient[Any]("pool that a captured program writes to")
 
 
 @contextlib.contextmanager
@@ -109,7 +109,7 @@ def stored_of(token: Int64[Tensor, "1"]) -> Any:
     return _NAMED[int(token)]
 
 
-def _start_transfer(pending: Pending[Any]) -> Tensor:
+def _start_transfer(pending: core.Pending[Any]) -> Tensor:
     with on_host():
         handle = torch.empty(0)
     _IN_FLIGHT.here()[handle.untyped_storage()._cdata] = handle, pending
@@ -149,17 +149,17 @@ def _rows_to_host_start(into: Tensor, x: Tensor, places: Sequence[Tensor]) -> Te
 
 def _read_start(value: Tensor, lo: int, hi: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     del shape, dtype
-    stored: Stored = stored_of(value)
+    stored: core.Stored = stored_of(value)
     return _start_transfer(stored.read(lo, hi))
 
 
 def _read_into_start(into: Tensor, value: Tensor, lo: int, hi: int) -> Tensor:
-    stored: Stored = stored_of(value)
+    stored: core.Stored = stored_of(value)
     return _start_transfer(stored.read(lo, hi, into))
 
 
 def _flat_value(value: Tensor) -> Tensor:
-    stored: Stored = stored_of(value)
+    stored: core.Stored = stored_of(value)
     return token_of(stored.flat())
 
 

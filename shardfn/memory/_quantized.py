@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Shaped, UInt8
 from torch import Tensor
 
-from shardfn.core import MemoryKind, Pending, Quantization
+from shardfn import core
 from shardfn.kernels import block_bytes, dequantize_blocks, quantize_blocks
 
 
@@ -32,15 +32,15 @@ class QuantizedBlocks:
         blocks: UInt8[Tensor, "*rows bytes"],
         shape: torch.Size,
         dtype: torch.dtype,
-        quantization: Quantization,
-        kind: MemoryKind = "device",
+        quantization: core.Quantization,
+        kind: core.MemoryKind = "device",
     ) -> None:
         self.blocks, self.shape, self.dtype = blocks, torch.Size(shape), dtype
-        self.quantization: Quantization = quantization
-        self.kind: MemoryKind = kind
+        self.quantization: core.Quantization = quantization
+        self.kind: core.MemoryKind = kind
 
     @staticmethod
-    def of(x: Shaped[Tensor, "..."], quantization: Quantization) -> "QuantizedBlocks":
+    def of(x: Shaped[Tensor, "..."], quantization: core.Quantization) -> "QuantizedBlocks":
         """Rounds a tensor of at least one dim."""
         rows = torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, -x.shape[-1] % 32))
         blocks = quantize_blocks(rows, quantization).view(*x.shape[:-1], block_bytes(x.shape[-1], quantization))
@@ -51,7 +51,7 @@ class QuantizedBlocks:
         """Returns the bytes of the codes."""
         return self.blocks.nbytes
 
-    def with_blocks(self, blocks: UInt8[Tensor, "*rows bytes"], kind: MemoryKind) -> "QuantizedBlocks":
+    def with_blocks(self, blocks: UInt8[Tensor, "*rows bytes"], kind: core.MemoryKind) -> "QuantizedBlocks":
         """Returns the same block with these codes, in another memory."""
         return QuantizedBlocks(blocks, self.shape, self.dtype, self.quantization, kind)
 
@@ -69,10 +69,10 @@ class QuantizedBlocks:
         """Returns the whole block."""
         return dequantize_blocks(self.blocks, self.shape[-1], self.dtype)
 
-    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
+    def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> core.Pending[Tensor]:
         """Returns rows `lo:hi` of dim 0, decoded."""
         if self.blocks.ndim == 1:
             value = self.load()[lo:hi]
         else:
             value = dequantize_blocks(self.blocks[lo:hi], self.shape[-1], self.dtype)
-        return Pending.of(value if out is None else out.copy_(value))
+        return core.Pending.of(value if out is None else out.copy_(value))

@@ -56,14 +56,14 @@ class Slots:
         with self._lock:
             self._collect_free()
             path = self._reuse_file(capacity) or self._create_file(capacity)
-        return self._own_slot(Slot(path, capacity), nbytes)
+        return self._claim_slot(Slot(path, capacity), nbytes)
 
     def adopt(self, name: str, capacity: int, nbytes: int) -> Slot:
         """Returns the slot of a file that a manifest names."""
         path = self._directory / name
         with self._lock:
             self._next = max(self._next, int(path.stem.removeprefix("slot-")) + 1)
-        return self._own_slot(Slot(path, capacity), nbytes)
+        return self._claim_slot(Slot(path, capacity), nbytes)
 
     def trim(self) -> int:
         """Removes every free file, and returns the bytes of the removed files."""
@@ -77,7 +77,7 @@ class Slots:
             self._collect_free()
             return sum(map(len, self._free.values())), sum(c * len(paths) for c, paths in self._free.items())
 
-    def _own_slot(self, slot: Slot, nbytes: int) -> Slot:
+    def _claim_slot(self, slot: Slot, nbytes: int) -> Slot:
         weakref.finalize(slot, self._dead.append, (slot.path, slot.capacity)).atexit = False
         record_owner(slot, "disk", nbytes)
         return slot

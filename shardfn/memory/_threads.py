@@ -11,10 +11,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from shardfn.core import Ambient, Program, adopted, this_program
+from shardfn import core
 
 T = TypeVar("T")
-_BACKGROUND = Ambient[None]("requests to a disk wait for all others", by_thread=True)
+_BACKGROUND = core.Ambient[None]("requests to a disk wait for all others", by_thread=True)
 
 
 def background() -> AbstractContextManager[None]:
@@ -58,7 +58,7 @@ class Threads:
     def submit(self, work: Callable[..., T], *args: Any, later: bool = False) -> concurrent.futures.Future[T]:
         """Runs `work(*args)` on one of the threads. With `later`, all other jobs run first."""
         lane = self._later if later else self._first
-        job = _Job(concurrent.futures.Future(), work, [args], this_program())
+        job = _Job(concurrent.futures.Future(), work, [args], core.this_program())
         lane.append(job)
         try:
             self._executor.submit(self._run_next)
@@ -88,12 +88,12 @@ class _Job(NamedTuple, Generic[T]):
     future: concurrent.futures.Future[T]
     work: Callable[..., T]
     args: list[tuple[Any, ...]]
-    program: Program
+    program: core.Program
 
     def run(self) -> None:
         future = self.future
         try:
-            with adopted(self.program):
+            with core.adopted(self.program):
                 out = self.work(*self.args.pop())
         except BaseException as error:
             del self  # the error knows this frame: in a cycle with its future, the arguments would live on

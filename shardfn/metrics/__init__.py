@@ -3,12 +3,12 @@
 from ._values import to_floats as to_floats
 from ._logger import Logger as Logger
 from ._sinks import Sink as Sink
-from ._file_sinks import CSV as CSV
-from ._file_sinks import TensorBoard as TensorBoard
+from ._sinks import CSV as CSV
+from ._sinks import TensorBoard as TensorBoard
 from ._services import WandB as WandB
 from ._services import MLflow as MLflow
 from ._stopping import NonFiniteGuard as NonFiniteGuard
 from ._stopping import EarlyStopping as EarlyStopping
 from ._values import by_layer as by_layer
-from ._rates import memory_in_use as memory_in_use
-from ._rates import Throughput as Throughput, flops_per_token as flops_per_token
+from ._values import memory_in_use as memory_in_use
+from ._values import Throughput as Throughput, flops_per_token as flops_per_token

@@ -8,8 +8,7 @@ from typing import Any
 
 from shardfn.core import Mesh, a_kind
 
-from ._file_sinks import JSONFile, TensorBoard
-from ._sinks import Delivery, Sink, check_sinks
+from ._sinks import Delivery, JSONFile, Sink, TensorBoard, check_sinks
 from ._values import to_floats
 
 

@@ -1,10 +1,24 @@
-"""`Sink`: a place for the rows of a run, and delivery to the place. A sink that fails does not stop the run."""
+"""Sinks: places for the rows of a run, and sinks of files.
 
+`Sink`: a place for the rows of a run, and delivery to the place. A sink that fails does not stop the run.
+
+Sinks of files: `metrics.jsonl`, `metrics.csv` and TensorBoard's events.
+
+Files only grow: a write adds all its bytes or leaves no trace, and earlier bytes stay.
+"""
+
+import csv
 import importlib
+import io
+import json
 import logging
+import os
 import pathlib
+import socket
+import struct
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -138,3 +152,221 @@ def package(name: str, needs: str, *parts: str) -> list[ModuleType]:
             f"{needs} needs the package {name}, which cannot be imported ({error}): pip install {name}, or"
             " leave the sink out. metrics.jsonl is written anyway."
         ) from error
+
+
+class GrowingFile:
+    """File that is written at the end, without a buffer.
+
+    Args:
+        path: path of the file, made if missing.
+        size: number of bytes of the file that are kept.
+    """
+
+    def __init__(self, path: pathlib.Path, size: int = 0) -> None:
+        path.touch()
+        self._file = path.open("r+b", buffering=0)
+        self._size = size
+        self._file.truncate(size)
+
+    def append(self, data: bytes) -> None:
+        """Writes bytes at the end.
+
+        Raises:
+            OSError: the bytes were not written. The file is as before.
+        """
+        done = 0
+        try:
+            self._file.seek(self._size)
+            while done < len(data):
+                done += self._file.write(data[done:])
+        except BaseException:
+            self._file.truncate(self._size)
+            raise
+        self._size += done
+
+    def close(self) -> None:
+        """Closes the file. Closing again does nothing."""
+        self._file.close()
+
+
+def resumed_lines(path: pathlib.Path, keep: Callable[[str], bool]) -> tuple[list[str], GrowingFile]:
+    """Returns the complete lines of a file that are to be kept, and the file, opened at the end.
+
+    Usually kept lines are the first lines, and the file is cut. A cut needs no room, so a full disk loses no line.
+    """
+    text = path.read_bytes() if path.exists() else b""
+    lines = [line.decode() for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
+    kept = [line for line in lines if keep(line)]
+    data = "".join(kept).encode()
+    if not text.startswith(data):
+        replace_text(path, kept)
+    return kept, GrowingFile(path, len(data))
+
+
+def replace_text(path: pathlib.Path, lines: Iterable[str]) -> None:
+    """Replaces a file by these lines. After an error the file is unchanged."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_bytes("".join(lines).encode())
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+class JSONFile:
+    """Writes `metrics.jsonl`. A `Logger` always has this sink.
+
+    Attributes:
+        rows: rows that a resumed run found in the file.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self._file: GrowingFile | None = None
+
+    def open(self, folder: pathlib.Path, start: int) -> None:
+        """Opens the file, and drops rows of later steps than `start`."""
+        path, keep = folder / "metrics.jsonl", lambda line: start > 0 and json.loads(line)["step"] <= start
+        lines, self._file = resumed_lines(path, keep)
+        self.rows = [json.loads(line) for line in lines]
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Writes a line."""
+        assert self._file is not None
+        self._file.append((json.dumps({"step": step, **row}) + "\n").encode())
+
+    def close(self) -> None:
+        """Closes the file."""
+        assert self._file is not None
+        self._file.close()
+
+
+class CSV:
+    """Writes `metrics.csv` in the logger's folder: a line for each row, a column for each metric.
+
+    A metric that appears later becomes a further column, and earlier lines have an empty cell there.
+
+    Example:
+        >>> import tempfile
+        >>> from shardfn.metrics import Logger
+        >>> folder = tempfile.mkdtemp()
+        >>> with Logger(folder, sinks=[CSV()]) as logger:
+        ...     _ = logger.write(1, {"loss": 0.5})
+        ...     _ = logger.write(2, {"loss": 0.25, "validation_loss": 0.75})
+        >>> print(pathlib.Path(folder, "metrics.csv").read_text(), end="")
+        step,loss,validation_loss
+        1,0.5,
+        2,0.25,0.75
+    """
+
+    def __init__(self) -> None:
+        self._columns: list[str] = []
+        self._path = pathlib.Path()
+        self._file: GrowingFile | None = None
+
+    def open(self, folder: pathlib.Path, start: int) -> None:
+        """Opens the file, and drops rows of later steps than `start`."""
+        self._path = folder / "metrics.csv"
+
+        def keep_line(line: str) -> bool:
+            first = _parse_cells(line)[0]
+            return start > 0 and (first == "step" or int(first) <= start)
+
+        lines, self._file = resumed_lines(self._path, keep_line)
+        self._columns = _parse_cells(lines[0]) if lines else []
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Writes a line. Before it, where a metric is new, all lines with a further column."""
+        assert self._file is not None
+        cells = {"step": step, **row}
+        new = [name for name in cells if name not in self._columns]
+        if new:
+            self._add_columns([*self._columns, *new])
+        self._file.append(_format_line([cells.get(name, "") for name in self._columns]).encode())
+
+    def close(self) -> None:
+        """Closes the file."""
+        assert self._file is not None
+        self._file.close()
+
+    def _add_columns(self, columns: list[str]) -> None:
+        assert self._file is not None
+        rows = [_parse_cells(line) for line in self._path.read_text(encoding="utf-8").splitlines()][1:]
+        replace_text(self._path, _format_lines(columns, ([*row, *[""] * (len(columns) - len(row))] for row in rows)))
+        wider = GrowingFile(self._path, self._path.stat().st_size)
+        self._file.close()
+        self._file, self._columns = wider, columns
+
+
+def _format_lines(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    return [_format_line(columns), *map(_format_line, rows)]
+
+
+def _format_line(cells: Sequence[Any]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerow(cells)
+    return out.getvalue()
+
+
+def _parse_cells(line: str) -> list[str]:
+    return next(csv.reader([line]))
+
+
+_PARTS = ("tensorboard.compat.proto.event_pb2", "tensorboard.compat.proto.summary_pb2")
+
+
+class TensorBoard:
+    """Writes TensorBoard's events in the logger's folder. `tensorboard --logdir` shows the events.
+
+    Events are on disk when `Logger.write` returns. No event waits in a thread, where an error would go unseen.
+
+    Raises:
+        ModuleNotFoundError: (when a logger opens the sink) the package `tensorboard` is not installed.
+    """
+
+    def __init__(self) -> None:
+        self._event: Any = None
+        self._summary: Any = None
+        self._crc: Any = None
+        self._file: GrowingFile | None = None
+
+    def open(self, folder: pathlib.Path, start: int) -> None:
+        """Opens a new file. A new run removes the events there. A resumed run makes TensorBoard hide later events."""
+        event, summary, records = package(
+            "tensorboard", "TensorBoard()", *_PARTS, "tensorboard.summary.writer.record_writer"
+        )
+        self._event, self._summary, self._crc = event.Event, summary.Summary, records.masked_crc32c
+        self._session = event.SessionLog
+        if not start:  # TensorBoard would join two runs in one curve
+            for old in folder.glob("events.out.tfevents.*"):
+                old.unlink()
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        self._file = GrowingFile(folder / name)
+        begin = {"step": start + 1} if start else {}
+        records_ = [self._event(wall_time=time.time(), file_version="brain.Event:2", **begin)]
+        if start:
+            again = self._session(status=self._session.START)
+            records_.append(self._event(wall_time=time.time(), session_log=again, **begin))
+        self._append_records(records_)
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Writes an event for each metric."""
+        now = time.time()
+        values = [self._summary(value=[self._summary.Value(tag=name, simple_value=x)]) for name, x in row.items()]
+        self._append_records([self._event(wall_time=now, step=step, summary=x) for x in values])
+
+    def close(self) -> None:
+        """Closes the file."""
+        assert self._file is not None
+        self._file.close()
+
+    def _append_records(self, events: list[Any]) -> None:
+        """Writes records: length, checksum of the length, bytes, checksum of the bytes."""
+        assert self._file is not None
+        out = []
+        for data in (x.SerializeToString() for x in events):
+            length = struct.pack("<Q", len(data))
+            sums = (struct.pack("<I", self._crc(x)) for x in (length, data))
+            out += [length, next(sums), data, next(sums)]
+        self._file.append(b"".join(out))

@@ -145,6 +145,6 @@ def dropout(config: Config, along: Along, key: Tensor | None, x_BTD: Tensor, ind
         return x_BTD
     index_B = _check_numbers(f"dropout {config.dropout}", index_B)
     body, T = config.attention, x_BTD.shape[1] if along.sequence is None else along.sequence
-    own = nn.own_rows(body, T)
-    own = own if along.sequence is None else nn.part_of(own, *nn.own_range(T, along.axis))
+    own = nn.shard_rows(body, T)
+    own = own if along.sequence is None else nn.part_of(own, *nn.rank_range(T, along.axis))
     return nn.dropout_of_rows(key, x_BTD, config.dropout, index_B, own, nn.whole_length(body, T))

@@ -581,11 +581,11 @@ def _scan_blocks(
     keyed = None if keys[0] is None else torch.stack([k for k in keys if k is not None]).unflatten(0, (-1, num))
 
     def run_block(x_BTD: Tensor, x: Any) -> tuple[Tensor, Seen | None]:
-        leaves, own_keys, own_bias, own_chosen = x
+        leaves, own_keys, take_bias, own_chosen = x
         seen, more = None, ("blocks", mask_BT, own_chosen)
         for i, p in enumerate(layers_of(config, leaves)):
             key = None if own_keys is None else own_keys[i]
-            x_BTD, seen = block(p, x_BTD, table, key, index_B, own_bias, *more)
+            x_BTD, seen = block(p, x_BTD, table, key, index_B, take_bias, *more)
         return x_BTD, seen
 
     return nn.scan(run_block, x_BTD, (blocks, keyed, bias, chosen))
@@ -603,7 +603,7 @@ def _get_positions(config: Config, tokens_BT: Tensor) -> Tensor:
         raise ValueError(
             f"a sequence of {length} tokens for Config(max_len={config.max_len}). Cut it or raise max_len."
         )
-    return nn.own_positions(config.attention, T, tokens_BT.device)
+    return nn.rank_positions(config.attention, T, tokens_BT.device)
 
 
 def _embed_tokens(config: Config, params: Params, tokens_BT: Tensor, positions_T: Tensor, along: _Along) -> Tensor:
@@ -611,7 +611,7 @@ def _embed_tokens(config: Config, params: Params, tokens_BT: Tensor, positions_T
     if config.position == "learned":
         whole = not config.attention.axes
         table_TD = params["position"]
-        x_BTD = x_BTD + nn.own_tokens(table_TD[: len(positions_T)] if whole else table_TD[positions_T], *along)
+        x_BTD = x_BTD + nn.rank_tokens(table_TD[: len(positions_T)] if whole else table_TD[positions_T], *along)
     if config.embedding_norm:
         x_BTD = _norm(config, along, x_BTD, params["embed_norm_w"], params.get("embed_norm_b"))
     return x_BTD

@@ -31,8 +31,8 @@ from shardfn.nn import (
     Segments,
     Window,
     attention,
-    own_positions,
-    own_rows,
+    rank_positions,
+    shard_rows,
     whole_length,
     whole_sequence,
 )
@@ -168,7 +168,7 @@ class RoutedCall(Replacement):
         if tokens is None:
             return None
         if _is_cut(self.body):
-            rows, length = own_rows(self.body, tokens.shape[1]), whole_length(self.body, tokens.shape[1])
+            rows, length = shard_rows(self.body, tokens.shape[1]), whole_length(self.body, tokens.shape[1])
             _refuse_no_tokens(model, self.body, rows, length)
             self._draws.cut_tokens(rows, length)
         more: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
@@ -178,7 +178,7 @@ class RoutedCall(Replacement):
 
     def _fill_positions(self, position_ids: Tensor | None, tokens: Tensor) -> Tensor:
         if position_ids is None:
-            self._filled = own_positions(self.body, tokens.shape[1], tokens.device)[None]
+            self._filled = rank_positions(self.body, tokens.shape[1], tokens.device)[None]
             return self._filled
         if position_ids is not self._filled:
             self._whole_BT = whole_sequence(position_ids.expand(tokens.shape[0], -1), self.body)

@@ -24,7 +24,7 @@ from shardfn import nn
 from shardfn.collectives import all_gather_invariant, take_own_block
 from shardfn.core import Axes, op_by_op
 from shardfn.kernels import Activations, gated_silu, gelu, grouped_product, linears, row_norm
-from shardfn.nn import batch_invariant_softmax, own_range
+from shardfn.nn import batch_invariant_softmax, rank_range
 
 from ._buffers import tensors_of
 from ._call import ModuleRun, Replacement
@@ -75,21 +75,21 @@ class PackedWeight(NamedTuple):
         if self.edge is RowEdge.LEAVE:
             size = self.panels.shape[1] if self.inputs is None else self.inputs
             x = all_gather_invariant(x, self.axis, dim=-1, size=size)
-        how: Any = {"biases": [self.own_bias(bias)], "activations": self.activations}
-        [y] = linears(x.float(), [self.panels], [self.own_num], **how)
-        return self.joined(y.to(x.dtype))
+        how: Any = {"biases": [self.take_bias(bias)], "activations": self.activations}
+        [y] = linears(x.float(), [self.panels], [self.num_rank_outputs], **how)
+        return self.join_outputs(y.to(x.dtype))
 
     @property
-    def own_num(self) -> int:
+    def num_rank_outputs(self) -> int:
         """Returns the number of outputs of this rank."""
-        start, stop = own_range(self.num, self.axis)
+        start, stop = rank_range(self.num, self.axis)
         return stop - start
 
-    def own_bias(self, bias: Tensor | None) -> Tensor | None:
+    def take_bias(self, bias: Tensor | None) -> Tensor | None:
         """Returns the bias of this rank's outputs, float32."""
         return None if bias is None else take_own_block(bias, self.axis, dim=0).float()
 
-    def joined(self, y: Tensor) -> Tensor:
+    def join_outputs(self, y: Tensor) -> Tensor:
         """Returns the layer's result, from this rank's outputs."""
         return y if self.edge is RowEdge.ENTER else all_gather_invariant(y, self.axis, dim=-1, size=self.num)
 
@@ -387,14 +387,14 @@ class SameInput:
         if x is not self._input or name not in self._results:
             layers = list(self._layers.values())
             assert all(layer.edge is not RowEdge.LEAVE for layer in layers)
-            nums, activations = [layer.own_num for layer in layers], layers[0].activations
+            nums, activations = [layer.num_rank_outputs for layer in layers], layers[0].activations
             ys = linears(x.float(), [layer.panels for layer in layers], nums, activations=activations)
             self._input, self._results = x, dict(zip(self._layers, ys, strict=True))
         y = self._results.pop(name)
         if not self._results:
             self._input = None
-        own = self._layers[name].own_bias(bias)
-        return self._layers[name].joined((y if own is None else y + own).to(x.dtype))
+        own = self._layers[name].take_bias(bias)
+        return self._layers[name].join_outputs((y if own is None else y + own).to(x.dtype))
 
 
 class InputUses(TorchFunctionMode):

@@ -33,7 +33,7 @@ from shardfn.core import Again, P, is_compiled, is_evaluating, named_buffers, na
 from shardfn.leaves import LazyLeaf
 
 from ._draws import Draws
-from ._given_tensors import GivenTensors, ModuleParts, Overrides, Placed, TensorSlot, one_thread
+from ._given_tensors import GivenTensors, ModuleParts, Overrides, Placed, TensorSlot, refuse_two_threads
 
 # Submodules, each with the forward to run.
 Forwards = Sequence[tuple[nn.Module, Callable[..., Any]]]
@@ -107,7 +107,7 @@ class ModuleCall:
             one.check(self)
         self._replacements = [one.of_call(self) for one in sorted(replacements, key=lambda one: one.order)]
         self._placed: Placed | None = None  # while it runs
-        # Parts may run again on autograd's thread, on behalf of this thread: `one_thread` needs the id.
+        # Parts may run again on autograd's thread, on behalf of this thread: `refuse_two_threads` needs the id.
         self._caller = threading.get_ident()
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, dict[str, Tensor]]:
@@ -167,7 +167,11 @@ class ModuleCall:
     ) -> Iterator[None]:
         own = {name: x.clone() for name, x in state.items()}
         given = GivenTensors(self.given.params, self.given.buffers | own)
-        with one_thread(self.module, self._caller), Placed(self.parts, given) as placed, self._use_placed(placed):
+        with (
+            refuse_two_threads(self.module, self._caller),
+            Placed(self.parts, given) as placed,
+            self._use_placed(placed),
+        ):
             placed.override(overrides)
             # After `override`, which restores the forward's assignments: each run has separate buffers of the state.
             for name, x in own.items():

@@ -44,7 +44,7 @@ _ARGUMENTS = ("position_ids", "use_cache", "logits_to_keep")
 _UNKNOWN = ("position_bias", "head_mask", "sinks")
 
 
-class Scores(NamedTuple):
+class AttentionScores(NamedTuple):
     """Scores of a single layer's causal attention.
 
     Attributes:
@@ -63,7 +63,7 @@ class Scores(NamedTuple):
 
 
 # From scores, q [1, T, H, K], and k and v [1, T, G, K] of all tokens to y [1, T, H, K].
-Attend = Callable[[Scores, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[AttentionScores, Tensor, Tensor, Tensor], Tensor]
 
 
 _LOCAL = moe.Local()
@@ -230,7 +230,7 @@ def served_attention(
     ]
     raise_all(ValueError, f"{type(module).__name__} cannot be served:", problems)
     window = windows.of(module, sliding_window)
-    scores = Scores(int(layer), scaling, window, softcap, s_aux)  # pyright: ignore[reportArgumentType]
+    scores = AttentionScores(int(layer), scaling, window, softcap, s_aux)  # pyright: ignore[reportArgumentType]
     return attend(scores, *(x.transpose(1, 2) for x in (query, key, value))), None
 
 

@@ -218,7 +218,7 @@ def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def one_thread(module: nn.Module, caller: int) -> Iterator[None]:
+def refuse_two_threads(module: nn.Module, caller: int) -> Iterator[None]:
     """Refuses to run a module in two threads at a time: a module has a single place for each tensor.
 
     Args:

@@ -21,7 +21,11 @@ from ._attention_backends import (
 from ._attention_backends import Attending as Attending, whole_sequence as whole_sequence
 from ._ring_rounds import part_of as part_of
 from ._attention_backends import whole_length as whole_length
-from ._attention_backends import own_positions as own_positions, own_rows as own_rows, sequence_order as sequence_order
+from ._attention_backends import (
+    rank_positions as rank_positions,
+    shard_rows as shard_rows,
+    sequence_order as sequence_order,
+)
 from ._cross_entropy import cross_entropy as cross_entropy, cross_entropy_sum as cross_entropy_sum
 from ._cross_entropy import next_tokens as next_tokens
 from ._tiled_cross_entropy import tiled_cross_entropy as tiled_cross_entropy
@@ -51,7 +55,12 @@ from ._mlp import fused_swiglu as fused_swiglu, mlp as mlp, swiglu as swiglu
 from ._norm import layer_norm as layer_norm, rms_norm as rms_norm
 from ._parallel import column_linear as column_linear, row_linear as row_linear
 from ._parallel import enter_parallel as enter_parallel, leave_parallel as leave_parallel
-from ._parallel import all_ranges as all_ranges, between as between, own_range as own_range, own_tokens as own_tokens
+from ._parallel import (
+    all_ranges as all_ranges,
+    between as between,
+    rank_range as rank_range,
+    rank_tokens as rank_tokens,
+)
 from ._self_attention import AttentionWeights as AttentionWeights, Heads as Heads
 from ._self_attention import fused_self_attention as fused_self_attention, self_attention as self_attention
 from ._products import Product as Product, product_of as product_of

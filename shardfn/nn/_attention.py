@@ -13,7 +13,7 @@ from torch import Tensor
 from shardfn.collectives import run_one_operation
 from shardfn.core import raise_all
 
-from ._attention_backends import DENSE, AttentionBackend, Dense, own_rows, whole_length
+from ._attention_backends import DENSE, AttentionBackend, Dense, shard_rows, whole_length
 from ._masks import Causal, Full, Mask
 from ._online import OnlineScores
 from ._pair_dropout import PairDropout
@@ -76,7 +76,7 @@ def attention(
     if slopes_H is not None and not mask.looks_back:
         raise ValueError("attention with slopes_H must look back only, since a distance has no sign. Use causal.")
     length = whole_length(impl, T)
-    own_rows(impl, T)
+    shard_rows(impl, T)
     if S != T and length != T:
         raise ValueError(
             f"attention: {T} queries and {S} keys on a rank of a sequence of {length}: both numbers must be equal."

@@ -42,7 +42,7 @@ from shardfn.core import Axes
 from ._chunked import Chunked
 from ._masks import Causal, Full, Mask
 from ._online import OnlineScores, Rows, factor, narrowed, wide
-from ._parallel import all_ranges, dealt_heads, evenly, own_range, ranges_over
+from ._parallel import all_ranges, assign_heads, evenly, ranges_over, rank_range
 from ._rectangles import KERNEL_TILE, TORCH_TILE
 from ._ring import online
 from ._ring_rounds import num_rows, part_of
@@ -79,7 +79,7 @@ class Local(abc.ABC):
         return ((0, length),)
 
     @property
-    def dealt_axes(self) -> tuple[str, ...]:
+    def shuffled_axes(self) -> tuple[str, ...]:
         """Returns the axes over which tokens are dealt out of order, major to minor."""
         return ()
 
@@ -209,7 +209,7 @@ class Ring:
         return tuple(span for rows in _deal_zigzag(ranges_over(length, num_ranks)) for span in rows)
 
     @property
-    def dealt_axes(self) -> tuple[str, ...]:
+    def shuffled_axes(self) -> tuple[str, ...]:
         """Returns the axes over which tokens are dealt out of order, major to minor."""
         return self.axes if self.zigzag else ()
 
@@ -253,9 +253,9 @@ class Ulysses:
         return self.inner.lengths | (frozenset() if self.length is None else {self.length})
 
     @property
-    def dealt_axes(self) -> tuple[str, ...]:
+    def shuffled_axes(self) -> tuple[str, ...]:
         """Returns the axes over which tokens are dealt out of order, major to minor."""
-        return self.inner.dealt_axes
+        return self.inner.shuffled_axes
 
     def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
         """Returns the positions of all tokens, in the order before the cut."""
@@ -264,19 +264,19 @@ class Ulysses:
     def rows(self, length: int) -> Rows:
         """Returns the positions of the rank's tokens of a sequence."""
         inner = self.inner.rows(length)
-        return part_of(inner, *own_range(num_rows(inner), self.axis))
+        return part_of(inner, *rank_range(num_rows(inner), self.axis))
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Returns the attention of the rank's queries over all keys."""
         if axis_size(self.axis) == 1:
             return self.inner.attend(q_BTHK, k_BSGK, v_BSGK, how, length)
         (H, G), T = (q_BTHK.shape[2], k_BSGK.shape[2]), num_rows(self.inner.rows(length))
-        sent, read = dealt_heads(H, G, self.axis)
+        sent, read = assign_heads(H, G, self.axis)
         k_BSGK, v_BSGK = (x if sent is None else x[:, :, sent] for x in (k_BSGK, v_BSGK))
         q, k, v = (all_to_all(x, self.axis, split_dim=2, concat_dim=1, size=T) for x in (q_BTHK, k_BSGK, v_BSGK))
         if not evenly(read, k.shape[2]):
             k, v = k[:, :, read], v[:, :, read]
-        y = self.inner.attend(q, k, v, how.of_heads(*own_range(H, self.axis)), length)
+        y = self.inner.attend(q, k, v, how.of_heads(*rank_range(H, self.axis)), length)
         return all_to_all(y, self.axis, split_dim=1, concat_dim=2, size=H)
 
 
@@ -314,15 +314,15 @@ def sequence_order(body: AttentionBackend, length: int, num_ranks: int | Sequenc
         [0, 1, 6, 7, 2, 3, 4, 5]
     """
     ranks = (num_ranks,) if isinstance(num_ranks, int) else tuple(num_ranks)
-    if body.dealt_axes and len(ranks) != len(body.dealt_axes):
+    if body.shuffled_axes and len(ranks) != len(body.shuffled_axes):
         raise ValueError(
             f"sequence_order: num_ranks={num_ranks} is for {len(ranks)} axes, and {body} deals tokens over"
-            f" {body.dealt_axes}. num_ranks must have the ranks along each axis, major to minor."
+            f" {body.shuffled_axes}. num_ranks must have the ranks along each axis, major to minor."
         )
     return torch.cat([torch.arange(a, b) for a, b in (*body.order(length, ranks), (0, 0))])
 
 
-def own_rows(body: AttentionBackend, num_tokens: int) -> Rows:
+def shard_rows(body: AttentionBackend, num_tokens: int) -> Rows:
     """Returns the positions of the rank's tokens, as ranges (start, stop), in order.
 
     Args:
@@ -333,7 +333,7 @@ def own_rows(body: AttentionBackend, num_tokens: int) -> Rows:
         ValueError: the body cuts the tokens but has no length, or the rank has another number of tokens.
 
     Example:
-        >>> own_rows(Ulysses("sp", 8), 8)
+        >>> shard_rows(Ulysses("sp", 8), 8)
         ((0, 8),)
     """
     length = whole_length(body, num_tokens)
@@ -346,7 +346,7 @@ def own_rows(body: AttentionBackend, num_tokens: int) -> Rows:
     return rows
 
 
-def own_positions(body: AttentionBackend, num_tokens: int, device: torch.device | None = None) -> Int64[Tensor, " t"]:
+def rank_positions(body: AttentionBackend, num_tokens: int, device: torch.device | None = None) -> Int64[Tensor, " t"]:
     """Returns the global positions of the rank's tokens: for rotary tables and learned positions.
 
     Args:
@@ -355,13 +355,13 @@ def own_positions(body: AttentionBackend, num_tokens: int, device: torch.device 
         device: device of the result.
 
     Raises:
-        ValueError: as `own_rows`.
+        ValueError: as `shard_rows`.
 
     Example:
-        >>> own_positions(Dense(), 3).tolist()
+        >>> rank_positions(Dense(), 3).tolist()
         [0, 1, 2]
     """
-    return torch.cat([torch.arange(a, b, device=device) for a, b in (*own_rows(body, num_tokens), (0, 0))])
+    return torch.cat([torch.arange(a, b, device=device) for a, b in (*shard_rows(body, num_tokens), (0, 0))])
 
 
 def whole_sequence(x_BT: Int64[Tensor, "b t"], body: AttentionBackend) -> Int64[Tensor, "b t2"]:
@@ -372,17 +372,17 @@ def whole_sequence(x_BT: Int64[Tensor, "b t"], body: AttentionBackend) -> Int64[
         body: how attention is computed.
 
     Raises:
-        ValueError: as `own_rows`.
+        ValueError: as `shard_rows`.
 
     Example:
         >>> whole_sequence(torch.tensor([[1, 1, 2]]), Dense()).tolist()
         [[1, 1, 2]]
     """
-    own_rows(body, x_BT.shape[1])
+    shard_rows(body, x_BT.shape[1])
     if not body.axes:
         return x_BT
     length = whole_length(body, x_BT.shape[1])
-    order = sequence_order(body, length, [axis_size(a) for a in body.dealt_axes])
+    order = sequence_order(body, length, [axis_size(a) for a in body.shuffled_axes])
     return all_gather(x_BT, body.axes, dim=1, size=length)[:, order.argsort().to(x_BT.device)]
 
 

@@ -247,7 +247,7 @@ def wrong_dtype_error(begin: str) -> TypeError:
     )
 
 
-def own_node(w: BatchInvariantWeight, inputs: int, axis: Axes) -> BatchInvariantWeight:
+def rank_node(w: BatchInvariantWeight, inputs: int, axis: Axes) -> BatchInvariantWeight:
     """Returns the rank's block of a weight with cut inputs, with the block's chunks of the whole weight.
 
     Args:

@@ -38,7 +38,7 @@ class BatchInvariant(Local):
         where = (((0, length),),)
         plain = how._replace(slopes_H=None, sinks_H=None)
         along = make_rounds(None, where, length, plain, TORCH_TILE, kernel_tile(how, q_BTHK.device, TORCH_TILE))
-        return _Exact.apply(q_BTHK, k_BSGK, v_BSGK, how.sinks_H, how.slopes_H, along)[0]  # pyright: ignore[reportReturnType]
+        return _ExactAttention.apply(q_BTHK, k_BSGK, v_BSGK, how.sinks_H, how.slopes_H, along)[0]  # pyright: ignore[reportReturnType]
 
 
 def find_mask_problems(mask: Mask) -> list[str]:
@@ -47,7 +47,7 @@ def find_mask_problems(mask: Mask) -> list[str]:
     return [f"{m}: {told}" for m in mask.parts if not (isinstance(m, Window) and m.looks_back)]
 
 
-class _Exact(torch.autograd.Function):
+class _ExactAttention(torch.autograd.Function):
     """Maps (q, k, v, sinks, slopes, course) to y and lse. y has the derivatives of attention in tiles."""
 
     @staticmethod
@@ -83,13 +83,13 @@ class _Exact(torch.autograd.Function):
         if any(dim is not None for dim in in_dims[3:]):
             pairs = list(zip(args, in_dims, strict=True))
             each: Any = ((x if d is None else x.select(d, i) for x, d in pairs) for i in range(info.batch_size))
-            return tuple(map(torch.stack, zip(*(_Exact.apply(*one) for one in each), strict=True))), (0, 0)
+            return tuple(map(torch.stack, zip(*(_ExactAttention.apply(*one) for one in each), strict=True))), (0, 0)
 
         def fold_samples(x: Tensor, dim: int | None) -> Tensor:
             return (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
         qkv = (fold_samples(x, dim) for x, dim in zip(args[:3], in_dims[:3], strict=True))
-        found: Any = _Exact.apply(*qkv, *args[3:])
+        found: Any = _ExactAttention.apply(*qkv, *args[3:])
         return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0)
 
 

@@ -28,7 +28,7 @@ from shardfn.memory import AnyPool, Fetch, capturing, stored_of, to_host, token_
 
 from ._masks import Span
 from ._online import OnlineScores, Rows, narrowed, refuse_gradients, wide
-from ._parallel import all_ranges, dealt_heads, evenly, own_range, ranges_over
+from ._parallel import all_ranges, assign_heads, evenly, ranges_over, rank_range
 from ._rectangles import TORCH_TILE, Rectangle, attend_over, gradients_over, kernel_tile, merged
 
 
@@ -48,8 +48,8 @@ class UlyssesExchange:
         for pieces in sizes:
             self._pieces.append(slice(at, at + pieces[self._index]))
             at += pieces[self._index]
-        self._sent, self._read = dealt_heads(*heads, axis) if self._ranks > 1 else (None, [])
-        start, stop = own_range(self._num_sent, axis)
+        self._sent, self._read = assign_heads(*heads, axis) if self._ranks > 1 else (None, [])
+        start, stop = rank_range(self._num_sent, axis)
         self._own = stop - start
 
     @property
@@ -226,7 +226,7 @@ class Chunked:
         return frozenset() if self.length is None else frozenset({self.length})
 
     @property
-    def dealt_axes(self) -> tuple[str, ...]:
+    def shuffled_axes(self) -> tuple[str, ...]:
         """Returns the axes over which tokens are dealt out of order, major to minor."""
         return self.axes
 
@@ -255,7 +255,7 @@ class Chunked:
             )
         q, k, v = narrowed(q_BTHK, k_BSGK, v_BSGK)
         H, G = q.shape[2], k.shape[2]
-        own = how.of_heads(*own_range(H, self.axis)) if axis_size(self.axis) > 1 else how
+        own = how.of_heads(*rank_range(H, self.axis)) if axis_size(self.axis) > 1 else how
         sizes = _piece_sizes(all_ranges(length, self.axis), self.chunk)
         tile = kernel_tile(own, q.device, TORCH_TILE)
         at = (tile or TORCH_TILE, tile is not None)

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfn.collectives import axis_size, pmax, psum
 from shardfn.core import Axes
 
-from ._linear import own_classes, own_index
+from ._linear import rank_classes, rank_index
 
 
 def cross_entropy(
@@ -83,13 +83,13 @@ def _vocab_parallel(
     logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int, axis: Axes, vocab_size: int | None
 ) -> Tensor:
     """Returns the loss log sum exp(logits) - logits[target], of blocks of the classes, invariant along `axis`."""
-    start, stop, size = own_classes("cross_entropy: logits_BTV", logits_BTV.shape[-1], vocab_size, axis)
+    start, stop, size = rank_classes("cross_entropy: logits_BTV", logits_BTV.shape[-1], vocab_size, axis)
     own_BT = logits_BTV.logsumexp(-1)
     top_BT = pmax(own_BT.detach(), axis)  # a shift without an effect on the result
     if start == stop:
         hit_BT = logits_BTV.sum(-1)
     else:
-        index, missing = own_index(targets_BT.masked_fill(targets_BT == ignore_index, 0), start, stop, size)
+        index, missing = rank_index(targets_BT.masked_fill(targets_BT == ignore_index, 0), start, stop, size)
         hit_BT = logits_BTV.gather(-1, index[..., None])[..., 0].masked_fill(missing, 0.0)
     total_BT, hit_BT = psum(torch.stack([(own_BT - top_BT).exp(), hit_BT]), axis).unbind()
     return total_BT.log() + top_BT - hit_BT

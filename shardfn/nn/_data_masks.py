@@ -56,7 +56,7 @@ class Keys(Mask):
         rows = max(queries[1] - queries[0], 0)
         return self.keep_BS[:, None, None, keys[0] : keys[1]].expand(-1, 1, rows, -1).to(device)
 
-    def given(self, queries: Span, keys: Span) -> Given:
+    def make_data(self, queries: Span, keys: Span) -> Given:
         ids_BS = self.keep_BS[:, slice(*keys)].long() - 1
         return Given(ids_BS.new_zeros(ids_BS.shape[0], queries[1] - queries[0]), ids_BS)
 
@@ -106,7 +106,7 @@ class Added(Mask):
     def pairs(self, queries: Span, keys: Span, device: torch.device | None = None) -> Tensor:
         return self.bias(queries, keys, device) > -math.inf
 
-    def given(self, queries: Span, keys: Span) -> Given:
+    def make_data(self, queries: Span, keys: Span) -> Given:
         x = self.numbers[(None,) * (4 - self.numbers.ndim)]
         for dim, (start, stop) in ((2, queries), (3, keys)):
             x = x.narrow(dim, start, stop - start) if x.shape[dim] > 1 else x
@@ -162,7 +162,7 @@ class Relative(Mask):
             torch.arange(*keys, device=table.device) - torch.arange(*queries, device=table.device)[:, None]
         )
 
-    def given(self, queries: Span, keys: Span) -> Given:
+    def make_data(self, queries: Span, keys: Span) -> Given:
         nearest, furthest = keys[0] - queries[1] + 1, keys[1] - queries[0]
         return Given(table=self._look_up(torch.arange(nearest, furthest, device=self.table_HD.device)))
 

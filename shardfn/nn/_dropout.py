@@ -79,7 +79,7 @@ def dropout_of_rows(
         x: input with a sample in each row, and in dim 1 the rank's tokens.
         rate: probability of dropping, in [0, 1).
         index_B: global number of each sample.
-        own: range (start, stop) of each stretch, in order, from `own_rows`.
+        own: range (start, stop) of each stretch, in order, from `shard_rows`.
         length: tokens of the whole sequence.
 
     Raises:

@@ -11,7 +11,7 @@ from shardfn.collectives import axis_size
 from shardfn.core import Axes
 
 from ._batch_invariant import AnyWeight, BatchInvariantWeight, linear_of, rows_of
-from ._parallel import check_block, leave_parallel, own_range
+from ._parallel import check_block, leave_parallel, rank_range
 
 
 def linear(
@@ -69,18 +69,18 @@ def embedding(
     """
     if axis_size(axis) == 1:
         return rows_of(tokens, w_VD)
-    start, stop, size = own_classes("embedding: w_VD", w_VD.shape[0], vocab_size, axis)
+    start, stop, size = rank_classes("embedding: w_VD", w_VD.shape[0], vocab_size, axis)
     if start == stop:  # not a lookup, but a function of the block: all ranks take transposes of the function
         block = w_VD.source if isinstance(w_VD, BatchInvariantWeight) else w_VD
         rows = tokens.new_zeros(w_VD.shape[1], dtype=w_VD.dtype) if block is None else block.sum(0)
         rows = rows.expand(*tokens.shape, w_VD.shape[1]).neg()
     else:
-        index, missing = own_index(tokens, start, stop, size)
+        index, missing = rank_index(tokens, start, stop, size)
         rows = rows_of(index, w_VD).masked_fill(missing[..., None], -0.0)  # with this summand -0 stays -0
     return leave_parallel(rows, axis, sequence)
 
 
-def own_classes(name: str, rows: int, vocab_size: int | None, axis: Axes) -> tuple[int, int, int]:
+def rank_classes(name: str, rows: int, vocab_size: int | None, axis: Axes) -> tuple[int, int, int]:
     """Returns the start and stop of the rank's classes, and the number of all classes.
 
     Raises:
@@ -88,10 +88,10 @@ def own_classes(name: str, rows: int, vocab_size: int | None, axis: Axes) -> tup
     """
     check_block(name, (rows,), vocab_size, axis, option="vocab_size")
     size = rows if vocab_size is None else vocab_size
-    return *own_range(size, axis), size
+    return *rank_range(size, axis), size
 
 
-def own_index(tokens: Tensor, start: int, stop: int, size: int) -> tuple[Tensor, Tensor]:
+def rank_index(tokens: Tensor, start: int, stop: int, size: int) -> tuple[Tensor, Tensor]:
     """Returns indices into the rank's rows, and a mask of the other ranks' tokens.
 
     Tokens outside of the table go unchanged to the first or the last rank. The lookup there raises.

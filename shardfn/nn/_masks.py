@@ -100,10 +100,10 @@ class Mask(abc.ABC):
 
     @property
     def in_kernels(self) -> bool:
-        """Returns whether the kernels of attention take the mask: a mask of only positions, or with data in `given`."""
-        return self.of_positions or type(self).given is not Mask.given
+        """Returns whether the kernels of attention take the mask: a mask of positions, or with data in `make_data`."""
+        return self.of_positions or type(self).make_data is not Mask.make_data
 
-    def given(self, queries: Span, keys: Span) -> Given:
+    def make_data(self, queries: Span, keys: Span) -> Given:
         """Returns the data of the mask for a rectangle, in the form for the kernels of attention.
 
         Raises:
@@ -285,7 +285,7 @@ class Segments(Mask):
     def with_tensors(self, tensors: Sequence[Tensor]) -> Mask:
         return Segments(*tensors)
 
-    def given(self, queries: Span, keys: Span) -> Given:
+    def make_data(self, queries: Span, keys: Span) -> Given:
         return Given(self.ids_BT[:, slice(*queries)], self.ids_BT[:, slice(*keys)])
 
     def cover(self, queries: Span, keys: Span) -> Cover:

@@ -94,7 +94,7 @@ class PairDropout(Mask):
         keep = lanes[..., keys[0] - 4 * first : keys[1] - 4 * first] >= drop
         return keep.to(like.dtype) * (LEVELS / (LEVELS - drop))
 
-    def given(self, queries: Span, keys: Span) -> Given:
+    def make_data(self, queries: Span, keys: Span) -> Given:
         level, first = dropped_levels(self.rate), (self.first_head, queries[0], keys[0])
         numbers = fold_in(self.key.to(self.index_B.device), self.index_B)
         return Given(dropped=Dropped(numbers, level, *first) if level else None)

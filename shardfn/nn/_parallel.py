@@ -34,7 +34,7 @@ from shardfn.collectives import (
 )
 from shardfn.core import Axes, P, all_coords, block_slices
 
-from ._batch_invariant import AnyWeight, BatchInvariantWeight, leave_in_order, linear_of, linears_of, own_node
+from ._batch_invariant import AnyWeight, BatchInvariantWeight, leave_in_order, linear_of, linears_of, rank_node
 
 # The size of a single dim, or the sizes of several dims, a single dim cut by an axis.
 Features = int | Sequence[int] | None
@@ -105,7 +105,7 @@ def between(w: Tensor, axis: Axes, sequence: int | None = None) -> Tensor:
     return w if sequence is None else pvary(w, axis)
 
 
-def own_tokens(
+def rank_tokens(
     x_D: Float[Tensor, "*batch t d"], axis: Axes, sequence: int | None = None
 ) -> Float[Tensor, "*batch t2 d"]:
     """Returns the rank's rows of a tensor on all ranks, such as a table of positions, or all rows without `sequence`.
@@ -117,7 +117,7 @@ def own_tokens(
 
     Example:
         >>> import torch
-        >>> own_tokens(torch.ones(5, 3), "tp", sequence=5).shape
+        >>> rank_tokens(torch.ones(5, 3), "tp", sequence=5).shape
         torch.Size([5, 3])
     """
     return x_D if sequence is None else take_own_block(x_D, axis, dim=-2)
@@ -200,7 +200,7 @@ def row_linear(
         return linear_of(x_F, w_DF, b_D)
     then = None
     if isinstance(w_DF, BatchInvariantWeight):
-        then, w_DF = w_DF.then, own_node(w_DF, _product_of_sizes(features), axis)
+        then, w_DF = w_DF.then, rank_node(w_DF, _product_of_sizes(features), axis)
         y_D = leave_in_order(w_DF.linear(x_F), axis, sequence)
     else:
         y_D = leave_parallel(linear_of(x_F, w_DF, None), axis, sequence)
@@ -257,7 +257,7 @@ def check_block(name: str, block: Sequence[int], whole: Features, axis: Axes, *,
         return
     wanted = []
     for i, size in enumerate(dims):
-        start, stop = own_range(size, axis)
+        start, stop = rank_range(size, axis)
         wanted.append((*dims[:i], stop - start, *dims[i + 1 :]))
     if have not in wanted:
         shapes = " or ".join(str(w) for w in dict.fromkeys(wanted))
@@ -267,11 +267,11 @@ def check_block(name: str, block: Sequence[int], whole: Features, axis: Axes, *,
         )
 
 
-def own_range(size: int, axis: Axes) -> tuple[int, int]:
+def rank_range(size: int, axis: Axes) -> tuple[int, int]:
     """Returns the start and stop of the rank's block of `size` rows, for example (6, 7) on rank 2 of 3 for 7 rows.
 
     Example:
-        >>> own_range(7, "tp")
+        >>> rank_range(7, "tp")
         (0, 7)
     """
     return all_ranges(size, axis)[int(axis_index(axis))]
@@ -314,7 +314,7 @@ def keys_of(queries: tuple[int, int], ratio: int) -> tuple[int, int]:
     return (start // ratio, -(-stop // ratio)) if start < stop else (0, 0)
 
 
-def dealt_heads(H: int, G: int, axis: Axes) -> tuple[list[int] | None, list[int]]:
+def assign_heads(H: int, G: int, axis: Axes) -> tuple[list[int] | None, list[int]]:
     """Returns the key heads of ranks, equally many each, and for each query head the index of the key head.
 
     The first result is None if `torch.chunk` of the key heads gives each rank the right heads.

@@ -154,7 +154,7 @@ def rectangles(queries: Rows, keys: Rows, how: OnlineScores, block: int) -> Iter
 def _tiles_and_given(q: Tensor, how: OnlineScores, at: Rectangle) -> tuple[Tiles, Given]:
     known: Mask = functools.reduce(operator.and_, [m for m in how.mask.parts if m.of_positions], Full())
     (a, b), (c, d) = at.queries, at.keys
-    found = together(m.given(at.queries, at.keys) for m in how.mask.parts if not m.of_positions)
+    found = together(m.make_data(at.queries, at.keys) for m in how.mask.parts if not m.of_positions)
     if how.slopes_H is not None:
         table = -how.slopes_H[:, None] * torch.arange(c - b + 1, d - a, device=q.device).abs()
         found = found._replace(table=table if found.table is None else found.table + table)

@@ -211,7 +211,7 @@ def _check_axes(got: PyTree, given: PyTree) -> None:
     if not any(more):
         return
     wrong = [
-        f"{path} varies along {', '.join(map(repr, axes))}{mode.made_at(x)}, but in init all ranks hold the same there:"
+        f"{path} varies along {', '.join(map(repr, axes))}{mode.origin(x)}, but in init all ranks hold the same there:"
         f" pass sf.pvary({path.replace('carry', 'init', 1)}, {(axes[0] if len(axes) == 1 else tuple(axes))!r})"
         for path, x, axes in zip(tree_paths(got, "carry"), tree_leaves(got), more, strict=True)
         if axes

@@ -22,7 +22,7 @@ from ._attention import attention
 from ._attention_backends import Attending
 from ._batch_invariant import AnyWeight, BatchInvariantWeight
 from ._online import OnlineScores
-from ._parallel import affine, affines, all_ranges, check_block, enter_parallel, evenly, keys_of, own_range, row_linear
+from ._parallel import affine, affines, all_ranges, check_block, enter_parallel, evenly, keys_of, rank_range, row_linear
 
 
 def rope_table(
@@ -233,7 +233,7 @@ def _local_heads(wq: AnyWeight, heads: Heads, axis: Axes) -> tuple[int, int]:
     Raises:
         ValueError: the axis would cut a head in two, or the weight is not a block of the heads.
     """
-    n, (start, stop) = axis_size(axis), own_range(heads.queries, axis)
+    n, (start, stop) = axis_size(axis), rank_range(heads.queries, axis)
     by_row, by_head = all_ranges(heads.queries * heads.dim, axis), all_ranges(heads.queries, axis)
     if wq.ndim == 2 and by_row != [(a * heads.dim, b * heads.dim) for a, b in by_head]:
         raise ValueError(

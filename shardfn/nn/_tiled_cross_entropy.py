@@ -19,7 +19,7 @@ from torch import Tensor
 from shardfn.collectives import axis_size, pmax, psum, summed_inside
 from shardfn.core import Axes
 
-from ._linear import own_classes, own_index
+from ._linear import rank_classes, rank_index
 from ._online import wide
 from ._parallel import enter_parallel
 
@@ -70,7 +70,7 @@ def tiled_cross_entropy(
         >>> round(total.item(), 4), count.item()
         (2.0794, 1.0)
     """
-    classes = own_classes("tiled_cross_entropy: w_VD", w_VD.shape[0], vocab_size, axis)
+    classes = rank_classes("tiled_cross_entropy: w_VD", w_VD.shape[0], vocab_size, axis)
     x_BTD = enter_parallel(x_BTD, axis, sequence)
     if tile < 1 or x_BTD.shape[:-1] != targets_BT.shape:
         raise ValueError(
@@ -153,7 +153,7 @@ class _Targets(NamedTuple):
 
 def _locate_targets(targets_N: Tensor, how: _How) -> _Targets:
     counts_N = targets_N != how.ignore_index
-    index_N, missing_N = own_index(targets_N.masked_fill(~counts_N, 0), *how.classes)
+    index_N, missing_N = rank_index(targets_N.masked_fill(~counts_N, 0), *how.classes)
     return _Targets(index_N, counts_N, counts_N & ~missing_N)
 
 

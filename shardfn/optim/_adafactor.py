@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-from shardfn.collectives import GlobalTensor, current_mesh, psum
-from shardfn.core import P, PyTree, block_slices, explains_keywords, tree_flatten, tree_map, tree_unflatten
+from shardfn import collectives, core
 
+from . import _base as base
 from ._averages import ema
-from ._base import GradientTransformation, LearningRate, Mask, Needs, OptState, Params, Specs, Updates, stateless
 from ._chain import chain
 from ._checks import MEANT, check_decay_rate, check_not_negative, check_num_steps, check_positive
 from ._decide import Resolved, check_whole
@@ -26,9 +25,9 @@ from ._leaves import check_params, check_state, leaves_like, spec_leaves, wide, 
 from ._norm import block_squares, over_blocks
 
 
-@explains_keywords(**MEANT)
+@core.explains_keywords(**MEANT)
 def adafactor(
-    learning_rate: LearningRate | None = None,
+    learning_rate: base.LearningRate | None = None,
     min_dim_size_to_factor: int = 128,
     decay_rate: float = 0.8,
     *,
@@ -36,8 +35,8 @@ def adafactor(
     clipping_threshold: float | None = 1.0,
     momentum: float | None = None,
     weight_decay_rate: float | None = None,
-    weight_decay_mask: Mask = None,
-) -> GradientTransformation:
+    weight_decay_mask: base.Mask = None,
+) -> base.GradientTransformation:
     """Adafactor: Adam without a mean of gradients. Second moments of a matrix are two vectors.
 
     Names and defaults are optax's: `u = scale_by_factored_rms(g)`, then `u / max(1, rms(u) / clipping_threshold)`,
@@ -83,16 +82,16 @@ def adafactor(
     return chain(*rules)
 
 
-def _negate_updates() -> GradientTransformation:
-    rule = stateless(lambda updates, params, specs: tree_map(torch.neg, updates))
-    return rule._replace(needs=Needs("element"))
+def _negate_updates() -> base.GradientTransformation:
+    rule = base.stateless(lambda updates, params, specs: core.tree_map(torch.neg, updates))
+    return rule._replace(needs=base.Needs("element"))
 
 
-def _scale_by_rms(factor: Callable[[Tensor], Tensor], of_params: bool = False) -> GradientTransformation:
+def _scale_by_rms(factor: Callable[[Tensor], Tensor], of_params: bool = False) -> base.GradientTransformation:
     """Multiplies each leaf by a function of the root mean square of the update, or of the parameter."""
 
-    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
-        us, treedef = tree_flatten(updates)
+    def update_fn(updates: base.Updates, params: base.Params, specs: base.Specs) -> base.Updates:
+        us, treedef = core.tree_flatten(updates)
         if not us:
             return updates
         if of_params:
@@ -102,9 +101,9 @@ def _scale_by_rms(factor: Callable[[Tensor], Tensor], of_params: bool = False) -
         local = torch.stack([torch.stack([(s := block_squares(x)), s.new_tensor(x.numel())]) for x in xs])
         total = local if specs is None else over_blocks(local, spec_leaves(specs, updates))
         by = factor((total[:, 0] / total[:, 1].clamp(min=1)).sqrt()).unbind()
-        return tree_unflatten(treedef, [(u * c.to(u.device)).to(u.dtype) for u, c in zip(us, by, strict=True)])
+        return core.tree_unflatten(treedef, [(u * c.to(u.device)).to(u.dtype) for u, c in zip(us, by, strict=True)])
 
-    return stateless(update_fn)._replace(needs=Needs("leaf", ascends=True))
+    return base.stateless(update_fn)._replace(needs=base.Needs("leaf", ascends=True))
 
 
 class FactoredState(NamedTuple):
@@ -118,9 +117,9 @@ class FactoredState(NamedTuple):
     """
 
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
-    v_row: PyTree
-    v_col: PyTree
-    v: PyTree
+    v_row: core.PyTree
+    v_col: core.PyTree
+    v: core.PyTree
 
 
 def scale_by_factored_rms(
@@ -129,7 +128,7 @@ def scale_by_factored_rms(
     step_offset: int = 0,
     min_dim_size_to_factor: int = 128,
     epsilon: float = 1e-30,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """Divides by the root of a second moment, stored as two vectors: `u = g / sqrt(v_row v_col / mean(v_row))`.
 
     Over the two largest dims of a leaf, `v_row` and `v_col` are the means of `g^2 + epsilon`, each averaged over steps:
@@ -177,24 +176,24 @@ class _Factored:
     epsilon: float
     shapes: Resolved | None = None
 
-    def rule(self) -> GradientTransformation:
+    def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         # The granularity is "tree", because vectors cannot be cut with rows of the leaf.
-        needs = Needs(resolve_masks=self.decide if self.shapes is None else None, ascends=True)
-        return GradientTransformation(self.init, self.update, needs=needs)
+        needs = base.Needs(resolve_masks=self.decide if self.shapes is None else None, ascends=True)
+        return base.GradientTransformation(self.init, self.update, needs=needs)
 
-    def decide(self, params: Params) -> GradientTransformation:
-        slots = tree_flatten(params, none_is_leaf=True)[0]
+    def decide(self, params: base.Params) -> base.GradientTransformation:
+        slots = core.tree_flatten(params, none_is_leaf=True)[0]
         shapes = {str(i): None if x is None else tuple(x.shape) for i, x in enumerate(slots)}
         return replace(self, shapes=Resolved(shapes)).rule()
 
-    def leaves(self, tree: PyTree, specs: Specs = None) -> list["_FactoredLeaf"]:
+    def leaves(self, tree: core.PyTree, specs: base.Specs = None) -> list["_FactoredLeaf"]:
         """Returns the factoring and the spec of each leaf."""
-        blocks = tree_flatten(tree)[0]
+        blocks = core.tree_flatten(tree)[0]
         if self.shapes is None:
             check_whole("adafactor", tree, specs)
         shapes = [tuple(x.shape) for x in blocks] if self.shapes is None else self.shapes.of(tree)
-        cuts = [P()] * len(blocks) if specs is None else spec_leaves(specs, tree)
+        cuts = [core.P()] * len(blocks) if specs is None else spec_leaves(specs, tree)
         return [_FactoredLeaf(shape, spec, self.dims(shape)) for shape, spec in zip(shapes, cuts, strict=True)]
 
     def dims(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
@@ -204,8 +203,8 @@ class _Factored:
             return None
         return order[-2], order[-1]
 
-    def init(self, params: Params) -> FactoredState:
-        ps, treedef = tree_flatten(params)
+    def init(self, params: base.Params) -> FactoredState:
+        ps, treedef = core.tree_flatten(params)
         rows, columns, own = list[Any](), list[Any](), list[Any]()
         for p, leaf in zip(ps, self.leaves(params), strict=True):
             pair = leaf.vectors
@@ -213,19 +212,23 @@ class _Factored:
             rows.append(row)
             columns.append(column)
             own.append(torch.zeros_like(p, dtype=wide(p).dtype) if pair is None else None)
-        v_row, v_col, v = (tree_unflatten(treedef, column) for column in (rows, columns, own))
+        v_row, v_col, v = (core.tree_unflatten(treedef, column) for column in (rows, columns, own))
         return FactoredState(zero_count(params), v_row, v_col, v)
 
-    def _zero_vector(self, p: Tensor, shape: tuple[int, ...]) -> Tensor | GlobalTensor:
+    def _zero_vector(self, p: Tensor, shape: tuple[int, ...]) -> Tensor | collectives.GlobalTensor:
         zeros = p.new_zeros(shape, dtype=wide(p).dtype)
-        return zeros if self.shapes is None else GlobalTensor(zeros, zeros.shape, P(), current_mesh())
+        return (
+            zeros
+            if self.shapes is None
+            else collectives.GlobalTensor(zeros, zeros.shape, core.P(), collectives.current_mesh())
+        )
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         del params
         check_state("scale_by_factored_rms", state, FactoredState)
-        gs, treedef = tree_flatten(updates)
+        gs, treedef = core.tree_flatten(updates)
         leaves = self.leaves(updates, specs)
         squares = [wide(g).square() + self.epsilon for g in gs]
         sums = iter(_factor_sums([(x, leaf) for x, leaf in zip(squares, leaves, strict=True) if leaf.dims is not None]))
@@ -244,8 +247,8 @@ class _Factored:
                 column = (by * column + (1 - by) * s_column / leaf.shape[leaf.dims[0]]).to(column.dtype)
                 out.append(wide(g) * leaf.factor(row, column))
             new.append((row, column, v))
-        trees = (tree_unflatten(treedef, [x[k] for x in new]) for k in range(3))
-        return tree_unflatten(treedef, out), FactoredState(state.count + 1, *trees)
+        trees = (core.tree_unflatten(treedef, [x[k] for x in new]) for k in range(3))
+        return core.tree_unflatten(treedef, out), FactoredState(state.count + 1, *trees)
 
 
 class _FactoredLeaf(NamedTuple):
@@ -258,7 +261,7 @@ class _FactoredLeaf(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    spec: P
+    spec: core.P
     dims: tuple[int, int] | None
 
     @property
@@ -271,8 +274,8 @@ class _FactoredLeaf(NamedTuple):
 
     def box(self, without: int) -> tuple[slice, ...]:
         """Returns this rank's block of a mean over one dim."""
-        mesh = current_mesh()
-        box = block_slices(self.shape, self.spec, mesh.shape, mesh.coords)
+        mesh = collectives.current_mesh()
+        box = core.block_slices(self.shape, self.spec, mesh.shape, mesh.coords)
         return (*box[:without], *box[without + 1 :])
 
     def placed(self, x: Tensor, without: int) -> Tensor:
@@ -295,7 +298,7 @@ def _factor_sums(rows: Sequence[tuple[Tensor, _FactoredLeaf]]) -> list[tuple[Ten
 
     Leaves with the same spec share a psum.
     """
-    mesh = current_mesh()
+    mesh = collectives.current_mesh()
     groups: dict[Any, list[int]] = {}
     out: dict[int, Any] = {}
     for i, (x, leaf) in enumerate(rows):
@@ -307,7 +310,7 @@ def _factor_sums(rows: Sequence[tuple[Tensor, _FactoredLeaf]]) -> list[tuple[Ten
         if not axes:
             continue
         parts = [x for i in index for x in out[i]]
-        whole = psum(torch.cat([x.flatten() for x in parts]), axes).split([x.numel() for x in parts])
+        whole = collectives.psum(torch.cat([x.flatten() for x in parts]), axes).split([x.numel() for x in parts])
         found = iter(y.view(x.shape) for x, y in zip(parts, whole, strict=True))
         for i in index:
             out[i] = [next(found), next(found)]

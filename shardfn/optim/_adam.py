@@ -9,7 +9,7 @@ from torch import Tensor
 from shardfn._torch import fused_adamw_
 from shardfn.core import PyTree, explains_keywords
 
-from ._base import GradientTransformation, LearningRate, Mask, Needs, Number, OptState, Params
+from . import _base as base
 from ._chain import chain
 from ._checks import MEANT, check_decay_rate, check_float_dtype, check_not_negative
 from ._decide import resolve_prefix
@@ -39,14 +39,14 @@ class ScaleByAdamState(NamedTuple):
 
 
 def scale_by_adam(
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    eps_root: Number = 0.0,
+    b1: base.Number = 0.9,
+    b2: base.Number = 0.999,
+    eps: base.Number = 1e-8,
+    eps_root: base.Number = 0.0,
     mu_dtype: torch.dtype | None = None,
     *,
     nesterov: bool = False,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """Divides the mean gradient by its root mean square: `u = mu_hat / (sqrt(nu / (1 - b2^t) + eps_root) + eps)`.
 
     The moments are `mu = b1 mu + (1 - b1) g` and `nu = b2 nu + (1 - b2) g^2`. The moments have the dtype of the
@@ -91,15 +91,15 @@ def scale_by_adam(
 
 @explains_keywords(**MEANT)
 def adam(
-    learning_rate: LearningRate,
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    eps_root: Number = 0.0,
+    learning_rate: base.LearningRate,
+    b1: base.Number = 0.9,
+    b2: base.Number = 0.999,
+    eps: base.Number = 1e-8,
+    eps_root: base.Number = 0.0,
     mu_dtype: torch.dtype | None = None,
     *,
     nesterov: bool = False,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """Adam: `p = p - lr * mu_hat / (sqrt(nu_hat) + eps)`. See `scale_by_adam`.
 
     Args:
@@ -135,17 +135,17 @@ def adam(
 
 @explains_keywords(**MEANT)
 def adamw(
-    learning_rate: LearningRate,
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.01,
-    mask: Mask = None,
+    learning_rate: base.LearningRate,
+    b1: base.Number = 0.9,
+    b2: base.Number = 0.999,
+    eps: base.Number = 1e-8,
+    weight_decay: base.Number = 0.01,
+    mask: base.Mask = None,
     *,
-    eps_root: Number = 0.0,
+    eps_root: base.Number = 0.0,
     mu_dtype: torch.dtype | None = None,
     nesterov: bool = False,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """Adam with decoupled decay: `p = p - lr * (mu_hat / (sqrt(nu_hat) + eps) + weight_decay * p)`.
 
     The names are optax's. The default of `weight_decay` is torch's 0.01 (optax has 0.0001), so that a script for
@@ -188,23 +188,23 @@ def adamw(
         return pure
     tx = _fused_rule(pure, 3, learning_rate, b1, b2, eps, weight_decay, mask)
 
-    def decide_decay(params: Params) -> GradientTransformation:
+    def decide_decay(params: base.Params) -> base.GradientTransformation:
         return adamw(learning_rate, b1, b2, eps, weight_decay, resolve_prefix(mask, params, bool, "mask"))
 
-    return tx._replace(needs=Needs("element", resolve_masks=decide_decay))
+    return tx._replace(needs=base.Needs("element", resolve_masks=decide_decay))
 
 
 @explains_keywords(**MEANT)
 def nadamw(
-    learning_rate: LearningRate,
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    eps_root: Number = 0.0,
+    learning_rate: base.LearningRate,
+    b1: base.Number = 0.9,
+    b2: base.Number = 0.999,
+    eps: base.Number = 1e-8,
+    eps_root: base.Number = 0.0,
     mu_dtype: torch.dtype | None = None,
-    weight_decay: Number = 1e-4,
-    mask: Mask = None,
-) -> GradientTransformation:
+    weight_decay: base.Number = 1e-4,
+    mask: base.Mask = None,
+) -> base.GradientTransformation:
     """AdamW with Nesterov's momentum: `adamw(..., nesterov=True)`, with optax's order of arguments and default decay.
 
     `torch.optim.NAdam` differs: there `b1` changes from step to step, and weights do not decay by default.
@@ -238,15 +238,23 @@ def nadamw(
     return adamw(learning_rate, b1, b2, eps, weight_decay, mask, **more)
 
 
-def _is_plain(eps_root: Number, mu_dtype: torch.dtype | None, nesterov: bool) -> bool:
+def _is_plain(eps_root: base.Number, mu_dtype: torch.dtype | None, nesterov: bool) -> bool:
     """Returns whether torch's fused kernel computes the rule."""
     return is_zero(eps_root) and mu_dtype is None and not nesterov
 
 
 def _leaf_direction(
-    g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number, eps_root: Number, c1: Tensor, c2: Tensor,
+    g: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    b1: base.Number,
+    b2: base.Number,
+    eps: base.Number,
+    eps_root: base.Number,
+    c1: Tensor,
+    c2: Tensor,
     ahead: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the update of a leaf, and the next moments in the stored dtypes."""
     kept, dtype = mu.dtype, nu.dtype
     mu, nu = moments(g, mu, nu, b1, b2)
@@ -254,33 +262,37 @@ def _leaf_direction(
     return u.to(dtype), mu.to(kept), nu.to(dtype)
 
 
-def moments(g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
+def moments(g: Tensor, mu: Tensor, nu: Tensor, b1: base.Number, b2: base.Number) -> tuple[Tensor, Tensor]:
     """Returns the next moments, in the dtype of the arithmetic."""
     dtype = wide(nu).dtype
     g = g.to(dtype)
     return b1 * mu.to(dtype) + (1 - b1) * g, b2 * nu.to(dtype) + (1 - b2) * g.square()
 
 
-def corrected_mean(g: Tensor, mu: Tensor, b1: Number, c1: Tensor, ahead: Tensor | None) -> Tensor:
+def corrected_mean(g: Tensor, mu: Tensor, b1: base.Number, c1: Tensor, ahead: Tensor | None) -> Tensor:
     """Returns `mu` without bias, or Nesterov's mean if `ahead`, the correction of the next step, is given."""
     if ahead is None:
         return mu / c1
     return b1 * (mu / ahead) + (1 - b1) * (g.to(mu.dtype) / c1)
 
 
-def corrected_root(nu: Tensor, c2: Tensor, eps_root: Number) -> Tensor:
+def corrected_root(nu: Tensor, c2: Tensor, eps_root: base.Number) -> Tensor:
     """Returns the root of `nu` without bias."""
     return safe_root(nu / c2 if is_zero(eps_root) else nu / c2 + eps_root)
 
 
-def bias_corrections(count: Int[Tensor, ""], b1: Number, b2: Number) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+def bias_corrections(
+    count: Int[Tensor, ""], b1: base.Number, b2: base.Number
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Returns `1 - b1^t` and `1 - b2^t` in float64. In float32, `1 - b2^t` loses four digits at t = 1."""
     t = count.double()
     wide = [b.double().to(t.device) if isinstance(b, Tensor) else float(b) for b in (b1, b2)]
     return 1 - torch.pow(wide[0], t), 1 - torch.pow(wide[1], t)
 
 
-def moments_like(state: OptState, leaves: list[Tensor], treedef: Any, like: str) -> tuple[list[Tensor], list[Tensor]]:
+def moments_like(
+    state: base.OptState, leaves: list[Tensor], treedef: Any, like: str
+) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the leaves of `state.mu` and `state.nu`, which must match the tree of parameters or gradients."""
     mus = leaves_like(state.mu, treedef, "state.mu", like)
     nus = leaves_like(state.nu, treedef, "state.nu", like)
@@ -289,16 +301,16 @@ def moments_like(state: OptState, leaves: list[Tensor], treedef: Any, like: str)
 
 
 def _fused_rule(
-    pure: GradientTransformation,
+    pure: base.GradientTransformation,
     num: int,
-    learning_rate: LearningRate,
-    b1: Number,
-    b2: Number,
-    eps: Number,
-    weight_decay: Number,
-    mask: Mask,
-) -> GradientTransformation:
-    def advance(state: OptState) -> tuple[Tensor, Any]:
+    learning_rate: base.LearningRate,
+    b1: base.Number,
+    b2: base.Number,
+    eps: base.Number,
+    weight_decay: base.Number,
+    mask: base.Mask,
+) -> base.GradientTransformation:
+    def advance(state: base.OptState) -> tuple[Tensor, Any]:
         # The rule's counter and the rate's counter: each rule of the chain has a counter, advanced once a step.
         return state[0].count.add_(1).float(), next_rate(learning_rate, state[-1])
 
@@ -315,4 +327,4 @@ def _fused_rule(
         "adam", step_leaves, advance, num=num, kind=ScaleByAdamState, fields=("mu", "nu"),
         flags=decay_flags(weight_decay, mask), narrow=True,
     )  # fmt: skip
-    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element"))
+    return base.GradientTransformation(pure.init, pure.update, apply_fn, base.Needs("element"))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shardfn.core import PyTree, explains_keywords
 
+from . import _base as base
 from ._adam import ScaleByAdamState, bias_corrections, corrected_mean, corrected_root, moments
-from ._base import GradientTransformation, LearningRate, Mask, Number, Schedule
 from ._chain import chain
 from ._checks import MEANT, check_decay_rate, check_not_negative, check_positive
 from ._elementwise import elementwise, keep_zeros, safe_root
@@ -39,13 +39,13 @@ class ScaleByAdemamixState(NamedTuple):
 
 
 def scale_by_ademamix(
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    b3: Number | Schedule = 0.9999,
-    alpha: Number | Schedule = 6.0,
-    eps: Number = 1e-8,
-    eps_root: Number = 0.0,
-) -> GradientTransformation:
+    b1: base.Number = 0.9,
+    b2: base.Number = 0.999,
+    b3: base.Number | base.Schedule = 0.9999,
+    alpha: base.Number | base.Schedule = 6.0,
+    eps: base.Number = 1e-8,
+    eps_root: base.Number = 0.0,
+) -> base.GradientTransformation:
     """Adds a slow mean to Adam's direction: `u = (m1_hat + alpha m2) / (sqrt(nu_hat + eps_root) + eps)`.
 
     As in Adam, `m1_hat = m1 / (1 - b1^t)` and `nu_hat = nu / (1 - b2^t)`.
@@ -89,16 +89,16 @@ def scale_by_ademamix(
 
 @explains_keywords(**MEANT)
 def ademamix(
-    learning_rate: LearningRate,
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    b3: Number | Schedule = 0.9999,
-    alpha: Number | Schedule = 5.0,
-    eps: Number = 1e-8,
-    eps_root: Number = 0.0,
-    weight_decay: Number = 0.0,
-    mask: Mask = None,
-) -> GradientTransformation:
+    learning_rate: base.LearningRate,
+    b1: base.Number = 0.9,
+    b2: base.Number = 0.999,
+    b3: base.Number | base.Schedule = 0.9999,
+    alpha: base.Number | base.Schedule = 5.0,
+    eps: base.Number = 1e-8,
+    eps_root: base.Number = 0.0,
+    weight_decay: base.Number = 0.0,
+    mask: base.Mask = None,
+) -> base.GradientTransformation:
     """AdEMAMix: `p = p - lr * (u + weight_decay * p)`, with u of `scale_by_ademamix`.
 
     The names and defaults are optax's.
@@ -134,8 +134,16 @@ def ademamix(
 
 
 def _ademamix_direction(
-    g: Tensor, m1: Tensor, m2: Tensor, nu: Tensor, b1: Number, b2: Number, b3: Number, alpha: Number, eps: Number,
-    eps_root: Number, c1: Tensor, c2: Tensor,
+    g: Tensor,
+    m1: Tensor,
+    m2: Tensor,
+    nu: Tensor,
+    b1: base.Number,
+    b2: base.Number,
+    b3: base.Number,
+    alpha: base.Number,
+    eps: base.Number,
+    eps_root: base.Number, c1: Tensor, c2: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the update of a leaf, and the next moments."""
     kept, dtype = nu.dtype, wide(nu).dtype
@@ -160,13 +168,13 @@ def fourth_root(count: Tensor) -> Tensor:
 
 
 def scale_by_adopt(
-    b1: Number = 0.9,
-    b2: Number = 0.9999,
-    eps: Number = 1e-6,
+    b1: base.Number = 0.9,
+    b2: base.Number = 0.9999,
+    eps: base.Number = 1e-6,
     *,
     nesterov: bool = False,
     clip_value_fn: ClipValue | None = fourth_root,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """Averages gradients that are divided by the root of the squares before this step.
 
         c = clip(g / max(sqrt(nu), eps), -clip_value_fn(t), clip_value_fn(t))
@@ -215,16 +223,16 @@ def scale_by_adopt(
 
 @explains_keywords(**MEANT)
 def adopt(
-    learning_rate: LearningRate,
-    b1: Number = 0.9,
-    b2: Number = 0.9999,
-    eps: Number = 1e-6,
+    learning_rate: base.LearningRate,
+    b1: base.Number = 0.9,
+    b2: base.Number = 0.9999,
+    eps: base.Number = 1e-6,
     *,
     nesterov: bool = False,
     clip_value_fn: ClipValue | None = fourth_root,
-    weight_decay: Number = 0.0,
-    mask: Mask = None,
-) -> GradientTransformation:
+    weight_decay: base.Number = 0.0,
+    mask: base.Mask = None,
+) -> base.GradientTransformation:
     """ADOPT: `p = p - lr * (u + weight_decay * p)`, with u of `scale_by_adopt`.
 
     The names and defaults are optax's. The decay is an addition.
@@ -260,7 +268,7 @@ def adopt(
 
 
 def _adopt_direction(
-    g: Tensor, mu: Tensor, nu: Tensor, b1: Tensor, b2: Tensor, eps: Number, bound: Any, nesterov: bool
+    g: Tensor, mu: Tensor, nu: Tensor, b1: Tensor, b2: Tensor, eps: base.Number, bound: Any, nesterov: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the update of a leaf, and the next moments."""
     kept, dtype = nu.dtype, wide(nu).dtype
@@ -273,14 +281,14 @@ def _adopt_direction(
 
 
 def scale_by_radam(
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    eps_root: Number = 0.0,
-    threshold: Number = 5.0,
+    b1: base.Number = 0.9,
+    b2: base.Number = 0.999,
+    eps: base.Number = 1e-8,
+    eps_root: base.Number = 0.0,
+    threshold: base.Number = 5.0,
     *,
     nesterov: bool = False,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """Rectified Adam: `u = r * mu_hat / (sqrt(nu_hat + eps_root) + eps)`, and `u = mu_hat` at the first steps.
 
     With `rho_inf = 2 / (1 - b2) - 1` and `rho = rho_inf - 2 t b2^t / (1 - b2^t)`, the factor is `r^2 = (rho - 4) (rho -
@@ -330,15 +338,15 @@ def scale_by_radam(
 
 @explains_keywords(**MEANT)
 def radam(
-    learning_rate: LearningRate,
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    eps_root: Number = 0.0,
-    threshold: Number = 5.0,
+    learning_rate: base.LearningRate,
+    b1: base.Number = 0.9,
+    b2: base.Number = 0.999,
+    eps: base.Number = 1e-8,
+    eps_root: base.Number = 0.0,
+    threshold: base.Number = 5.0,
     *,
     nesterov: bool = False,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """RAdam: `p = p - lr * u`. See `scale_by_radam`. No warm-up of the learning rate is needed.
 
     Args:
@@ -370,8 +378,16 @@ def radam(
 
 
 def _radam_direction(
-    g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number, eps_root: Number, c1: Tensor, c2: Tensor,
-    ahead: Tensor | None, rho: Tensor, threshold: Number, r: Tensor,
+    g: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    b1: base.Number,
+    b2: base.Number,
+    eps: base.Number,
+    eps_root: base.Number,
+    c1: Tensor,
+    c2: Tensor,
+    ahead: Tensor | None, rho: Tensor, threshold: base.Number, r: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the update of a leaf, and the next moments."""
     dtype = nu.dtype

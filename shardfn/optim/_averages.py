@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from shardfn import core
 
+from . import _base as base
 from ._adam import bias_corrections
-from ._base import GradientTransformation, LearningRate, Needs, Number, OptState, Pair, Params, Specs, Updates
 from ._checks import check_decay_rate, check_not_negative, check_num_steps, check_positive
 from ._elementwise import map_leaves, vary_number
 from ._learning_rate import check_rate, evaluate_schedule
@@ -27,7 +27,7 @@ from ._needs import join_needs, refuse_phases
 from ._norm import dtype_of_squares
 from ._pair import apply_updates, as_transformation, inplace
 
-Decay = Number | Callable[[Tensor], Any]
+Decay = base.Number | Callable[[Tensor], Any]
 
 
 class AverageParamsState(NamedTuple):
@@ -40,13 +40,13 @@ class AverageParamsState(NamedTuple):
     """
 
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # as in all states
-    average: PyTree
-    inner: OptState
+    average: core.PyTree
+    inner: base.OptState
 
 
 def average_params(
-    inner: GradientTransformation | Pair, decay: Decay = 0.999, *, debias: bool = False
-) -> GradientTransformation:
+    inner: base.GradientTransformation | base.Pair, decay: Decay = 0.999, *, debias: bool = False
+) -> base.GradientTransformation:
     """Trains by `inner` and averages the parameters: `a = decay a + (1 - decay) p`, with `a` = the first parameters.
 
     With `debias` the first parameters have no weight: `a = m / (1 - decay^t)`, where `m = decay m + (1 - decay) p`
@@ -91,7 +91,7 @@ def average_params(
     return _AverageParams(as_transformation(inner), decay).rule()
 
 
-def _debiased_rates(decay: Number) -> Decay:
+def _debiased_rates(decay: base.Number) -> Decay:
     """Returns the rates of an average without the first value. The first rate is 0."""
 
     def rate_at(count: Tensor) -> Tensor:
@@ -103,32 +103,36 @@ def _debiased_rates(decay: Number) -> Decay:
 
 @dataclass(frozen=True, eq=False)
 class _AverageParams:
-    tx: GradientTransformation
+    tx: base.GradientTransformation
     decay: Decay
 
-    def rule(self) -> GradientTransformation:
+    def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: _AverageParams(tx, self.decay).rule(), states=lambda s: (s.inner,))
-        return GradientTransformation(self.init, self.update, self.apply, needs._replace(ascends=self.tx.needs.ascends))
+        return base.GradientTransformation(
+            self.init, self.update, self.apply, needs._replace(ascends=self.tx.needs.ascends)
+        )
 
-    def init(self, params: Params) -> AverageParamsState:
+    def init(self, params: base.Params) -> AverageParamsState:
         # Copies: the average must not share the memory of parameters that are written.
-        average = tree_map(lambda p: p.detach().to(wide(p).dtype, copy=True), params)
+        average = core.tree_map(lambda p: p.detach().to(wide(p).dtype, copy=True), params)
         return AverageParamsState(zero_count(params), average, self.tx.init(params))
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         check_params("average_params", params)
         old = self._leaf_columns(state, params)[0]
         updates, inner = self.tx.update(updates, state.inner, params, specs=specs)
-        new, treedef = tree_flatten(apply_updates(params, updates))
+        new, treedef = core.tree_flatten(apply_updates(params, updates))
         rows = zip(old, new, self._leaf_rates(state, params, specs), strict=True)
         average = [(d * a + (1 - d) * p.to(a.dtype)).to(a.dtype) for a, p, d in rows]
-        return updates, AverageParamsState(state.count + 1, tree_unflatten(treedef, average), inner)
+        return updates, AverageParamsState(state.count + 1, core.tree_unflatten(treedef, average), inner)
 
     @torch.no_grad()
-    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply(
+        self, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         old, treedef = self._leaf_columns(state, params)
         rates = self._leaf_rates(state, params, specs)
         params, inner = inplace(self.tx)(grads, state.inner, params, specs=specs)
@@ -136,15 +140,15 @@ class _AverageParams:
             a.mul_(d).add_((1 - d) * p.to(a.dtype))
         return params, AverageParamsState(state.count.add_(1), state.average, inner)
 
-    def _leaf_columns(self, state: OptState, params: Params) -> tuple[list[Tensor], Any]:
+    def _leaf_columns(self, state: base.OptState, params: base.Params) -> tuple[list[Tensor], Any]:
         check_state("average_params", state, AverageParamsState)
-        treedef = tree_flatten(params)[1]
+        treedef = core.tree_flatten(params)[1]
         return leaves_like(state.average, treedef, "state.average", "params"), treedef
 
-    def _leaf_rates(self, state: AverageParamsState, params: Params, specs: Specs) -> list[Any]:
+    def _leaf_rates(self, state: AverageParamsState, params: base.Params, specs: base.Specs) -> list[Any]:
         """Returns the decay for each leaf."""
         decay = self.decay(state.count.clone()) if callable(self.decay) else self.decay
-        return vary_number(tree_flatten(params)[0], decay, params, specs)
+        return vary_number(core.tree_flatten(params)[0], decay, params, specs)
 
 
 class EmaState(NamedTuple):
@@ -156,10 +160,10 @@ class EmaState(NamedTuple):
     """
 
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
-    ema: PyTree
+    ema: core.PyTree
 
 
-def ema(decay: Number, debias: bool = True) -> GradientTransformation:
+def ema(decay: base.Number, debias: bool = True) -> base.GradientTransformation:
     """Averages updates: `m = decay m + (1 - decay) u`, `u = m / (1 - decay^t)`. For parameters see `average_params`.
 
     Args:
@@ -180,16 +184,16 @@ def ema(decay: Number, debias: bool = True) -> GradientTransformation:
     """
     check_decay_rate("ema", decay=decay)
 
-    def average_leaf(u: Tensor, ema: Tensor, decay: Number, by: Tensor) -> tuple[Tensor, Tensor]:
+    def average_leaf(u: Tensor, ema: Tensor, decay: base.Number, by: Tensor) -> tuple[Tensor, Tensor]:
         m = decay * wide(ema) + (1 - decay) * wide(u)
         return (m / by if debias else m).to(ema.dtype), m.to(ema.dtype)
 
-    def init_fn(params: Params) -> EmaState:
+    def init_fn(params: base.Params) -> EmaState:
         return EmaState(zero_count(params), zeros_like(params))
 
     def update_fn(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         del params
         check_state("ema", state, EmaState)
         count = state.count + 1
@@ -197,7 +201,7 @@ def ema(decay: Number, debias: bool = True) -> GradientTransformation:
         us, new = map_leaves(average_leaf, 2, updates, of={"ema": state.ema}, specs=specs, decay=decay, by=by)
         return us, EmaState(count, new)
 
-    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
+    return base.GradientTransformation(init_fn, update_fn, needs=base.Needs("element", ascends=True))
 
 
 class LookaheadState(NamedTuple):
@@ -209,17 +213,17 @@ class LookaheadState(NamedTuple):
         slow: tree like params.
     """
 
-    fast_state: OptState
+    fast_state: base.OptState
     steps_since_sync: Int[Tensor, ""]
-    slow: PyTree
+    slow: core.PyTree
 
 
 def lookahead(
-    fast_optimizer: GradientTransformation | Pair,
+    fast_optimizer: base.GradientTransformation | base.Pair,
     sync_period: int,
-    slow_step_size: Number,
+    slow_step_size: base.Number,
     reset_state: bool = False,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """Steps by a fast rule. Every `sync_period` steps `slow = slow + slow_step_size (p - slow)`, `p = slow`.
 
     Gradients are computed at the fast parameters, the parameters of the step. The slow parameters are a part of the
@@ -259,31 +263,33 @@ def lookahead(
 
 @dataclass(frozen=True)
 class _Lookahead:
-    tx: GradientTransformation
+    tx: base.GradientTransformation
     period: int
-    size: Number
+    size: base.Number
     reset: bool
 
-    def rule(self) -> GradientTransformation:
+    def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.fast_state,))
-        return GradientTransformation(self.init, self.update, needs=needs._replace(ascends=self.tx.needs.ascends))
+        return base.GradientTransformation(self.init, self.update, needs=needs._replace(ascends=self.tx.needs.ascends))
 
-    def init(self, params: Params) -> LookaheadState:
-        return LookaheadState(self.tx.init(params), zero_count(params), tree_map(lambda p: p.detach().clone(), params))
+    def init(self, params: base.Params) -> LookaheadState:
+        return LookaheadState(
+            self.tx.init(params), zero_count(params), core.tree_map(lambda p: p.detach().clone(), params)
+        )
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         check_params("lookahead", params)
         check_state("lookahead", state, LookaheadState)
-        ps, treedef = tree_flatten(params)
+        ps, treedef = core.tree_flatten(params)
         slow = leaves_like(state.slow, treedef, "state.slow", "params")
         updates, fast = self.tx.update(updates, state.fast_state, params, specs=specs)
         syncs = state.steps_since_sync == self.period - 1
         if self.reset:
-            fast = tree_map(lambda new, first: torch.where(syncs, first, new), fast, self.tx.init(params))
-        new = tree_flatten(apply_updates(params, updates))[0]
+            fast = core.tree_map(lambda new, first: torch.where(syncs, first, new), fast, self.tx.init(params))
+        new = core.tree_flatten(apply_updates(params, updates))[0]
         us = leaves_like(updates, treedef, "updates", "params")
         out, after = list[Tensor](), list[Tensor]()
         for p, u, x, s, size in zip(ps, us, new, slow, vary_number(ps, self.size, params, specs), strict=True):
@@ -292,7 +298,7 @@ class _Lookahead:
             # In a dtype that holds the difference exactly, so that fast and slow parameters are equal afterwards.
             out.append(torch.where(syncs, step.to(s.dtype).double() - p.double(), u.double()))
         count = (state.steps_since_sync + 1) % self.period
-        return tree_unflatten(treedef, out), LookaheadState(fast, count, tree_unflatten(treedef, after))
+        return core.tree_unflatten(treedef, out), LookaheadState(fast, count, core.tree_unflatten(treedef, after))
 
 
 class ScheduleFreeState(NamedTuple):
@@ -311,16 +317,16 @@ class ScheduleFreeState(NamedTuple):
     b1: Float[Tensor, ""]
     weight_sum: Float[Tensor, ""]
     max_lr: Float[Tensor, ""]
-    base_optimizer_state: OptState
-    z: PyTree
+    base_optimizer_state: base.OptState
+    z: core.PyTree
 
 
 def schedule_free(
-    base_optimizer: GradientTransformation | Pair,
-    learning_rate: LearningRate,
+    base_optimizer: base.GradientTransformation | base.Pair,
+    learning_rate: base.LearningRate,
     b1: float = 0.9,
     weight_lr_power: float = 2.0,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """Trains at `y = (1 - b1) z + b1 x`, where the rule steps `z` and `x` is the average of all `z`.
 
     The weight of a step in the average is the largest learning rate so far to the power `weight_lr_power`. The
@@ -361,30 +367,30 @@ def schedule_free(
 
 @dataclass(frozen=True)
 class _ScheduleFree:
-    tx: GradientTransformation
-    learning_rate: LearningRate
+    tx: base.GradientTransformation
+    learning_rate: base.LearningRate
     b1: float
     power: float
 
-    def rule(self) -> GradientTransformation:
+    def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         again = lambda tx: _ScheduleFree(tx, self.learning_rate, self.b1, self.power).rule()  # noqa: E731
         needs = join_needs([self.tx], again, states=lambda s: (s.base_optimizer_state,))
-        return GradientTransformation(self.init, self.update, needs=needs._replace(ascends=self.tx.needs.ascends))
+        return base.GradientTransformation(self.init, self.update, needs=needs._replace(ascends=self.tx.needs.ascends))
 
-    def init(self, params: Params) -> ScheduleFreeState:
+    def init(self, params: base.Params) -> ScheduleFreeState:
         count = zero_count(params)
-        number = torch.zeros((), dtype=dtype_of_squares(tree_leaves(params)), device=count.device)
+        number = torch.zeros((), dtype=dtype_of_squares(core.tree_leaves(params)), device=count.device)
         b1 = torch.full_like(number, self.b1)
-        z = tree_map(lambda p: p.detach().clone(), params)
+        z = core.tree_map(lambda p: p.detach().clone(), params)
         return ScheduleFreeState(count, b1, number, number.clone(), self.tx.init(params), z)
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         check_params("schedule_free", params)
         check_state("schedule_free", state, ScheduleFreeState)
-        ys, treedef = tree_flatten(params)
+        ys, treedef = core.tree_flatten(params)
         old = leaves_like(state.z, treedef, "state.z", "params")
         count, total = state.step_count + 1, state.weight_sum
         rate = self.learning_rate
@@ -400,10 +406,12 @@ class _ScheduleFree:
         z = apply_updates(state.z, updates)
         out = [
             self._leaf_update(y, before, after, c)
-            for y, before, after, c in zip(ys, old, tree_leaves(z), vary_number(ys, part, params, specs), strict=True)
+            for y, before, after, c in zip(
+                ys, old, core.tree_leaves(z), vary_number(ys, part, params, specs), strict=True
+            )
         ]
         new = ScheduleFreeState(count, state.b1, total, largest, inner, z)
-        return tree_unflatten(treedef, out), new
+        return core.tree_unflatten(treedef, out), new
 
     def _leaf_update(self, y: Tensor, old: Tensor, new: Tensor, part: Tensor) -> Tensor:
         """Returns the update of y, in a dtype without rounding."""
@@ -413,7 +421,7 @@ class _ScheduleFree:
         return self.b1 * x + (1 - self.b1) * new - y
 
 
-def schedule_free_eval_params(state: ScheduleFreeState, params: Params) -> Params:
+def schedule_free_eval_params(state: ScheduleFreeState, params: base.Params) -> base.Params:
     """Returns the average x, at which to evaluate: `x = (y - (1 - b1) z) / b1`, where y are the parameters.
 
     For trees of plain tensors, of the same layout. For the state of a step use `sf.eval_state`.
@@ -435,9 +443,9 @@ def schedule_free_eval_params(state: ScheduleFreeState, params: Params) -> Param
         [tensor([0.])]
     """
     check_state("schedule_free_eval_params", state, ScheduleFreeState)
-    ys, treedef = tree_flatten(params)
+    ys, treedef = core.tree_flatten(params)
     pairs = zip(ys, leaves_like(state.z, treedef, "state.z", "params"), strict=True)
-    return tree_unflatten(treedef, [_average_leaf(y.double(), z.double(), state.b1).to(y.dtype) for y, z in pairs])
+    return core.tree_unflatten(treedef, [_average_leaf(y.double(), z.double(), state.b1).to(y.dtype) for y, z in pairs])
 
 
 def _average_leaf(y: Tensor, z: Tensor, b1: float | Tensor) -> Tensor:

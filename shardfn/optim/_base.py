@@ -12,14 +12,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.collectives import GlobalTensor, pmean, take_own_block
-from shardfn.core import Mesh, P, PyTree, StoredValue, explains_attributes
+from shardfn import collectives, core
+from shardfn.core import Mesh, P
 
-Params = PyTree
-Updates = PyTree
-OptState = PyTree
-Specs = PyTree
-Mask = PyTree | Callable[[Params], PyTree]
+Params = core.PyTree
+Updates = core.PyTree
+OptState = core.PyTree
+Specs = core.PyTree
+Mask = core.PyTree | Callable[[Params], core.PyTree]
 # The smallest part of a tree that a rule can step separately.
 Grain = Literal["element", "leaf", "tree"]
 # A user-defined rule: `(init, update)`, the two fields of optax's GradientTransformation.
@@ -31,7 +31,7 @@ Number = float | int | Float[Tensor, ""]
 LearningRate = float | int | Float[Tensor, ""] | Schedule
 
 
-class WholeLeaf(GlobalTensor):
+class WholeLeaf(collectives.GlobalTensor):
     """Leaf as a step shows the leaf to a rule: whole, without data, with the spec of the updated rows.
 
     Attributes:
@@ -52,7 +52,7 @@ class WholeLeaf(GlobalTensor):
 
     def __init__(
         self,
-        local: StoredValue,
+        local: core.StoredValue,
         shape: torch.Size,
         spec: P,
         mesh: Mesh,
@@ -62,12 +62,12 @@ class WholeLeaf(GlobalTensor):
         super().__init__(local, shape, spec, mesh)
         self.own, self.unreduced = own, unreduced
 
-    def with_block(self, block: StoredValue) -> "WholeLeaf":
+    def with_block(self, block: core.StoredValue) -> "WholeLeaf":
         """Returns the same leaf with another block."""
         return WholeLeaf(block, self.shape, self.spec, self.mesh, self.own, self.unreduced)
 
 
-def rows_over(leaf: GlobalTensor, axes: Sequence[str]) -> tuple[str, ...]:
+def rows_over(leaf: collectives.GlobalTensor, axes: Sequence[str]) -> tuple[str, ...]:
     """Returns the axes along which ranks keep rows of a leaf, but compute with the whole leaf in a mean over `axes`.
 
     These are all axes of the rows, or none if the rows are cut along other axes than `axes`. For example, rows along
@@ -94,10 +94,10 @@ def reduce_gradient(grad: Tensor, leaf: WholeLeaf) -> Tensor:
         >>> reduce_gradient(torch.ones(2), leaf)
         tensor([1., 1.])
     """
-    grad = pmean(grad, leaf.unreduced) if grad.numel() and leaf.unreduced else grad
+    grad = collectives.pmean(grad, leaf.unreduced) if grad.numel() and leaf.unreduced else grad
     rows = rows_over(leaf, leaf.unreduced)
     for dim in range(grad.ndim):
-        grad = take_own_block(grad, tuple(a for a in leaf.spec.dim_axes(dim) if a in rows), dim=dim)
+        grad = collectives.take_own_block(grad, tuple(a for a in leaf.spec.dim_axes(dim) if a in rows), dim=dim)
     return grad
 
 
@@ -186,7 +186,7 @@ class Needs(NamedTuple):
 _BY_STEP = "The step updates the parameters: state, metrics = sf.sharded_step(loss, optimizer)(state, batch)."
 
 
-@explains_attributes(
+@core.explains_attributes(
     step=_BY_STEP,
     zero_grad=f"Leave it out. {_BY_STEP}",
     param_groups="Rules for some leaves are made by optim.multi_transform; a rate that changes is a schedule.",

@@ -11,22 +11,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from shardfn import collectives, core
 from shardfn._torch import foreach_mul_
-from shardfn.collectives import current_mesh, pmax, psum, pvary, transforming
-from shardfn.core import P, explains_keywords, raise_all, tree_flatten, tree_map, tree_paths, tree_unflatten
 
-from ._base import (
-    EmptyState,
-    GradientTransformation,
-    Measure,
-    Needs,
-    OptState,
-    Params,
-    Phase,
-    Specs,
-    Updates,
-    stateless,
-)
+from . import _base as base
 from ._checks import MEANT, check_finite, check_positive
 from ._decide import resolve_per_leaf, resolve_prefix
 from ._elementwise import safe_root, vary_number
@@ -35,8 +23,8 @@ from ._norm import block_squares, exact_scale, global_norm, is_exact, join_limbs
 from ._pair import as_transformation
 
 
-@explains_keywords(**MEANT)
-def clip(max_delta: float | int) -> GradientTransformation:
+@core.explains_keywords(**MEANT)
+def clip(max_delta: float | int) -> base.GradientTransformation:
     """Clips every element: `u = min(max(g, -max_delta), max_delta)`. NaN stays NaN.
 
     Args:
@@ -51,15 +39,15 @@ def clip(max_delta: float | int) -> GradientTransformation:
     """
     check_positive("clip", max_delta=max_delta)
 
-    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: base.Updates, params: base.Params, specs: base.Specs) -> base.Updates:
         del params, specs
-        return tree_map(lambda g: g.clamp(-max_delta, max_delta), updates)
+        return core.tree_map(lambda g: g.clamp(-max_delta, max_delta), updates)
 
-    return stateless(update_fn)._replace(needs=Needs("element", ascends=True))
+    return base.stateless(update_fn)._replace(needs=base.Needs("element", ascends=True))
 
 
-@explains_keywords(**MEANT)
-def clip_by_global_norm(max_norm: float | int) -> GradientTransformation:
+@core.explains_keywords(**MEANT)
+def clip_by_global_norm(max_norm: float | int) -> base.GradientTransformation:
     """Scales the whole tree to a norm of at most `max_norm`: `u = g * max_norm / max(|g|, max_norm)`.
 
     The form is optax's: no 1e-6 in the denominator as in torch, so a tree within the bound is returned bit for bit. The
@@ -84,34 +72,43 @@ def clip_by_global_norm(max_norm: float | int) -> GradientTransformation:
     return _scale_to_norm(max_norm, global_norm)
 
 
-def _scale_to_norm(max_norm: float | int, norm_of: Callable[[Updates, Specs], Tensor]) -> GradientTransformation:
-    def norm_scale(updates: Updates, specs: Specs) -> Float[Tensor, ""]:
+def _scale_to_norm(
+    max_norm: float | int, norm_of: Callable[[base.Updates, base.Specs], Tensor]
+) -> base.GradientTransformation:
+    def norm_scale(updates: base.Updates, specs: base.Specs) -> Float[Tensor, ""]:
         norm = norm_of(updates, specs)
         return torch.where(norm.isfinite(), max_norm / norm.clamp(min=max_norm), torch.nan)
 
-    def init_fn(params: Params) -> EmptyState:
+    def init_fn(params: base.Params) -> base.EmptyState:
         del params
-        return EmptyState()
+        return base.EmptyState()
 
     def update_fn(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None, donate: bool = False
-    ) -> tuple[Updates, OptState]:
+        updates: base.Updates,
+        state: base.OptState,
+        params: base.Params = None,
+        *,
+        specs: base.Specs = None,
+        donate: bool = False,
+    ) -> tuple[base.Updates, base.OptState]:
         del params
-        gs, treedef = tree_flatten(updates)
+        gs, treedef = core.tree_flatten(updates)
         if donate and gs and is_disjoint(gs):
             with torch.no_grad():
                 foreach_mul_(gs, norm_scale(updates, specs))
             return updates, state
         scales = vary_number(gs, norm_scale(updates, specs), updates, specs) if gs else ()
-        return tree_unflatten(treedef, [(g * s).to(g.dtype) for g, s in zip(gs, scales, strict=True)]), state
+        return core.tree_unflatten(treedef, [(g * s).to(g.dtype) for g, s in zip(gs, scales, strict=True)]), state
 
-    def specialize_clip(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+    def specialize_clip(
+        params: base.Params, stats: Tensor | None, phase: base.Phase | None
+    ) -> base.GradientTransformation:
         del params, phase
         return _scale_to_norm(max_norm, norm_of if stats is None else lambda updates, specs: stats.sum().sqrt())
 
-    measure = Measure(block_squares, additive=True)
-    needs = Needs("element", measure, bind_stats=specialize_clip, donates=True, ascends=True)
-    return GradientTransformation(init_fn, update_fn, needs=needs)
+    measure = base.Measure(block_squares, additive=True)
+    needs = base.Needs("element", measure, bind_stats=specialize_clip, donates=True, ascends=True)
+    return base.GradientTransformation(init_fn, update_fn, needs=needs)
 
 
 Axis = int | tuple[int, ...] | None
@@ -119,8 +116,8 @@ Axis = int | tuple[int, ...] | None
 _UNITS = {0: 0, 1: 1, 2: 1, 3: 1, 4: 3, 5: 4}
 
 
-@explains_keywords(**MEANT)
-def clip_by_block_rms(threshold: float | int) -> GradientTransformation:
+@core.explains_keywords(**MEANT)
+def clip_by_block_rms(threshold: float | int) -> base.GradientTransformation:
     """Scales each leaf to a root mean square of at most `threshold`: `u = g / max(1, rms(g) / threshold)`.
 
     The mean is over all blocks of a leaf: one psum. If the root mean square is not finite, the update is NaN in the
@@ -140,15 +137,15 @@ def clip_by_block_rms(threshold: float | int) -> GradientTransformation:
         [tensor([1.]), tensor([0.5000])]
     """
     check_positive("clip_by_block_rms", threshold=threshold)
-    return _clip_by_block_rms(threshold, lambda params: tree_map(lambda x: x.numel(), params))
+    return _clip_by_block_rms(threshold, lambda params: core.tree_map(lambda x: x.numel(), params))
 
 
-def _clip_by_block_rms(threshold: float | int, sizes: Any) -> GradientTransformation:
+def _clip_by_block_rms(threshold: float | int, sizes: Any) -> base.GradientTransformation:
     sizes_of = resolve_per_leaf(sizes, int, "clip_by_block_rms")
 
-    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: base.Updates, params: base.Params, specs: base.Specs) -> base.Updates:
         del params
-        gs, treedef = tree_flatten(updates)
+        gs, treedef = core.tree_flatten(updates)
         if not gs:
             return updates
         squares = leaf_squares(gs, None if specs is None else spec_leaves(specs, updates))
@@ -156,16 +153,20 @@ def _clip_by_block_rms(threshold: float | int, sizes: Any) -> GradientTransforma
         rms = safe_root(squares / torch.tensor(numbers, dtype=squares.dtype, device=squares.device))
         by = (rms / threshold).clamp(min=1.0).unbind()
         rows = zip(gs, by, [None] * len(gs) if specs is None else spec_leaves(specs, updates), strict=True)
-        return tree_unflatten(treedef, [(wide(g) / vary_number([g], x, g, cut)[0]).to(g.dtype) for g, x, cut in rows])
+        return core.tree_unflatten(
+            treedef, [(wide(g) / vary_number([g], x, g, cut)[0]).to(g.dtype) for g, x, cut in rows]
+        )
 
-    def decide_leaves(params: Params) -> GradientTransformation:
+    def decide_leaves(params: base.Params) -> base.GradientTransformation:
         return _clip_by_block_rms(threshold, resolve_prefix(sizes, params, int, "clip_by_block_rms"))
 
-    return stateless(update_fn)._replace(needs=Needs("leaf", resolve_masks=decide_leaves, ascends=True))
+    return base.stateless(update_fn)._replace(needs=base.Needs("leaf", resolve_masks=decide_leaves, ascends=True))
 
 
-@explains_keywords(**MEANT)
-def adaptive_grad_clip(clipping: float | int, eps: float | int = 1e-3, axis: Axis = None) -> GradientTransformation:
+@core.explains_keywords(**MEANT)
+def adaptive_grad_clip(
+    clipping: float | int, eps: float | int = 1e-3, axis: Axis = None
+) -> base.GradientTransformation:
     """Scales the gradient of each unit to a norm of at most `clipping * max(|p|, eps)`, for the unit's parameters p.
 
     A unit is a slice of a leaf along the dims `axis`, such as the weights of one output. By default a unit is a whole
@@ -199,12 +200,12 @@ def adaptive_grad_clip(clipping: float | int, eps: float | int = 1e-3, axis: Axi
     return _adaptive_grad_clip(clipping, eps, lambda params: _unit_dims(params, axis))
 
 
-def _adaptive_grad_clip(clipping: float | int, eps: float | int, units: Any) -> GradientTransformation:
+def _adaptive_grad_clip(clipping: float | int, eps: float | int, units: Any) -> base.GradientTransformation:
     dims_of = resolve_per_leaf(units, frozenset, "adaptive_grad_clip")
 
-    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: base.Updates, params: base.Params, specs: base.Specs) -> base.Updates:
         check_params("adaptive_grad_clip", params)
-        ps, treedef = tree_flatten(params)
+        ps, treedef = core.tree_flatten(params)
         gs = leaves_like(updates, treedef, "updates", "params")
         check_shapes(treedef, ps, updates=gs)
         dims = dims_of(params, ps, treedef, specs)
@@ -212,12 +213,12 @@ def _adaptive_grad_clip(clipping: float | int, eps: float | int, units: Any) -> 
         squares = unit_squares([*gs, *ps], [*dims, *dims], None if cuts is None else [*cuts, *cuts])
         norms = [safe_root(x) for x in squares]
         rows = zip(gs, norms[: len(gs)], norms[len(gs) :], strict=True)
-        return tree_unflatten(treedef, [_clip_leaf(g, norm, clipping * p.clamp(min=eps)) for g, norm, p in rows])
+        return core.tree_unflatten(treedef, [_clip_leaf(g, norm, clipping * p.clamp(min=eps)) for g, norm, p in rows])
 
-    def decide_leaves(params: Params) -> GradientTransformation:
+    def decide_leaves(params: base.Params) -> base.GradientTransformation:
         return _adaptive_grad_clip(clipping, eps, resolve_prefix(units, params, frozenset, "adaptive_grad_clip"))
 
-    return stateless(update_fn)._replace(needs=Needs("leaf", resolve_masks=decide_leaves, ascends=True))
+    return base.stateless(update_fn)._replace(needs=base.Needs("leaf", resolve_masks=decide_leaves, ascends=True))
 
 
 def _clip_leaf(g: Tensor, norm: Float[Tensor, "..."], most: Float[Tensor, "..."]) -> Tensor:
@@ -225,12 +226,12 @@ def _clip_leaf(g: Tensor, norm: Float[Tensor, "..."], most: Float[Tensor, "..."]
     return torch.where(norm < most, wide(g), wide(g) * (most / norm.clamp(min=1e-6))).to(g.dtype)
 
 
-def _unit_dims(params: Params, axis: Axis) -> Params:
+def _unit_dims(params: base.Params, axis: Axis) -> base.Params:
     """Returns the dims of a unit, for each whole leaf."""
-    leaves, treedef = tree_flatten(params)
+    leaves, treedef = core.tree_flatten(params)
     given = None if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
     wrong, out = [], []
-    for path, x in zip(tree_paths(params, "params"), leaves, strict=True):
+    for path, x in zip(core.tree_paths(params, "params"), leaves, strict=True):
         if given is None and x.ndim in _UNITS:
             vector = sum(n != 1 for n in x.shape) <= 1
             out.append(frozenset(range(x.ndim if vector else _UNITS[x.ndim])))
@@ -239,15 +240,15 @@ def _unit_dims(params: Params, axis: Axis) -> Params:
         else:
             wrong.append(f"{path} has shape {tuple(x.shape)}")
     need = "leaves of at most 5 dims; pass axis=" if given is None else f"leaves with the dims axis={axis!r}"
-    raise_all(ValueError, f"adaptive_grad_clip needs {need}; use masked(..., mask) for others:", wrong)
-    return tree_unflatten(treedef, out)
+    core.raise_all(ValueError, f"adaptive_grad_clip needs {need}; use masked(..., mask) for others:", wrong)
+    return core.tree_unflatten(treedef, out)
 
 
 Axes = tuple[str, ...]
 
 
 def unit_squares(
-    leaves: Sequence[Tensor], dims: Sequence[Set[int]], specs: Sequence[P] | None
+    leaves: Sequence[Tensor], dims: Sequence[Set[int]], specs: Sequence[core.P] | None
 ) -> list[Float[Tensor, "..."]]:
     """Returns the sum of squares of each leaf along its `dims`, over all blocks. In the result, these dims have size 1.
 
@@ -265,16 +266,20 @@ def unit_squares(
     rows = list(zip(leaves, dims, strict=True))
     axes = [()] * len(rows) if specs is None else [_cutting_axes(spec, d) for spec, d in zip(specs, dims, strict=True)]
     if not is_exact():
-        return _reduce_over(psum, [_reduce_along(wide(x).square(), d, torch.sum) for x, d in rows], axes)
-    tops = _reduce_over(pmax, [_reduce_along(x.detach().abs().double(), d, torch.amax) for x, d in rows], axes)
-    limbs = _reduce_over(psum, [_unit_limbs(x, top, d) for (x, d), top in zip(rows, tops, strict=True)], axes)
+        return _reduce_over(collectives.psum, [_reduce_along(wide(x).square(), d, torch.sum) for x, d in rows], axes)
+    tops = _reduce_over(
+        collectives.pmax, [_reduce_along(x.detach().abs().double(), d, torch.amax) for x, d in rows], axes
+    )
+    limbs = _reduce_over(
+        collectives.psum, [_unit_limbs(x, top, d) for (x, d), top in zip(rows, tops, strict=True)], axes
+    )
     exact = [join_limbs(x, top) for x, top in zip(limbs, tops, strict=True)]
     return [y.to(wide(x).dtype) for x, y in zip(leaves, exact, strict=True)]
 
 
-def _cutting_axes(spec: P, dims: Set[int]) -> Axes:
+def _cutting_axes(spec: core.P, dims: Set[int]) -> Axes:
     """Returns the mesh axes that cut a leaf along some dims, in the mesh's order."""
-    mesh = current_mesh()
+    mesh = collectives.current_mesh()
     axes = mesh.axes(tuple(name for dim in sorted(dims) for name in spec.dim_axes(dim)))
     return tuple(name for name in mesh.axis_names if name in axes)
 
@@ -305,13 +310,13 @@ def _reduce_over(reduce: Callable[..., Tensor], values: Sequence[Tensor], axes: 
             continue
         whole = reduce(torch.cat([values[i].reshape(-1) for i in index]), names)
         # Used with blocks, which vary: the transpose of the cast is the sum over blocks.
-        whole = pvary(whole, names) if transforming() or whole.requires_grad else whole
+        whole = collectives.pvary(whole, names) if collectives.transforming() or whole.requires_grad else whole
         for i, part in zip(index, whole.split([values[i].numel() for i in index]), strict=True):
             out[i] = part.view(values[i].shape)
     return out
 
 
-def keep_params_nonnegative() -> GradientTransformation:
+def keep_params_nonnegative() -> base.GradientTransformation:
     """Keeps parameters at 0 or more: `p = max(p + u, 0)`. Put the rule last in a `chain`. For some leaves use `masked`.
 
     Example:
@@ -322,7 +327,7 @@ def keep_params_nonnegative() -> GradientTransformation:
     return project_params(lambda x: x.clamp(min=0), by_element=True)
 
 
-def clamp_params(lower: float | None = None, upper: float | None = None) -> GradientTransformation:
+def clamp_params(lower: float | None = None, upper: float | None = None) -> base.GradientTransformation:
     """Keeps parameters between two bounds: `p = min(max(p + u, lower), upper)`. Put the rule last in a `chain`.
 
     Args:
@@ -345,7 +350,7 @@ def clamp_params(lower: float | None = None, upper: float | None = None) -> Grad
     return project_params(lambda x: x.clamp(lower, upper), by_element=True)
 
 
-def project_params(projection: Callable[[Tensor], Tensor], by_element: bool = False) -> GradientTransformation:
+def project_params(projection: Callable[[Tensor], Tensor], by_element: bool = False) -> base.GradientTransformation:
     """Projects each leaf after the update: `p = projection(p + u)`. Put the rule last in a `chain`.
 
     If a leaf is cut, parameters and updates are gathered in each step, and the projection gets the whole leaf, unless
@@ -370,24 +375,26 @@ def project_params(projection: Callable[[Tensor], Tensor], by_element: bool = Fa
         [tensor([0.6000, 0.8000], dtype=torch.float64)]
     """
 
-    def init_fn(params: Params) -> EmptyState:
+    def init_fn(params: base.Params) -> base.EmptyState:
         del params
-        return EmptyState()
+        return base.EmptyState()
 
-    def project_tree(updates: Updates, params: Params) -> tuple[list[Tensor], list[Tensor], object]:
+    def project_tree(updates: base.Updates, params: base.Params) -> tuple[list[Tensor], list[Tensor], object]:
         check_params("project_params", params)
-        ps, treedef = tree_flatten(params)
+        ps, treedef = core.tree_flatten(params)
         us = leaves_like(updates, treedef, "updates", "params")
         check_shapes(treedef, ps, updates=us)
         new = [projection((wide(p) + u).to(p.dtype)).to(p.dtype) for p, u in zip(ps, us, strict=True)]
         check_shapes(treedef, ps, projection=new)
         return ps, new, treedef
 
-    def update_fn(updates: Updates, state: OptState, params: Params = None) -> tuple[Updates, OptState]:
+    def update_fn(
+        updates: base.Updates, state: base.OptState, params: base.Params = None
+    ) -> tuple[base.Updates, base.OptState]:
         ps, new, treedef = project_tree(updates, params)
-        return tree_unflatten(treedef, [x.double() - p.double() for x, p in zip(new, ps, strict=True)]), state
+        return core.tree_unflatten(treedef, [x.double() - p.double() for x, p in zip(new, ps, strict=True)]), state
 
-    def apply_fn(grads: Updates, state: OptState, params: Params) -> tuple[Params, OptState]:
+    def apply_fn(grads: base.Updates, state: base.OptState, params: base.Params) -> tuple[base.Params, base.OptState]:
         with torch.no_grad():
             ps, new, _ = project_tree(grads, params)
             for p, x in zip(ps, new, strict=True):
@@ -395,5 +402,5 @@ def project_params(projection: Callable[[Tensor], Tensor], by_element: bool = Fa
         return params, state
 
     # An update without `specs`: the given leaves are whole, or blocks are sufficient.
-    needs = Needs("element" if by_element else "leaf", ascends=True)
-    return as_transformation(GradientTransformation(init_fn, update_fn, apply_fn, needs))
+    needs = base.Needs("element" if by_element else "leaf", ascends=True)
+    return as_transformation(base.GradientTransformation(init_fn, update_fn, apply_fn, needs))

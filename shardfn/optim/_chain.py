@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import GlobalTensor, local
-from shardfn.core import MetadataTensor, named_leaves, raise_all, tree_leaves, tree_map
 
-from ._base import GradientTransformation, OptState, Pair, Params, Phase, Specs, Updates, identity, rows_over
+from . import _base as base
 from ._needs import find_ascending, join_needs
 from ._pair import as_transformation, inplace
 
-Rule = Callable[..., tuple[Updates, OptState]]
+Rule = Callable[..., tuple[base.Updates, base.OptState]]
 
 
-def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
+def chain(*rules: base.GradientTransformation | base.Pair) -> base.GradientTransformation:
     """Returns the composition `u = tx_n(... tx_2(tx_1(g)))`.
 
     In place, the last rule runs `apply` and all other rules run `update`. So put the optimizer last. The granularity is
@@ -38,17 +38,17 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
         >>> tx.update([torch.tensor([4.0])], tx.init([torch.zeros(1)]))[0]
         [tensor([-0.5000])]
     """
-    txs = tuple(map(as_transformation, rules)) or (identity(),)
+    txs = tuple(map(as_transformation, rules)) or (base.identity(),)
     last, speaks = inplace(txs[-1]), _find_communicating(txs)
 
-    def init_fn(params: Params) -> OptState:
+    def init_fn(params: base.Params) -> base.OptState:
         states = tuple(tx.init(params) for tx in txs)
         _check_early(states[:speaks] if speaks else ())
         return states
 
     def apply_rules(
-        rules: Sequence[Rule], updates: Updates, state: OptState, params: Params, specs: Specs
-    ) -> tuple[Updates, tuple[OptState, ...]]:
+        rules: Sequence[Rule], updates: base.Updates, state: base.OptState, params: base.Params, specs: base.Specs
+    ) -> tuple[base.Updates, tuple[base.OptState, ...]]:
         check_chain("chain", state, len(txs))
         states = []
         for rule, inner in zip(rules, state, strict=False):
@@ -57,12 +57,14 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
         return updates, tuple(states)
 
     def update_fn(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         return apply_rules([tx.update for tx in txs], updates, state, params, specs)
 
     @torch.no_grad()
-    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(
+        grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         updates, states = apply_rules([_donating_update(tx) for tx in txs[:-1]], grads, state, params, specs)
         params, new = last(updates, state[-1], params, specs=specs)
         return params, (*states, new)
@@ -70,22 +72,24 @@ def chain(*rules: GradientTransformation | Pair) -> GradientTransformation:
     # A chain's state is the tuple of the rules' states, in order.
     needs = join_needs(txs, chain, states=lambda state: state)._replace(ascends=_ascends_by_leaf(txs))
     if speaks is None:
-        return GradientTransformation(init_fn, update_fn, apply_fn, needs)
+        return base.GradientTransformation(init_fn, update_fn, apply_fn, needs)
 
-    def specialize_chain(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+    def specialize_chain(
+        params: base.Params, stats: Tensor | None, phase: base.Phase | None
+    ) -> base.GradientTransformation:
         assert needs.bind_stats is not None and needs.phases is not None
         rule, over = needs.bind_stats(params, stats, phase), needs.phases.axes
 
-        def init_rows(rows: Params) -> OptState:
+        def init_rows(rows: base.Params) -> base.OptState:
             _check_whole(txs[:speaks], params, over)
             return rule.init(rows)
 
         return rule._replace(init=init_rows)
 
-    return GradientTransformation(init_fn, update_fn, apply_fn, needs._replace(bind_stats=specialize_chain))
+    return base.GradientTransformation(init_fn, update_fn, apply_fn, needs._replace(bind_stats=specialize_chain))
 
 
-def named_chain(*args: tuple[str, GradientTransformation | Pair]) -> GradientTransformation:
+def named_chain(*args: tuple[str, base.GradientTransformation | base.Pair]) -> base.GradientTransformation:
     """Returns a `chain` of named rules. The state is a dict: name -> the rule's state.
 
     Args:
@@ -115,10 +119,10 @@ def named_chain(*args: tuple[str, GradientTransformation | Pair]) -> GradientTra
     return _with_named_states(names, chain(*(tx for _, tx in args)))
 
 
-def _with_named_states(names: tuple[str, ...], inner: GradientTransformation) -> GradientTransformation:
+def _with_named_states(names: tuple[str, ...], inner: base.GradientTransformation) -> base.GradientTransformation:
     """Returns a chain whose state has names."""
 
-    def states_of(state: OptState) -> tuple[OptState, ...]:
+    def states_of(state: base.OptState) -> tuple[base.OptState, ...]:
         if not isinstance(state, dict) or set(state) != set(names):
             own = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"
             raise ValueError(
@@ -127,27 +131,29 @@ def _with_named_states(names: tuple[str, ...], inner: GradientTransformation) ->
             )
         return tuple(state[name] for name in names)
 
-    def name_states(states: OptState) -> dict[str, OptState]:
+    def name_states(states: base.OptState) -> dict[str, base.OptState]:
         return dict(zip(names, states, strict=True))
 
-    def init_fn(params: Params) -> OptState:
+    def init_fn(params: base.Params) -> base.OptState:
         return name_states(inner.init(params))
 
     def update_fn(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         updates, states = inner.update(updates, states_of(state), params, specs=specs)
         return updates, name_states(states)
 
-    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(
+        grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         params, states = inplace(inner)(grads, states_of(state), params, specs=specs)
         return params, name_states(states)
 
     needs = join_needs([inner], lambda rule: _with_named_states(names, rule), states=lambda state: (states_of(state),))
-    return GradientTransformation(init_fn, update_fn, apply_fn, needs._replace(ascends=inner.needs.ascends))
+    return base.GradientTransformation(init_fn, update_fn, apply_fn, needs._replace(ascends=inner.needs.ascends))
 
 
-def _ascends_by_leaf(txs: Sequence[GradientTransformation]) -> bool | Callable[[Params], Sequence[bool]]:
+def _ascends_by_leaf(txs: Sequence[base.GradientTransformation]) -> bool | Callable[[base.Params], Sequence[bool]]:
     """Returns whether all rules ascend, for each leaf if the rules differ.
 
     A descending rule reverses updates, or stops updates.
@@ -160,12 +166,12 @@ def _ascends_by_leaf(txs: Sequence[GradientTransformation]) -> bool | Callable[[
     return lambda params: [all(of) for of in zip(*(find_ascending(tx, params) for tx in txs), strict=True)]
 
 
-def _donating_update(tx: GradientTransformation) -> Rule:
+def _donating_update(tx: base.GradientTransformation) -> Rule:
     """Returns the `update` for updates that are not needed afterwards."""
     return functools.partial(tx.update, donate=True) if tx.needs.donates else tx.update
 
 
-def _find_communicating(txs: Sequence[GradientTransformation]) -> int | None:
+def _find_communicating(txs: Sequence[base.GradientTransformation]) -> int | None:
     """Returns the index of the rule that averages gradients, or None.
 
     Raises:
@@ -199,14 +205,14 @@ def _find_communicating(txs: Sequence[GradientTransformation]) -> int | None:
     return at
 
 
-def _check_early(states: Sequence[OptState]) -> None:
+def _check_early(states: Sequence[base.OptState]) -> None:
     """Refuses rules with memory of gradients before a rule that averages gradients.
 
     Raises:
         ValueError: there are such rules. The message lists all.
     """
     # Counters are the same on all ranks, even if gradients differ.
-    keeping = [i for i, state in enumerate(states) if any(x.is_floating_point() for x in tree_leaves(state))]
+    keeping = [i for i, state in enumerate(states) if any(x.is_floating_point() for x in core.tree_leaves(state))]
     if keeping:
         raise ValueError(
             f"rules {keeping} of a chain remember gradients, but rule {len(states)} averages for itself, so that each"
@@ -214,17 +220,17 @@ def _check_early(states: Sequence[OptState]) -> None:
         )
 
 
-def _check_whole(txs: Sequence[GradientTransformation], params: Params, over: Sequence[str]) -> None:
+def _check_whole(txs: Sequence[base.GradientTransformation], params: base.Params, over: Sequence[str]) -> None:
     """Refuses rules before an averaging rule that use the values of parameters that ZeRO keeps as rows.
 
     Raises:
         ValueError: there are such rules. The message lists the rules and the parameters.
     """
-    cuts = named_leaves(params, "params")
-    cut = [path for path, x in cuts if isinstance(x, GlobalTensor) and rows_over(x, over)]
+    cuts = core.named_leaves(params, "params")
+    cut = [path for path, x in cuts if isinstance(x, GlobalTensor) and base.rows_over(x, over)]
     looking = [i for i, tx in enumerate(txs) if _looks_at_params(tx, local(params))] if cut else []
     if looking:
-        raise_all(
+        core.raise_all(
             ValueError,
             f"rules {looking} of a chain look at parameters, but rule {len(txs)} averages for itself over {over}, so"
             " that it and they get whole gradients, of parameters that ZeRO keeps in pieces over the same axes; decay"
@@ -233,14 +239,14 @@ def _check_whole(txs: Sequence[GradientTransformation], params: Params, over: Se
         )
 
 
-def _looks_at_params(tx: GradientTransformation, params: Params) -> bool:
+def _looks_at_params(tx: base.GradientTransformation, params: base.Params) -> bool:
     """Returns whether a rule uses more of parameters than shape and dtype.
 
     The rule is tried with zeros without memory.
     """
-    zeros = tree_map(lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape), params)
+    zeros = core.tree_map(lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape), params)
     try:
-        tx.update(zeros, tx.init(zeros), tree_map(lambda x: _NotLookedAt.empty(x.shape, x.dtype, x.device), zeros))
+        tx.update(zeros, tx.init(zeros), core.tree_map(lambda x: _NotLookedAt.empty(x.shape, x.dtype, x.device), zeros))
     except _LookedAtError:
         return True
     return False
@@ -250,7 +256,7 @@ class _LookedAtError(Exception):
     """A rule looked at parameters."""
 
 
-class _NotLookedAt(MetadataTensor):
+class _NotLookedAt(core.MetadataTensor):
     """A parameter that raises an error when a rule looks at its values."""
 
     @classmethod
@@ -258,7 +264,7 @@ class _NotLookedAt(MetadataTensor):
         raise _LookedAtError
 
 
-def check_chain(who: str, state: OptState, num: int) -> None:
+def check_chain(who: str, state: base.OptState, num: int) -> None:
     """Checks that `state` is a chain's state: a tuple of `num` states.
 
     Raises:

@@ -17,19 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.core import (
-    P,
-    PyTree,
-    raise_all,
-    tree_entries,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_paths,
-    tree_unflatten,
-)
+from shardfn import core
 
-from ._base import GradientTransformation, Grain, OptState, Pair, Params, Specs, Updates
+from . import _base as base
 from ._leaves import spec_leaves
 from ._needs import bind_stats, resolve_masks
 from ._norm import block_squares, is_exact, leaf_squares, over_blocks
@@ -60,14 +50,14 @@ class Pieces(NamedTuple):
         end: `end(token, state) -> state`: the state, whole or a part, with the counters advanced.
     """
 
-    granularity: Grain
+    granularity: base.Grain
     measure: Callable[..., Tensor] | None
-    begin: Callable[..., "Token"]
-    apply: Callable[..., tuple[Params, OptState]]
-    end: Callable[["Token", OptState], OptState]
+    begin: Callable[..., "ChunkedStep"]
+    apply: Callable[..., tuple[base.Params, base.OptState]]
+    end: Callable[["ChunkedStep", base.OptState], base.OptState]
 
 
-class Token(NamedTuple):
+class ChunkedStep(NamedTuple):
     """One step of an optimizer in pieces.
 
     Attributes:
@@ -76,12 +66,12 @@ class Token(NamedTuple):
         new: counters after the step, or None if the measures are not known.
     """
 
-    rule: GradientTransformation
+    rule: base.GradientTransformation
     old: tuple[Tensor, ...]
     new: tuple[Tensor, ...] | None
 
 
-def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
+def in_pieces(tx: base.GradientTransformation | base.Pair, params: base.Params) -> Pieces:
     """Returns `tx` applied part by part: bit-identical to `inplace(tx)` on the whole tree.
 
     Args:
@@ -111,7 +101,7 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
         Rajbhandari et al., ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning, 2021,
         https://arxiv.org/abs/2104.07857
     """
-    whole = tree_map(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"), params)
+    whole = core.tree_map(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"), params)
     tx = resolve_masks(tx, whole)
     granularity, measure = tx.needs.granularity, tx.needs.measure
     squares = measure is not None and measure.of is block_squares
@@ -122,21 +112,23 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
     entries, skeleton = _find_counters(bind_stats(tx, whole), whole)
 
     @torch.no_grad()
-    def begin_fn(state: OptState, stats: Sequence[Tensor] | None = (), *, specs: Specs = None) -> Token:
+    def begin_fn(state: base.OptState, stats: Sequence[Tensor] | None = (), *, specs: base.Specs = None) -> ChunkedStep:
         if stats is None and measure is not None and not (measure.ahead and measure.ahead(state)):
             raise ValueError("begin got no measures, but the rule needs the measures of this step's gradients.")
         cuts = None if squares and is_exact() else specs  # else the measures are over all blocks already
         rule = bind_stats(tx, whole, _measure_tree(whole, stats, cuts) if measure else None)
         old = tuple(c.clone() for c in _read_counters(state, entries))
         # A step of no leaves: only the counters advance, as in the whole step.
-        nothing = tree_map(lambda p: None, whole)
-        advanced = inplace(rule)(nothing, tree_unflatten(skeleton, [c.clone() for c in old]), nothing)[1]
-        return Token(rule, old, None if measure is not None and stats is None else _read_counters(advanced, entries))
+        nothing = core.tree_map(lambda p: None, whole)
+        advanced = inplace(rule)(nothing, core.tree_unflatten(skeleton, [c.clone() for c in old]), nothing)[1]
+        return ChunkedStep(
+            rule, old, None if measure is not None and stats is None else _read_counters(advanced, entries)
+        )
 
     @torch.no_grad()
     def apply_fn(
-        token: Token, grads: Updates, state: OptState, params: Params, *, specs: Specs = None
-    ) -> tuple[Params, OptState]:
+        token: ChunkedStep, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         check(params)
         # Each part steps from the counters before the step, in copies, because a rule advances the given counters.
         own = _read_counters(state, entries)
@@ -144,12 +136,12 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
         params, state = inplace(token.rule)(grads, state, params, specs=specs)
         return params, _write_counters(state, entries, own)
 
-    def end_fn(token: Token, state: OptState) -> OptState:
+    def end_fn(token: ChunkedStep, state: base.OptState) -> base.OptState:
         if token.new is None:
             raise ValueError("this token was begun without measures. End with a token of a `begin` with measures.")
         return _write_counters(state, entries, token.new)
 
-    def measure_fn(grad: Tensor, spec: P | None = None) -> Tensor:
+    def measure_fn(grad: Tensor, spec: core.P | None = None) -> Tensor:
         assert measure is not None
         if squares and is_exact():
             return leaf_squares([grad], None if spec is None else [spec])[0]
@@ -158,29 +150,31 @@ def in_pieces(tx: GradientTransformation | Pair, params: Params) -> Pieces:
     return Pieces(granularity, measure and measure_fn, begin_fn, apply_fn, end_fn)
 
 
-def _step_whole(tx: GradientTransformation, check: Callable[[PyTree], None]) -> Pieces:
-    def begin_fn(state: OptState, stats: Sequence[Tensor] | None = (), *, specs: Specs = None) -> Token:
+def _step_whole(tx: base.GradientTransformation, check: Callable[[core.PyTree], None]) -> Pieces:
+    def begin_fn(state: base.OptState, stats: Sequence[Tensor] | None = (), *, specs: base.Specs = None) -> ChunkedStep:
         del state, stats, specs
-        return Token(tx, (), ())
+        return ChunkedStep(tx, (), ())
 
     def apply_fn(
-        token: Token, grads: Updates, state: OptState, params: Params, *, specs: Specs = None
-    ) -> tuple[Params, OptState]:
+        token: ChunkedStep, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         check(params)
         return inplace(token.rule)(grads, state, params, specs=specs)
 
-    def end_fn(token: Token, state: OptState) -> OptState:
+    def end_fn(token: ChunkedStep, state: base.OptState) -> base.OptState:
         del token
         return state
 
     return Pieces("tree", None, begin_fn, apply_fn, end_fn)
 
 
-def _measure_tree(whole: PyTree, stats: Sequence[Tensor] | None, specs: Specs) -> Float[Tensor, " num_leaves"] | None:
+def _measure_tree(
+    whole: core.PyTree, stats: Sequence[Tensor] | None, specs: base.Specs
+) -> Float[Tensor, " num_leaves"] | None:
     """Returns the measures of all leaves, over all blocks."""
     if stats is None:
         return None
-    num = len(tree_leaves(whole))
+    num = len(core.tree_leaves(whole))
     if len(stats) != num:
         raise ValueError(
             f"begin expected a measure for each of {num} leaves, got {len(stats)}. Pass pieces.measure(grad) of each,"
@@ -190,32 +184,38 @@ def _measure_tree(whole: PyTree, stats: Sequence[Tensor] | None, specs: Specs) -
     return local if specs is None or not stats else over_blocks(local, spec_leaves(specs, whole))
 
 
-def _find_counters(rule: GradientTransformation, whole: PyTree) -> tuple[Entries, Any]:
+def _find_counters(rule: base.GradientTransformation, whole: core.PyTree) -> tuple[Entries, Any]:
     """Returns the places of counters in a state, and the structure of a state with only counters."""
-    skeleton = rule.init(tree_map(lambda p: None, whole))
-    return tuple(tree_entries(skeleton)), tree_flatten(skeleton)[1]
+    skeleton = rule.init(core.tree_map(lambda p: None, whole))
+    return tuple(core.tree_entries(skeleton)), core.tree_flatten(skeleton)[1]
 
 
-def _read_counters(state: OptState, entries: Entries) -> tuple[Tensor, ...]:
-    at = dict(zip(tree_entries(state), tree_leaves(state), strict=True))
+def _read_counters(state: base.OptState, entries: Entries) -> tuple[Tensor, ...]:
+    at = dict(zip(core.tree_entries(state), core.tree_leaves(state), strict=True))
     missing = [f"state has no counter at {'.'.join(map(str, e))}" for e in entries if e not in at]
-    raise_all(ValueError, "a state is not this optimizer's; pass the result of init(params), or a part of it:", missing)
+    core.raise_all(
+        ValueError, "a state is not this optimizer's; pass the result of init(params), or a part of it:", missing
+    )
     return tuple(at[e] for e in entries)
 
 
-def _write_counters(state: OptState, entries: Entries, counters: Sequence[Tensor]) -> OptState:
+def _write_counters(state: base.OptState, entries: Entries, counters: Sequence[Tensor]) -> base.OptState:
     at = dict(zip(entries, counters, strict=True))
-    leaves, treedef = tree_flatten(state)
-    return tree_unflatten(treedef, [at.get(e, x) for e, x in zip(tree_entries(state), leaves, strict=True)])
+    leaves, treedef = core.tree_flatten(state)
+    return core.tree_unflatten(treedef, [at.get(e, x) for e, x in zip(core.tree_entries(state), leaves, strict=True)])
 
 
-def _make_checker(whole: PyTree, granularity: Grain) -> Callable[[PyTree], None]:
+def _make_checker(whole: core.PyTree, granularity: base.Grain) -> Callable[[core.PyTree], None]:
     """Returns a function that refuses parts that do not belong to `whole`, or are too fine for `granularity`."""
-    wants, treedef = tree_flatten(whole, none_is_leaf=True)
-    paths = tree_paths(whole, "params", is_leaf=lambda x: x is None) if None in wants else tree_paths(whole, "params")
+    wants, treedef = core.tree_flatten(whole, none_is_leaf=True)
+    paths = (
+        core.tree_paths(whole, "params", is_leaf=lambda x: x is None)
+        if None in wants
+        else core.tree_paths(whole, "params")
+    )
 
-    def check_part(part: PyTree) -> None:
-        slots, own = tree_flatten(part, none_is_leaf=True)
+    def check_part(part: core.PyTree) -> None:
+        slots, own = core.tree_flatten(part, none_is_leaf=True)
         if own != treedef:
             raise ValueError(
                 f"a part of params is {own}, but the whole is {treedef}. Keep every container, and put None for a leaf"
@@ -223,12 +223,12 @@ def _make_checker(whole: PyTree, granularity: Grain) -> Callable[[PyTree], None]
             )
         rows = zip(paths, slots, wants, strict=True)
         problems = [problem for path, x, want in rows if (problem := _find_problem(path, x, want, granularity))]
-        raise_all(ValueError, f"not a part that an optimizer of granularity {granularity!r} can step:", problems)
+        core.raise_all(ValueError, f"not a part that an optimizer of granularity {granularity!r} can step:", problems)
 
     return check_part
 
 
-def _find_problem(path: str, x: Any, want: Any, granularity: Grain) -> str:
+def _find_problem(path: str, x: Any, want: Any, granularity: base.Grain) -> str:
     if x is None:
         return f"{path} is missing; give the whole tree at once" if granularity == "tree" and want is not None else ""
     if want is None:

@@ -15,32 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn import collectives, core
 from shardfn._torch import FakeTensor
-from shardfn.collectives import (
-    Compressor,
-    GlobalTensor,
-    Residual,
-    all_gather,
-    axis_size,
-    check_compressor,
-    compressed_init,
-    compressed_pmean,
-    compressed_pmean_codes,
-    current_mesh,
-    cut_of,
-    decompress_codes,
-    error_feedback,
-    global_residuals,
-    identity,
-    padded,
-    pmean,
-    take_own_block,
-    transforming,
-)
-from shardfn.core import Axes, P, PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from shardfn.kernels import moving_average_
 
-from ._base import LearningRate, Mask, OptState, Params, Specs, Updates, rows_over
+from . import _base as base
 from ._decide import resolve_per_leaf
 from ._leaves import leaves_like, spec_leaves, wide
 
@@ -65,9 +44,9 @@ class Share(NamedTuple):
 class Averaging:
     """Averages leaves by `compressed_pmean`, over the axes among `axis` along which ranks have the same elements."""
 
-    axis: Axes
-    compressor: Compressor
-    outer: Axes
+    axis: core.Axes
+    compressor: collectives.Compressor
+    outer: core.Axes
 
     @property
     def over(self) -> tuple[str, ...]:
@@ -82,7 +61,7 @@ class Averaging:
         outer = (self.outer,) if isinstance(self.outer, str) else self.outer
         left = None if outer is None else tuple(a for a in outer if a in over)
         # Without a mean there is no message, and nothing to round.
-        return replace(self, axis=over, outer=left, compressor=self.compressor if over else identity())
+        return replace(self, axis=over, outer=left, compressor=self.compressor if over else collectives.identity())
 
     def share(self, param: Tensor, whole: Any) -> Share:
         """Returns the part of a leaf that is averaged.
@@ -92,9 +71,9 @@ class Averaging:
             whole: the leaf's whole block. Only the shape is used. A `GlobalTensor` also has a spec, and a
                 `WholeLeaf` the axes without a mean.
         """
-        if not isinstance(whole, GlobalTensor):
+        if not isinstance(whole, collectives.GlobalTensor):
             return Share(whole.numel(), (), self.over if whole.shape != param.shape else ())
-        mesh, n, rows = whole.mesh, 1, rows_over(whole, self.over)
+        mesh, n, rows = whole.mesh, 1, base.rows_over(whole, self.over)
         for dim, size in enumerate(whole.shape):
             for axis in mesh.axes(whole.spec.dim_axes(dim)):
                 # Along the axes of the mean all ranks have the whole. Along other axes the first rank has the most.
@@ -102,17 +81,20 @@ class Averaging:
             n *= size
         return Share(n, tuple(a for a in mesh.axes(whole.spec.axes) if a not in rows), rows)
 
-    def init(self, share: Share, device: torch.device) -> tuple[Residual, Codes]:
+    def init(self, share: Share, device: torch.device) -> tuple[collectives.Residual, Codes]:
         """Returns the errors, and codes of zeros where rows are kept, as blocks that all ranks have."""
         like, mean = torch.empty(share.n, device=device), self.of(share)
-        local = compressed_init([like], mean.axis, mean.compressor, outer=mean.outer)
-        own = P(share.own) if share.own else P()
-        residual = global_residuals(local, mean.axis, [own], outer=mean.outer)[0]
+        local = collectives.compressed_init([like], mean.axis, mean.compressor, outer=mean.outer)
+        own = core.P(share.own) if share.own else core.P()
+        residual = collectives.global_residuals(local, mean.axis, [own], outer=mean.outer)[0]
         return residual, tuple(_global_block(x, own) for x in mean._zero_codes(share.n, device)) if share.cut else ()
 
     def _zero_codes(self, n: int, device: torch.device) -> Codes:
-        ranks, size = axis_size(self.axis if self.outer is None else self.outer), axis_size(self.axis)
-        cut = cut_of(n, ranks, self.compressor.quantum, size // ranks)
+        ranks, size = (
+            collectives.axis_size(self.axis if self.outer is None else self.outer),
+            collectives.axis_size(self.axis),
+        )
+        cut = collectives.cut_of(n, ranks, self.compressor.quantum, size // ranks)
         zero = torch.zeros((size, cut.c), device=device)
         return self.compressor.compress(zero, self.compressor.init(zero), whole=True, donate=False)[0]
 
@@ -129,7 +111,7 @@ class Averaging:
         """
         # Ranks have blocks of different sizes, but messages of equal size. The padding of smaller blocks is cut off
         # again.
-        flat = [padded(x.reshape(-1), s.n) for x, s in zip(xs, shares, strict=True)]
+        flat = [collectives.padded(x.reshape(-1), s.n) for x, s in zip(xs, shares, strict=True)]
         groups: dict[Averaging, list[int]] = {}
         for i, share in enumerate(shares):
             groups.setdefault(self.of(share), []).append(i)
@@ -147,45 +129,49 @@ class Averaging:
         """Returns the means of leaves over the same axes, the new errors, and the codes of the means."""
         options: dict[str, Any] = {"outer": self.outer, "donate": donate}
         if not coded:
-            means, residuals = compressed_pmean(flat, self.axis, self.compressor, residuals, **options)
+            means, residuals = collectives.compressed_pmean(flat, self.axis, self.compressor, residuals, **options)
             return means, residuals, [()] * len(flat)
-        codes, residuals = compressed_pmean_codes(flat, self.axis, self.compressor, residuals, **options)
-        return decompress_codes(codes, flat, self.axis, self.compressor, **options), residuals, codes
+        codes, residuals = collectives.compressed_pmean_codes(flat, self.axis, self.compressor, residuals, **options)
+        return collectives.decompress_codes(codes, flat, self.axis, self.compressor, **options), residuals, codes
 
     def decode(self, codes: Codes, share: Share, like: Tensor) -> Tensor:
         """Returns the decoded mean, in the shape of `like`."""
         flat, by = torch.empty(share.n, device=like.device), self.of(share)
-        mean = decompress_codes(codes, flat, by.axis, self.compressor, outer=by.outer, donate=True)
+        mean = collectives.decompress_codes(codes, flat, by.axis, self.compressor, outer=by.outer, donate=True)
         return mean[: like.numel()].view(like.shape)
 
-    def rows(self, x: Tensor, spec: P, share: Share) -> Tensor:
+    def rows(self, x: Tensor, spec: core.P, share: Share) -> Tensor:
         """Returns this rank's rows of a leaf."""
         for dim, axes in _row_cuts(x, spec, share):
-            x = take_own_block(x, axes, dim=dim)
+            x = collectives.take_own_block(x, axes, dim=dim)
         return x
 
-    def whole(self, x: Tensor, spec: P, share: Share, like: Tensor) -> Tensor:
+    def whole(self, x: Tensor, spec: core.P, share: Share, like: Tensor) -> Tensor:
         """Returns the whole leaf of the rows, in the shape of `like`."""
         for dim, axes in _row_cuts(x, spec, share):
-            x = all_gather(x, axes, dim=dim, size=like.shape[dim])
+            x = collectives.all_gather(x, axes, dim=dim, size=like.shape[dim])
         return x
 
     def exact(self, xs: list[Tensor], shares: list[Share]) -> list[Tensor]:
         """Returns the exact means, as any optimizer gets."""
-        return [pmean(x, self.of(s).over) if x.numel() else x for x, s in zip(xs, shares, strict=True)]
+        return [collectives.pmean(x, self.of(s).over) if x.numel() else x for x, s in zip(xs, shares, strict=True)]
 
 
-def make_averaging(who: str, axis: Axes, compressor: Compressor, outer: Axes, feedback: bool) -> Averaging:
+def make_averaging(
+    who: str, axis: core.Axes, compressor: collectives.Compressor, outer: core.Axes, feedback: bool
+) -> Averaging:
     """Returns an `Averaging` from a user's arguments.
 
     Raises:
         TypeError: `compressor` is not a `Compressor`.
     """
-    check_compressor(who, compressor)
-    return Averaging(axis, error_feedback(compressor) if feedback and not compressor.remembers else compressor, outer)
+    collectives.check_compressor(who, compressor)
+    return Averaging(
+        axis, collectives.error_feedback(compressor) if feedback and not compressor.remembers else compressor, outer
+    )
 
 
-def _row_cuts(x: Tensor, spec: P, share: Share) -> list[tuple[int, tuple[str, ...]]]:
+def _row_cuts(x: Tensor, spec: core.P, share: Share) -> list[tuple[int, tuple[str, ...]]]:
     cuts = [(d, tuple(a for a in spec.dim_axes(d) if a in share.cut)) for d in range(x.ndim)]
     return [(d, axes) for d, axes in cuts if axes]
 
@@ -197,11 +183,11 @@ def write_over(old: Tensor, new: Tensor) -> Tensor:
     return old
 
 
-def _global_block(block: Tensor, own: P) -> GlobalTensor:
+def _global_block(block: Tensor, own: core.P) -> collectives.GlobalTensor:
     """Returns a block that is equal along the axis of the mean, and different along `own`, as a global tensor."""
-    mesh = current_mesh()
+    mesh = collectives.current_mesh()
     shape = torch.Size((block.shape[0] * mesh.axis_size(own.dim_axes(0)), *block.shape[1:]))
-    return GlobalTensor(block, shape, own, mesh)
+    return collectives.GlobalTensor(block, shape, own, mesh)
 
 
 _PIECE = 1 << 16  # elements: a few tensors of this size stay in a core's cache
@@ -225,7 +211,7 @@ class CompressedSplit:
     treedef: Any
     ps: list[Tensor]
     gs: list[Tensor]
-    specs: list[P]
+    specs: list[core.P]
     shares: list[Share]
     exact: Sequence[bool]
 
@@ -233,24 +219,24 @@ class CompressedSplit:
         """Returns the entries of the compressed leaves."""
         return [x for x, exact in zip(column, self.exact, strict=True) if not exact]
 
-    def merged(self, exact: Sequence[Any], compressed: Sequence[Any]) -> PyTree:
+    def merged(self, exact: Sequence[Any], compressed: Sequence[Any]) -> core.PyTree:
         """Returns the tree of entries for both kinds."""
         these, those = iter(exact), iter(compressed)
-        return tree_unflatten(self.treedef, [next(these if on else those) for on in self.exact])
+        return core.tree_unflatten(self.treedef, [next(these if on else those) for on in self.exact])
 
-    def alone(self, column: Sequence[Any]) -> PyTree:
+    def alone(self, column: Sequence[Any]) -> core.PyTree:
         """Returns the tree of the exact leaves, or None in place of compressed leaves."""
-        return tree_unflatten(self.treedef, [x if on else None for x, on in zip(column, self.exact, strict=True)])
+        return core.tree_unflatten(self.treedef, [x if on else None for x, on in zip(column, self.exact, strict=True)])
 
     def exactly(
         self,
-        step: Callable[..., tuple[Any, OptState]],
-        state: OptState,
+        step: Callable[..., tuple[Any, base.OptState]],
+        state: base.OptState,
         mus: list[Tensor],
         nus: list[Tensor],
         *,
         averaged: bool = False,
-    ) -> tuple[list[Tensor], OptState]:
+    ) -> tuple[list[Tensor], base.OptState]:
         """Returns the step of the exact leaves by a chain that begins with moments. All leaves share the counters."""
         gs = [g for g, on in zip(self.gs, self.exact, strict=True) if on]
         if not averaged:
@@ -260,14 +246,14 @@ class CompressedSplit:
         grads = self.merged(gs, [None] * (len(self.gs) - len(gs)))
         own = (state[0]._replace(mu=self.alone(mus), nu=self.alone(nus)), *state[1:])
         out, own = step(grads, own, self.alone(self.ps), specs=self.alone(self.specs))
-        return tree_leaves(out), own
+        return core.tree_leaves(out), own
 
-    def joined(self, own: OptState, mus: Sequence[Tensor], nus: Sequence[Tensor]) -> OptState:
+    def join_states(self, own: base.OptState, mus: Sequence[Tensor], nus: Sequence[Tensor]) -> base.OptState:
         """Returns the state of a chain for exact leaves, with the moments of the compressed leaves put in."""
-        mu, nu = self.merged(tree_leaves(own[0].mu), mus), self.merged(tree_leaves(own[0].nu), nus)
+        mu, nu = self.merged(core.tree_leaves(own[0].mu), mus), self.merged(core.tree_leaves(own[0].nu), nus)
         return (own[0]._replace(mu=mu, nu=nu), *own[1:])
 
-    def init(self) -> tuple[PyTree, PyTree]:
+    def init(self) -> tuple[core.PyTree, core.PyTree]:
         """Returns the first errors and codes, each a tree like params."""
         pairs = [
             self.averaging.init(share, p.device)
@@ -276,7 +262,7 @@ class CompressedSplit:
         none = [None] * (len(self.ps) - len(pairs))
         return self.merged(none, [r for r, _ in pairs]), self.merged(none, [c for _, c in pairs])
 
-    def wholes(self, rows: list[Tensor], codes: PyTree, *, gather: bool) -> list[Tensor]:
+    def wholes(self, rows: list[Tensor], codes: core.PyTree, *, gather: bool) -> list[Tensor]:
         """Returns the whole compressed leaves that are kept as rows.
 
         The leaves are gathered, or decoded from the last codes.
@@ -291,7 +277,9 @@ class CompressedSplit:
             for x, code, g, spec, share in table
         ]
 
-    def mean(self, xs: list[Tensor], residual: PyTree, *, donate: bool) -> tuple[list[Tensor], PyTree, PyTree]:
+    def mean(
+        self, xs: list[Tensor], residual: core.PyTree, *, donate: bool
+    ) -> tuple[list[Tensor], core.PyTree, core.PyTree]:
         """Returns the means of whole compressed leaves, and the new errors and codes as trees."""
         residuals = self.pick(self.treedef.flatten_up_to(residual))
         means, new, codes = self.averaging.mean(xs, residuals, self.pick(self.shares), donate=donate)
@@ -308,7 +296,12 @@ class CompressedSplit:
 
 
 def split_leaves(
-    averaging: Averaging, grads: Updates, params: Params, specs: Specs, whole: PyTree, exact: Mask
+    averaging: Averaging,
+    grads: base.Updates,
+    params: base.Params,
+    specs: base.Specs,
+    whole: core.PyTree,
+    exact: base.Mask,
 ) -> CompressedSplit:
     """Returns a step's leaves.
 
@@ -320,12 +313,12 @@ def split_leaves(
         whole: the whole blocks, by shapes. None: the shapes of `grads`.
         exact: leaves that are not compressed. Leaves without elements are never compressed.
     """
-    ps, treedef = tree_flatten(params)
+    ps, treedef = core.tree_flatten(params)
     gs = leaves_like(grads, treedef, "grads", "params")
     blocks = gs if whole is None else leaves_like(whole, treedef, "whole", "params")
     shares = [averaging.share(p, block) for p, block in zip(ps, blocks, strict=True)]
     flags = resolve_per_leaf(False if exact is None else exact, bool, "exact")(params, ps, treedef, specs)
-    cuts = [P()] * len(ps) if specs is None else spec_leaves(specs, params)
+    cuts = [core.P()] * len(ps) if specs is None else spec_leaves(specs, params)
     return CompressedSplit(
         averaging, treedef, ps, gs, cuts, shares, [on or not s.n for on, s in zip(flags, shares, strict=True)]
     )
@@ -343,21 +336,23 @@ def blend_momentum(mu: Tensor, g: Tensor, b1: float, *, donate: bool) -> Tensor:
     return mu
 
 
-def is_differentiated(tree: PyTree) -> bool:
+def is_differentiated(tree: core.PyTree) -> bool:
     """Returns whether results computed from the tensors may be differentiated, or transformed by torch.func."""
     on = torch.is_grad_enabled()
-    return transforming() or any(on and isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(tree))
+    return collectives.transforming() or any(
+        on and isinstance(x, Tensor) and x.requires_grad for x in core.tree_leaves(tree)
+    )
 
 
 def update_by_apply(
     who: str,
-    rate: LearningRate,
-    apply: Callable[..., tuple[Params, OptState]],
-    grads: Updates,
-    state: OptState,
-    params: Params,
-    specs: Specs,
-) -> tuple[Updates, OptState]:
+    rate: base.LearningRate,
+    apply: Callable[..., tuple[base.Params, base.OptState]],
+    grads: base.Updates,
+    state: base.OptState,
+    params: base.Params,
+    specs: base.Specs,
+) -> tuple[base.Updates, base.OptState]:
     """Computes `update` by `apply`, on copies. The updates are `p' - p`, exact in float64.
 
     Raises:
@@ -369,9 +364,9 @@ def update_by_apply(
             f"{who}: the update has no derivative once it is compressed, and torch.func does not map over it. Detach"
             " its arguments, or differentiate the rule that it is made from."
         )
-    copies = tree_map(torch.clone, (grads, state, params))
+    copies = core.tree_map(torch.clone, (grads, state, params))
     new, state = apply(*copies, specs=specs)
-    return tree_map(lambda x, p: x.double() - p.double(), new, params), state
+    return core.tree_map(lambda x, p: x.double() - p.double(), new, params), state
 
 
 def add_rounded_(p: Tensor, u: Tensor) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn._torch import DisableTorchFunctionSubclass, make_wrapper_subclass
 from shardfn.collectives import current_mesh
-from shardfn.core import PyTree, broadcast_prefix, raise_all, tree_flatten, tree_paths, tree_unflatten
 
 from ._base import Specs
 from ._leaves import spec_leaves
@@ -35,7 +35,7 @@ def resolve_per_leaf(prefix: Any, kind: type | tuple[type, ...], name: str) -> C
         return lambda tree, leaves, treedef, specs=None: prefix.of(tree)
     memo: dict[Any, tuple[Any, ...]] = {}
 
-    def resolve_leaves(tree: PyTree, leaves: list[Any], treedef: Any, specs: Specs = None) -> tuple[Any, ...]:
+    def resolve_leaves(tree: core.PyTree, leaves: list[Any], treedef: Any, specs: Specs = None) -> tuple[Any, ...]:
         key: Any = treedef
         if callable(prefix):
             check_whole(name, tree, specs)
@@ -43,7 +43,7 @@ def resolve_per_leaf(prefix: Any, kind: type | tuple[type, ...], name: str) -> C
         if key not in memo:
             full = prefix(_abstract_tree(name, tree)) if callable(prefix) else prefix
             memo.clear()
-            memo[key] = tuple(broadcast_prefix(full, tree, lambda x: isinstance(x, kind), names=(name, "params")))
+            memo[key] = tuple(core.broadcast_prefix(full, tree, lambda x: isinstance(x, kind), names=(name, "params")))
         return memo[key]
 
     return resolve_leaves
@@ -59,13 +59,13 @@ class Resolved:
 
     says: dict[str, Any]
 
-    def of(self, part: PyTree) -> tuple[Any, ...]:
+    def of(self, part: core.PyTree) -> tuple[Any, ...]:
         """Returns the values of the leaves that are present."""
-        slots = tree_flatten(part, none_is_leaf=True)[0]
+        slots = core.tree_flatten(part, none_is_leaf=True)[0]
         return tuple(v for v, x in zip(self.says.values(), slots, strict=True) if x is not None)
 
 
-def resolve_prefix(prefix: Any, params: PyTree, kind: type | tuple[type, ...], name: str) -> Any:
+def resolve_prefix(prefix: Any, params: core.PyTree, kind: type | tuple[type, ...], name: str) -> Any:
     """Returns `prefix` as a `Resolved`. None stays None.
 
     Args:
@@ -76,22 +76,26 @@ def resolve_prefix(prefix: Any, params: PyTree, kind: type | tuple[type, ...], n
     """
     if prefix is None:
         return None
-    leaves, treedef = tree_flatten(params)
+    leaves, treedef = core.tree_flatten(params)
     values = iter(resolve_per_leaf(prefix, kind, name)(params, leaves, treedef))
-    slots = tree_flatten(params, none_is_leaf=True)[0]
-    paths = tree_paths(params, "params", is_leaf=lambda x: x is None) if None in slots else tree_paths(params, "params")
+    slots = core.tree_flatten(params, none_is_leaf=True)[0]
+    paths = (
+        core.tree_paths(params, "params", is_leaf=lambda x: x is None)
+        if None in slots
+        else core.tree_paths(params, "params")
+    )
     pairs = zip(paths, slots, strict=True)
     return Resolved({path: None if x is None else next(values) for path, x in pairs})
 
 
-class _Shape(Tensor):
+class _ShapeTensor(Tensor):
     """Leaf as given to functions of the tree: a tensor with only a shape and a dtype."""
 
     _of: str
     _path: str
 
     @staticmethod
-    def __new__(cls, x: Any, of: str, path: str) -> "_Shape":
+    def __new__(cls, x: Any, of: str, path: str) -> "_ShapeTensor":
         self = make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=torch.device("meta"))
         self._of, self._path = of, path
         return self
@@ -124,14 +128,14 @@ _SEEN = {
 }  # fmt: skip
 
 
-def _abstract_tree(name: str, tree: PyTree) -> PyTree:
+def _abstract_tree(name: str, tree: core.PyTree) -> core.PyTree:
     """Returns the tree as given to functions of the tree."""
-    leaves, treedef = tree_flatten(tree)
-    pairs = zip(leaves, tree_paths(tree, "params"), strict=True)
-    return tree_unflatten(treedef, [_Shape(x, name, path) for x, path in pairs])
+    leaves, treedef = core.tree_flatten(tree)
+    pairs = zip(leaves, core.tree_paths(tree, "params"), strict=True)
+    return core.tree_unflatten(treedef, [_ShapeTensor(x, name, path) for x, path in pairs])
 
 
-def check_whole(name: str, tree: PyTree, specs: Specs) -> None:
+def check_whole(name: str, tree: core.PyTree, specs: Specs) -> None:
     """Refuses blocks where whole leaves are needed.
 
     Raises:
@@ -140,9 +144,9 @@ def check_whole(name: str, tree: PyTree, specs: Specs) -> None:
     if specs is None:
         return
     mesh = current_mesh()
-    rows = zip(tree_paths(tree, "params"), spec_leaves(specs, tree), strict=True)
+    rows = zip(core.tree_paths(tree, "params"), spec_leaves(specs, tree), strict=True)
     cut = [f"{path} is cut as {spec!r}" for path, spec in rows if mesh.axis_size(mesh.axes(spec.axes)) > 1]
-    raise_all(
+    core.raise_all(
         ValueError,
         f"{name} is a function of whole leaves, but would be shown this rank's blocks: decide it first, by"
         " optim.resolve_masks(tx, whole) on a tree of whole leaves. A rule f(inner) of your own has"

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from shardfn import core
 from shardfn._torch import FakeTensor, foreach_copy_
 from shardfn.collectives import transforming
-from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ._base import GradientTransformation, Measure, OptState, Pair, Params, Phase, Specs, Updates
+from . import _base as base
 from ._leaves import check_shapes, check_state, leaves_like, spec_leaves, zero_count, zeros_like
 from ._needs import bind_stats, join_needs, refuse_phases
 from ._norm import dtype_of_squares, over_blocks
@@ -30,13 +30,13 @@ class DelayedState(NamedTuple):
             if a leaf is float64.
     """
 
-    pending: PyTree
+    pending: core.PyTree
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # as in all states
-    inner: OptState
+    inner: base.OptState
     measured: Any = ()
 
 
-def delayed(tx: GradientTransformation | Pair, warmup: int = 0) -> GradientTransformation:
+def delayed(tx: base.GradientTransformation | base.Pair, warmup: int = 0) -> base.GradientTransformation:
     """Steps along the gradients of the previous step: `p_{t+1} = p_t + tx(g_{t-1})`, `g_t` the gradient at `p_t`.
 
     The update of step t does not depend on the gradients of step t, so an optimizer on the host can run in parallel
@@ -86,76 +86,78 @@ class _Delayed:
     Compared by identity: a tree of params has no equality.
     """
 
-    tx: GradientTransformation
+    tx: base.GradientTransformation
     warmup: int
-    whole: Params = None
+    whole: base.Params = None
     stats: Tensor | None = None
 
-    def rule(self) -> GradientTransformation:
+    def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         tx, measure = self.tx, self.measure
         needs = join_needs([tx], lambda rule: _Delayed(rule, self.warmup).rule())
-        needs = needs._replace(bind_stats=self.given, ascends=tx.needs.ascends)
+        needs = needs._replace(bind_stats=self.bind, ascends=tx.needs.ascends)
         if measure is not None:
             ahead = measure._replace(ahead=lambda state: int(state.count) >= self.warmup)
-            return GradientTransformation(self.init, self.update, self.apply, needs._replace(measure=ahead))
+            return base.GradientTransformation(self.init, self.update, self.apply, needs._replace(measure=ahead))
         granularity = (
             "tree" if tx.needs.measure is not None else needs.granularity
         )  # measures that do not add up are not kept
-        return GradientTransformation(
+        return base.GradientTransformation(
             self.init, self.update, self.apply, needs._replace(granularity=granularity, measure=None)
         )
 
-    def given(self, params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+    def bind(self, params: base.Params, stats: Tensor | None, phase: base.Phase | None) -> base.GradientTransformation:
         del phase
         return replace(self, whole=params, stats=stats).rule()
 
     @functools.cached_property
-    def measure(self) -> Measure | None:
+    def measure(self) -> base.Measure | None:
         """Returns the measure of the inner rule, if only the sum over leaves is needed."""
         measure = self.tx.needs.measure
         return measure if measure is not None and measure.additive else None
 
     @functools.cached_property
-    def own(self) -> GradientTransformation:
+    def own(self) -> base.GradientTransformation:
         """Returns the inner rule, without measures."""
         return self.tx if self.whole is None else bind_stats(self.tx, self.whole)
 
-    def by(self, like: PyTree, total: Any) -> GradientTransformation:
+    def by(self, like: core.PyTree, total: Any) -> base.GradientTransformation:
         """Returns the inner rule for gradients with the sum of measures `total`."""
         if self.measure is None:
             return self.own
         return bind_stats(self.tx, like if self.whole is None else self.whole, total.view(1))
 
-    def total(self, updates: Updates, specs: Specs) -> Tensor | None:
+    def total(self, updates: base.Updates, specs: base.Specs) -> Tensor | None:
         """Returns the sum of the measures, or None if not known yet, or not needed."""
         if self.measure is None or (self.whole is not None and self.stats is None):
             return None
         return _sum_measures(self.measure, updates, specs) if self.stats is None else self.stats.sum()
 
-    def init(self, params: Params) -> DelayedState:
-        wide = dtype_of_squares(tree_leaves(params))
+    def init(self, params: base.Params) -> DelayedState:
+        wide = dtype_of_squares(core.tree_leaves(params))
         kept = torch.zeros((), dtype=wide, device=zero_count(params).device) if self.measure else ()
         return DelayedState(zeros_like(params), zero_count(params), self.own.init(params), kept)
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         gs, waiting = _leaf_columns(updates, state, "updates")
         # Both outcomes of each branch are computed: the counter cannot be read under a transform.
         plain, moves, now = state.count < self.warmup, state.count != self.warmup, self.total(updates, specs)
         used = [torch.where(plain, g.to(w.dtype), w) for g, w in zip(gs, waiting, strict=True)]
         norm = state.measured if now is None else torch.where(plain, now, state.measured)
-        like = tree_flatten(updates)[1]
-        us, inner = self.by(updates, norm).update(tree_unflatten(like, used), state.inner, params, specs=specs)
-        us = tree_map(lambda u: torch.where(moves, u, 0.0).to(u.dtype), us)
-        inner = tree_map(lambda new, old: torch.where(moves, new, old), inner, state.inner)
+        like = core.tree_flatten(updates)[1]
+        us, inner = self.by(updates, norm).update(core.tree_unflatten(like, used), state.inner, params, specs=specs)
+        us = core.tree_map(lambda u: torch.where(moves, u, 0.0).to(u.dtype), us)
+        inner = core.tree_map(lambda new, old: torch.where(moves, new, old), inner, state.inner)
         kept = [torch.where(plain, 0.0, g).to(w.dtype) for g, w in zip(gs, waiting, strict=True)]
         after = state.measured if now is None else torch.where(plain, 0.0, now).to(state.measured.dtype)
-        return us, DelayedState(tree_unflatten(like, kept), state.count + 1, inner, after)
+        return us, DelayedState(core.tree_unflatten(like, kept), state.count + 1, inner, after)
 
     @torch.no_grad()
-    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply(
+        self, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         if transforming() or isinstance(getattr(state, "count", None), FakeTensor):
             return _apply_update(self.update, grads, state, params, specs)  # the counter cannot be read
         # The rule spends the waiting gradients before this step's gradients are stored.
@@ -172,27 +174,27 @@ class _Delayed:
         return params, DelayedState(state.pending, state.count.add_(1), inner, state.measured)
 
 
-def _sum_measures(measure: Measure, updates: Updates, specs: Specs) -> Tensor:
-    leaves = tree_leaves(updates)
+def _sum_measures(measure: base.Measure, updates: base.Updates, specs: base.Specs) -> Tensor:
+    leaves = core.tree_leaves(updates)
     if not leaves:
         return torch.zeros(())
     local = torch.stack([measure.of(g) for g in leaves])
     return (local if specs is None else over_blocks(local, spec_leaves(specs, updates))).sum()
 
 
-def _leaf_columns(tree: Updates, state: OptState, name: str) -> tuple[list[Any], list[Any]]:
+def _leaf_columns(tree: base.Updates, state: base.OptState, name: str) -> tuple[list[Any], list[Any]]:
     check_state("delayed", state, DelayedState)
-    leaves, treedef = tree_flatten(tree)
+    leaves, treedef = core.tree_flatten(tree)
     waiting = leaves_like(state.pending, treedef, "state.pending", name)
     check_shapes(treedef, leaves, pending=waiting)
     return leaves, waiting
 
 
 def _apply_update(
-    update: Any, grads: Updates, state: OptState, params: Params, specs: Specs
-) -> tuple[Params, OptState]:
+    update: Any, grads: base.Updates, state: base.OptState, params: base.Params, specs: base.Specs
+) -> tuple[base.Params, base.OptState]:
     updates, new = update(grads, state, params, specs=specs)
-    stepped = tree_leaves(apply_updates(params, updates))
-    for old, fresh in zip(tree_leaves((params, state)), [*stepped, *tree_leaves(new)], strict=True):
+    stepped = core.tree_leaves(apply_updates(params, updates))
+    for old, fresh in zip(core.tree_leaves((params, state)), [*stepped, *core.tree_leaves(new)], strict=True):
         old.copy_(fresh)
     return params, state

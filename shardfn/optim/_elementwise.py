@@ -10,14 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.collectives import current_mesh, pvary, transforming
-from shardfn.core import PyTree, tree_flatten, tree_map, tree_unflatten
+from shardfn import collectives, core
 
-from ._base import GradientTransformation, Needs, Number, OptState, Params, Specs, Updates
+from . import _base as base
 from ._leaves import check_shapes, check_state, leaves_like, spec_leaves, zero_count, zeros_like
 
 
-def vary_number(leaves: list[Tensor], value: Any, tree: PyTree, specs: Specs) -> list[Any]:
+def vary_number(leaves: list[Tensor], value: Any, tree: core.PyTree, specs: base.Specs) -> list[Any]:
     """Returns `value` for each leaf, varying over the axes that cut the leaf.
 
     A number is the same on all ranks (I), a block is not (V). The cast between them is the identity, and the transpose
@@ -35,22 +34,22 @@ def vary_number(leaves: list[Tensor], value: Any, tree: PyTree, specs: Specs) ->
     """
     if not isinstance(value, Tensor):
         return [value] * len(leaves)
-    if specs is None or not (transforming() or value.requires_grad):
+    if specs is None or not (collectives.transforming() or value.requires_grad):
         return [value.to(x.device) for x in leaves]
-    cuts = [current_mesh().axes(spec.axes) for spec in spec_leaves(specs, tree)]
-    varying = {axes: pvary(value, axes) for axes in dict.fromkeys(cuts)}
+    cuts = [collectives.current_mesh().axes(spec.axes) for spec in spec_leaves(specs, tree)]
+    varying = {axes: collectives.pvary(value, axes) for axes in dict.fromkeys(cuts)}
     return [varying[axes].to(x.device) for x, axes in zip(leaves, cuts, strict=True)]
 
 
 def map_leaves(
     f: Callable[..., tuple[Tensor, ...]],
     num: int,
-    updates: Updates,
+    updates: base.Updates,
     *,
-    of: dict[str, PyTree],
-    specs: Specs,
+    of: dict[str, core.PyTree],
+    specs: base.Specs,
     **numbers: Any,
-) -> tuple[PyTree, ...]:
+) -> tuple[core.PyTree, ...]:
     """Applies `f` to each leaf: `f(g, mu=..., b1=...)`, with leaves of the trees `of` and numbers by name.
 
     Args:
@@ -72,15 +71,15 @@ def map_leaves(
         >>> map_leaves(lambda g, mu, b1: (b1 * mu + g,), 1, [g], of={"mu": [mu]}, specs=None, b1=0.5)
         ([tensor([2.])],)
     """
-    gs, treedef = tree_flatten(updates)
+    gs, treedef = core.tree_flatten(updates)
     columns = {name: leaves_like(tree, treedef, f"state.{name}", "updates") for name, tree in of.items()}
     check_shapes(treedef, gs, **columns)
     columns |= {name: vary_number(gs, x, updates, specs) for name, x in numbers.items()}
     rows = [f(g, **{name: column[i] for name, column in columns.items()}) for i, g in enumerate(gs)]
-    return tuple(tree_unflatten(treedef, [row[k] for row in rows]) for k in range(num))
+    return tuple(core.tree_unflatten(treedef, [row[k] for row in rows]) for k in range(num))
 
 
-def as_number(value: Number) -> float:
+def as_number(value: base.Number) -> float:
     """Returns a hyperparameter as a float on the host, for kernels.
 
     Example:
@@ -90,7 +89,7 @@ def as_number(value: Number) -> float:
     return float(value.detach()) if isinstance(value, Tensor) else float(value)
 
 
-def is_zero(value: Number | None) -> bool:
+def is_zero(value: base.Number | None) -> bool:
     """Returns whether a hyperparameter is known to be 0 (or None). The value of a tensor is not read.
 
     Example:
@@ -109,7 +108,7 @@ def safe_root(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         >>> safe_root(torch.tensor([0.0, 4.0]))
         tensor([0., 2.])
     """
-    if not transforming():
+    if not collectives.transforming():
         return x.sqrt()
     # `where` twice: the derivative of the unused branch is infinite at 0, and infinity times 0 is NaN.
     return torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.0 * x)
@@ -134,7 +133,7 @@ def elementwise(
     init_fns: Mapping[str, Callable[[Tensor], Tensor]],
     numbers: Callable[[Any], dict[str, Any]],
     counts: bool = True,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """Returns the rule `u, *new = step(g, **old, **numbers(count))`, with updates along the gradient.
 
     Args:
@@ -154,14 +153,14 @@ def elementwise(
         ([tensor([1.])], TraceState(trace=[tensor([1.])]))
     """
 
-    def init_fn(params: Params) -> OptState:
+    def init_fn(params: base.Params) -> base.OptState:
         # Each tree has separate memory.
-        trees = {name: tree_map(first, zeros_like(params)) for name, first in init_fns.items()}
+        trees = {name: core.tree_map(first, zeros_like(params)) for name, first in init_fns.items()}
         return kind(**trees, **({"count": zero_count(params)} if counts else {}))
 
     def update_fn(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         del params
         check_state(who, state, kind)
         count = state.count + 1 if counts else None
@@ -169,7 +168,7 @@ def elementwise(
         us, *new = map_leaves(step, 1 + len(init_fns), updates, of=old, specs=specs, **numbers(count))
         return us, kind(**dict(zip(init_fns, new, strict=True)), **({"count": count} if counts else {}))
 
-    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
+    return base.GradientTransformation(init_fn, update_fn, needs=base.Needs("element", ascends=True))
 
 
 def keep_zeros(zeros: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardfn._torch import foreach_copy_
 from shardfn.core import tree_flatten
 
-from ._base import OptState, Params, Specs, Updates
+from . import _base as base
 from ._chain import check_chain
 from ._leaves import (
     Columns,
@@ -36,7 +36,7 @@ _SMALL = 1 << 10  # elements: a smaller leaf with an end is joined whole, as a v
 def fused(
     who: str,
     kernel: Callable[[Columns, bool, torch.device, Any], None],
-    advance: Callable[[OptState], Any],
+    advance: Callable[[base.OptState], Any],
     *,
     num: int,
     at: int = 0,
@@ -45,7 +45,7 @@ def fused(
     flags: Callable[..., Sequence[bool]] | None = None,
     widen: Callable[[Tensor], bool] | None = None,
     narrow: bool = False,
-) -> Callable[..., tuple[Params, OptState]]:
+) -> Callable[..., tuple[base.Params, base.OptState]]:
     """Returns `apply` of a chain: checks, columns of the same dtype, and a call of the kernel for each group of leaves.
 
     Args:
@@ -63,7 +63,9 @@ def fused(
     """
 
     @torch.no_grad()
-    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(
+        grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         check_chain(who, state, num)
         if kind is not None:
             check_state(who, state[at], kind)

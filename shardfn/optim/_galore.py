@@ -6,12 +6,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from shardfn import core
 from shardfn._torch import FakeTensor
 from shardfn.collectives import transforming
-from shardfn.core import PyTree, explains_keywords, raise_all, tree_flatten, tree_map, tree_paths, tree_unflatten
 
+from . import _base as base
 from ._adam import bias_corrections, moments, scale_by_adam
-from ._base import GradientTransformation, LearningRate, Mask, Needs, Number, OptState, Params, Updates
 from ._chain import chain
 from ._checks import MEANT, check_decay_rate, check_not_negative, check_num_steps, check_positive
 from ._learning_rate import add_decayed_weights, check_rate, scale_by_learning_rate
@@ -42,17 +42,17 @@ class ScaleByGaloreState(NamedTuple):
     """
 
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
-    subspaces: PyTree
+    subspaces: core.PyTree
 
 
 def scale_by_galore(
     rank: int = 128,
     update_proj_gap: int = 200,
     scale: float = 1.0,
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-) -> GradientTransformation:
+    b1: base.Number = 0.9,
+    b2: base.Number = 0.999,
+    eps: base.Number = 1e-8,
+) -> base.GradientTransformation:
     """Computes Adam's direction in the subspace of the r largest singular vectors of the gradient.
 
     With a gradient G [m, n], m >= n, and the basis P [m, r] of its left singular vectors, renewed each
@@ -97,17 +97,23 @@ def scale_by_galore(
     check_decay_rate(who, b1=b1, b2=b2)
     check_not_negative(who, eps=eps)
 
-    def init_fn(params: Params) -> ScaleByGaloreState:
-        wrong = [p for p, x in zip(tree_paths(params, "params"), tree_flatten(params)[0], strict=True) if x.ndim != 2]
-        raise_all(
+    def init_fn(params: base.Params) -> ScaleByGaloreState:
+        wrong = [
+            p
+            for p, x in zip(core.tree_paths(params, "params"), core.tree_flatten(params)[0], strict=True)
+            if x.ndim != 2
+        ]
+        core.raise_all(
             ValueError, f"{who} steps matrices. Use another rule (optim.multi_transform), as galore does, for:", wrong
         )
-        return ScaleByGaloreState(zero_count(params), tree_map(lambda p: _first_subspace(p, rank), params))
+        return ScaleByGaloreState(zero_count(params), core.tree_map(lambda p: _first_subspace(p, rank), params))
 
-    def update_fn(updates: Updates, state: OptState, params: Params = None) -> tuple[Updates, OptState]:
+    def update_fn(
+        updates: base.Updates, state: base.OptState, params: base.Params = None
+    ) -> tuple[base.Updates, base.OptState]:
         del params
         check_state(who, state, ScaleByGaloreState)
-        gs, treedef = tree_flatten(updates)
+        gs, treedef = core.tree_flatten(updates)
         count = state.count + 1
         c1, c2 = bias_corrections(count, b1, b2)
         renews = state.count % update_proj_gap == 0
@@ -124,25 +130,25 @@ def scale_by_galore(
             u = (mu / c1) / ((nu / c2).sqrt() + eps)
             new = Subspace(*(x.to(kept).contiguous() for x in (projector, mu, nu)))
             out.append(((scale * _lift(u, projector, g.shape)).to(kept), new))
-        us, subspaces = (tree_unflatten(treedef, [row[k] for row in out]) for k in (0, 1))
+        us, subspaces = (core.tree_unflatten(treedef, [row[k] for row in out]) for k in (0, 1))
         return us, ScaleByGaloreState(count, subspaces)
 
-    return GradientTransformation(init_fn, update_fn, needs=Needs("leaf", ascends=True))
+    return base.GradientTransformation(init_fn, update_fn, needs=base.Needs("leaf", ascends=True))
 
 
-@explains_keywords(**MEANT)
+@core.explains_keywords(**MEANT)
 def galore(
-    learning_rate: LearningRate,
+    learning_rate: base.LearningRate,
     rank: int = 128,
     update_proj_gap: int = 200,
     scale: float = 1.0,
-    weight_decay: Number = 0.0,
-    mask: Mask = None,
+    weight_decay: base.Number = 0.0,
+    mask: base.Mask = None,
     *,
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-) -> GradientTransformation:
+    b1: base.Number = 0.9,
+    b2: base.Number = 0.999,
+    eps: base.Number = 1e-8,
+) -> base.GradientTransformation:
     """GaLore with Adam: `p = p - lr * (u + weight_decay * p)`, with u of `scale_by_galore` for matrices, else of Adam.
 
     The names and defaults are optax's.
@@ -176,7 +182,9 @@ def galore(
     """
     check_rate("galore", learning_rate)
     rules = {"matrix": scale_by_galore(rank, update_proj_gap, scale, b1, b2, eps), "rest": scale_by_adam(b1, b2, eps)}
-    direction = multi_transform(rules, lambda params: tree_map(lambda p: "matrix" if p.ndim == 2 else "rest", params))
+    direction = multi_transform(
+        rules, lambda params: core.tree_map(lambda p: "matrix" if p.ndim == 2 else "rest", params)
+    )
     return chain(direction, add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate))
 
 

@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shardfn import core
 from shardfn._torch import foreach_add_, foreach_addcmul_, foreach_copy_, foreach_div, foreach_mul_, foreach_sqrt
-from shardfn.core import PyTree, explains_keywords, tree_flatten
 
+from . import _base as base
 from ._adam import bias_corrections, moments, moments_like, scale_by_adam
-from ._base import GradientTransformation, LearningRate, Mask, Needs, Number, OptState, Params, Specs, Updates
 from ._chain import chain, check_chain
 from ._checks import MEANT, check_decay_rate, check_not_negative
 from ._decide import resolve_prefix
@@ -40,8 +40,8 @@ class ScaleByMomentRatioState(NamedTuple):
         nu: tree like params: mean of the squared gradients.
     """
 
-    mu: PyTree
-    nu: PyTree
+    mu: core.PyTree
+    nu: core.PyTree
 
 
 class ScaleByBiasCorrectionState(NamedTuple):
@@ -54,7 +54,9 @@ class ScaleByBiasCorrectionState(NamedTuple):
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
 
 
-def scale_by_moment_ratio(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> GradientTransformation:
+def scale_by_moment_ratio(
+    b1: base.Number = 0.9, b2: base.Number = 0.999, eps: base.Number = 1e-8
+) -> base.GradientTransformation:
     """Adam's direction before bias correction: `u = mu / (sqrt(nu) + eps)`.
 
     Args:
@@ -76,12 +78,12 @@ def scale_by_moment_ratio(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e
     check_decay_rate("scale_by_moment_ratio", b1=b1, b2=b2)
     check_not_negative("scale_by_moment_ratio", eps=eps)
 
-    def init_fn(params: Params) -> ScaleByMomentRatioState:
+    def init_fn(params: base.Params) -> ScaleByMomentRatioState:
         return ScaleByMomentRatioState(zeros_like(params), zeros_like(params))
 
     def update_fn(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         del params
         check_state("scale_by_moment_ratio", state, ScaleByMomentRatioState)
         us, mu, nu = map_leaves(
@@ -89,10 +91,10 @@ def scale_by_moment_ratio(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e
         )
         return us, ScaleByMomentRatioState(mu, nu)
 
-    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
+    return base.GradientTransformation(init_fn, update_fn, needs=base.Needs("element", ascends=True))
 
 
-def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTransformation:
+def scale_by_bias_correction(b1: base.Number = 0.9, b2: base.Number = 0.999) -> base.GradientTransformation:
     """Adam's two corrections as one factor: `u = g * sqrt(1 - b2^t) / (1 - b1^t)`.
 
     Args:
@@ -112,12 +114,12 @@ def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTr
     """
     check_decay_rate("scale_by_bias_correction", b1=b1, b2=b2)
 
-    def init_fn(params: Params) -> ScaleByBiasCorrectionState:
+    def init_fn(params: base.Params) -> ScaleByBiasCorrectionState:
         return ScaleByBiasCorrectionState(zero_count(params))
 
     def update_fn(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         del params
         check_state("scale_by_bias_correction", state, ScaleByBiasCorrectionState)
         count = state.count + 1
@@ -125,23 +127,23 @@ def scale_by_bias_correction(b1: Number = 0.9, b2: Number = 0.999) -> GradientTr
         [us] = map_leaves(lambda g, by: ((g * by).to(g.dtype),), 1, updates, of={}, specs=specs, by=by)
         return us, ScaleByBiasCorrectionState(count)
 
-    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
+    return base.GradientTransformation(init_fn, update_fn, needs=base.Needs("element", ascends=True))
 
 
-@explains_keywords(**MEANT)
+@core.explains_keywords(**MEANT)
 def lamb(
-    learning_rate: LearningRate,
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.0,
-    mask: Mask = None,
+    learning_rate: base.LearningRate,
+    b1: base.Number = 0.9,
+    b2: base.Number = 0.999,
+    eps: base.Number = 1e-8,
+    weight_decay: base.Number = 0.0,
+    mask: base.Mask = None,
     *,
-    eps_root: Number = 0.0,
+    eps_root: base.Number = 0.0,
     min_coeff: float | int = 0.01,
     max_coeff: float | int = 10.0,
     bias_correction: Literal["step", "moments"] = "step",
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """LAMB: `u = mu / (sqrt(nu) + eps) + weight_decay * p`, `p = p - lr * sqrt(1 - b2^t) / (1 - b1^t) * c * u`.
 
     The trust ratio c is computed as by `scale_by_trust_ratio`. As in the common fused kernels, bias correction scales
@@ -192,35 +194,37 @@ def lamb(
     )
     step = lamb_in_place(learning_rate, b1, b2, eps, weight_decay, mask, min_coeff, max_coeff)
 
-    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(
+        grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         return step(grads, state, params, specs=specs)[:2]
 
-    def decide_decay(params: Params) -> GradientTransformation:
+    def decide_decay(params: base.Params) -> base.GradientTransformation:
         on = resolve_prefix(mask, params, bool, "mask")
         return lamb(learning_rate, b1, b2, eps, weight_decay, on, min_coeff=min_coeff, max_coeff=max_coeff)
 
-    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("leaf", resolve_masks=decide_decay))
+    return base.GradientTransformation(pure.init, pure.update, apply_fn, base.Needs("leaf", resolve_masks=decide_decay))
 
 
-def _check_correction(bias_correction: str, eps_root: Number) -> None:
+def _check_correction(bias_correction: str, eps_root: base.Number) -> None:
     if bias_correction not in ("step", "moments"):
         raise ValueError(f'lamb: bias_correction={bias_correction!r} must be "step" or "moments".')
     if bias_correction == "step" and not is_zero(eps_root):
         raise ValueError(f'lamb: eps_root={eps_root!r} has no effect without bias_correction="moments".')
 
 
-@explains_keywords(**MEANT)
+@core.explains_keywords(**MEANT)
 def lamb_in_place(
-    learning_rate: LearningRate,
-    b1: Number,
-    b2: Number,
-    eps: Number,
-    weight_decay: Number,
-    mask: Mask,
+    learning_rate: base.LearningRate,
+    b1: base.Number,
+    b2: base.Number,
+    eps: base.Number,
+    weight_decay: base.Number,
+    mask: base.Mask,
     min_coeff: float | int,
     max_coeff: float | int,
     corrected: bool = True,
-) -> Callable[..., tuple[Params, OptState, Float[Tensor, " num_leaves"]]]:
+) -> Callable[..., tuple[base.Params, base.OptState, Float[Tensor, " num_leaves"]]]:
     """Returns an `apply` of `lamb` that also returns trust ratios.
 
     Without correction the chain has one rule less.
@@ -228,10 +232,10 @@ def lamb_in_place(
     flags = decay_flags(weight_decay, mask)
 
     @torch.no_grad()
-    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> Any:
+    def apply_fn(grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None) -> Any:
         check_chain("lamb", state, 5 if corrected else 4)
         check_state("lamb", state[0], ScaleByMomentRatioState)
-        ps, treedef = tree_flatten(params)
+        ps, treedef = core.tree_flatten(params)
         gs = leaves_like(grads, treedef, "grads", "params")
         check_shapes(treedef, ps, grads=gs)
         (p, mu, nu, g), copies = stage_columns([ps, *moments_like(state[0], ps, treedef, "params"), gs], widen=is_any)
@@ -253,7 +257,7 @@ def lamb_in_place(
 
 
 def bias_factor(
-    count: Int[Tensor, ""], b1: Number, b2: Number, since: Int[Tensor, ""] | None = None
+    count: Int[Tensor, ""], b1: base.Number, b2: base.Number, since: Int[Tensor, ""] | None = None
 ) -> Float[Tensor, ""]:
     """Returns `sqrt(1 - b2^t) / (1 - b1^t)`. A variance that is frozen since step `since` has that t."""
     c1, c2 = bias_corrections(count, b1, b2)
@@ -262,7 +266,7 @@ def bias_factor(
 
 
 def _leaf_direction(
-    g: Tensor, mu: Tensor, nu: Tensor, b1: Number, b2: Number, eps: Number
+    g: Tensor, mu: Tensor, nu: Tensor, b1: base.Number, b2: base.Number, eps: base.Number
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the update of a leaf, and the next moments in the stored dtype."""
     dtype = mu.dtype

@@ -10,21 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.core import PyTree, explains_keywords, not_scalar, tree_flatten, tree_unflatten
+from shardfn import core
 
-from ._base import (
-    GradientTransformation,
-    LearningRate,
-    Mask,
-    Needs,
-    Number,
-    OptState,
-    Params,
-    Schedule,
-    Specs,
-    Updates,
-    stateless,
-)
+from . import _base as base
 from ._checks import MEANT, check_finite, check_not_negative, describe_non_rate
 from ._decide import resolve_per_leaf, resolve_prefix
 from ._elementwise import is_zero, vary_number
@@ -41,7 +29,7 @@ class ScaleByScheduleState(NamedTuple):
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
 
 
-def scale(step_size: Number) -> GradientTransformation:
+def scale(step_size: base.Number) -> base.GradientTransformation:
     """Scales updates: `u = step_size * g`. The sign is kept, so an optimizer ends with a negative scale.
 
     Args:
@@ -59,11 +47,11 @@ def scale(step_size: Number) -> GradientTransformation:
     """
     check_finite("scale", step_size=step_size)
     ascends = not isinstance(step_size, Tensor) and step_size > 0  # the sign of a tensor is not checked
-    rule = stateless(lambda updates, params, specs: _scale_updates(updates, step_size, specs))
-    return rule._replace(needs=Needs("element", ascends=ascends))
+    rule = base.stateless(lambda updates, params, specs: _scale_updates(updates, step_size, specs))
+    return rule._replace(needs=base.Needs("element", ascends=ascends))
 
 
-def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
+def scale_by_schedule(step_size_fn: base.Schedule) -> base.GradientTransformation:
     """Scales updates by a schedule: `u = step_size_fn(count) * g`, where count is 0 at the first step.
 
     The sign is kept, so pass a negative learning rate, or add `scale(-1.0)`. `scale_by_learning_rate` changes the sign.
@@ -89,8 +77,8 @@ def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
     return _scale_by_count("scale_by_schedule", step_size_fn, _scale_updates)
 
 
-@explains_keywords(**MEANT)
-def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformation:
+@core.explains_keywords(**MEANT)
+def scale_by_learning_rate(learning_rate: base.LearningRate) -> base.GradientTransformation:
     """Steps downhill: `u = -lr * g`, where lr is a number or `schedule(count)` with count = 0 at the first step.
 
     Args:
@@ -108,39 +96,41 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> GradientTransformatio
     """
     check_rate("scale_by_learning_rate", learning_rate)
     if not callable(learning_rate):
-        return stateless(lambda updates, params, specs: _scale_descending(updates, learning_rate, specs), "element")
+        return base.stateless(
+            lambda updates, params, specs: _scale_descending(updates, learning_rate, specs), "element"
+        )
     return _scale_by_count("scale_by_learning_rate", learning_rate, _scale_descending)
 
 
 def _scale_by_count(
-    who: str, schedule: Schedule, step: Callable[[Updates, Any, Specs], PyTree]
-) -> GradientTransformation:
-    def init_fn(params: Params) -> ScaleByScheduleState:
+    who: str, schedule: base.Schedule, step: Callable[[base.Updates, Any, base.Specs], core.PyTree]
+) -> base.GradientTransformation:
+    def init_fn(params: base.Params) -> ScaleByScheduleState:
         return ScaleByScheduleState(zero_count(params))
 
     def update_fn(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         del params
         check_state(who, state, ScaleByScheduleState)
         return step(updates, evaluate_schedule(schedule, state.count), specs), ScaleByScheduleState(state.count + 1)
 
-    return GradientTransformation(init_fn, update_fn, needs=Needs("element"))
+    return base.GradientTransformation(init_fn, update_fn, needs=base.Needs("element"))
 
 
-def _scale_updates(updates: Updates, by: Any, specs: Specs) -> PyTree:
-    gs, treedef = tree_flatten(updates)
+def _scale_updates(updates: base.Updates, by: Any, specs: base.Specs) -> core.PyTree:
+    gs, treedef = core.tree_flatten(updates)
     rows = zip(gs, vary_number(gs, by, updates, specs), strict=True)
-    return tree_unflatten(treedef, [(x * g).to(g.dtype) for g, x in rows])
+    return core.tree_unflatten(treedef, [(x * g).to(g.dtype) for g, x in rows])
 
 
-def _scale_descending(updates: Updates, rate: Any, specs: Specs) -> PyTree:
-    gs, treedef = tree_flatten(updates)
+def _scale_descending(updates: base.Updates, rate: Any, specs: base.Specs) -> core.PyTree:
+    gs, treedef = core.tree_flatten(updates)
     rows = zip(gs, vary_number(gs, rate, updates, specs), strict=True)
-    return tree_unflatten(treedef, [(-lr * g).to(g.dtype) for g, lr in rows])
+    return core.tree_unflatten(treedef, [(-lr * g).to(g.dtype) for g, lr in rows])
 
 
-def check_rate(who: str, learning_rate: LearningRate) -> None:
+def check_rate(who: str, learning_rate: base.LearningRate) -> None:
     """Checks that `learning_rate` is a schedule or a finite number >= 0.
 
     Raises:
@@ -153,14 +143,14 @@ def check_rate(who: str, learning_rate: LearningRate) -> None:
         check_not_negative(who, learning_rate=learning_rate)
 
 
-def evaluate_schedule(schedule: Schedule, count: Int[Tensor, ""]) -> Number:
+def evaluate_schedule(schedule: base.Schedule, count: Int[Tensor, ""]) -> base.Number:
     """Returns the value of a schedule for a count.
 
     Raises:
         TypeError: the value is neither a number nor a 0-d tensor.
     """
     rate = schedule(count)
-    if (problem := not_scalar(rate)) is not None:
+    if (problem := core.not_scalar(rate)) is not None:
         raise TypeError(
             f"the schedule {getattr(schedule, '__name__', schedule)!r} returned {problem}."
             " A schedule must return a number or a 0-d tensor."
@@ -168,7 +158,7 @@ def evaluate_schedule(schedule: Schedule, count: Int[Tensor, ""]) -> Number:
     return rate
 
 
-def next_rate(learning_rate: LearningRate, state: OptState) -> float | int | Float[Tensor, ""]:
+def next_rate(learning_rate: base.LearningRate, state: base.OptState) -> float | int | Float[Tensor, ""]:
     """Returns the rate of this step, for in-place forms, and advances the schedule's count in place."""
     if not callable(learning_rate):
         return learning_rate.detach() if isinstance(learning_rate, Tensor) else learning_rate
@@ -184,8 +174,8 @@ def on_device(rate: float | int | Float[Tensor, ""], device: torch.device) -> fl
     return rate.to(device) if isinstance(rate, Tensor) else float(rate)
 
 
-@explains_keywords(**MEANT)
-def add_decayed_weights(weight_decay: Number = 0.0, mask: Mask = None) -> GradientTransformation:
+@core.explains_keywords(**MEANT)
+def add_decayed_weights(weight_decay: base.Number = 0.0, mask: base.Mask = None) -> base.GradientTransformation:
     """Adds decay: `u = g + weight_decay * p` on the leaves that the mask names, `u = g` elsewhere.
 
     Before the moments, the decay is an L2 penalty. After the moments, the decay is decoupled.
@@ -213,34 +203,34 @@ def add_decayed_weights(weight_decay: Number = 0.0, mask: Mask = None) -> Gradie
     check_not_negative("add_decayed_weights", weight_decay=weight_decay)
     flags = decay_flags(weight_decay, mask)
 
-    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: base.Updates, params: base.Params, specs: base.Specs) -> base.Updates:
         check_params("add_decayed_weights", params)
-        ps, treedef = tree_flatten(params)
+        ps, treedef = core.tree_flatten(params)
         gs = leaves_like(updates, treedef, "updates", "params")
         on, by = flags(params, ps, treedef, specs), vary_number(ps, weight_decay, params, specs)
-        return tree_unflatten(
+        return core.tree_unflatten(
             treedef, [_add_decay(*row) if on else row[0] for *row, on in zip(gs, ps, by, on, strict=True)]
         )
 
-    def decide_leaves(params: Params) -> GradientTransformation:
+    def decide_leaves(params: base.Params) -> base.GradientTransformation:
         return add_decayed_weights(weight_decay, resolve_prefix(mask, params, bool, "mask"))
 
-    return stateless(update_fn)._replace(needs=Needs("element", resolve_masks=decide_leaves, ascends=True))
+    return base.stateless(update_fn)._replace(needs=base.Needs("element", resolve_masks=decide_leaves, ascends=True))
 
 
-def decay_flags(weight_decay: Number, mask: Mask) -> Callable[..., Sequence[bool]]:
+def decay_flags(weight_decay: base.Number, mask: base.Mask) -> Callable[..., Sequence[bool]]:
     """Returns a function from the flattened params to a bool a leaf.
 
     Whether the leaf decays. False if the factor is 0.
     """
     resolve = resolve_per_leaf(True if mask is None else mask, bool, "mask")
 
-    def leaf_flags(params: Params, leaves: list[Tensor], treedef: Any, specs: Specs = None) -> Sequence[bool]:
+    def leaf_flags(params: base.Params, leaves: list[Tensor], treedef: Any, specs: base.Specs = None) -> Sequence[bool]:
         on = resolve(params, leaves, treedef, specs)
         return (False,) * len(leaves) if is_zero(weight_decay) else on
 
     return leaf_flags
 
 
-def _add_decay(g: Tensor, p: Tensor, weight_decay: Number) -> Tensor:
+def _add_decay(g: Tensor, p: Tensor, weight_decay: base.Number) -> Tensor:
     return (wide(g) + weight_decay * p).to(g.dtype)

@@ -12,19 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn._torch import FakeTensor
-from shardfn.core import (
-    P,
-    PyTree,
-    broadcast_prefix,
-    did_you_mean,
-    raise_all,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_paths,
-    tree_unflatten,
-)
 
 Columns = list[list[Tensor]]
 Copies = list[tuple[Tensor, Tensor]]
@@ -32,15 +21,15 @@ _BLOCK = 1 << 16  # elements: a few tensors of this size stay in a core's cache
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def leaves_like(tree: PyTree, treedef: Any, name: str, like: str) -> list[Any]:
+def leaves_like(tree: core.PyTree, treedef: Any, name: str, like: str) -> list[Any]:
     """Returns the leaves of `tree`, which must have the structure `treedef`.
 
     Raises:
         ValueError: the structures differ. The message lists every path that only one side has.
     """
-    leaves, own = tree_flatten(tree)
+    leaves, own = core.tree_flatten(tree)
     if own != treedef:
-        _refuse_trees(tree, tree_unflatten(treedef, range(treedef.num_leaves)), name, like)
+        _refuse_trees(tree, core.tree_unflatten(treedef, range(treedef.num_leaves)), name, like)
     return leaves
 
 
@@ -54,13 +43,15 @@ def check_shapes(treedef: Any, params: Sequence[Tensor], **columns: Sequence[Ten
     problems = []
     for name, column in columns.items():
         if [x.shape for x in column] != shapes:
-            paths = tree_paths(tree_unflatten(treedef, range(treedef.num_leaves)), name)
+            paths = core.tree_paths(core.tree_unflatten(treedef, range(treedef.num_leaves)), name)
             problems += [
                 f"{path} has shape {tuple(x.shape)}, but its parameter has {tuple(shape)}"
                 for path, x, shape in zip(paths, column, shapes, strict=True)
                 if x.shape != shape
             ]
-    raise_all(ValueError, "leaves do not fit their parameters; pass the state that init(params) returned:", problems)
+    core.raise_all(
+        ValueError, "leaves do not fit their parameters; pass the state that init(params) returned:", problems
+    )
 
 
 def check_state(who: str, state: Any, kind: type) -> None:
@@ -76,7 +67,7 @@ def check_state(who: str, state: Any, kind: type) -> None:
         )
 
 
-def check_params(who: str, params: PyTree) -> None:
+def check_params(who: str, params: core.PyTree) -> None:
     """Checks that `who` was given params.
 
     Raises:
@@ -86,23 +77,23 @@ def check_params(who: str, params: PyTree) -> None:
         raise ValueError(f"{who} needs the parameters. Call update(updates, state, params).")
 
 
-def zeros_like(params: PyTree) -> PyTree:
+def zeros_like(params: core.PyTree) -> core.PyTree:
     """Returns zeros of the shape, dtype and device of every leaf.
 
     Raises:
         ValueError: leaves are not of floating point. The message lists all such leaves.
     """
-    leaves = tree_leaves(params)
+    leaves = core.tree_leaves(params)
     if not all(p.is_floating_point() for p in leaves):
-        paths = zip(tree_paths(params, "params"), leaves, strict=True)
+        paths = zip(core.tree_paths(params, "params"), leaves, strict=True)
         wrong = [f"{path} is {p.dtype}" for path, p in paths if not p.is_floating_point()]
-        raise_all(ValueError, "an optimizer steps floating-point leaves; put None in place of:", wrong)
-    return tree_map(torch.zeros_like, params)
+        core.raise_all(ValueError, "an optimizer steps floating-point leaves; put None in place of:", wrong)
+    return core.tree_map(torch.zeros_like, params)
 
 
-def zero_count(params: PyTree) -> Tensor:
+def zero_count(params: core.PyTree) -> Tensor:
     """Returns a counter: int32, 0-d, on the device of the params."""
-    leaves = tree_leaves(params)
+    leaves = core.tree_leaves(params)
     return torch.zeros((), dtype=torch.int32, device=leaves[0].device if leaves else None)
 
 
@@ -111,12 +102,12 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in _HALF else x
 
 
-def spec_leaves(specs: PyTree, tree: PyTree) -> list[P]:
+def spec_leaves(specs: core.PyTree, tree: core.PyTree) -> list[core.P]:
     """Returns the spec of each leaf of `tree`. `specs` may be a prefix."""
-    leaves, treedef = tree_flatten(specs)
-    if len(leaves) > 1 and treedef == tree_flatten(tree)[1] and all(isinstance(s, P) for s in leaves):
+    leaves, treedef = core.tree_flatten(specs)
+    if len(leaves) > 1 and treedef == core.tree_flatten(tree)[1] and all(isinstance(s, core.P) for s in leaves):
         return leaves
-    return broadcast_prefix(specs, tree, lambda x: isinstance(x, P), names=("specs", "params"))
+    return core.broadcast_prefix(specs, tree, lambda x: isinstance(x, core.P), names=("specs", "params"))
 
 
 def stage_columns(
@@ -220,14 +211,14 @@ def _stage_row(row: tuple[Tensor, ...], wider: bool) -> list[Tensor]:
     return [x.to(dtype).contiguous() for x in row]
 
 
-def _refuse_trees(tree: PyTree, other: PyTree, name: str, like: str) -> None:
-    ours, theirs = tree_paths(tree), tree_paths(other)
+def _refuse_trees(tree: core.PyTree, other: core.PyTree, name: str, like: str) -> None:
+    ours, theirs = core.tree_paths(tree), core.tree_paths(other)
     extra = [p for p in ours if p not in set(theirs)]
     missing = [p for p in theirs if p not in set(ours)]
-    problems = [f"{like}{p} has no leaf in {name}.{did_you_mean(p, extra)}" for p in missing]
-    problems += [f"{name}{p} has no leaf in {like}.{did_you_mean(p, missing)}" for p in extra]
+    problems = [f"{like}{p} has no leaf in {name}.{core.did_you_mean(p, extra)}" for p in missing]
+    problems += [f"{name}{p} has no leaf in {like}.{core.did_you_mean(p, missing)}" for p in extra]
     if not problems:
         problems = [f"the leaves agree, but their containers do not: {type(tree).__name__} and {type(other).__name__}"]
-    raise_all(
+    core.raise_all(
         ValueError, f"{name} and {like} are different trees. A frozen leaf must be None in all of them:", problems
     )

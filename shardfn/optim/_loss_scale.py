@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shardfn import core
 from shardfn._torch import FakeTensor
 from shardfn.collectives import transforming
-from shardfn.core import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ._base import GradientTransformation, Measure, OptState, Pair, Params, Phase, Specs, Updates
+from . import _base as base
 from ._checks import check_positive
 from ._elementwise import vary_number
 from ._leaves import check_state, spec_leaves, zero_count
@@ -207,10 +207,12 @@ class ApplyIfFiniteState(NamedTuple):
     notfinite_count: Int[Tensor, ""]
     last_finite: Bool[Tensor, ""]
     total_notfinite: Int[Tensor, ""]
-    inner_state: OptState
+    inner_state: base.OptState
 
 
-def apply_if_finite(inner: GradientTransformation | Pair, max_consecutive_errors: int) -> GradientTransformation:
+def apply_if_finite(
+    inner: base.GradientTransformation | base.Pair, max_consecutive_errors: int
+) -> base.GradientTransformation:
     """Skips a step, including the state of `inner`, if an element of the gradient is infinite or NaN.
 
     After `max_consecutive_errors` skipped steps in a row, the next step is made nevertheless, so that a failed run
@@ -258,42 +260,44 @@ class _ApplyIfFinite:
     Compared by identity, because tensors cannot be compared.
     """
 
-    tx: GradientTransformation
+    tx: base.GradientTransformation
     most: int
     bad: Tensor | None = None
 
-    def rule(self) -> GradientTransformation:
+    def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.inner_state,))
-        needs = needs._replace(ascends=self.tx.needs.ascends, bind_stats=self.given)
+        needs = needs._replace(ascends=self.tx.needs.ascends, bind_stats=self.bind)
         if self.tx.needs.measure is None:
-            needs = needs._replace(measure=Measure(count_not_finite, additive=True))
+            needs = needs._replace(measure=base.Measure(count_not_finite, additive=True))
         else:  # two values would be measured
             needs = needs._replace(measure=None, granularity="tree")
-        return GradientTransformation(self.init, self.update, self.apply, needs)
+        return base.GradientTransformation(self.init, self.update, self.apply, needs)
 
-    def given(self, params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+    def bind(self, params: base.Params, stats: Tensor | None, phase: base.Phase | None) -> base.GradientTransformation:
         bad = None if stats is None else stats.sum()
         return replace(self, tx=bind_stats(self.tx, params, None, phase), bad=bad).rule()
 
-    def init(self, params: Params) -> ApplyIfFiniteState:
+    def init(self, params: base.Params) -> ApplyIfFiniteState:
         count = zero_count(params)
         finite = torch.ones((), dtype=torch.bool, device=count.device)
         return ApplyIfFiniteState(count, finite, count.clone(), self.tx.init(params))
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         finite, steps, counts = self._count_step(updates, state, specs)
         us, inner = self.tx.update(updates, state.inner_state, params, specs=specs)
-        leaves, treedef = tree_flatten(us)
+        leaves, treedef = core.tree_flatten(us)
         rows = zip(leaves, vary_number(leaves, steps, us, specs), strict=True)
-        us = tree_unflatten(treedef, [torch.where(s, u, 0.0).to(u.dtype) for u, s in rows])
-        inner = tree_map(lambda new, old: torch.where(steps, new, old), inner, state.inner_state)
+        us = core.tree_unflatten(treedef, [torch.where(s, u, 0.0).to(u.dtype) for u, s in rows])
+        inner = core.tree_map(lambda new, old: torch.where(steps, new, old), inner, state.inner_state)
         return us, ApplyIfFiniteState(counts[0], finite, counts[1], inner)
 
     @torch.no_grad()
-    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply(
+        self, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         finite, steps, counts = self._count_step(grads, state, specs)
         inner = state.inner_state
         if transforming() or isinstance(steps, FakeTensor) or steps.is_meta:  # the value cannot be read
@@ -305,16 +309,18 @@ class _ApplyIfFinite:
             x.copy_(new)
         return params, state._replace(inner_state=inner)
 
-    def _select_updates(self, grads: Updates, state: OptState, params: Params, specs: Specs) -> tuple[Params, OptState]:
+    def _select_updates(
+        self, grads: base.Updates, state: base.OptState, params: base.Params, specs: base.Specs
+    ) -> tuple[base.Params, base.OptState]:
         """Returns the pure update, written into the buffers that were given."""
         us, new = self.update(grads, state, params, specs=specs)
-        fresh = tree_leaves((apply_updates(params, us), new.inner_state))
-        for x, y in zip(tree_leaves((params, state.inner_state)), fresh, strict=True):
+        fresh = core.tree_leaves((apply_updates(params, us), new.inner_state))
+        for x, y in zip(core.tree_leaves((params, state.inner_state)), fresh, strict=True):
             x.copy_(y)
         return params, state.inner_state
 
     def _count_step(
-        self, grads: Updates, state: OptState, specs: Specs
+        self, grads: base.Updates, state: base.OptState, specs: base.Specs
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Returns whether the gradients are finite, whether the step is made, and the new counts."""
         check_state("apply_if_finite", state, ApplyIfFiniteState)
@@ -324,8 +330,8 @@ class _ApplyIfFinite:
         total = state.total_notfinite + (~finite).to(torch.int32)
         return finite, finite | (row > self.most), (row, total)
 
-    def _count_nonfinite(self, grads: Updates, specs: Specs) -> Tensor:
-        leaves: list[Any] = tree_leaves(grads)
+    def _count_nonfinite(self, grads: base.Updates, specs: base.Specs) -> Tensor:
+        leaves: list[Any] = core.tree_leaves(grads)
         if not leaves:
             return torch.zeros(())
         local = torch.stack([count_not_finite(g) for g in leaves])

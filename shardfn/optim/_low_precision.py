@@ -90,7 +90,7 @@ def quantize_states(
         >>> from shardfn.optim import adamw
         >>> state = quantize_states(adamw(1e-3)).init({"w": torch.zeros(64, 128)})
         >>> state.inner[0].mu["w"].dtype, state.scales[0].shape
-        (torch.uint8, torch.Size([64, 1]))
+        (torch.uint8, torch.Size([32, 1]))
 
     References:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, https://arxiv.org/abs/2110.02861
@@ -183,7 +183,7 @@ class _LeafPlace(NamedTuple):
 
 @runtime_checkable
 class _StateCodec(Protocol):
-    def kept(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
+    def encode_zeros(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
         """Returns the first codes of a leaf of zeros, and the scales or ()."""
         ...
 
@@ -260,7 +260,7 @@ class _BlockCodes(NamedTuple):
             spans.append(_BlockSpan(first, num, before, after, -(-place.shape[d] // size), size))
         return spans
 
-    def kept(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
+    def encode_zeros(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
         spans = self.spans(place)
         lead = zeros.shape[: zeros.ndim - len(spans)]
         scales = zeros.new_zeros((*lead, *(span.total for span in spans)), dtype=torch.float32)
@@ -316,7 +316,7 @@ class _StochasticRounding(NamedTuple):
 
     key: tuple[int, int]
 
-    def kept(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
+    def encode_zeros(self, zeros: Tensor, place: _LeafPlace) -> tuple[Tensor, Any]:
         del place
         return zeros.to(torch.bfloat16), ()
 
@@ -412,7 +412,8 @@ class _LowPrecision:
                 " nothing would be kept in low precision. Put the wrapper directly around the rule with the averages."
             )
         rows = [
-            (x, None) if k.place is None else self.codec.kept(x, k.place) for x, k in zip(leaves, kept, strict=True)
+            (x, None) if k.place is None else self.codec.encode_zeros(x, k.place)
+            for x, k in zip(leaves, kept, strict=True)
         ]
         pairs = zip(rows, kept, strict=True)
         scales = tuple(self._place_scales(s, k.place) for (_, s), k in pairs if isinstance(s, Tensor) and k.place)

@@ -14,18 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.core import (
-    PyTree,
-    did_you_mean,
-    raise_all,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_paths,
-    tree_unflatten,
-)
+from shardfn import core
 
-from ._base import EmptyState, GradientTransformation, Mask, Needs, OptState, Pair, Params, Specs, Updates
+from . import _base as base
 from ._decide import Resolved, resolve_per_leaf, resolve_prefix
 from ._leaves import check_shapes, check_state, leaves_like, spec_leaves
 from ._needs import Views, find_ascending, join_needs, refuse_phases, resolve_masks
@@ -39,10 +30,10 @@ class MultiTransformState(NamedTuple):
         inner: label -> state, over the leaves of the label.
     """
 
-    inner: dict[str, OptState]
+    inner: dict[str, base.OptState]
 
 
-def set_to_zero() -> GradientTransformation:
+def set_to_zero() -> base.GradientTransformation:
     """Returns the rule without steps: `u = 0` for any gradient, including NaN.
 
     Example:
@@ -50,24 +41,26 @@ def set_to_zero() -> GradientTransformation:
         [tensor([0.])]
     """
 
-    def init_fn(params: Params) -> EmptyState:
+    def init_fn(params: base.Params) -> base.EmptyState:
         del params
-        return EmptyState()
+        return base.EmptyState()
 
     def update_fn(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         del params, specs
-        return tree_map(torch.zeros_like, updates), state
+        return core.tree_map(torch.zeros_like, updates), state
 
-    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(
+        grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         del grads, specs
         return params, state
 
-    return GradientTransformation(init_fn, update_fn, apply_fn, Needs("element"))
+    return base.GradientTransformation(init_fn, update_fn, apply_fn, base.Needs("element"))
 
 
-def masked(inner: GradientTransformation | Pair, mask: Mask) -> GradientTransformation:
+def masked(inner: base.GradientTransformation | base.Pair, mask: base.Mask) -> base.GradientTransformation:
     """Applies `inner` where the mask is True. Elsewhere the update is unchanged: `u = g`.
 
     For example, `masked(adamw(1e-3), mask)` would add gradients to all other leaves, and so raise the loss. `step.init`
@@ -93,7 +86,7 @@ def masked(inner: GradientTransformation | Pair, mask: Mask) -> GradientTransfor
     return _ByLabel({True: as_transformation(inner)}, mask, bool, "mask").rule()
 
 
-def freeze(mask: Mask) -> GradientTransformation:
+def freeze(mask: base.Mask) -> base.GradientTransformation:
     """Holds the leaves still where the mask is True: `masked(set_to_zero(), mask)`. Put the rule last in a `chain`.
 
     A frozen leaf has no cost if the optimizer gets `None`. See `multi_transform`.
@@ -108,7 +101,9 @@ def freeze(mask: Mask) -> GradientTransformation:
     return masked(set_to_zero(), mask)
 
 
-def multi_transform(transforms: Mapping[str, GradientTransformation | Pair], labels: Mask) -> GradientTransformation:
+def multi_transform(
+    transforms: Mapping[str, base.GradientTransformation | base.Pair], labels: base.Mask
+) -> base.GradientTransformation:
     """Applies to each leaf the rule that the leaf's label names.
 
     Args:
@@ -131,7 +126,9 @@ def multi_transform(transforms: Mapping[str, GradientTransformation | Pair], lab
     return _ByLabel({k: as_transformation(tx) for k, tx in transforms.items()}, labels, str, "labels").rule()
 
 
-def partition(transforms: Mapping[str, GradientTransformation | Pair], param_labels: Mask) -> GradientTransformation:
+def partition(
+    transforms: Mapping[str, base.GradientTransformation | base.Pair], param_labels: base.Mask
+) -> base.GradientTransformation:
     """Returns `multi_transform`, under optax's current name. Unrelated to `shardfn.partition`.
 
     Args:
@@ -162,12 +159,12 @@ class _ByLabel:
     Compared by identity, because labels may be a tree.
     """
 
-    rules: dict[Any, GradientTransformation]
-    labels: Mask
+    rules: dict[Any, base.GradientTransformation]
+    labels: base.Mask
     kind: type
     name: str
 
-    def rule(self) -> GradientTransformation:
+    def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         refuse_phases(self.name, *self.rules.values())
         needs = join_needs(
@@ -177,16 +174,16 @@ class _ByLabel:
             own=None if isinstance(self.labels, Resolved) else self.decided,
             in_turn=False,
         )._replace(ascends=self.ascends)
-        return GradientTransformation(self.init, self.update, self.apply, needs)
+        return base.GradientTransformation(self.init, self.update, self.apply, needs)
 
     @property
-    def ascends(self) -> bool | Callable[[Params], Sequence[bool]]:
+    def ascends(self) -> bool | Callable[[base.Params], Sequence[bool]]:
         """Returns a single value if all rules and leaves without a rule agree, else a function with values by leaf."""
         all_ascend = [rule.needs.ascends for rule in self.rules.values()] + [True] * (self.kind is bool)
         alike = bool(all_ascend) and isinstance(all_ascend[0], bool) and all(x is all_ascend[0] for x in all_ascend)
         return all_ascend[0] if alike else self.ascending
 
-    def ascending(self, params: Params) -> list[bool]:
+    def ascending(self, params: base.Params) -> list[bool]:
         """Returns the value of each leaf's rule. Without a rule, the update is the gradient."""
         leaves, treedef, names = self.labelled(params)
         rows = {
@@ -194,10 +191,10 @@ class _ByLabel:
         }
         return [next(rows[k]) if k in rows else True for k in names]
 
-    def decided(self, params: Params) -> GradientTransformation:
+    def decided(self, params: base.Params) -> base.GradientTransformation:
         return replace(self, labels=resolve_prefix(self.labels, params, self.kind, self.name)).rule()
 
-    def sees(self, params: Params, stats: Tensor | None) -> Views:
+    def sees(self, params: base.Params, stats: Tensor | None) -> Views:
         leaves, treedef, names = self.labelled(params)
         rows = {k: None if stats is None else stats[[i for i, n in enumerate(names) if n == k]] for k in self.rules}
         return [(_select_leaves(leaves, treedef, names, k), rows[k]) for k in self.rules]
@@ -207,22 +204,22 @@ class _ByLabel:
         """Returns a function from a tree to a label a leaf."""
         return resolve_per_leaf(self.labels, self.kind, self.name)
 
-    def labelled(self, tree: PyTree, specs: Specs = None) -> tuple[list[Any], Any, tuple[Any, ...]]:
+    def labelled(self, tree: core.PyTree, specs: base.Specs = None) -> tuple[list[Any], Any, tuple[Any, ...]]:
         """Returns the leaves, the structure, and the labels."""
-        leaves, treedef = tree_flatten(tree)
+        leaves, treedef = core.tree_flatten(tree)
         names = self.resolve(tree, leaves, treedef, specs)
         if self.kind is str:
             _check_labels(tree, names, self.rules)
         return leaves, treedef, names
 
-    def init(self, params: Params) -> MultiTransformState:
+    def init(self, params: base.Params) -> MultiTransformState:
         leaves, treedef, names = self.labelled(params)
         inner = {str(k): rule.init(_select_leaves(leaves, treedef, names, k)) for k, rule in self.rules.items()}
         return MultiTransformState(inner)
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         check_state(self.name, state, MultiTransformState)
         us, treedef, names = self.labelled(updates, specs)
         ps = None if params is None else leaves_like(params, treedef, "params", "updates")
@@ -231,11 +228,13 @@ class _ByLabel:
         for k, rule in self.rules.items():
             u, p, s = (_select_leaves(x, treedef, names, k) for x in (us, ps, ss))
             new, states[str(k)] = rule.update(u, state.inner[str(k)], p, specs=s)
-            _merge_leaves(out, tree_leaves(new), names, k)
-        return tree_unflatten(treedef, out), MultiTransformState(states)
+            _merge_leaves(out, core.tree_leaves(new), names, k)
+        return core.tree_unflatten(treedef, out), MultiTransformState(states)
 
     @torch.no_grad()
-    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply(
+        self, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         check_state(self.name, state, MultiTransformState)
         ps, treedef, names = self.labelled(params, specs)
         gs = leaves_like(grads, treedef, "grads", "params")
@@ -245,17 +244,17 @@ class _ByLabel:
         for k, rule in self.rules.items():
             g, p, s = (_select_leaves(x, treedef, names, k) for x in (gs, ps, ss))
             new, states[str(k)] = inplace(rule)(g, state.inner[str(k)], p, specs=s)
-            _merge_leaves(out, tree_leaves(new), names, k)
+            _merge_leaves(out, core.tree_leaves(new), names, k)
         rest = [(p, g) for p, g, k in zip(ps, gs, names, strict=True) if k not in self.rules]
         for p, g in rest:
             p.add_(g)
-        return tree_unflatten(treedef, out), MultiTransformState(states)
+        return core.tree_unflatten(treedef, out), MultiTransformState(states)
 
 
-def _select_leaves(leaves: list[Any] | None, treedef: Any, names: tuple[Any, ...], label: Any) -> PyTree:
+def _select_leaves(leaves: list[Any] | None, treedef: Any, names: tuple[Any, ...], label: Any) -> core.PyTree:
     if leaves is None:
         return None
-    return tree_unflatten(treedef, [x if k == label else None for x, k in zip(leaves, names, strict=True)])
+    return core.tree_unflatten(treedef, [x if k == label else None for x, k in zip(leaves, names, strict=True)])
 
 
 def _merge_leaves(out: list[Tensor], new: list[Tensor], names: tuple[Any, ...], label: Any) -> None:
@@ -264,14 +263,14 @@ def _merge_leaves(out: list[Tensor], new: list[Tensor], names: tuple[Any, ...], 
         out[i] = x
 
 
-def _check_labels(tree: PyTree, names: tuple[Any, ...], rules: dict[Any, GradientTransformation]) -> None:
+def _check_labels(tree: core.PyTree, names: tuple[Any, ...], rules: dict[Any, base.GradientTransformation]) -> None:
     if not set(names) <= rules.keys():
-        rows = zip(tree_paths(tree, "params"), names, strict=True)
-        wrong = [f"{path} is labelled {k!r}.{did_you_mean(k, rules)}" for path, k in rows if k not in rules]
-        raise_all(ValueError, f"there are rules for {sorted(rules)} only:", wrong)
+        rows = zip(core.tree_paths(tree, "params"), names, strict=True)
+        wrong = [f"{path} is labelled {k!r}.{core.did_you_mean(k, rules)}" for path, k in rows if k not in rules]
+        core.raise_all(ValueError, f"there are rules for {sorted(rules)} only:", wrong)
 
 
-def per_leaf(inner: GradientTransformation | Pair) -> GradientTransformation:
+def per_leaf(inner: base.GradientTransformation | base.Pair) -> base.GradientTransformation:
     """Applies `inner` to each leaf separately, with separate counters.
 
     So a leaf that is trained from the middle of a run on has a separate bias correction, and a separate warm-up if
@@ -301,29 +300,31 @@ def per_leaf(inner: GradientTransformation | Pair) -> GradientTransformation:
 
 @dataclass(frozen=True)
 class _PerLeaf:
-    tx: GradientTransformation
+    tx: base.GradientTransformation
 
-    def rule(self) -> GradientTransformation:
+    def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         needs = multi_transform({"": self.tx}, "").needs._replace(resolve_masks=self.decide, bind_stats=None)
-        return GradientTransformation(self.init, self.update, self.apply, needs)
+        return base.GradientTransformation(self.init, self.update, self.apply, needs)
 
-    def on(self, tree: PyTree) -> GradientTransformation:
+    def on(self, tree: core.PyTree) -> base.GradientTransformation:
         """Returns the rule for one tree, with a label for each leaf."""
-        paths, treedef = tree_paths(tree), tree_flatten(tree)[1]
-        return multi_transform(dict.fromkeys(paths, self.tx), tree_unflatten(treedef, paths))
+        paths, treedef = core.tree_paths(tree), core.tree_flatten(tree)[1]
+        return multi_transform(dict.fromkeys(paths, self.tx), core.tree_unflatten(treedef, paths))
 
-    def decide(self, params: Params) -> GradientTransformation:
+    def decide(self, params: base.Params) -> base.GradientTransformation:
         return resolve_masks(self.on(params), params)
 
-    def init(self, params: Params) -> OptState:
+    def init(self, params: base.Params) -> base.OptState:
         return self.on(params).init(params)
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         return self.on(updates).update(updates, state, params, specs=specs)
 
     @torch.no_grad()
-    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply(
+        self, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         return inplace(self.on(params))(grads, state, params, specs=specs)

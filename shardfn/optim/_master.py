@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn._torch import foreach_copy_
 from shardfn.collectives import GlobalTensor
-from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from ._base import GradientTransformation, OptState, Pair, Params, Specs, Updates
+from . import _base as base
 from ._decide import Resolved, resolve_per_leaf, resolve_prefix
 from ._leaves import check_params, check_state, leaves_like
 from ._needs import Views, join_needs
@@ -32,13 +32,16 @@ class MasterState(NamedTuple):
         inner: the state of the inner rule.
     """
 
-    master: PyTree
-    inner: OptState
+    master: core.PyTree
+    inner: base.OptState
 
 
 def master_weights(
-    inner: GradientTransformation | Pair, dtype: torch.dtype = torch.float32, *, param_dtypes: PyTree = None
-) -> GradientTransformation:
+    inner: base.GradientTransformation | base.Pair,
+    dtype: torch.dtype = torch.float32,
+    *,
+    param_dtypes: core.PyTree = None,
+) -> base.GradientTransformation:
     """Applies `inner` to a wide copy of narrow parameters: `m' = m + u(g, m)`, `p' = cast(m')`.
 
     A leaf that is as wide as `dtype` has no copy, and is stepped by `inner` directly.
@@ -76,11 +79,11 @@ def master_weights(
 class _MasterWeights:
     """The rule. Compared by identity, because `kept` may be a tree."""
 
-    tx: GradientTransformation
+    tx: base.GradientTransformation
     dtype: torch.dtype
-    kept: PyTree
+    kept: core.PyTree
 
-    def rule(self) -> GradientTransformation:
+    def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         needs = join_needs(
             [self.tx],
@@ -89,16 +92,16 @@ class _MasterWeights:
             sees=self.sees,
             own=None if self.kept is None or isinstance(self.kept, Resolved) else self.decided,
         )._replace(ascends=self.tx.needs.ascends)
-        return GradientTransformation(self.init, self.update, self.apply, needs)
+        return base.GradientTransformation(self.init, self.update, self.apply, needs)
 
-    def decided(self, params: Params) -> GradientTransformation:
+    def decided(self, params: base.Params) -> base.GradientTransformation:
         return replace(self, kept=resolve_prefix(self.kept, params, torch.dtype, "param_dtypes")).rule()
 
-    def sees(self, params: Params, stats: Tensor | None) -> Views:
+    def sees(self, params: base.Params, stats: Tensor | None) -> Views:
         """Returns the tree that the inner rule gets: wide."""
-        ps, treedef = tree_flatten(params)
+        ps, treedef = core.tree_flatten(params)
         own = [self.dtype if self._is_narrow(d) else d for d in self._master_dtypes(params, ps, treedef)]
-        return [(tree_unflatten(treedef, [_abstract_leaf(p, d) for p, d in zip(ps, own, strict=True)]), stats)]
+        return [(core.tree_unflatten(treedef, [_abstract_leaf(p, d) for p, d in zip(ps, own, strict=True)]), stats)]
 
     @functools.cached_property
     def _resolve_inner(self) -> Callable[..., Sequence[torch.dtype]]:
@@ -107,62 +110,64 @@ class _MasterWeights:
     def _is_narrow(self, dtype: torch.dtype) -> bool:
         return dtype.itemsize < self.dtype.itemsize
 
-    def _master_dtypes(self, params: Params, ps: list[Any], treedef: Any) -> Sequence[torch.dtype]:
+    def _master_dtypes(self, params: base.Params, ps: list[Any], treedef: Any) -> Sequence[torch.dtype]:
         return [p.dtype for p in ps] if self.kept is None else self._resolve_inner(params, ps, treedef)
 
-    def init(self, params: Params) -> MasterState:
-        ps, treedef = tree_flatten(params)
+    def init(self, params: base.Params) -> MasterState:
+        ps, treedef = core.tree_flatten(params)
         own = self._master_dtypes(params, ps, treedef)
         narrow = [self._is_narrow(d) for d in own]
         # A copy even of wide values: the copy must not share the memory of a parameter that is written.
         seen = [p.to(self.dtype if n else d, copy=n) for p, d, n in zip(ps, own, narrow, strict=True)]
         masters = [x if n else None for x, n in zip(seen, narrow, strict=True)]
-        return MasterState(tree_unflatten(treedef, masters), self.tx.init(tree_unflatten(treedef, seen)))
+        return MasterState(core.tree_unflatten(treedef, masters), self.tx.init(core.tree_unflatten(treedef, seen)))
 
     def _leaf_columns(
-        self, state: OptState, ps: list[Tensor], treedef: Any
+        self, state: base.OptState, ps: list[Tensor], treedef: Any
     ) -> tuple[list[Tensor | None], list[Tensor]]:
         """Returns the copy or None, by leaf, and the parameters of the inner rule."""
         check_state("master_weights", state, MasterState)
         narrow = [self._is_narrow(p.dtype) for p in ps]
-        like = tree_structure(tree_unflatten(treedef, [0 if n else None for n in narrow]))
+        like = core.tree_structure(core.tree_unflatten(treedef, [0 if n else None for n in narrow]))
         copies = iter(leaves_like(state.master, like, "state.master", "params"))
         masters = [next(copies) if n else None for n in narrow]
         return masters, [p if m is None else m for p, m in zip(ps, masters, strict=True)]
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         check_params("master_weights", params)
-        ps, treedef = tree_flatten(params)
+        ps, treedef = core.tree_flatten(params)
         masters, seen = self._leaf_columns(state, ps, treedef)
-        old = tree_unflatten(treedef, seen)
+        old = core.tree_unflatten(treedef, seen)
         us, inside = self.tx.update(updates, state.inner, old, specs=specs)
-        new = tree_leaves(apply_updates(old, us))
+        new = core.tree_leaves(apply_updates(old, us))
         # In float64 the difference of two narrow numbers is exact, and so is the sum that restores p'.
         out = [
             u if m is None else x.to(p.dtype).double() - p.double()
             for u, m, x, p in zip(leaves_like(us, treedef, "updates", "params"), masters, new, ps, strict=True)
         ]
         wides = [None if m is None else x for m, x in zip(masters, new, strict=True)]
-        return tree_unflatten(treedef, out), MasterState(tree_unflatten(treedef, wides), inside)
+        return core.tree_unflatten(treedef, out), MasterState(core.tree_unflatten(treedef, wides), inside)
 
     @functools.cached_property
-    def _inner_step(self) -> Callable[..., tuple[Params, OptState]]:
+    def _inner_step(self) -> Callable[..., tuple[base.Params, base.OptState]]:
         return inplace(self.tx)
 
     @torch.no_grad()
-    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
-        ps, treedef = tree_flatten(params)
+    def apply(
+        self, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
+        ps, treedef = core.tree_flatten(params)
         masters, seen = self._leaf_columns(state, ps, treedef)
-        new, inside = self._inner_step(grads, state.inner, tree_unflatten(treedef, seen), specs=specs)
+        new, inside = self._inner_step(grads, state.inner, core.tree_unflatten(treedef, seen), specs=specs)
         rows = list(zip(ps, masters, leaves_like(new, treedef, "params", "params"), strict=True))
         narrow = [(p, x) for p, m, x in rows if m is not None]
         if narrow:
             foreach_copy_([p for p, _ in narrow], [x for _, x in narrow])
         out = [x if m is None else p for p, m, x in rows]
         wides = [None if m is None else x for _, m, x in rows]
-        return tree_unflatten(treedef, out), MasterState(tree_unflatten(treedef, wides), inside)
+        return core.tree_unflatten(treedef, out), MasterState(core.tree_unflatten(treedef, wides), inside)
 
 
 def _abstract_leaf(x: Tensor | GlobalTensor, dtype: torch.dtype) -> Tensor | GlobalTensor:

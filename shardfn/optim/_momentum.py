@@ -8,7 +8,7 @@ from torch import Tensor
 from shardfn._torch import foreach_add_, foreach_mul, foreach_mul_, foreach_sign, fused_sgd_
 from shardfn.core import PyTree, explains_keywords
 
-from ._base import GradientTransformation, LearningRate, Mask, Needs, Number, OptState, Params, Specs, Updates
+from . import _base as base
 from ._chain import chain
 from ._checks import MEANT, check_decay_rate, check_not_negative
 from ._decide import resolve_prefix
@@ -28,7 +28,7 @@ class TraceState(NamedTuple):
     trace: PyTree
 
 
-def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
+def trace(decay: base.Number, nesterov: bool = False) -> base.GradientTransformation:
     """Heavy-ball momentum: `t = g + decay * t` and `u = t`, or with Nesterov `u = g + decay * t`.
 
     Args:
@@ -53,32 +53,32 @@ def trace(decay: Number, nesterov: bool = False) -> GradientTransformation:
     """
     check_decay_rate("trace", decay=decay)
 
-    def trace_leaf(g: Tensor, trace: Tensor, decay: Number) -> tuple[Tensor, Tensor]:
+    def trace_leaf(g: Tensor, trace: Tensor, decay: base.Number) -> tuple[Tensor, Tensor]:
         t = wide(g) + decay * wide(trace)
         u = wide(g) + decay * t if nesterov else t
         return u.to(trace.dtype), t.to(trace.dtype)
 
-    def init_fn(params: Params) -> TraceState:
+    def init_fn(params: base.Params) -> TraceState:
         return TraceState(zeros_like(params))
 
     def update_fn(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         del params
         check_state("trace", state, TraceState)
         us, new = map_leaves(trace_leaf, 2, updates, of={"trace": state.trace}, specs=specs, decay=decay)
         return us, TraceState(new)
 
-    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
+    return base.GradientTransformation(init_fn, update_fn, needs=base.Needs("element", ascends=True))
 
 
 @explains_keywords(**MEANT)
 def sgd(
-    learning_rate: LearningRate,
-    momentum: Number | None = None,
+    learning_rate: base.LearningRate,
+    momentum: base.Number | None = None,
     nesterov: bool = False,
-    weight_decay: Number = 0.0,
-) -> GradientTransformation:
+    weight_decay: base.Number = 0.0,
+) -> base.GradientTransformation:
     """Gradient descent: `g = g + weight_decay * p; t = g + momentum * t; p = p - lr * t`.
 
     The rule is torch's: decay is an L2 penalty that enters the momentum.
@@ -120,11 +120,11 @@ def sgd(
         at=-2 if traced else -1,
         kind=TraceState if traced else None, fields=("trace",) if traced else (), widen=_is_on_cpu, narrow=True,
     )  # fmt: skip
-    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element"))
+    return base.GradientTransformation(pure.init, pure.update, apply_fn, base.Needs("element"))
 
 
 def _step_momentum(
-    p: list[Tensor], t: list[Tensor], g: list[Tensor], lr: float | Tensor, momentum: Number | None, nesterov: bool,
+    p: list[Tensor], t: list[Tensor], g: list[Tensor], lr: float | Tensor, momentum: base.Number | None, nesterov: bool,
     decay: float,
 ) -> None:  # fmt: skip
     by = as_number(momentum or 0.0)
@@ -154,7 +154,7 @@ class ScaleByLionState(NamedTuple):
     mu: PyTree
 
 
-def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation:
+def scale_by_lion(b1: base.Number = 0.9, b2: base.Number = 0.99) -> base.GradientTransformation:
     """Returns the sign rule: `u = sign(b1 mu + (1 - b1) g)`, then `mu = b2 mu + (1 - b2) g`.
 
     The sign of 0 is 0: a row without gradients does not move. The sign of a value that is not finite is NaN. With 0, a
@@ -180,28 +180,28 @@ def scale_by_lion(b1: Number = 0.9, b2: Number = 0.99) -> GradientTransformation
     """
     check_decay_rate("scale_by_lion", b1=b1, b2=b2)
 
-    def init_fn(params: Params) -> ScaleByLionState:
+    def init_fn(params: base.Params) -> ScaleByLionState:
         return ScaleByLionState(zeros_like(params))
 
     def update_fn(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         del params
         check_state("scale_by_lion", state, ScaleByLionState)
         us, mu = map_leaves(_leaf_direction, 2, updates, of={"mu": state.mu}, specs=specs, b1=b1, b2=b2)
         return us, ScaleByLionState(mu)
 
-    return GradientTransformation(init_fn, update_fn, needs=Needs("element", ascends=True))
+    return base.GradientTransformation(init_fn, update_fn, needs=base.Needs("element", ascends=True))
 
 
 @explains_keywords(**MEANT)
 def lion(
-    learning_rate: LearningRate,
-    b1: Number = 0.9,
-    b2: Number = 0.99,
-    weight_decay: Number = 1e-3,
-    mask: Mask = None,
-) -> GradientTransformation:
+    learning_rate: base.LearningRate,
+    b1: base.Number = 0.9,
+    b2: base.Number = 0.99,
+    weight_decay: base.Number = 1e-3,
+    mask: base.Mask = None,
+) -> base.GradientTransformation:
     """Lion with decoupled decay: `p = p - lr * (sign(b1 mu + (1 - b1) g) + weight_decay * p)`.
 
     One moment instead of Adam's two. Every element moves by lr, so use an lr 3 to 10 times smaller than for AdamW, and
@@ -242,10 +242,12 @@ def lion(
         fields=("mu",), flags=decay_flags(weight_decay, mask), widen=is_any,
     )  # fmt: skip
 
-    def decide_decay(params: Params) -> GradientTransformation:
+    def decide_decay(params: base.Params) -> base.GradientTransformation:
         return lion(learning_rate, b1, b2, weight_decay, resolve_prefix(mask, params, bool, "mask"))
 
-    return GradientTransformation(pure.init, pure.update, apply_fn, Needs("element", resolve_masks=decide_decay))
+    return base.GradientTransformation(
+        pure.init, pure.update, apply_fn, base.Needs("element", resolve_masks=decide_decay)
+    )
 
 
 def _step_by_sign(
@@ -264,12 +266,12 @@ def _step_by_sign(
     foreach_add_(mu, g, alpha=1 - b2)
 
 
-def _leaf_direction(g: Tensor, mu: Tensor, b1: Number, b2: Number) -> tuple[Tensor, Tensor]:
+def _leaf_direction(g: Tensor, mu: Tensor, b1: base.Number, b2: base.Number) -> tuple[Tensor, Tensor]:
     """Returns the update of a leaf, and the next momentum."""
     return _sign_of(_mix_moment(g, mu, b1)).to(mu.dtype), _mix_moment(g, mu, b2).to(mu.dtype)
 
 
-def _mix_moment(g: Tensor, mu: Tensor, b: Number) -> Tensor:
+def _mix_moment(g: Tensor, mu: Tensor, b: base.Number) -> Tensor:
     mu = wide(mu)
     return b * mu + (1 - b) * g.to(mu.dtype)
 

@@ -19,21 +19,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import all_to_all, current_mesh
-from shardfn.core import (
-    P,
-    PyTree,
-    block_slices,
-    explains_keywords,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_paths,
-    tree_unflatten,
-)
 
+from . import _base as base
 from ._adam import adamw, bias_corrections
-from ._base import GradientTransformation, LearningRate, Mask, Needs, Number, OptState, Pair, Params, Specs, Updates
 from ._chain import chain
 from ._checks import MEANT, check_decay_rate, check_finite, check_not_negative, check_num_steps, check_positive
 from ._decide import Resolved, check_whole, resolve_per_leaf, resolve_prefix
@@ -120,7 +110,7 @@ _NOT_HIDDEN = re.compile(
 )
 
 
-def hidden_matrices(params: Params) -> PyTree:
+def hidden_matrices(params: base.Params) -> core.PyTree:
     """Returns the leaves that `muon` makes orthogonal by default: a tree like params of `MatrixDims`, or False.
 
     A leaf of at least two dims is included, unless the path has the name of an embedding, a head, a norm or a bias,
@@ -135,9 +125,9 @@ def hidden_matrices(params: Params) -> PyTree:
         >>> hidden_matrices({"embed": torch.ones(9, 4), "w": torch.ones(4, 4), "lm_head": torch.ones(9, 4)})
         {'embed': False, 'w': MatrixDims(outputs=(-2,), inputs=(-1,)), 'lm_head': False}
     """
-    leaves, treedef = tree_flatten(params)
-    pairs = zip(tree_paths(params), leaves, strict=True)
-    return tree_unflatten(
+    leaves, treedef = core.tree_flatten(params)
+    pairs = zip(core.tree_paths(params), leaves, strict=True)
+    return core.tree_unflatten(
         treedef, [x.ndim > 1 and not _NOT_HIDDEN.search(path) and default_dims(x) for path, x in pairs]
     )
 
@@ -147,9 +137,9 @@ def default_dims(x: Tensor) -> MatrixDims:
     return MatrixDims((0,), (1, 2, 3)) if x.ndim == 4 else MatrixDims()
 
 
-def all_matrices(params: Params) -> PyTree:
+def all_matrices(params: base.Params) -> core.PyTree:
     """Returns the dims of every leaf, where all are matrices."""
-    return tree_map(default_dims, params)
+    return core.tree_map(default_dims, params)
 
 
 OnMatrix = Callable[[Tensor], Tensor]
@@ -211,18 +201,18 @@ class ScaleByMuonState(NamedTuple):
     """
 
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
-    mu: PyTree
+    mu: core.PyTree
 
 
 def scale_by_muon(
-    beta: Number = 0.95,
+    beta: base.Number = 0.95,
     nesterov: bool = True,
     *,
     bias_correction: bool = True,
     consistent_rms: float | None = None,
     newton_schulz: NewtonSchulz = NewtonSchulz(),  # a value
-    matrices: Mask = None,
-) -> GradientTransformation:
+    matrices: base.Mask = None,
+) -> base.GradientTransformation:
     """Makes the momentum of each matrix orthogonal: `mu = beta mu + (1 - beta) g`, `u = scale * newton_schulz(m)`.
 
     With Nesterov `m = beta mu / (1 - beta^(t+1)) + (1 - beta) g / (1 - beta^t)`, else `m = mu / (1 - beta^t)`. Where a
@@ -263,19 +253,19 @@ def scale_by_muon(
     return _ScaleByMuon(beta, nesterov, bias_correction, consistent_rms, newton_schulz, matrices).rule()
 
 
-@explains_keywords(**MEANT)
+@core.explains_keywords(**MEANT)
 def muon(
-    learning_rate: LearningRate,
-    others: GradientTransformation | Pair | None = None,
-    matrices: Mask = None,
+    learning_rate: base.LearningRate,
+    others: base.GradientTransformation | base.Pair | None = None,
+    matrices: base.Mask = None,
     *,
-    beta: Number = 0.95,
+    beta: base.Number = 0.95,
     nesterov: bool = True,
     bias_correction: bool = True,
-    weight_decay: Number = 0.0,
+    weight_decay: base.Number = 0.0,
     consistent_rms: float | None = None,
     newton_schulz: NewtonSchulz = NewtonSchulz(),  # a value
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """Muon for hidden matrices, and another rule for the rest: `p = p - lr * (scale_by_muon(g) + weight_decay * p)`.
 
     Args:
@@ -316,7 +306,7 @@ def muon(
     how |= {"bias_correction": bias_correction}
     scale_by_muon(beta, nesterov, **how)
 
-    def make_rule(dims: Mask) -> GradientTransformation:
+    def make_rule(dims: base.Mask) -> base.GradientTransformation:
         return chain(
             scale_by_muon(beta, nesterov, matrices=dims, **how),
             add_decayed_weights(weight_decay),
@@ -336,48 +326,50 @@ class _Muon:
         matrices: leaves that are matrices.
     """
 
-    of_matrices: Callable[[Mask], GradientTransformation]
-    others: GradientTransformation
-    matrices: Mask
+    of_matrices: Callable[[base.Mask], base.GradientTransformation]
+    others: base.GradientTransformation
+    matrices: base.Mask
 
-    def rule(self) -> GradientTransformation:
+    def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         rules = {"muon": self.of_matrices(None), "others": self.others}
         ascends = self.others.needs.ascends and (lambda params: find_ascending(self.on(params), params))
         needs = multi_transform(rules, "muon").needs._replace(
             resolve_masks=self.decide, bind_stats=None, ascends=ascends
         )
-        return GradientTransformation(self.init, self.update, self.apply, needs)
+        return base.GradientTransformation(self.init, self.update, self.apply, needs)
 
     @functools.cached_property
     def resolve(self) -> Callable[..., tuple[Any, ...]]:
         """Returns a function from a tree to the dims of each leaf, or a bool."""
         return resolve_per_leaf(self.matrices, (bool, MatrixDims), "matrices")
 
-    def on(self, tree: PyTree, specs: Specs = None) -> GradientTransformation:
+    def on(self, tree: core.PyTree, specs: base.Specs = None) -> base.GradientTransformation:
         """Returns the rule for one tree."""
-        leaves, treedef = tree_flatten(tree)
+        leaves, treedef = core.tree_flatten(tree)
         found = self.resolve(tree, leaves, treedef, specs)
         dims = [default_dims(x) if found is True else found for x, found in zip(leaves, found, strict=True)]
-        labels = tree_unflatten(treedef, ["others" if d is False else "muon" for d in dims])
+        labels = core.tree_unflatten(treedef, ["others" if d is False else "muon" for d in dims])
         slots = iter(dims)
-        whole = tree_map(lambda x: next(slots), tree)
+        whole = core.tree_map(lambda x: next(slots), tree)
         of = resolve_prefix(whole, tree, (bool, MatrixDims), "matrices")
         return multi_transform({"muon": self.of_matrices(of), "others": self.others}, labels)
 
-    def decide(self, params: Params) -> GradientTransformation:
+    def decide(self, params: base.Params) -> base.GradientTransformation:
         return resolve_masks(self.on(params), params)
 
-    def init(self, params: Params) -> OptState:
+    def init(self, params: base.Params) -> base.OptState:
         return self.on(params).init(params)
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         return self.on(updates, specs).update(updates, state, params, specs=specs)
 
     @torch.no_grad()
-    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply(
+        self, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         return inplace(self.on(params, specs))(grads, state, params, specs=specs)
 
 
@@ -385,55 +377,60 @@ class _Muon:
 class _ScaleByMuon:
     """The rule. `leaves` has the `Matrices` of each leaf."""
 
-    beta: Number
+    beta: base.Number
     nesterov: bool
     bias_correction: bool
     consistent_rms: float | None
     newton_schulz: NewtonSchulz
-    dims: Mask
+    dims: base.Mask
     leaves: Resolved | None = None
 
-    def rule(self) -> GradientTransformation:
+    def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
-        needs = Needs("leaf", resolve_masks=self.decide if self.leaves is None else None, ascends=True)
-        return GradientTransformation(self.init, self.update, needs=needs)
+        needs = base.Needs("leaf", resolve_masks=self.decide if self.leaves is None else None, ascends=True)
+        return base.GradientTransformation(self.init, self.update, needs=needs)
 
-    def decide(self, params: Params) -> GradientTransformation:
+    def decide(self, params: base.Params) -> base.GradientTransformation:
         return replace(self, leaves=self._find_dims(params)).rule()
 
-    def _find_dims(self, tree: PyTree) -> Resolved:
+    def _find_dims(self, tree: core.PyTree) -> Resolved:
         dims = resolve_prefix(all_matrices if self.dims is None else self.dims, tree, MatrixDims, "matrices")
-        slots = tree_flatten(tree, none_is_leaf=True)[0]
+        slots = core.tree_flatten(tree, none_is_leaf=True)[0]
         paths = zip(dims.says, slots, strict=True)
         own = iter(dims.of(tree))
         return Resolved({path: None if x is None else as_matrices(path, x, next(own)) for path, x in paths})
 
-    def init(self, params: Params) -> ScaleByMuonState:
+    def init(self, params: base.Params) -> ScaleByMuonState:
         self._find_matrices(params)
         return ScaleByMuonState(zero_count(params), zeros_like(params))
 
-    def _find_matrices(self, tree: PyTree, specs: Specs = None) -> Sequence[Matrices]:
+    def _find_matrices(self, tree: core.PyTree, specs: base.Specs = None) -> Sequence[Matrices]:
         if self.leaves is None:
             check_whole("muon", tree, specs)
         return (self.leaves or self._find_dims(tree)).of(tree)
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         del params
         check_state("scale_by_muon", state, ScaleByMuonState)
         count = state.count + 1
         now, ahead = (bias_corrections(t, self.beta, self.beta)[0] for t in (count, count + 1))
         by = {"beta": self.beta, "c_g": now, "c_mu": ahead if self.nesterov else now}
         ms, mu = map_leaves(self._leaf_momentum, 2, updates, of={"mu": state.mu}, specs=specs, **by)
-        ms, treedef = tree_flatten(ms)
-        cuts = [P()] * len(ms) if specs is None else spec_leaves(specs, updates)
+        ms, treedef = core.tree_flatten(ms)
+        cuts = [core.P()] * len(ms) if specs is None else spec_leaves(specs, updates)
         leaves = self._find_matrices(updates, specs)
         us = on_whole_matrices(self.newton_schulz, ms, leaves, cuts)
-        us = [(self._shape_scale(leaf) * u).to(m.dtype) for u, leaf, m in zip(us, leaves, tree_leaves(mu), strict=True)]
-        return tree_unflatten(treedef, us), ScaleByMuonState(count, mu)
+        us = [
+            (self._shape_scale(leaf) * u).to(m.dtype)
+            for u, leaf, m in zip(us, leaves, core.tree_leaves(mu), strict=True)
+        ]
+        return core.tree_unflatten(treedef, us), ScaleByMuonState(count, mu)
 
-    def _leaf_momentum(self, g: Tensor, mu: Tensor, beta: Number, c_g: Tensor, c_mu: Tensor) -> tuple[Tensor, Tensor]:
+    def _leaf_momentum(
+        self, g: Tensor, mu: Tensor, beta: base.Number, c_g: Tensor, c_mu: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Returns the momentum, in the dtype of the arithmetic, and the mean in the dtype of the state."""
         new, now = beta * wide(mu) + (1 - beta) * wide(g), wide(g)
         mean, now = (new / c_mu, now / c_g) if self.bias_correction else (new, now)
@@ -448,7 +445,7 @@ class _ScaleByMuon:
 
 
 def on_whole_matrices(
-    f: OnMatrix, blocks: Sequence[Tensor], leaves: Sequence[Matrices], specs: Sequence[P]
+    f: OnMatrix, blocks: Sequence[Tensor], leaves: Sequence[Matrices], specs: Sequence[core.P]
 ) -> list[Tensor]:
     """Applies `f` to each matrix of each leaf. Collective over the axes that cut rows or columns.
 
@@ -487,7 +484,7 @@ class _MatrixCut:
     """
 
     leaf: Matrices
-    spec: P
+    spec: core.P
     sizes: Mapping[str, int]
 
     @property
@@ -505,14 +502,14 @@ class _MatrixCut:
 
     def box(self, rank: int) -> tuple[slice, ...]:
         """Returns the block of a matrix that a rank of the line has."""
-        cuts = block_slices(self.leaf.shape, self.spec, self.sizes, self.coords(rank))
+        cuts = core.block_slices(self.leaf.shape, self.spec, self.sizes, self.coords(rank))
         return tuple(cuts[d] for d in self.leaf.inner)
 
     def block_shape(self, rank: int) -> tuple[int, ...]:
         """Returns the shape of a rank's block. The first rank's block is the largest."""
         return tuple(s.stop - s.start for s in self.box(rank))
 
-    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
+    def join_blocks(self, blocks: Sequence[Tensor]) -> Tensor:
         """Joins a matrix from the blocks, in the order of the line."""
         axes = [[a for a in self.spec.dim_axes(d) if self.sizes.get(a, 1) > 1] for d in self.leaf.inner]
         at = [self.coords(k) for k in range(len(blocks))]
@@ -561,7 +558,7 @@ def _exchange_blocks(f: OnMatrix, units: Sequence[tuple[_MatrixCut, Tensor]], ax
     for k in owned[mine]:
         cut = units[k][0]
         blocks = [_unpack_block(got[j], at, cut.block_shape(j)) for j in range(n)]
-        here.append((cut, cut.apply(f, cut.joined(blocks))))
+        here.append((cut, cut.apply(f, cut.join_blocks(blocks))))
         at += rooms[k]
     mine_rooms = [rooms[k] for k in owned[mine]]
     # Every row depends on the first exchange, so that a rank without matrices takes part in the transpose, too.

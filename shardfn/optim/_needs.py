@@ -18,13 +18,14 @@ from torch import Tensor
 
 from shardfn.core import tree_leaves
 
-from ._base import GradientTransformation, Grain, Measure, Needs, OptState, Pair, Params, Phase, Phases
+from . import _base as base
+from ._base import GradientTransformation
 from ._pair import as_transformation
 
-Views = Sequence[tuple[Params, Tensor | None]]
+Views = Sequence[tuple[base.Params, Tensor | None]]
 
 
-def find_coarsest(grains: Iterable[Grain]) -> Grain:
+def find_coarsest(grains: Iterable[base.Grain]) -> base.Grain:
     """Returns the granularity of rules that work together.
 
     Example:
@@ -35,7 +36,7 @@ def find_coarsest(grains: Iterable[Grain]) -> Grain:
     return "tree" if "tree" in found else "leaf" if "leaf" in found else "element"
 
 
-def resolve_masks(tx: GradientTransformation | Pair, params: Params) -> GradientTransformation:
+def resolve_masks(tx: GradientTransformation | base.Pair, params: base.Params) -> GradientTransformation:
     """Returns `tx` for a tree of whole leaves, and for blocks and parts of the tree.
 
     Masks and labels that are functions of the tree are called here.
@@ -65,13 +66,13 @@ def resolve_masks(tx: GradientTransformation | Pair, params: Params) -> Gradient
 
 
 def bind_stats(
-    tx: GradientTransformation, params: Params, stats: Tensor | None = None, phase: Phase | None = None
+    tx: GradientTransformation, params: base.Params, stats: Tensor | None = None, phase: base.Phase | None = None
 ) -> GradientTransformation:
     """Returns `tx` for parts of the tree `params`, in a step with these measures and phase. See `Needs.bind_stats`."""
     return tx if tx.needs.bind_stats is None else tx.needs.bind_stats(params, stats, phase)
 
 
-def find_ascending(tx: GradientTransformation, params: Params) -> list[bool]:
+def find_ascending(tx: GradientTransformation, params: base.Params) -> list[bool]:
     """Returns whether the updates of `tx` point along the gradient, for each leaf of `params`. See `Needs.ascends`.
 
     Args:
@@ -91,11 +92,11 @@ def join_needs(
     rules: Iterable[GradientTransformation],
     rebuild: Callable[..., GradientTransformation],
     *,
-    states: Callable[[OptState], Sequence[OptState]] = lambda state: (state,),
-    sees: Callable[[Params, Tensor | None], Views] | None = None,
-    own: Callable[[Params], GradientTransformation] | None = None,
+    states: Callable[[base.OptState], Sequence[base.OptState]] = lambda state: (state,),
+    sees: Callable[[base.Params, Tensor | None], Views] | None = None,
+    own: Callable[[base.Params], GradientTransformation] | None = None,
     in_turn: bool = True,
-) -> Needs:
+) -> base.Needs:
     """Returns the needs of a rule that is made of inner rules.
 
     Args:
@@ -124,20 +125,20 @@ def join_needs(
     """
     rules = tuple(rules)
 
-    def default_views(params: Params, stats: Tensor | None) -> Views:
+    def default_views(params: base.Params, stats: Tensor | None) -> Views:
         # Only the first sees the measured gradients. The next gets the updates of the first.
         return [(params, stats if i == 0 else None) for i in range(len(rules))]
 
     look = sees or default_views
 
-    def decide_rules(params: Params) -> GradientTransformation:
+    def decide_rules(params: base.Params) -> GradientTransformation:
         if own is not None:
             # First the functions of this rule (`own` returns a rule without such functions), then the functions of
             # inner rules.
             return resolve_masks(own(params), params)
         return rebuild(*(resolve_masks(rule, p) for rule, (p, _) in zip(rules, look(params, None), strict=True)))
 
-    def specialize_rules(params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+    def specialize_rules(params: base.Params, stats: Tensor | None, phase: base.Phase | None) -> GradientTransformation:
         return rebuild(
             *(bind_stats(rule, p, s, phase) for rule, (p, s) in zip(rules, look(params, stats), strict=True))
         )
@@ -145,12 +146,12 @@ def join_needs(
     measure, one = _chain_measure(rules, states) if in_turn else _side_by_side(rules)
     granularity = find_coarsest(rule.needs.granularity for rule in rules) if one else "tree"
     whole = any(rule.needs.whole for rule in rules)
-    return Needs(granularity, measure, decide_rules, specialize_rules, _find_phases(rules, states), whole)
+    return base.Needs(granularity, measure, decide_rules, specialize_rules, _find_phases(rules, states), whole)
 
 
 def _chain_measure(
-    rules: Sequence[GradientTransformation], states: Callable[[OptState], Sequence[OptState]]
-) -> tuple[Measure | None, bool]:
+    rules: Sequence[GradientTransformation], states: Callable[[base.OptState], Sequence[base.OptState]]
+) -> tuple[base.Measure | None, bool]:
     """Returns the first rule's measure, and whether no later rule has a measure.
 
     A later rule would measure the updates of the first.
@@ -161,19 +162,19 @@ def _chain_measure(
     return measure, not any(late)
 
 
-def _side_by_side(rules: Sequence[GradientTransformation]) -> tuple[Measure | None, bool]:
+def _side_by_side(rules: Sequence[GradientTransformation]) -> tuple[base.Measure | None, bool]:
     """Returns the common measure, and whether the measure is the same for all rules.
 
     Leaves are measured before the division among rules.
     """
     # By the function: rules with the same measure share the result.
     kinds = dict.fromkeys(rule.needs.measure.of for rule in rules if rule.needs.measure is not None)
-    return next((Measure(of) for of in kinds), None), len(kinds) < 2
+    return next((base.Measure(of) for of in kinds), None), len(kinds) < 2
 
 
 def _find_phases(
-    rules: Sequence[GradientTransformation], states: Callable[[OptState], Sequence[OptState]]
-) -> Phases | None:
+    rules: Sequence[GradientTransformation], states: Callable[[base.OptState], Sequence[base.OptState]]
+) -> base.Phases | None:
     """Returns the phases of the rule that has phases, or None."""
     own = [(i, rule.needs.phases) for i, rule in enumerate(rules) if rule.needs.phases is not None]
     if not own:

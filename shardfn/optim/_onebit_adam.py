@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import Compressor, sign
-from shardfn.core import Axes, PyTree, explains_keywords, tree_leaves
 from shardfn.kernels import preconditioned_step, preconditioned_step_
 
+from . import _base as base
 from ._adam import bias_corrections, moments_like
-from ._base import GradientTransformation, LearningRate, Mask, OptState, Params, Phase, Specs, Updates
 from ._checks import MEANT
 from ._compressed import (
     CompressedSplit,
@@ -45,28 +45,28 @@ class OneBitAdamState(NamedTuple):
     """
 
     freeze: FreezeState
-    adam: OptState
-    residual: PyTree
-    codes: PyTree
+    adam: base.OptState
+    residual: core.PyTree
+    codes: core.PyTree
 
 
-@explains_keywords(**MEANT)
+@core.explains_keywords(**MEANT)
 def onebit_adam(
-    learning_rate: LearningRate,
+    learning_rate: base.LearningRate,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    mask: Mask = None,
+    mask: base.Mask = None,
     *,
     freeze_step: FreezeStep,
-    axis: Axes = "dp",
-    outer: Axes = None,
+    axis: core.Axes = "dp",
+    outer: core.Axes = None,
     compressor: Compressor = SIGN,
     feedback: bool = True,
     bias_correction: bool = True,
-    exact: Mask = None,
-) -> GradientTransformation:
+    exact: base.Mask = None,
+) -> base.GradientTransformation:
     """`adamw` for `freeze_step` steps. Then the variance is frozen, and the momentum is sent at one bit per element.
 
     With `g_i` the gradient of rank i along `axis`, and F the step of the freeze:
@@ -130,20 +130,20 @@ def onebit_adam(
     ).rule()  # fmt: skip
 
 
-@explains_keywords(**MEANT)
+@core.explains_keywords(**MEANT)
 def apmsqueeze(
-    learning_rate: LearningRate,
+    learning_rate: base.LearningRate,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     *,
     freeze_step: FreezeStep,
     compressor: Compressor,
-    axis: Axes = "dp",
-    outer: Axes = None,
+    axis: core.Axes = "dp",
+    outer: core.Axes = None,
     feedback: bool = True,
-    exact: Mask = None,
-) -> GradientTransformation:
+    exact: base.Mask = None,
+) -> base.GradientTransformation:
     """APMSqueeze: `adam` for `freeze_step` steps, then momentum preconditioned by the frozen variance.
 
         t > F:   m = compressed_mean_i(b1 m + (1 - b1) g_i);   p = p - lr m / (sqrt(nu_F / (1 - b2^F)) + eps)
@@ -196,16 +196,16 @@ class _OneBitAdam(Phased):
     state = OneBitAdamState
     unbiased: bool
 
-    def next_phase(self, state: OneBitAdamState) -> Phase:
-        return self.freeze.phase(state.freeze, switches=bool(tree_leaves(state.codes)))
+    def next_phase(self, state: OneBitAdamState) -> base.Phase:
+        return self.freeze.phase(state.freeze, switches=bool(core.tree_leaves(state.codes)))
 
-    def init(self, params: Params) -> OneBitAdamState:
+    def init(self, params: base.Params) -> OneBitAdamState:
         residual, codes = split_leaves(self.averaging, params, params, None, self.whole, self.exact).init()
         return OneBitAdamState(self.freeze.init(params), self.adam.init(params), residual, codes)
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         state, now = self.begin(state, params)
         if not now.local:
             us, adam = self.adam.update(updates, state.adam, params, specs=specs)
@@ -215,12 +215,14 @@ class _OneBitAdam(Phased):
         ms, residual, codes = self._average_momentum(leaves, mus, state, now, donate=False)
         rows = zip(*map(leaves.pick, (leaves.ps, mus, nus, step.decays)), ms, strict=True)
         new = [(step.update(p, m, nu, on).to(p.dtype), m.to(mu.dtype)) for p, mu, nu, on, m in rows]
-        adam = leaves.joined(adam, [m for _, m in new], leaves.pick(nus))
+        adam = leaves.join_states(adam, [m for _, m in new], leaves.pick(nus))
         after = OneBitAdamState(self.freeze.frozen(state.freeze), adam, residual, codes)
         return leaves.merged(exact, [u for u, _ in new]), after
 
     @torch.no_grad()
-    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply(
+        self, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         state, now = self.begin(state, params)
         if not now.local:
             params, adam = inplace(self.adam)(grads, state.adam, params, specs=specs)
@@ -232,14 +234,16 @@ class _OneBitAdam(Phased):
         ms = [write_over(mu, m) for mu, m in zip(leaves.pick(mus), ms, strict=True)]
         for p, m, nu, decays in zip(leaves.pick(leaves.ps), ms, *map(leaves.pick, (nus, step.decays)), strict=True):
             step.descend(p, m, nu, decays)
-        adam = leaves.joined(adam, ms, leaves.pick(nus))
+        adam = leaves.join_states(adam, ms, leaves.pick(nus))
         return params, OneBitAdamState(self.freeze.frozen(state.freeze), adam, residual, codes)
 
-    def _advance_state(self, state: OneBitAdamState, adam: OptState, specs: Specs, now: Phase) -> OneBitAdamState:
+    def _advance_state(
+        self, state: OneBitAdamState, adam: base.OptState, specs: base.Specs, now: base.Phase
+    ) -> OneBitAdamState:
         return state._replace(adam=adam, freeze=self.freeze.learning(state.freeze, adam[0].nu, specs, now))
 
     def _local_step(
-        self, grads: Updates, state: OneBitAdamState, params: Params, specs: Specs
+        self, grads: base.Updates, state: OneBitAdamState, params: base.Params, specs: base.Specs
     ) -> tuple[CompressedSplit, list[Tensor], list[Tensor], "StepNumbers"]:
         """Returns the operands of a step on local gradients. Counters are read here, before anything is written."""
         leaves = split_leaves(self.averaging, grads, params, specs, self.whole, self.exact)
@@ -251,8 +255,8 @@ class _OneBitAdam(Phased):
         return leaves, mus, nus, step
 
     def _average_momentum(
-        self, leaves: CompressedSplit, mus: list[Tensor], state: OneBitAdamState, now: Phase, *, donate: bool
-    ) -> tuple[list[Tensor], PyTree, PyTree]:
+        self, leaves: CompressedSplit, mus: list[Tensor], state: OneBitAdamState, now: base.Phase, *, donate: bool
+    ) -> tuple[list[Tensor], core.PyTree, core.PyTree]:
         """Returns this rank's rows of the averaged momentum of compressed leaves, and the new errors and codes."""
         rows = zip(*map(leaves.pick, (leaves.gs, leaves.shares)), strict=True)
         wholes = leaves.wholes(mus, state.codes, gather=now == SWITCH)

@@ -8,11 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.collectives import Compressor, GlobalTensor, current_mesh, pmax
-from shardfn.core import Axes, P, PyTree, explains_keywords, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from shardfn import collectives, core
 
+from . import _base as base
 from ._adam import moments_like
-from ._base import GradientTransformation, LearningRate, Mask, OptState, Params, Phase, Specs, Updates
 from ._chain import chain
 from ._checks import MEANT, check_decay_rate, check_not_negative
 from ._compressed import (
@@ -51,24 +50,24 @@ class OneBitLambState(NamedTuple):
     """
 
     freeze: FreezeState
-    lamb: OptState
+    lamb: base.OptState
     coeff: Any
     weight: Any
     factor: Any
     scaling: Any
-    fresh: PyTree
-    residual: PyTree
-    codes: PyTree
+    fresh: core.PyTree
+    residual: core.PyTree
+    codes: core.PyTree
 
 
-@explains_keywords(**MEANT)
+@core.explains_keywords(**MEANT)
 def onebit_lamb(
-    learning_rate: LearningRate,
+    learning_rate: base.LearningRate,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    mask: Mask = None,
+    mask: base.Mask = None,
     *,
     freeze_step: FreezeStep,
     min_coeff: float | int = 0.01,
@@ -77,13 +76,13 @@ def onebit_lamb(
     factor_max: float | int = 4.0,
     factor_min: float | int = 0.5,
     factor_threshold: float = 0.1,
-    axis: Axes = "dp",
-    outer: Axes = None,
-    compressor: Compressor = SIGN,
+    axis: core.Axes = "dp",
+    outer: core.Axes = None,
+    compressor: collectives.Compressor = SIGN,
     feedback: bool = True,
     bias_correction: bool = True,
-    exact: Mask = None,
-) -> GradientTransformation:
+    exact: base.Mask = None,
+) -> base.GradientTransformation:
     """`lamb` for `freeze_step` steps. Then the variance is frozen, and the momentum is sent at one bit per element.
 
     In the warm-up, bitwise identical to `lamb`, the trust ratios c of each leaf that are not 1 are averaged to `coeff`.
@@ -171,29 +170,29 @@ class _OneBitLamb(Phased):
         scale_by_trust_ratio(*self.bounds)
 
     @functools.cached_property
-    def before(self) -> GradientTransformation:
+    def before(self) -> base.GradientTransformation:
         """Returns the warm-up's rules before the trust ratio."""
         return chain(
             scale_by_moment_ratio(self.b1, self.b2, self.eps), add_decayed_weights(self.weight_decay, self.mask)
         )
 
     @functools.cached_property
-    def after(self) -> GradientTransformation:
+    def after(self) -> base.GradientTransformation:
         """Returns the warm-up's rules after the trust ratio."""
         rate = scale_by_learning_rate(self.learning_rate)
         return chain(scale_by_bias_correction(self.b1, self.b2), rate) if self.corrected else chain(rate)
 
-    def in_place(self, *args: Any, **kwargs: Any) -> tuple[Params, OptState, Tensor]:
+    def in_place(self, *args: Any, **kwargs: Any) -> tuple[base.Params, base.OptState, Tensor]:
         """Returns the warm-up's step in place, and its trust ratios."""
         step = lamb_in_place(
             self.learning_rate, self.b1, self.b2, self.eps, self.weight_decay, self.mask, *self.bounds, self.corrected
         )
         return step(*args, **kwargs)
 
-    def next_phase(self, state: OneBitLambState) -> Phase:
+    def next_phase(self, state: OneBitLambState) -> base.Phase:
         return self.freeze.phase(state.freeze, switches=True)
 
-    def init(self, params: Params) -> OneBitLambState:
+    def init(self, params: base.Params) -> OneBitLambState:
         leaves = split_leaves(self.averaging, params, params, None, self.whole, self.exact)
         freeze = self.freeze.init(params)
         zero = torch.zeros(len(leaves.ps), device=freeze.norm.device)
@@ -206,23 +205,25 @@ class _OneBitLamb(Phased):
         return OneBitLambState(freeze, lamb, coeff, weight, factor, scaling, fresh, residual, codes)
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         state, now = self.begin(state, params)
         if now.local:
             return update_by_apply(
                 self.who, self.learning_rate, replace(self, now=now).apply, updates, state, params, specs
             )
         us, before = self.before.update(updates, state.lamb[:2], params, specs=specs)
-        leaves, treedef = tree_flatten(us)
+        leaves, treedef = core.tree_flatten(us)
         cuts = None if specs is None else spec_leaves(specs, params)
-        ratios = trust_ratios(tree_leaves(params), leaves, cuts, *self.bounds) if leaves else torch.zeros(0)
-        us = tree_unflatten(treedef, scaled(leaves, ratios, cuts))
+        ratios = trust_ratios(core.tree_leaves(params), leaves, cuts, *self.bounds) if leaves else torch.zeros(0)
+        us = core.tree_unflatten(treedef, scaled(leaves, ratios, cuts))
         us, after = self.after.update(us, state.lamb[3:], params, specs=specs)
         return us, self._advance_state(state, (*before, state.lamb[2], *after), ratios, specs, now)
 
     @torch.no_grad()
-    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply(
+        self, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         state, now = self.begin(state, params)
         if not now.local:
             params, lamb, ratios = self.in_place(grads, state.lamb, params, specs=specs)
@@ -244,11 +245,11 @@ class _OneBitLamb(Phased):
         if ms:
             us, f = self._leaf_directions(leaves, ms, nus, freshs, params, specs)
             factor = self._descend_leaves(leaves, us, f, rate, state)
-        state = state._replace(lamb=leaves.joined(lamb, ms, nus), residual=residual, codes=codes, factor=factor)
+        state = state._replace(lamb=leaves.join_states(lamb, ms, nus), residual=residual, codes=codes, factor=factor)
         return params, state._replace(freeze=self.freeze.frozen(state.freeze))
 
     def _advance_state(
-        self, state: OneBitLambState, lamb: OptState, ratios: Tensor, specs: Specs, now: Phase
+        self, state: OneBitLambState, lamb: base.OptState, ratios: Tensor, specs: base.Specs, now: base.Phase
     ) -> OneBitLambState:
         """Returns the state after a step of the warm-up. The state of compressed steps is reset."""
         beta, c = self.coeff_beta, ratios.to(state.coeff)
@@ -283,12 +284,12 @@ class _OneBitLamb(Phased):
         for fresh, nu in zip(leaves.pick(leaves.treedef.flatten_up_to(state.fresh)), nus, strict=True):
             fresh.copy_(torch.where(first, nu, fresh))
         # Errors from before a return to the warm-up belong to momenta with another scale.
-        residual = tree_map(lambda e: torch.where(first, 0.0, e), state.residual)
+        residual = core.tree_map(lambda e: torch.where(first, 0.0, e), state.residual)
         return state._replace(scaling=torch.where(first, scaling, state.scaling), residual=residual)
 
     def _average_momentum(
-        self, leaves: CompressedSplit, mus: list[Tensor], state: OneBitLambState, now: Phase
-    ) -> tuple[list[Tensor], PyTree, PyTree]:
+        self, leaves: CompressedSplit, mus: list[Tensor], state: OneBitLambState, now: base.Phase
+    ) -> tuple[list[Tensor], core.PyTree, core.PyTree]:
         """Returns this rank's rows of the averaged momentum of compressed leaves, and the new errors and codes."""
         gs, specs, shares, scales = map(leaves.pick, (leaves.gs, leaves.specs, leaves.shares, state.scaling.unbind()))
         messages = messages_of(leaves)
@@ -321,8 +322,8 @@ class _OneBitLamb(Phased):
         ms: list[Tensor],
         nus: list[Tensor],
         freshs: list[Tensor],
-        params: Params,
-        specs: Specs,
+        params: base.Params,
+        specs: base.Specs,
     ) -> tuple[list[Tensor], Tensor]:
         """Returns u for the compressed leaves, and f without bounds."""
         ps, decays = leaves.pick(leaves.ps), leaves.pick(self.decays(leaves, params))
@@ -332,7 +333,7 @@ class _OneBitLamb(Phased):
         # Roots of the same kind: where fresh is still nu, the ratio is 1.
         pairs = zip(ds, freshs, strict=True)
         ratios = torch.stack([_largest_ratio(d, rounded_root(wide(fresh)).add_(self.eps)) for d, fresh in pairs])
-        f = ratios if cuts is None else over_blocks(ratios, cuts, pmax)
+        f = ratios if cuts is None else over_blocks(ratios, cuts, collectives.pmax)
         us = [wide(m) / d for m, d in zip(ms, ds, strict=True)]
         if not any(decays):
             return us, f
@@ -376,8 +377,8 @@ def _largest_ratio(d: Tensor, fresh: Tensor) -> Float[Tensor, ""]:
     return ratio.amax() if ratio.numel() else ratio.new_zeros(())
 
 
-def _replicated_tensor(x: Tensor) -> GlobalTensor:
-    return GlobalTensor(x, x.shape, P(), current_mesh())
+def _replicated_tensor(x: Tensor) -> collectives.GlobalTensor:
+    return collectives.GlobalTensor(x, x.shape, core.P(), collectives.current_mesh())
 
 
 class LeafGroup(NamedTuple):

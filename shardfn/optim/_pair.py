@@ -19,28 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn import collectives, core
 from shardfn._torch import FakeTensor, foreach_add_
-from shardfn.collectives import GlobalTensor, Route, carry, current_mesh, route
-from shardfn.core import (
-    Mesh,
-    P,
-    Placement,
-    PyTree,
-    raise_all,
-    tree_entries,
-    tree_flatten,
-    tree_leaves,
-    tree_paths,
-    tree_unflatten,
-)
 
-from ._base import GradientTransformation, OptState, Pair, Params, Specs, Updates
+from . import _base as base
 from ._checks import describe_non_rule
 from ._decide import Resolved
 from ._leaves import check_shapes, leaves_like, spec_leaves, wide
 
 
-def as_transformation(tx: Any) -> GradientTransformation:
+def as_transformation(tx: Any) -> base.GradientTransformation:
     """Returns a `GradientTransformation` for a rule that may be only a pair `(init, update)`.
 
     Functions that take rules, such as `sharded_step`, `chain` and `masked`, call `as_transformation` first.
@@ -62,11 +50,11 @@ def as_transformation(tx: Any) -> GradientTransformation:
         >>> as_transformation(pair).update([1.0], (), [0.0])
         ([-1.0], ())
     """
-    if isinstance(tx, GradientTransformation):
+    if isinstance(tx, base.GradientTransformation):
         if _takes_specs(tx.update, keywords=True):
             return tx
     elif isinstance(tx, tuple) and len(tx) == 2 and all(map(callable, tx)):
-        tx = GradientTransformation(*tx)
+        tx = base.GradientTransformation(*tx)
         if _takes_specs(tx.update, keywords=False):
             return tx
     else:
@@ -77,15 +65,18 @@ def as_transformation(tx: Any) -> GradientTransformation:
     return _OnWholes(tx).rule()
 
 
-def owners(state: PyTree, params: PyTree) -> list[int | None]:
+def owners(state: core.PyTree, params: core.PyTree) -> list[int | None]:
     """Returns the number of the parameter to which each leaf of a state belongs, or None.
 
     A leaf belongs to a parameter of the same shape, with a path that is the end of the leaf's path. For example,
     `.mu['w']` belongs to `['w']`.
     """
-    at = {path: (i, x.shape) for i, (path, x) in enumerate(zip(tree_entries(params), tree_leaves(params), strict=True))}
+    at = {
+        path: (i, x.shape)
+        for i, (path, x) in enumerate(zip(core.tree_entries(params), core.tree_leaves(params), strict=True))
+    }
     out: list[int | None] = []
-    for path, x in zip(tree_entries(state), tree_leaves(state), strict=True):
+    for path, x in zip(core.tree_entries(state), core.tree_leaves(state), strict=True):
         i, shape = next((at[path[k:]] for k in range(len(path) + 1) if path[k:] in at), (None, None))
         out.append(i if x.shape == shape else None)
     return out
@@ -100,7 +91,9 @@ def _takes_specs(f: Callable[..., Any], *, keywords: bool) -> bool:
 
 
 def _ignore_specs(f: Callable[..., Any]) -> Callable[..., Any]:
-    def call_pair(updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None) -> Any:
+    def call_pair(
+        updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> Any:
         del specs
         return f(updates, state, params)
 
@@ -111,33 +104,35 @@ class _WholeLeaf(NamedTuple):
     """Whole leaf: shape and spec. No spec if only the step has the spec."""
 
     shape: torch.Size
-    spec: P | None
+    spec: core.P | None
 
-    def join(self, block: Tensor, spec: P) -> Tensor:
+    def join(self, block: Tensor, spec: core.P) -> Tensor:
         """Returns the whole leaf of a block. Collective."""
-        return _carry_block(block, self.shape, spec, P())
+        return _carry_block(block, self.shape, spec, core.P())
 
     def first(self, block: Tensor) -> Tensor:
         """Returns the leaf for making a state. Collective if blocks have values."""
         if isinstance(block, FakeTensor) or block.device.type == "meta":
             return block.new_empty(self.shape)
-        return self.join(block, self.spec or P())
+        return self.join(block, self.spec or core.P())
 
 
-def _cut_block(x: Tensor, spec: P) -> Tensor:
+def _cut_block(x: Tensor, spec: core.P) -> Tensor:
     """Returns this rank's block of a leaf."""
-    return _carry_block(x, x.shape, P(), spec)
+    return _carry_block(x, x.shape, core.P(), spec)
 
 
-def _carry_block(x: Tensor, shape: torch.Size, src: P, dst: P) -> Tensor:
-    return carry(x, _find_route(shape, src, dst, x.dtype, tuple(current_mesh().shape.items())))
+def _carry_block(x: Tensor, shape: torch.Size, src: core.P, dst: core.P) -> Tensor:
+    return collectives.carry(x, _find_route(shape, src, dst, x.dtype, tuple(collectives.current_mesh().shape.items())))
 
 
 @functools.lru_cache(maxsize=4096)
-def _find_route(shape: torch.Size, src: P, dst: P, dtype: torch.dtype, sizes: tuple[tuple[str, int], ...]) -> Route:
+def _find_route(
+    shape: torch.Size, src: core.P, dst: core.P, dtype: torch.dtype, sizes: tuple[tuple[str, int], ...]
+) -> collectives.Route:
     # Without coordinates: a route is the same on all ranks, and the cache keeps no mesh alive.
-    mesh = Mesh(dict(sizes), torch.device("cpu"), abstract=True)
-    return route(shape, Placement(src, dtype=dtype), Placement(dst, dtype=dtype), mesh)
+    mesh = core.Mesh(dict(sizes), torch.device("cpu"), abstract=True)
+    return collectives.route(shape, core.Placement(src, dtype=dtype), core.Placement(dst, dtype=dtype), mesh)
 
 
 @dataclass(frozen=True)
@@ -152,24 +147,24 @@ class _OnWholes:
         leaves: a `_WholeLeaf` for each leaf of the tree, or None before `resolve_masks`.
     """
 
-    inner: GradientTransformation
+    inner: base.GradientTransformation
     leaves: Resolved | None = field(default=None, repr=False)
 
-    def rule(self) -> GradientTransformation:
+    def rule(self) -> base.GradientTransformation:
         needs = self.inner.needs._replace(resolve_masks=self.decide if self.leaves is None else None, whole=True)
-        return GradientTransformation(self.init, self.update, needs=needs)
+        return base.GradientTransformation(self.init, self.update, needs=needs)
 
-    def decide(self, params: Params) -> GradientTransformation:
+    def decide(self, params: base.Params) -> base.GradientTransformation:
         ask = self.inner.needs.resolve_masks
-        slots = tree_flatten(params, none_is_leaf=True)[0]
+        slots = core.tree_flatten(params, none_is_leaf=True)[0]
         wholes = [None if x is None else _WholeLeaf(x.shape, getattr(x, "spec", None)) for x in slots]
         leaves = Resolved({str(i): whole for i, whole in enumerate(wholes)})
         return _OnWholes(self.inner if ask is None else ask(params), leaves).rule()
 
-    def init(self, params: Params) -> OptState:
+    def init(self, params: base.Params) -> base.OptState:
         if self.leaves is None:
             return self.inner.init(params)
-        blocks, treedef = tree_flatten(params)
+        blocks, treedef = core.tree_flatten(params)
         wholes: tuple[_WholeLeaf, ...] = self.leaves.of(params)
         if self.inner.needs.granularity == "tree" and len(blocks) < sum(
             x is not None for x in self.leaves.says.values()
@@ -180,20 +175,20 @@ class _OnWholes:
                 ' GradientTransformation(init, update, needs=Needs(granularity="element")).'
             )
         _check_blocks(params, blocks, wholes)
-        whole = tree_unflatten(treedef, [leaf.first(x) for leaf, x in zip(wholes, blocks, strict=True)])
+        whole = core.tree_unflatten(treedef, [leaf.first(x) for leaf, x in zip(wholes, blocks, strict=True)])
         state = self.inner.init(whole)
-        leaves, of = tree_flatten(state)
+        leaves, of = core.tree_flatten(state)
         _check_tensors(state, leaves)
         own = owners(state, whole)
-        cuts = [None if i is None else wholes[i].spec or P() for i in own]
-        kept = tree_unflatten(of, [_store_block(x, spec) for x, spec in zip(leaves, cuts, strict=True)])
+        cuts = [None if i is None else wholes[i].spec or core.P() for i in own]
+        kept = core.tree_unflatten(of, [_store_block(x, spec) for x, spec in zip(leaves, cuts, strict=True)])
         _check_owners(kept, own, owners(kept, params))
         return kept
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
-        mesh = current_mesh()
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
+        mesh = collectives.current_mesh()
         cuts = [] if specs is None else spec_leaves(specs, updates)
         # Blocks are the leaves: no messages.
         if not any(mesh.axis_size(mesh.axes(spec.axes)) > 1 for spec in cuts):
@@ -204,37 +199,37 @@ class _OnWholes:
                 " the rule first, by optim.resolve_masks(tx, whole) on a tree of whole leaves."
             )
         wholes: tuple[_WholeLeaf, ...] = self.leaves.of(updates)
-        (gs, treedef), (ss, of), own = tree_flatten(updates), tree_flatten(state), owners(state, updates)
+        (gs, treedef), (ss, of), own = core.tree_flatten(updates), core.tree_flatten(state), owners(state, updates)
 
-        def join_leaves(leaves: list[Tensor]) -> PyTree:
+        def join_leaves(leaves: list[Tensor]) -> core.PyTree:
             rows = zip(wholes, leaves, cuts, strict=True)
-            return tree_unflatten(treedef, [leaf.join(x, spec) for leaf, x, spec in rows])
+            return core.tree_unflatten(treedef, [leaf.join(x, spec) for leaf, x, spec in rows])
 
         # In the order of the tree: each call is a collective, and all ranks make the same calls.
         full = [x if i is None else wholes[i].join(x, cuts[i]) for x, i in zip(ss, own, strict=True)]
         ps = None if params is None else join_leaves(leaves_like(params, treedef, "params", "updates"))
-        new, after = self.inner.update(join_leaves(gs), tree_unflatten(of, full), ps)
+        new, after = self.inner.update(join_leaves(gs), core.tree_unflatten(of, full), ps)
         us = [_cut_block(u, spec) for u, spec in zip(leaves_like(new, treedef, "updates", "params"), cuts, strict=True)]
         ss = leaves_like(after, of, "the new state", "the state")
         ss = [x if i is None else _cut_block(x, cuts[i]) for x, i in zip(ss, own, strict=True)]
-        return tree_unflatten(treedef, us), tree_unflatten(of, ss)
+        return core.tree_unflatten(treedef, us), core.tree_unflatten(of, ss)
 
 
-def _store_block(x: Tensor, spec: P | None) -> Tensor | GlobalTensor:
+def _store_block(x: Tensor, spec: core.P | None) -> Tensor | collectives.GlobalTensor:
     """Returns a leaf of a first state in the stored form: cut like the parameter, or whole on every rank."""
     if spec is not None or not x.ndim:
-        return _cut_block(x, spec or P())
-    return GlobalTensor(x.clone(), x.shape, P(), current_mesh())
+        return _cut_block(x, spec or core.P())
+    return collectives.GlobalTensor(x.clone(), x.shape, core.P(), collectives.current_mesh())
 
 
-def _check_blocks(params: Params, blocks: list[Tensor], wholes: Sequence[_WholeLeaf]) -> None:
-    rows = zip(tree_paths(params, "params"), blocks, wholes, strict=True)
+def _check_blocks(params: base.Params, blocks: list[Tensor], wholes: Sequence[_WholeLeaf]) -> None:
+    rows = zip(core.tree_paths(params, "params"), blocks, wholes, strict=True)
     wrong = [
         f"{path} has shape {tuple(x.shape)}, but the leaf has {tuple(leaf.shape)}"
         for path, x, leaf in rows
         if leaf.spec is None and x.shape != leaf.shape
     ]
-    raise_all(
+    core.raise_all(
         ValueError,
         "a rule whose update takes no `specs` makes its state from whole leaves, and it is not known how these blocks"
         " are cut; decide it on `GlobalTensor`s, which have their specs, as a step does:",
@@ -242,17 +237,17 @@ def _check_blocks(params: Params, blocks: list[Tensor], wholes: Sequence[_WholeL
     )
 
 
-def _check_tensors(state: OptState, leaves: list[Any]) -> None:
-    pairs = zip(tree_paths(state, "opt_state"), leaves, strict=True)
+def _check_tensors(state: base.OptState, leaves: list[Any]) -> None:
+    pairs = zip(core.tree_paths(state, "opt_state"), leaves, strict=True)
     wrong = [f"{path} is of type {type(x).__name__}" for path, x in pairs if not isinstance(x, Tensor)]
-    raise_all(TypeError, "an optimizer's state is a tree of tensors; make a torch.tensor of:", wrong)
+    core.raise_all(TypeError, "an optimizer's state is a tree of tensors; make a torch.tensor of:", wrong)
 
 
-def _check_owners(state: OptState, own: list[int | None], seen: list[int | None]) -> None:
+def _check_owners(state: base.OptState, own: list[int | None], seen: list[int | None]) -> None:
     """Checks that all ranks recognise the same leaves as cut. Cut leaves are recognised by shape."""
-    rows = zip(tree_paths(state, "opt_state"), own, seen, strict=True)
+    rows = zip(core.tree_paths(state, "opt_state"), own, seen, strict=True)
     wrong = [path for path, i, j in rows if i != j]
-    raise_all(
+    core.raise_all(
         ValueError,
         "leaves of the state are at the path of a parameter and have the shape of its rows, but not its own; keep"
         " them under other names:",
@@ -260,7 +255,7 @@ def _check_owners(state: OptState, own: list[int | None], seen: list[int | None]
     )
 
 
-def apply_updates(params: Params, updates: Updates) -> Params:
+def apply_updates(params: base.Params, updates: base.Updates) -> base.Params:
     """Returns the stepped parameters `p + u`, in the dtypes of `params`. Pure.
 
     Args:
@@ -277,13 +272,13 @@ def apply_updates(params: Params, updates: Updates) -> Params:
         >>> apply_updates([torch.ones(2)], [torch.tensor([1.0, -1.0])])
         [tensor([2., 0.])]
     """
-    ps, treedef = tree_flatten(params)
+    ps, treedef = core.tree_flatten(params)
     us = leaves_like(updates, treedef, "updates", "params")
     check_shapes(treedef, ps, updates=us)
-    return tree_unflatten(treedef, [(wide(p) + u).to(p.dtype) for p, u in zip(ps, us, strict=True)])
+    return core.tree_unflatten(treedef, [(wide(p) + u).to(p.dtype) for p, u in zip(ps, us, strict=True)])
 
 
-def inplace(tx: GradientTransformation | Pair) -> Callable[..., tuple[Params, OptState]]:
+def inplace(tx: base.GradientTransformation | base.Pair) -> Callable[..., tuple[base.Params, base.OptState]]:
     """Returns the in-place form of `tx`.
 
     The rule's `apply`, or else `update` and an addition into the parameters' buffers.
@@ -306,9 +301,11 @@ def inplace(tx: GradientTransformation | Pair) -> Callable[..., tuple[Params, Op
         return tx.apply
 
     @torch.no_grad()
-    def apply_fn(grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply_fn(
+        grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         updates, state = tx.update(grads, state, params, specs=specs)
-        ps, treedef = tree_flatten(params)
+        ps, treedef = core.tree_flatten(params)
         us = leaves_like(updates, treedef, "updates", "params")
         check_shapes(treedef, ps, updates=us)
         if ps:

@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import local
-from shardfn.core import PyTree, tree_flatten, tree_unflatten
 
+from . import _base as base
 from ._adam import adamw
-from ._base import GradientTransformation, LearningRate, Mask, Needs, OptState, Params, Phase, Phases, Specs, Updates
 from ._chain import chain
 from ._checks import check_decay_rate, check_not_negative, check_num_steps
 from ._compressed import Averaging, CompressedSplit
@@ -30,10 +30,10 @@ from ._learning_rate import add_decayed_weights, check_rate, decay_flags, evalua
 from ._leaves import check_params, check_state, spec_leaves, wide, zero_count
 from ._norm import over_blocks
 
-WARMUP = Phase("warmup", False)
-PROBE = Phase("probe", False)
-SWITCH = Phase("switch", True)
-COMPRESSED = Phase("compressed", True)
+WARMUP = base.Phase("warmup", False)
+PROBE = base.Phase("probe", False)
+SWITCH = base.Phase("switch", True)
+COMPRESSED = base.Phase("compressed", True)
 
 
 class VarianceStability(NamedTuple):
@@ -87,12 +87,12 @@ class Freeze:
         """Returns the number of steps between two norms."""
         return max(1, round(1 / (1 - self.b2)))
 
-    def init(self, params: Params) -> FreezeState:
+    def init(self, params: base.Params) -> FreezeState:
         """Returns the first state."""
         count = zero_count(params)
         return FreezeState(count, count.clone(), count.clone(), torch.zeros((), device=count.device))
 
-    def phase(self, state: FreezeState, *, switches: bool) -> Phase:
+    def phase(self, state: FreezeState, *, switches: bool) -> base.Phase:
         """Returns the next step's phase.
 
         Reads the state on the host. `switches`: whether the first compressed step is a separate phase.
@@ -106,7 +106,12 @@ class Freeze:
         return SWITCH if switches and not int(state.begun) else COMPRESSED
 
     def learning(
-        self, state: FreezeState, nu: Params, specs: Specs, phase: Phase, learnt: Int[Tensor, ""] | None = None
+        self,
+        state: FreezeState,
+        nu: base.Params,
+        specs: base.Specs,
+        phase: base.Phase,
+        learnt: Int[Tensor, ""] | None = None,
     ) -> FreezeState:
         """Returns the state after a step with averaged gradients.
 
@@ -151,9 +156,9 @@ def freeze_rule(who: str, step: Any, b2: float) -> Freeze:
     return Freeze(step, b2)
 
 
-def l1_norm(nu: Params, specs: Specs) -> Float[Tensor, ""]:
+def l1_norm(nu: base.Params, specs: base.Specs) -> Float[Tensor, ""]:
     """Returns the sum of a tree of nonnegative leaves, over all blocks."""
-    leaves, _ = tree_flatten(nu)
+    leaves, _ = core.tree_flatten(nu)
     if not leaves:
         return torch.zeros(())
     local = torch.stack([wide(x).sum(dtype=torch.float64).to(leaves[0].device, torch.float32) for x in leaves])
@@ -173,18 +178,18 @@ class Phased(abc.ABC):
     last: ClassVar[bool] = False
 
     who: str
-    learning_rate: LearningRate
+    learning_rate: base.LearningRate
     b1: float
     b2: float
     eps: float
     weight_decay: float
-    mask: Mask
+    mask: base.Mask
     freeze: Freeze
     averaging: Averaging
-    exact: Mask
+    exact: base.Mask
     corrected: bool
-    whole: PyTree = None
-    now: Phase | None = None
+    whole: core.PyTree = None
+    now: base.Phase | None = None
 
     def __post_init__(self) -> None:
         check_rate(self.who, self.learning_rate)
@@ -192,24 +197,24 @@ class Phased(abc.ABC):
         check_not_negative(self.who, eps=self.eps, weight_decay=self.weight_decay)
 
     @abc.abstractmethod
-    def init(self, params: Params) -> OptState: ...
+    def init(self, params: base.Params) -> base.OptState: ...
 
     @abc.abstractmethod
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]: ...
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]: ...
 
     @abc.abstractmethod
     def apply(
-        self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None
-    ) -> tuple[Params, OptState]: ...
+        self, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]: ...
 
     @abc.abstractmethod
-    def next_phase(self, state: Any) -> Phase:
+    def next_phase(self, state: Any) -> base.Phase:
         """Returns the phase of the next step."""
 
     @functools.cached_property
-    def adam(self) -> GradientTransformation:
+    def adam(self) -> base.GradientTransformation:
         """Returns Adam, for the warm-up and for exact leaves."""
         if self.corrected:
             return adamw(self.learning_rate, self.b1, self.b2, self.eps, self.weight_decay, self.mask)
@@ -219,24 +224,24 @@ class Phased(abc.ABC):
             scale_by_learning_rate(self.learning_rate),
         )
 
-    def rule(self) -> GradientTransformation:
-        phases = Phases(self.averaging.over, self.phase, self.last)
-        needs = Needs(resolve_masks=self.decide, bind_stats=self.given, phases=phases)
-        return GradientTransformation(self.init, self.update, self.apply, needs)
+    def rule(self) -> base.GradientTransformation:
+        phases = base.Phases(self.averaging.over, self.phase, self.last)
+        needs = base.Needs(resolve_masks=self.decide, bind_stats=self.bind, phases=phases)
+        return base.GradientTransformation(self.init, self.update, self.apply, needs)
 
-    def decide(self, params: Params) -> GradientTransformation:
+    def decide(self, params: base.Params) -> base.GradientTransformation:
         exact, mask = (resolve_prefix(x, params, bool, n) for x, n in ((self.exact, "exact"), (self.mask, "mask")))
         return replace(self, exact=exact, mask=mask).rule()
 
-    def given(self, params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+    def bind(self, params: base.Params, stats: Tensor | None, phase: base.Phase | None) -> base.GradientTransformation:
         del stats
         return replace(self, whole=params, now=phase).rule()
 
-    def phase(self, state: OptState) -> Phase:
+    def phase(self, state: base.OptState) -> base.Phase:
         check_state(self.who, state, self.state)
         return self.next_phase(state)
 
-    def begin(self, state: OptState, params: Params) -> tuple[Any, Phase]:
+    def begin(self, state: base.OptState, params: base.Params) -> tuple[Any, base.Phase]:
         """Returns this rank's blocks of the state, and the phase of the step."""
         check_state(self.who, state, self.state)
         check_params(self.who, params)
@@ -251,7 +256,7 @@ class Phased(abc.ABC):
         rate = self.learning_rate
         return evaluate_schedule(rate, chained[-1].count.clone()) if callable(rate) else rate
 
-    def decays(self, leaves: CompressedSplit, params: Params) -> Sequence[bool]:
+    def decays(self, leaves: CompressedSplit, params: base.Params) -> Sequence[bool]:
         """Returns for each leaf whether the leaf decays."""
-        cuts = tree_unflatten(leaves.treedef, leaves.specs)
+        cuts = core.tree_unflatten(leaves.treedef, leaves.specs)
         return decay_flags(self.weight_decay, self.mask)(params, leaves.ps, leaves.treedef, cuts)

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.core import PyTree, explains_keywords, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from shardfn import core
 
+from . import _base as base
 from ._adam import bias_corrections
-from ._base import GradientTransformation, LearningRate, Mask, OptState, Params, Specs, Updates
 from ._checks import MEANT, check_decay_rate, check_not_negative, check_positive
 from ._decide import resolve_prefix
 from ._elementwise import vary_number
@@ -31,18 +31,18 @@ class ProdigyState(NamedTuple):
         count: int32, 0-d: steps taken.
     """
 
-    exp_avg: PyTree
-    exp_avg_sq: PyTree
-    grad_sum: PyTree
-    params0: PyTree
+    exp_avg: core.PyTree
+    exp_avg_sq: core.PyTree
+    grad_sum: core.PyTree
+    params0: core.PyTree
     estim_lr: Float[Tensor, ""]
     numerator_weighted: Float[Tensor, ""]
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
 
 
-@explains_keywords(**MEANT)
+@core.explains_keywords(**MEANT)
 def prodigy(
-    learning_rate: LearningRate = 1.0,
+    learning_rate: base.LearningRate = 1.0,
     betas: tuple[float, float] = (0.9, 0.999),
     beta3: float | None = None,
     eps: float = 1e-8,
@@ -50,8 +50,8 @@ def prodigy(
     estim_lr_coef: float = 1.0,
     weight_decay: float = 0.0,
     safeguard_warmup: bool = False,
-    mask: Mask = None,
-) -> GradientTransformation:
+    mask: base.Mask = None,
+) -> base.GradientTransformation:
     """Prodigy: Adam with a learning rate d that is estimated, and only grows.
 
     With `b1, b2 = betas`, `l = d learning_rate sqrt(1 - b2^t) / (1 - b1^t)` and the first parameters p0,
@@ -96,19 +96,19 @@ def prodigy(
     check_positive("prodigy", estim_lr0=estim_lr0, estim_lr_coef=estim_lr_coef)
     b3, flags = b2**0.5 if beta3 is None else beta3, decay_flags(weight_decay, mask)
 
-    def init_fn(params: Params) -> ProdigyState:
+    def init_fn(params: base.Params) -> ProdigyState:
         count = zero_count(params)
-        d = torch.full((), estim_lr0, dtype=dtype_of_squares(tree_leaves(params)), device=count.device)
-        first = tree_map(lambda p: p.detach().clone(), params)
+        d = torch.full((), estim_lr0, dtype=dtype_of_squares(core.tree_leaves(params)), device=count.device)
+        first = core.tree_map(lambda p: p.detach().clone(), params)
         m, v, s = (zeros_like(params) for _ in range(3))
         return ProdigyState(m, v, s, first, d, torch.zeros_like(d), count)
 
     def update_fn(
-        updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         check_params("prodigy", params)
         check_state("prodigy", state, ProdigyState)
-        ps, treedef = tree_flatten(params)
+        ps, treedef = core.tree_flatten(params)
         gs = leaves_like(updates, treedef, "updates", "params")
         ms, vs, ss, firsts = (
             leaves_like(getattr(state, name), treedef, f"state.{name}", "params") for name in ProdigyState._fields[:4]
@@ -131,14 +131,14 @@ def prodigy(
         trees = (
             [x.to(p.dtype) for x, p in zip(col, ps, strict=True)] for col in zip(*(x.kept for x in rows), strict=True)
         )
-        m, v, s = [tree_unflatten(treedef, col) for col in trees] if rows else [state.exp_avg] * 3
-        return tree_unflatten(treedef, us), ProdigyState(m, v, s, state.params0, new, r, state.count + 1)
+        m, v, s = [core.tree_unflatten(treedef, col) for col in trees] if rows else [state.exp_avg] * 3
+        return core.tree_unflatten(treedef, us), ProdigyState(m, v, s, state.params0, new, r, state.count + 1)
 
-    def decide_decay(params: Params) -> GradientTransformation:
+    def decide_decay(params: base.Params) -> base.GradientTransformation:
         on = resolve_prefix(mask, params, bool, "mask")
         return prodigy(learning_rate, betas, beta3, eps, estim_lr0, estim_lr_coef, weight_decay, safeguard_warmup, on)
 
-    rule = GradientTransformation(init_fn, update_fn)
+    rule = base.GradientTransformation(init_fn, update_fn)
     return rule._replace(needs=rule.needs._replace(resolve_masks=None if mask is None else decide_decay))
 
 
@@ -174,7 +174,7 @@ class _ProdigyLeaf(NamedTuple):
         return (-rate.to(u) * (u + decay * wide(p))).to(p.dtype)
 
 
-def _sum_over_tree(shares: list[Tensor], specs: Specs, tree: PyTree, like: Tensor) -> Tensor:
+def _sum_over_tree(shares: list[Tensor], specs: base.Specs, tree: core.PyTree, like: Tensor) -> Tensor:
     """Returns the sum over the leaves of the tree, and over the blocks of each leaf."""
     if not shares:
         return torch.zeros_like(like)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Compressor, GlobalTensor, Residual, error_feedback, recut_residuals, shard, unshard
-from shardfn.core import PyTree, raise_all, tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
+from shardfn import collectives, core
+from shardfn.collectives import unshard
 
 from ._base import OptState
 from ._onebit_adam import SIGN, OneBitAdamState
@@ -16,7 +16,7 @@ from ._zero_one_adam import ZeroOneAdamState, is_in_round
 _KINDS = (OneBitAdamState, OneBitLambState, ZeroOneAdamState)
 
 
-def rebalance_residuals(opt_state: OptState, like: OptState, *, compressor: Compressor = SIGN) -> OptState:
+def rebalance_residuals(opt_state: OptState, like: OptState, *, compressor: collectives.Compressor = SIGN) -> OptState:
     """Returns the state of a compressing optimizer for another number of ranks. No error is lost.
 
     Every new rank's error is the mean of the old ranks' errors. The errors that ranks keep as servers are cut again. So
@@ -55,21 +55,22 @@ def rebalance_residuals(opt_state: OptState, like: OptState, *, compressor: Comp
         https://arxiv.org/abs/2102.02888
     """
     _check_blocks(opt_state, like)
-    states, treedef = tree_flatten(unshard(opt_state), is_leaf=is_compressing)
-    fitting = compressor if compressor.remembers else error_feedback(compressor)
+    states, treedef = core.tree_flatten(unshard(opt_state), is_leaf=is_compressing)
+    fitting = compressor if compressor.remembers else collectives.error_feedback(compressor)
     likes = treedef.flatten_up_to(like)
-    return tree_unflatten(treedef, [_move_states(x, y, fitting) for x, y in zip(states, likes, strict=True)])
+    return core.tree_unflatten(treedef, [_move_states(x, y, fitting) for x, y in zip(states, likes, strict=True)])
 
 
 def _check_blocks(opt_state: OptState, like: OptState) -> None:
     """Refuses errors of leaves that other axes cut into another number of blocks: elements would change places."""
     old, new = (
-        [r.worker for r in tree_leaves(tree, is_leaf=_is_residual) if _is_residual(r)] for tree in (opt_state, like)
+        [r.worker for r in core.tree_leaves(tree, is_leaf=_is_residual) if _is_residual(r)]
+        for tree in (opt_state, like)
     )
     found = [tuple(map(_num_blocks, pair)) for pair in zip(old, new, strict=False)]
     wrong = [f"residual {i}: {a} blocks became {b}" for i, (a, b) in enumerate(found) if a and b and a != b]
     wrong += [f"{len(old)} residuals became {len(new)}"] if len(old) != len(new) else []
-    raise_all(
+    core.raise_all(
         ValueError,
         "errors of leaves that are now cut otherwise along other axes than the mean's; keep those cuts:",
         wrong,
@@ -77,10 +78,10 @@ def _check_blocks(opt_state: OptState, like: OptState) -> None:
 
 
 def _num_blocks(worker: Any) -> int | None:
-    return worker.mesh.axis_size(worker.spec.dim_axes(1)) if isinstance(worker, GlobalTensor) else None
+    return worker.mesh.axis_size(worker.spec.dim_axes(1)) if isinstance(worker, collectives.GlobalTensor) else None
 
 
-def _move_states(state: Any, like: Any, compressor: Compressor) -> Any:
+def _move_states(state: Any, like: Any, compressor: collectives.Compressor) -> Any:
     if not is_compressing(state):
         return _place_leaves(state, like)
     check_in_round(state)
@@ -88,38 +89,45 @@ def _move_states(state: Any, like: Any, compressor: Compressor) -> Any:
     if not isinstance(state, ZeroOneAdamState):
         # Codes are of another cut: the next compressed step gathers, as the first step did.
         freeze = state.freeze._replace(begun=torch.zeros_like(state.freeze.begun))
-        none = tree_map(lambda x: torch.zeros(x.shape, dtype=x.dtype), like.codes)
+        none = core.tree_map(lambda x: torch.zeros(x.shape, dtype=x.dtype), like.codes)
         rest = rest._replace(freeze=freeze, codes=none)
     rest = _place_leaves(rest, other)
-    residuals, treedef = tree_flatten(state.residual, is_leaf=_is_residual)
+    residuals, treedef = core.tree_flatten(state.residual, is_leaf=_is_residual)
     new = [
         _recut_residual(x, y, compressor) for x, y in zip(residuals, treedef.flatten_up_to(like.residual), strict=True)
     ]
-    return rest._replace(residual=tree_unflatten(treedef, new))
+    return rest._replace(residual=core.tree_unflatten(treedef, new))
 
 
-def _recut_residual(residual: Residual, like: Residual, compressor: Compressor) -> Residual:
+def _recut_residual(
+    residual: collectives.Residual, like: collectives.Residual, compressor: collectives.Compressor
+) -> collectives.Residual:
     if not isinstance(residual.worker, Tensor):
         return like
     # Rows of the first dim are ranks. Blocks are along the second dim.
     ranks, blocks = like.worker.shape[0], 1
-    if isinstance(like.worker, GlobalTensor):
+    if isinstance(like.worker, collectives.GlobalTensor):
         blocks = like.worker.mesh.axis_size(like.worker.spec.dim_axes(1))
     # Old and new padding may differ. Real elements come before the padding.
     n = min(residual.worker.shape[1], like.worker.shape[1]) // blocks
-    new = recut_residuals(residual, torch.empty(n, device="meta"), ranks, compressor, others=blocks)
+    new = collectives.recut_residuals(residual, torch.empty(n, device="meta"), ranks, compressor, others=blocks)
     return _place_leaves(new, like)
 
 
-def _place_leaves(state: PyTree, like: PyTree) -> PyTree:
+def _place_leaves(state: core.PyTree, like: core.PyTree) -> core.PyTree:
     """Returns whole leaves, placed as the leaves of `like`."""
-    leaves, treedef = tree_flatten(state)
+    leaves, treedef = core.tree_flatten(state)
     likes = treedef.flatten_up_to(like)
-    pairs = list(zip(leaves, likes, tree_paths(state, "opt_state"), strict=True))
+    pairs = list(zip(leaves, likes, core.tree_paths(state, "opt_state"), strict=True))
     wrong = [f"{path}: {tuple(x.shape)} is not {tuple(y.shape)}" for x, y, path in pairs if x.shape != y.shape]
-    raise_all(ValueError, "leaves of the state are of other shapes than in the state that it is to be like:", wrong)
-    placed = [shard(x, y.spec, y.mesh) if isinstance(y, GlobalTensor) else x.to(y.device) for x, y, _ in pairs]
-    return tree_unflatten(treedef, placed)
+    core.raise_all(
+        ValueError, "leaves of the state are of other shapes than in the state that it is to be like:", wrong
+    )
+    placed = [
+        collectives.shard(x, y.spec, y.mesh) if isinstance(y, collectives.GlobalTensor) else x.to(y.device)
+        for x, y, _ in pairs
+    ]
+    return core.tree_unflatten(treedef, placed)
 
 
 def is_compressing(x: Any) -> bool:
@@ -133,13 +141,13 @@ def is_compressing(x: Any) -> bool:
     return isinstance(x, _KINDS)
 
 
-def check_in_round(tree: PyTree) -> None:
+def check_in_round(tree: core.PyTree) -> None:
     """Refuses a state in which ranks have different parameters, although the leaves seem equal.
 
     Raises:
         ValueError: the state is from between two rounds of `zero_one_adam`.
     """
-    for state in tree_leaves(tree, is_leaf=is_compressing):
+    for state in core.tree_leaves(tree, is_leaf=is_compressing):
         if isinstance(state, ZeroOneAdamState) and not is_in_round(state):
             raise ValueError(
                 "the state is from between two rounds of zero_one_adam, when each rank has parameters and momentum of"
@@ -149,4 +157,4 @@ def check_in_round(tree: PyTree) -> None:
 
 
 def _is_residual(x: Any) -> bool:
-    return isinstance(x, Residual)
+    return isinstance(x, collectives.Residual)

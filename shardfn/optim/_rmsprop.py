@@ -8,8 +8,8 @@ from torch import Tensor
 
 from shardfn.core import PyTree, explains_keywords
 
+from . import _base as base
 from ._adam import bias_corrections
-from ._base import GradientTransformation, LearningRate, Number
 from ._chain import chain
 from ._checks import MEANT, check_decay_rate, check_not_negative
 from ._elementwise import elementwise, fill_zeros, is_zero, keep_zeros, safe_root
@@ -43,12 +43,12 @@ class ScaleByRssState(NamedTuple):
 
 
 def scale_by_rms(
-    decay: Number = 0.9,
-    eps: Number = 1e-8,
-    initial_scale: Number = 0.0,
+    decay: base.Number = 0.9,
+    eps: base.Number = 1e-8,
+    initial_scale: base.Number = 0.0,
     eps_in_sqrt: bool = True,
     bias_correction: bool = False,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """Divides the gradient by the root mean square: `nu = decay nu + (1 - decay) g^2; u = g / sqrt(nu + eps)`.
 
     Args:
@@ -77,12 +77,12 @@ def scale_by_rms(
 
 
 def scale_by_stddev(
-    decay: Number = 0.9,
-    eps: Number = 1e-8,
-    initial_scale: Number = 0.0,
+    decay: base.Number = 0.9,
+    eps: base.Number = 1e-8,
+    initial_scale: base.Number = 0.0,
     eps_in_sqrt: bool = True,
     bias_correction: bool = False,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """Divides the gradient by the standard deviation: `u = g / sqrt(nu - mu^2 + eps)`.
 
     The moments are `mu = decay mu + (1 - decay) g` and `nu = decay nu + (1 - decay) g^2`. A `nu - mu^2` that is
@@ -113,8 +113,14 @@ def scale_by_stddev(
 
 
 def _scale_by_moments(
-    who: str, decay: Number, eps: Number, initial_scale: Number, eps_in_sqrt: bool, corrects: bool, centered: bool
-) -> GradientTransformation:
+    who: str,
+    decay: base.Number,
+    eps: base.Number,
+    initial_scale: base.Number,
+    eps_in_sqrt: bool,
+    corrects: bool,
+    centered: bool,
+) -> base.GradientTransformation:
     check_decay_rate(who, decay=decay)
     check_not_negative(who, eps=eps, initial_scale=initial_scale)
 
@@ -123,7 +129,7 @@ def _scale_by_moments(
         return {"decay": decay, "eps": eps, "c": c}
 
     def scale_leaf(
-        g: Tensor, nu: Tensor, decay: Number, eps: Number, c: Any, mu: Tensor | None = None
+        g: Tensor, nu: Tensor, decay: base.Number, eps: base.Number, c: Any, mu: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         dtype = nu.dtype
         g, nu = g.to(wide(nu).dtype), wide(nu)
@@ -141,16 +147,16 @@ def _scale_by_moments(
 
 @explains_keywords(**MEANT)
 def rmsprop(
-    learning_rate: LearningRate,
-    decay: Number = 0.9,
-    eps: Number = 1e-8,
-    initial_scale: Number = 0.0,
+    learning_rate: base.LearningRate,
+    decay: base.Number = 0.9,
+    eps: base.Number = 1e-8,
+    initial_scale: base.Number = 0.0,
     eps_in_sqrt: bool = True,
     centered: bool = False,
-    momentum: Number | None = None,
+    momentum: base.Number | None = None,
     nesterov: bool = False,
     bias_correction: bool = False,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """RMSProp: `t = -lr * g / sqrt(nu + eps) + momentum * t; p = p + t`. See `scale_by_rms`.
 
     The defaults are optax's. `rmsprop(lr, 0.99, eps_in_sqrt=False)` takes the steps of `torch.optim.RMSprop(lr=lr)`.
@@ -189,7 +195,7 @@ def rmsprop(
     return chain(*rules, *([] if momentum is None else [trace(momentum, nesterov)]))
 
 
-def scale_by_rss(initial_accumulator_value: Number = 0.1, eps: Number = 1e-7) -> GradientTransformation:
+def scale_by_rss(initial_accumulator_value: base.Number = 0.1, eps: base.Number = 1e-7) -> base.GradientTransformation:
     """Divides by the root of the sum of squared gradients: `s = s + g^2; u = g / sqrt(s + eps)`, 0 where s is 0.
 
     Args:
@@ -213,7 +219,7 @@ def scale_by_rss(initial_accumulator_value: Number = 0.1, eps: Number = 1e-7) ->
     """
     check_not_negative("scale_by_rss", initial_accumulator_value=initial_accumulator_value, eps=eps)
 
-    def scale_leaf(g: Tensor, sum_of_squares: Tensor, eps: Number) -> tuple[Tensor, Tensor]:
+    def scale_leaf(g: Tensor, sum_of_squares: Tensor, eps: base.Number) -> tuple[Tensor, Tensor]:
         dtype = sum_of_squares.dtype
         g = g.to(wide(sum_of_squares).dtype)
         new = wide(sum_of_squares) + g.square()
@@ -226,8 +232,8 @@ def scale_by_rss(initial_accumulator_value: Number = 0.1, eps: Number = 1e-7) ->
 
 @explains_keywords(**MEANT)
 def adagrad(
-    learning_rate: LearningRate, initial_accumulator_value: Number = 0.1, eps: Number = 1e-7
-) -> GradientTransformation:
+    learning_rate: base.LearningRate, initial_accumulator_value: base.Number = 0.1, eps: base.Number = 1e-7
+) -> base.GradientTransformation:
     """Adagrad: `s = s + g^2; p = p - lr * g / sqrt(s + eps)`. See `scale_by_rss`.
 
     The defaults are optax's. Torch's Adagrad begins with s = 0, and adds eps outside the root.

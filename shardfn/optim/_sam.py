@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import local
-from shardfn.core import PyTree, explains_keywords, tree_flatten, tree_map, tree_unflatten
 
-from ._base import GradientTransformation, Measure, OptState, Pair, Params, Phase, Specs, Updates
+from . import _base as base
 from ._checks import MEANT, check_positive
 from ._elementwise import vary_number
 from ._leaves import check_params, check_state, leaves_like, wide, zero_count
@@ -29,12 +29,12 @@ class SamState(NamedTuple):
     """
 
     perturbed: Int[Tensor, ""]
-    opt_state: OptState
-    cache: PyTree
+    opt_state: base.OptState
+    cache: core.PyTree
 
 
-@explains_keywords(**MEANT)
-def sam(optimizer: GradientTransformation | Pair, rho: float = 0.05) -> GradientTransformation:
+@core.explains_keywords(**MEANT)
+def sam(optimizer: base.GradientTransformation | base.Pair, rho: float = 0.05) -> base.GradientTransformation:
     """Takes two steps for each batch: to the worst nearby parameters, then the optimizer's by the gradient there.
 
         perturb:   c = p;   p = p + rho g / |g|
@@ -82,7 +82,7 @@ def sam(optimizer: GradientTransformation | Pair, rho: float = 0.05) -> Gradient
     return _Sam(rule, rho).rule()
 
 
-def is_perturbed(opt_state: OptState) -> bool:
+def is_perturbed(opt_state: base.OptState) -> bool:
     """Returns whether the last step of `sam` has perturbed the parameters. Reads the state on the host.
 
     Raises:
@@ -104,34 +104,34 @@ class _Sam:
     Compared by identity, because tensors cannot be compared.
     """
 
-    tx: GradientTransformation
+    tx: base.GradientTransformation
     rho: float
     norm: Tensor | None = None
 
-    def rule(self) -> GradientTransformation:
+    def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.opt_state,))
         own = self.tx.needs.measure
         if own is None or own.of is block_squares:
-            needs = needs._replace(measure=Measure(block_squares, additive=True), bind_stats=self.given)
+            needs = needs._replace(measure=base.Measure(block_squares, additive=True), bind_stats=self.bind)
         else:  # two values would be measured
             needs = needs._replace(measure=None, granularity="tree")
-        return GradientTransformation(self.init, self.update, needs=needs._replace(ascends=False))
+        return base.GradientTransformation(self.init, self.update, needs=needs._replace(ascends=False))
 
-    def given(self, params: Params, stats: Tensor | None, phase: Phase | None) -> GradientTransformation:
+    def bind(self, params: base.Params, stats: Tensor | None, phase: base.Phase | None) -> base.GradientTransformation:
         norm = None if stats is None else stats.sum().sqrt()
         return replace(self, tx=bind_stats(self.tx, params, stats, phase), norm=norm).rule()
 
-    def init(self, params: Params) -> SamState:
-        cache = tree_map(lambda p: p.detach().clone(), params)
+    def init(self, params: base.Params) -> SamState:
+        cache = core.tree_map(lambda p: p.detach().clone(), params)
         return SamState(zero_count(params), self.tx.init(params), cache)
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         check_params("sam", params)
         check_state("sam", state, SamState)
-        ps, treedef = tree_flatten(params)
+        ps, treedef = core.tree_flatten(params)
         gs, cs = (leaves_like(x, treedef, n, "params") for x, n in ((updates, "updates"), (state.cache, "state.cache")))
         descends = state.perturbed > 0
         norm = global_norm(updates, specs) if self.norm is None else self.norm
@@ -145,9 +145,9 @@ class _Sam:
         cache = [
             torch.where(on, c, p) for p, c, on in zip(ps, cs, vary_number(ps, descends, params, specs), strict=True)
         ]
-        kept = tree_map(lambda new, old: torch.where(descends.to(new.device), new, old), inner, state.opt_state)
-        after = SamState(1 - state.perturbed, kept, tree_unflatten(treedef, cache))
-        return tree_unflatten(treedef, out), after
+        kept = core.tree_map(lambda new, old: torch.where(descends.to(new.device), new, old), inner, state.opt_state)
+        after = SamState(1 - state.perturbed, kept, core.tree_unflatten(treedef, cache))
+        return core.tree_unflatten(treedef, out), after
 
 
 def _step_from(c: Tensor, p: Tensor, u: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardfn.core import explains_keywords
 
-from ._base import Count, Number, Schedule
+from . import _base as base
 from ._checks import check_finite, check_not_negative, check_num_steps, check_positive
 
 # Keywords of other libraries, and their names here.
@@ -34,7 +34,7 @@ MEANT_BY_SCHEDULES = {
 }
 
 
-def constant_schedule(value: Number) -> Schedule:
+def constant_schedule(value: base.Number) -> base.Schedule:
     """Returns a schedule with the same value at every step.
 
     Example:
@@ -47,8 +47,8 @@ def constant_schedule(value: Number) -> Schedule:
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
 def linear_schedule(
-    init_value: Number, end_value: Number, transition_steps: int, transition_begin: int = 0
-) -> Schedule:
+    init_value: base.Number, end_value: base.Number, transition_steps: int, transition_begin: int = 0
+) -> base.Schedule:
     """Returns a straight line: `init + (end - init) * clamp((count - begin) / steps, 0, 1)`.
 
     Args:
@@ -68,7 +68,7 @@ def linear_schedule(
     check_num_steps("linear_schedule", transition_steps=transition_steps)
     check_not_negative("linear_schedule", transition_begin=transition_begin)
 
-    def schedule_fn(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: base.Count) -> Float[Tensor, ""]:
         done = ((float_count(count) - transition_begin) / transition_steps).clamp(0, 1)
         return (init_value * (1 - done) + end_value * done).float()
 
@@ -77,8 +77,12 @@ def linear_schedule(
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
 def polynomial_schedule(
-    init_value: Number, end_value: Number, power: Number, transition_steps: int, transition_begin: int = 0
-) -> Schedule:
+    init_value: base.Number,
+    end_value: base.Number,
+    power: base.Number,
+    transition_steps: int,
+    transition_begin: int = 0,
+) -> base.Schedule:
     """Returns a power of a line: `(init - end) * (1 - clamp((count - begin) / steps, 0, 1)) ** power + end`.
 
     Args:
@@ -100,7 +104,7 @@ def polynomial_schedule(
     check_num_steps("polynomial_schedule", transition_steps=transition_steps)
     check_not_negative("polynomial_schedule", transition_begin=transition_begin)
 
-    def schedule_fn(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: base.Count) -> Float[Tensor, ""]:
         left = 1 - ((float_count(count) - transition_begin) / transition_steps).clamp(0, 1)
         return ((init_value - end_value) * left**power + end_value).float()
 
@@ -109,13 +113,13 @@ def polynomial_schedule(
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
 def exponential_decay(
-    init_value: Number,
+    init_value: base.Number,
     transition_steps: int,
     decay_rate: float | int,
     transition_begin: int = 0,
     staircase: bool = False,
-    end_value: Number | None = None,
-) -> Schedule:
+    end_value: base.Number | None = None,
+) -> base.Schedule:
     """Exponential decay or growth: `init * decay_rate ** (max(count - begin, 0) / steps)`.
 
     Args:
@@ -138,7 +142,7 @@ def exponential_decay(
     check_num_steps("exponential_decay", transition_steps=transition_steps)
     check_not_negative("exponential_decay", transition_begin=transition_begin)
 
-    def schedule_fn(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: base.Count) -> Float[Tensor, ""]:
         times = (float_count(count) - transition_begin).clamp(min=0) / transition_steps
         value = init_value * decay_rate ** (times.floor() if staircase else times)
         if end_value is not None:
@@ -150,8 +154,8 @@ def exponential_decay(
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
 def cosine_decay_schedule(
-    init_value: Number, decay_steps: int, alpha: Number = 0.0, exponent: Number = 1.0
-) -> Schedule:
+    init_value: base.Number, decay_steps: int, alpha: base.Number = 0.0, exponent: base.Number = 1.0
+) -> base.Schedule:
     """Half a cosine: `init * ((1 - alpha) * ((1 + cos(pi * min(count / steps, 1))) / 2) ** exponent + alpha)`.
 
     Args:
@@ -174,7 +178,7 @@ def cosine_decay_schedule(
     check_not_negative("cosine_decay_schedule", exponent=exponent)
     check_num_steps("cosine_decay_schedule", decay_steps=decay_steps)
 
-    def schedule_fn(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: base.Count) -> Float[Tensor, ""]:
         done = (float_count(count) / decay_steps).clamp(0, 1)
         cosine = ((1 + torch.cos(math.pi * done)) / 2) ** exponent
         return (init_value * ((1 - alpha) * cosine + alpha)).float()
@@ -183,7 +187,7 @@ def cosine_decay_schedule(
 
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
-def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_steps: int) -> Schedule:
+def warmup_constant_schedule(init_value: base.Number, peak_value: base.Number, warmup_steps: int) -> base.Schedule:
     """Returns a line from `init_value` at 0 to `peak_value` at `warmup_steps`, then constant.
 
     Raises:
@@ -199,8 +203,8 @@ def warmup_constant_schedule(init_value: Number, peak_value: Number, warmup_step
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
 def warmup_linear_decay_schedule(
-    init_value: Number, peak_value: Number, warmup_steps: int, decay_steps: int, end_value: Number = 0.0
-) -> Schedule:
+    init_value: base.Number, peak_value: base.Number, warmup_steps: int, decay_steps: int, end_value: base.Number = 0.0
+) -> base.Schedule:
     """Returns a line up to `peak_value` at `warmup_steps`, then a line down to `end_value` at `decay_steps`.
 
     Args:
@@ -225,13 +229,13 @@ def warmup_linear_decay_schedule(
 
 @explains_keywords(**MEANT_BY_SCHEDULES)
 def warmup_cosine_decay_schedule(
-    init_value: Number,
-    peak_value: Number,
+    init_value: base.Number,
+    peak_value: base.Number,
     warmup_steps: int,
     decay_steps: int,
-    end_value: Number = 0.0,
-    exponent: Number = 1.0,
-) -> Schedule:
+    end_value: base.Number = 0.0,
+    exponent: base.Number = 1.0,
+) -> base.Schedule:
     """Returns a line up to `peak_value` at `warmup_steps`, then half a cosine down to `end_value` at `decay_steps`.
 
     Args:
@@ -258,7 +262,7 @@ def warmup_cosine_decay_schedule(
     return join_schedules([up, down], [warmup_steps])
 
 
-def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+def join_schedules(schedules: Sequence[base.Schedule], boundaries: Sequence[int]) -> base.Schedule:
     """Joins schedules: schedule `i` is used from `boundaries[i - 1]` on, and counts from there.
 
     Args:
@@ -283,7 +287,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     if any(a >= b for a, b in itertools.pairwise(boundaries)):
         raise ValueError(f"join_schedules: boundaries={list(boundaries)} must increase.")
 
-    def schedule_fn(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: base.Count) -> Float[Tensor, ""]:
         value = schedules[0](count)
         for start, piece in zip(boundaries, schedules[1:], strict=True):
             value = torch.where(float_count(count) < start, value, piece(count - start))
@@ -292,7 +296,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     return schedule_fn
 
 
-def float_count(count: Count) -> Float[Tensor, ""]:
+def float_count(count: base.Count) -> Float[Tensor, ""]:
     """Returns a count in the dtype of schedules, float64."""
     return torch.as_tensor(count).to(torch.float64)
 
@@ -307,8 +311,8 @@ def _check_warmup(who: str, warmup_steps: int, decay_steps: int) -> None:
 
 
 def piecewise_constant_schedule(
-    init_value: Number, boundaries_and_scales: Mapping[int, float | int] | None = None
-) -> Schedule:
+    init_value: base.Number, boundaries_and_scales: Mapping[int, float | int] | None = None
+) -> base.Schedule:
     """Constants: from each boundary on, the value is multiplied by the boundary's scale.
 
     Args:
@@ -329,7 +333,7 @@ def piecewise_constant_schedule(
         check_num_steps("piecewise_constant_schedule", boundary=boundary)
         check_not_negative("piecewise_constant_schedule", **{f"the scale at {boundary}": scale})
 
-    def schedule_fn(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: base.Count) -> Float[Tensor, ""]:
         n = float_count(count)
         value = n * 0 + init_value
         for boundary, scale in pieces:
@@ -339,7 +343,7 @@ def piecewise_constant_schedule(
     return schedule_fn
 
 
-def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
+def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> base.Schedule:
     """Cosine decay with warm restarts: a sequence of `warmup_cosine_decay_schedule`s with separate arguments.
 
     Args:
@@ -368,9 +372,9 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
 
 
 def _cosine_cycle(
-    init_value: Number, peak_value: Number, warmup_steps: int, decay_steps: int, end_value: Number = 0.0,
-    exponent: Number = 1.0,
-) -> Schedule:  # fmt: skip
+    init_value: base.Number, peak_value: base.Number, warmup_steps: int, decay_steps: int, end_value: base.Number = 0.0,
+    exponent: base.Number = 1.0,
+) -> base.Schedule:  # fmt: skip
     if warmup_steps or not peak_value:  # a peak of 0 is refused by the schedule
         return warmup_cosine_decay_schedule(init_value, peak_value, warmup_steps, decay_steps, end_value, exponent)
     return cosine_decay_schedule(peak_value, decay_steps, end_value / peak_value, exponent)
@@ -379,12 +383,12 @@ def _cosine_cycle(
 @explains_keywords(**MEANT_BY_SCHEDULES | {"total_steps": "transition_steps={value!r}"})
 def linear_onecycle_schedule(
     transition_steps: int,
-    peak_value: Number,
+    peak_value: base.Number,
     pct_start: float | int = 0.3,
     pct_final: float | int = 0.85,
     div_factor: float | int = 25.0,
     final_div_factor: float | int = 1e4,
-) -> Schedule:
+) -> base.Schedule:
     """Returns three lines: up to the peak, down to the first value, and down to almost 0.
 
     The values are `peak / div_factor` at 0, `peak` at `pct_start * steps`, `peak / div_factor` at `pct_final * steps`,
@@ -421,11 +425,11 @@ def linear_onecycle_schedule(
 @explains_keywords(**MEANT_BY_SCHEDULES | {"total_steps": "transition_steps={value!r}"})
 def cosine_onecycle_schedule(
     transition_steps: int,
-    peak_value: Number,
+    peak_value: base.Number,
     pct_start: float | int = 0.3,
     div_factor: float | int = 25.0,
     final_div_factor: float | int = 1e4,
-) -> Schedule:
+) -> base.Schedule:
     """Two half cosines: from `peak / div_factor` up to the peak at `pct_start * steps`, then down to almost 0.
 
     The last value, from `transition_steps` on, is `peak / (div_factor^2 * final_div_factor)`, as in optax.
@@ -462,8 +466,12 @@ def cosine_onecycle_schedule(
 
 
 def _interpolate_pieces(
-    who: str, init_value: Number, ends: list[int], scales: list[float], between: Callable[[Any, Any, Tensor], Tensor]
-) -> Schedule:
+    who: str,
+    init_value: base.Number,
+    ends: list[int],
+    scales: list[float],
+    between: Callable[[Any, Any, Tensor], Tensor],
+) -> base.Schedule:
     """Interpolates from `init_value` at 0, piece by piece. Each piece multiplies the value by a scale."""
     check_finite(who, peak_value=init_value)
     if ends[0] < 0 or any(a >= b for a, b in itertools.pairwise(ends)):
@@ -474,7 +482,7 @@ def _interpolate_pieces(
     values = list(itertools.accumulate(scales, lambda value, scale: value * scale, initial=init_value))
     pieces = list(zip([0, *ends], ends, values, values[1:], strict=False))
 
-    def schedule_fn(count: Count) -> Float[Tensor, ""]:
+    def schedule_fn(count: base.Count) -> Float[Tensor, ""]:
         n = float_count(count)
         value = n * 0 + values[-1]
         for start, end, a, b in reversed(pieces):

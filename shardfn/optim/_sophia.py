@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import local
-from shardfn.core import PyTree, explains_keywords, tree_flatten, tree_map, tree_unflatten
 
+from . import _base as base
 from ._adam import bias_corrections, moments_like
-from ._base import GradientTransformation, LearningRate, Mask, Needs, OptState, Params, Specs, Updates
 from ._chain import chain
 from ._checks import MEANT, check_decay_rate, check_not_negative, check_num_steps, check_positive
 from ._decide import resolve_prefix
@@ -33,25 +33,25 @@ class SophiaState(NamedTuple):
 
     count: Int[Tensor, ""]  # pyright: ignore[reportIncompatibleMethodOverride]  # optax's name
     hessian: Int[Tensor, ""]
-    mu: PyTree
-    nu: PyTree
-    rest: OptState
+    mu: core.PyTree
+    nu: core.PyTree
+    rest: base.OptState
 
 
-@explains_keywords(**MEANT)
+@core.explains_keywords(**MEANT)
 def sophia(
-    learning_rate: LearningRate,
+    learning_rate: base.LearningRate,
     b1: float = 0.965,
     b2: float = 0.99,
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
-    mask: Mask = None,
+    mask: base.Mask = None,
     *,
     gamma: float = 0.01,
     clip_threshold: float = 1.0,
     update_interval: int = 10,
     num_samples: int = 1,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """Sophia-G: a clipped, diagonal Newton step, with the Hessian estimated by gradients of sampled labels.
 
         m = b1 m + (1 - b1) g;   u = clip(m / (1 - b1^t) / max(gamma h, eps), clip_threshold)
@@ -112,7 +112,7 @@ def sophia(
     return _Sophia(learning_rate, weight_decay, mask, numbers).rule()
 
 
-def is_hessian_step(opt_state: OptState) -> bool:
+def is_hessian_step(opt_state: base.OptState) -> bool:
     """Returns whether the next gradient of `sophia` is for the estimate of the Hessian. Reads the state on the host.
 
     Raises:
@@ -138,34 +138,34 @@ class _SophiaNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class _Sophia:
-    learning_rate: LearningRate
+    learning_rate: base.LearningRate
     weight_decay: float
-    mask: Mask
+    mask: base.Mask
     numbers: _SophiaNumbers
 
-    def rule(self) -> GradientTransformation:
+    def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         decide = self.decide if callable(self.mask) or self.mask is not None else None
-        return GradientTransformation(self.init, self.update, needs=Needs("element", resolve_masks=decide))
+        return base.GradientTransformation(self.init, self.update, needs=base.Needs("element", resolve_masks=decide))
 
-    def decide(self, params: Params) -> GradientTransformation:
+    def decide(self, params: base.Params) -> base.GradientTransformation:
         return replace(self, mask=resolve_prefix(self.mask, params, bool, "mask")).rule()
 
     @property
-    def rest(self) -> GradientTransformation:
+    def rest(self) -> base.GradientTransformation:
         """Returns decay and learning rate."""
         return chain(add_decayed_weights(self.weight_decay, self.mask), scale_by_learning_rate(self.learning_rate))
 
-    def init(self, params: Params) -> SophiaState:
+    def init(self, params: base.Params) -> SophiaState:
         count = zero_count(params)
         return SophiaState(count, count.clone(), zeros_like(params), zeros_like(params), self.rest.init(params))
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         check_params("sophia", params)
         check_state("sophia", state, SophiaState)
-        by, (ps, treedef) = self.numbers, tree_flatten(params)
+        by, (ps, treedef) = self.numbers, core.tree_flatten(params)
         gs = leaves_like(updates, treedef, "updates", "params")
         mus, nus = moments_like(state, ps, treedef, "params")
         estimates = state.hessian > 0
@@ -173,15 +173,15 @@ class _Sophia:
         c1 = bias_corrections(count, by.b1, by.b2)[0]
         on = vary_number(ps, estimates, params, specs)
         rows = [_step_leaf(*row, c1, by) for row in zip(gs, mus, nus, on, strict=True)]
-        us, mus, nus = (tree_unflatten(treedef, [row[k] for row in rows]) for k in range(3))
+        us, mus, nus = (core.tree_unflatten(treedef, [row[k] for row in rows]) for k in range(3))
         us, rest = self.rest.update(us, state.rest, params, specs=specs)
         us = [
             torch.where(e, 0.0, u).to(u.dtype) for u, e in zip(leaves_like(us, treedef, "u", "params"), on, strict=True)
         ]
-        rest = tree_map(lambda new, old: torch.where(estimates.to(new.device), old, new), rest, state.rest)
+        rest = core.tree_map(lambda new, old: torch.where(estimates.to(new.device), old, new), rest, state.rest)
         due = ~estimates & (state.count % by.interval == 0)
         after = SophiaState(torch.where(estimates, state.count, count), due.to(torch.int32), mus, nus, rest)
-        return tree_unflatten(treedef, us), after
+        return core.tree_unflatten(treedef, us), after
 
 
 def _step_leaf(

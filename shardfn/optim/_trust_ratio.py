@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.core import P, explains_keywords, tree_flatten, tree_unflatten
+from shardfn import core
 
-from ._base import GradientTransformation, LearningRate, Mask, Needs, Number, Params, Specs, Updates, stateless
+from . import _base as base
 from ._chain import chain
 from ._checks import MEANT, check_decay_rate, check_not_negative
 from ._elementwise import is_zero, safe_root, vary_number
@@ -29,7 +29,7 @@ def scale_by_trust_ratio(
     min_norm: float | int = 0.0,
     trust_coefficient: float | int = 1.0,
     eps: float | int = 0.0,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """Scales each leaf by `c = clamp(trust_coefficient |p| / (|u| + eps), min_coeff, max_coeff)`, 1 if a norm is 0.
 
     The norms are over all blocks of a leaf: one psum for both. optax's rule has no bounds, like
@@ -63,22 +63,22 @@ def scale_by_trust_ratio(
     if max_coeff < min_coeff:
         raise ValueError(f"scale_by_trust_ratio: max_coeff={max_coeff!r} is less than min_coeff={min_coeff!r}.")
 
-    def update_fn(updates: Updates, params: Params, specs: Specs) -> Updates:
+    def update_fn(updates: base.Updates, params: base.Params, specs: base.Specs) -> base.Updates:
         check_params("scale_by_trust_ratio", params)
-        ps, treedef = tree_flatten(params)
+        ps, treedef = core.tree_flatten(params)
         us = leaves_like(updates, treedef, "updates", "params")
         check_shapes(treedef, ps, updates=us)
         cuts = None if specs is None else spec_leaves(specs, params)
         ratios = trust_ratios(ps, us, cuts, min_coeff, max_coeff, min_norm, trust_coefficient, eps)
-        return tree_unflatten(treedef, scaled(us, ratios, cuts))
+        return core.tree_unflatten(treedef, scaled(us, ratios, cuts))
 
-    return stateless(update_fn)._replace(needs=Needs("leaf", ascends=True))
+    return base.stateless(update_fn)._replace(needs=base.Needs("leaf", ascends=True))
 
 
 def trust_ratios(
     ps: list[Tensor],
     us: list[Tensor],
-    specs: list[P] | None,
+    specs: list[core.P] | None,
     min_coeff: float | int,
     max_coeff: float | int,
     min_norm: float | int = 0.0,
@@ -106,23 +106,23 @@ def trust_ratios(
     return torch.stack([found[i] for i in range(len(ps))])
 
 
-def scaled(us: list[Tensor], ratios: Float[Tensor, " num_leaves"], specs: list[P] | None) -> list[Tensor]:
+def scaled(us: list[Tensor], ratios: Float[Tensor, " num_leaves"], specs: list[core.P] | None) -> list[Tensor]:
     """Returns each leaf times the leaf's ratio."""
     rows = zip(us, ratios.unbind(), [None] * len(us) if specs is None else specs, strict=True)
     return [(u * vary_number([u], c, u, cut)[0]).to(u.dtype) for u, c, cut in rows]
 
 
-@explains_keywords(**MEANT)
+@core.explains_keywords(**MEANT)
 def lars(
-    learning_rate: LearningRate,
-    weight_decay: Number = 0.0,
-    weight_decay_mask: Mask = True,
+    learning_rate: base.LearningRate,
+    weight_decay: base.Number = 0.0,
+    weight_decay_mask: base.Mask = True,
     trust_coefficient: float | int = 0.001,
     eps: float | int = 0.0,
-    trust_ratio_mask: Mask = True,
-    momentum: Number = 0.9,
+    trust_ratio_mask: base.Mask = True,
+    momentum: base.Number = 0.9,
     nesterov: bool = False,
-) -> GradientTransformation:
+) -> base.GradientTransformation:
     """LARS: `u = g + weight_decay * p; t = momentum * t - lr * c * u; p = p + t`.
 
     The ratio `c = trust_coefficient |p| / (|u| + eps)` is computed for each whole leaf, over all blocks, and is 1 where

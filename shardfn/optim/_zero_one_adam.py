@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import Compressor, local
-from shardfn.core import Axes, PyTree, explains_keywords, raise_all, tree_map, tree_paths
 
+from . import _base as base
 from ._adam import bias_corrections, moments_like
-from ._base import GradientTransformation, LearningRate, Mask, OptState, Params, Phase, Specs, Updates
 from ._checks import MEANT, check_num_steps
 from ._compressed import (
     CompressedSplit,
@@ -63,32 +63,32 @@ class ZeroOneAdamState(NamedTuple):
     local_interval: Interval
     rates: Float[Tensor, ""]
     decays: Float[Tensor, ""]
-    adam: OptState
-    start: PyTree
-    drift: PyTree
-    residual: PyTree
+    adam: base.OptState
+    start: core.PyTree
+    drift: core.PyTree
+    residual: core.PyTree
 
 
-@explains_keywords(**MEANT)
+@core.explains_keywords(**MEANT)
 def zero_one_adam(
-    learning_rate: LearningRate,
+    learning_rate: base.LearningRate,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    mask: Mask = None,
+    mask: base.Mask = None,
     *,
     var_freeze_step: FreezeStep,
     var_update_scaler: int = 16,
     local_step_scaler: int = 32768,
     local_step_clipper: int = 16,
-    axis: Axes = "dp",
-    outer: Axes = None,
+    axis: core.Axes = "dp",
+    outer: core.Axes = None,
     compressor: Compressor = SIGN,
     feedback: bool = True,
     bias_correction: bool = True,
-    exact: Mask = None,
-) -> GradientTransformation:
+    exact: base.Mask = None,
+) -> base.GradientTransformation:
     """Adam with a variance that is learnt at increasingly rare steps, and then with increasingly rare communication.
 
     With `g_i` the gradient of rank i along `axis`, and t counted from 1, up to `t = var_freeze_step + 1`:
@@ -193,32 +193,32 @@ class _ZeroOneAdam(Phased):
         check_num_steps(self.who, var_update_scaler=self.var_scaler, local_step_scaler=self.local_scaler)
         check_num_steps(self.who, local_step_clipper=self.local_clipper)
 
-    def next_phase(self, state: ZeroOneAdamState) -> Phase:
+    def next_phase(self, state: ZeroOneAdamState) -> base.Phase:
         # Computed only from counters, equal on all ranks: so all ranks are in the same phase.
         now, t = self.freeze.phase(state.freeze, switches=True), int(state.freeze.count) + 1
         if now == SWITCH:
             return now
         if now.local:
-            return Phase("local" if t % int(state.local_interval.steps) else "round", True)
+            return base.Phase("local" if t % int(state.local_interval.steps) else "round", True)
         every = int(state.var_interval.steps)
         kind = "warmup" if every == 1 else "onebit" if t % every else "full"
-        return Phase(kind + (", probe" if now == PROBE else ""), kind == "onebit")
+        return base.Phase(kind + (", probe" if now == PROBE else ""), kind == "onebit")
 
-    def init(self, params: Params) -> ZeroOneAdamState:
+    def init(self, params: base.Params) -> ZeroOneAdamState:
         leaves = self._split_leaves(params, params, None)
         one = zero_count(params) + 1
         interval = Interval(one, one - 1)
         rate = torch.zeros((), device=one.device)
         compressed = leaves.merged([None] * sum(leaves.exact), leaves.pick(leaves.ps))
         return ZeroOneAdamState(
-            self.freeze.init(params), one - 1, interval, tree_map(torch.clone, interval), rate, rate.clone(),
+            self.freeze.init(params), one - 1, interval, core.tree_map(torch.clone, interval), rate, rate.clone(),
             self.adam.init(params), zeros_like(compressed),
-            tree_map(lambda p: torch.zeros_like(p, dtype=torch.float32), compressed), leaves.init()[0],
+            core.tree_map(lambda p: torch.zeros_like(p, dtype=torch.float32), compressed), leaves.init()[0],
         )  # fmt: skip
 
     def update(
-        self, updates: Updates, state: OptState, params: Params = None, *, specs: Specs = None
-    ) -> tuple[Updates, OptState]:
+        self, updates: base.Updates, state: base.OptState, params: base.Params = None, *, specs: base.Specs = None
+    ) -> tuple[base.Updates, base.OptState]:
         state, now = self.begin(state, params)
         if now.name.startswith("warmup"):
             us, adam = self.adam.update(updates, state.adam, params, specs=specs)
@@ -228,7 +228,9 @@ class _ZeroOneAdam(Phased):
         )
 
     @torch.no_grad()
-    def apply(self, grads: Updates, state: OptState, params: Params, *, specs: Specs = None) -> tuple[Params, OptState]:
+    def apply(
+        self, grads: base.Updates, state: base.OptState, params: base.Params, *, specs: base.Specs = None
+    ) -> tuple[base.Params, base.OptState]:
         state, now = self.begin(state, params)
         if now.name.startswith("warmup"):
             params, adam = inplace(self.adam)(grads, state.adam, params, specs=specs)
@@ -238,17 +240,17 @@ class _ZeroOneAdam(Phased):
         # Before `exactly`, which advances the counters of the chain.
         step = self._step_numbers(state, leaves, params, now)
         _, adam = leaves.exactly(inplace(self.adam), state.adam, mus, nus, averaged=not now.local)
-        state = state._replace(adam=leaves.joined(adam, leaves.pick(mus), leaves.pick(nus)))
+        state = state._replace(adam=leaves.join_states(adam, leaves.pick(mus), leaves.pick(nus)))
         rows = _LocalRows(*map(leaves.pick, (leaves.ps, leaves.gs, mus, nus, step.decays)))
         if now.name.startswith(("full", "onebit")):
             return params, self._warmup_step(leaves, rows, step, state, specs, now)
         return params, self._local_step(leaves, rows, step, state, now)
 
-    def _split_leaves(self, grads: Updates, params: Params, specs: Specs) -> CompressedSplit:
+    def _split_leaves(self, grads: base.Updates, params: base.Params, specs: base.Specs) -> CompressedSplit:
         leaves = split_leaves(self.averaging, grads, params, specs, self.whole, self.exact)
         if any(share.cut for share in leaves.shares):
-            paths = zip(tree_paths(params, "params"), leaves.shares, strict=True)
-            raise_all(
+            paths = zip(core.tree_paths(params, "params"), leaves.shares, strict=True)
+            core.raise_all(
                 ValueError,
                 f"zero_one_adam steps every rank along {self.averaging.axis!r} alone between rounds, so that each needs"
                 " whole leaves; cut states over another axis, Zero(axis=...), or use onebit_adam. Cut are:",
@@ -257,7 +259,7 @@ class _ZeroOneAdam(Phased):
         return leaves
 
     def _step_numbers(
-        self, state: ZeroOneAdamState, leaves: CompressedSplit, params: Params, now: Phase
+        self, state: ZeroOneAdamState, leaves: CompressedSplit, params: base.Params, now: base.Phase
     ) -> StepNumbers:
         """Returns the numbers of the step. Counters are read here, before anything is written."""
         full = int(now.name.startswith("full"))
@@ -265,7 +267,9 @@ class _ZeroOneAdam(Phased):
         c2 = bias_corrections(state.num_var + full, self.b1, self.b2)[1].float() if self.corrected else None
         return StepNumbers(self.rate(state.adam), c1, c2, self.eps, self.weight_decay, self.decays(leaves, params))
 
-    def _advance_state(self, state: ZeroOneAdamState, adam: OptState, specs: Specs, now: Phase) -> ZeroOneAdamState:
+    def _advance_state(
+        self, state: ZeroOneAdamState, adam: base.OptState, specs: base.Specs, now: base.Phase
+    ) -> ZeroOneAdamState:
         """Returns the state after a step of the warm-up, with or without an update of the variance."""
         num_var = state.num_var + int(not now.local)
         phase = PROBE if "probe" in now.name else WARMUP
@@ -281,8 +285,8 @@ class _ZeroOneAdam(Phased):
         rows: "_LocalRows",
         step: StepNumbers,
         state: ZeroOneAdamState,
-        specs: Specs,
-        now: Phase,
+        specs: base.Specs,
+        now: base.Phase,
     ) -> ZeroOneAdamState:
         gs, residual = [g.float() for g in rows.gs], state.residual
         if now.local:
@@ -295,7 +299,7 @@ class _ZeroOneAdam(Phased):
         return self._advance_state(state._replace(residual=residual), state.adam, specs, now)
 
     def _local_step(
-        self, leaves: CompressedSplit, rows: "_LocalRows", step: StepNumbers, state: ZeroOneAdamState, now: Phase
+        self, leaves: CompressedSplit, rows: "_LocalRows", step: StepNumbers, state: ZeroOneAdamState, now: base.Phase
     ) -> ZeroOneAdamState:
         # Here ranks still have the same parameters: the start of the local steps.
         state = self._begin_local_steps(rows, leaves, state) if now == SWITCH else state
@@ -345,8 +349,8 @@ class _ZeroOneAdam(Phased):
             start.copy_(p)
         one = torch.ones_like(state.local_interval.steps)
         return state._replace(
-            residual=tree_map(torch.zeros_like, state.residual),
-            drift=tree_map(torch.zeros_like, state.drift),
+            residual=core.tree_map(torch.zeros_like, state.residual),
+            drift=core.tree_map(torch.zeros_like, state.drift),
             rates=torch.zeros_like(state.rates),
             decays=torch.zeros_like(state.decays),
             local_interval=Interval(one, torch.zeros_like(one)),

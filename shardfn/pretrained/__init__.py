@@ -4,7 +4,7 @@ from ._llm import LLM as LLM
 from ._harness import evaluate_tasks as evaluate_tasks, make_harness_model as make_harness_model
 from ._settings import CACHE_DTYPES as CACHE_DTYPES, DRAFTERS as DRAFTERS, DTYPES as DTYPES, KINDS as KINDS
 from ._settings import ModelSettings as ModelSettings, Problem as Problem, detect_kind as detect_kind
-from ._generation_config import SAMPLING_FIELDS as SAMPLING_FIELDS, read_sampling as read_sampling
+from ._files import SAMPLING_FIELDS as SAMPLING_FIELDS, read_sampling as read_sampling
 from ._load import (
     AXIS as AXIS,
     LoadedModel as LoadedModel,
@@ -12,5 +12,5 @@ from ._load import (
     make_engine as make_engine,
 )
 from ._load import load_model as load_model, load_text as load_text
-from ._text import Text as Text, wrap_transformers_tokenizer as wrap_transformers_tokenizer
+from ._text import ModelText as ModelText, wrap_transformers_tokenizer as wrap_transformers_tokenizer
 from ._chat_template import compile_chat_template as compile_chat_template

@@ -6,13 +6,13 @@ from shardfn.core import PyTree
 from shardfn.inference import Decoder, fit_quantization
 
 from ._settings import ModelSettings
-from ._text import Text
+from ._text import ModelText
 
 # Rows of the text, and tokens of each.
 _ROWS, _LENGTH = 16, 512
 
 
-def fit_codes(job: ModelSettings, params: PyTree, text: Text, plain: Decoder) -> tuple[PyTree, str]:
+def fit_codes(job: ModelSettings, params: PyTree, text: ModelText, plain: Decoder) -> tuple[PyTree, str]:
     """Returns the parameters on the grids of the codes, and a remark. Each rank fits all. Collective.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 from shardfn.interop import GGUFFile
 
 from ._chat_template import compile_chat_template
-from ._text import Text
+from ._text import ModelText
 
 # Kinds of tokens in a file.
 _CONTROL, _USER_DEFINED = 3, 4
@@ -20,7 +20,7 @@ _PLAIN = (None, "default", "gpt-2", "smollm")
 _SINGLE_DIGITS = ("smollm",)
 
 
-def load_byte_level(file: GGUFFile, ends: frozenset[int]) -> Text | None:
+def load_byte_level(file: GGUFFile, ends: frozenset[int]) -> ModelText | None:
     """Returns the tokenizer of a GGUF file, with the ids of transformers' tokenizer of the file.
 
     Except that digits of SmolLM are single words, as in the tokenizer of the model, which transformers does not know.
@@ -59,7 +59,7 @@ def load_byte_level(file: GGUFFile, ends: frozenset[int]) -> Text | None:
         return tokenizer.encode(text, add_special_tokens=False).ids
 
     own = {tokenizer.token_to_id(special["eos_token"])} if "eos_token" in special else set()
-    return Text(
+    return ModelText(
         size=1 + max(tokenizer.get_vocab().values(), default=-1),
         encode=lambda text: [*begin, *encode(text), *end],
         plain=encode,

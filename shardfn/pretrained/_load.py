@@ -47,12 +47,11 @@ from shardfn.speculators import Speculator
 from shardfn.speculators import load as load_speculator
 from shardfn.transforms import eval_shape, sharded
 
-from ._files import name_file_in_errors, read_json_object
+from ._files import GENERATION_CONFIG, describe_sampling, name_file_in_errors, read_json_object
 from ._fit import fit_codes
-from ._generation_config import GENERATION_CONFIG, describe_sampling
 from ._gguf_text import load_byte_level
 from ._settings import DRAFTERS, DTYPES, ModelSettings, detect_kind, find_run
-from ._text import Text, wrap_data_tokenizer, wrap_transformers_tokenizer
+from ._text import ModelText, wrap_data_tokenizer, wrap_transformers_tokenizer
 
 AXIS = "tp"
 # A model of transformers, and weights for a model without weights.
@@ -78,7 +77,7 @@ class LoadedModel(NamedTuple):
 
     decoder: Decoder
     params: PyTree
-    text: Text
+    text: ModelText
     inexact: str
     size: int
     coded: str = ""
@@ -223,7 +222,7 @@ def _load_drafter(job: ModelSettings, limits: Limits, made: Decoder) -> Drafter 
     return DraftModel(served.decoder, served.params, limits=sizes)
 
 
-def load_text(job: ModelSettings) -> Text:
+def load_text(job: ModelSettings) -> ModelText:
     """Loads only a model's tokenizer. The ends of GGUF files are the tokenizer's, not the model's.
 
     Raises:
@@ -246,7 +245,7 @@ def _load_run_tokenizer(run: pathlib.Path, given: dict[str, Any]) -> ByteTokeniz
         return ByteTokenizer() if name == "bytes" else BPETokenizer.load(run / name)
 
 
-def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: Text) -> LoadedModel:
+def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelText) -> LoadedModel:
     settings = read_json_object(path / "config.json")
     check_sizes(settings, path / "config.json")
     changes, inexact = _choose_batch_invariant(job)
@@ -293,7 +292,7 @@ def _load_unmodified(
     module: Callable[[str | None], _Module],
     job: ModelSettings,
     mesh: Mesh,
-    text: Text,
+    text: ModelText,
     problem: ValueError | None = None,
 ) -> LoadedModel:
     """Loads an unmodified model of transformers, where `models.gpt` differs, or with an adapter."""
@@ -403,7 +402,7 @@ def _tokenizer_config(path: pathlib.Path) -> Any:
     return config
 
 
-def _load_gguf_text(file: GGUFFile) -> Text:
+def _load_gguf_text(file: GGUFFile) -> ModelText:
     ends = (file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     given = frozenset(x for x in ends if type(x) is int)
     return load_byte_level(file, given) or wrap_transformers_tokenizer(_load_gguf_tokenizer(file.path), given)

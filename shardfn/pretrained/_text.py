@@ -8,7 +8,7 @@ from shardfn.data import Tokenizer
 from ._template_time import check_template, render_template
 
 
-class Text(NamedTuple):
+class ModelText(NamedTuple):
     """Tokenizer of a model.
 
     Attributes:
@@ -33,7 +33,7 @@ class Text(NamedTuple):
     template: str = ""
 
 
-def wrap_transformers_tokenizer(tokenizer: Any, ends: frozenset[int] = frozenset()) -> Text:
+def wrap_transformers_tokenizer(tokenizer: Any, ends: frozenset[int] = frozenset()) -> ModelText:
     """Returns a tokenizer of transformers.
 
     Args:
@@ -51,7 +51,7 @@ def wrap_transformers_tokenizer(tokenizer: Any, ends: frozenset[int] = frozenset
 
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
     own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return Text(
+    return ModelText(
         size=1 + max(vocabulary.values(), default=-1),
         encode=lambda text: list(tokenizer(text)["input_ids"]),
         plain=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
@@ -76,7 +76,7 @@ def describe_reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def wrap_data_tokenizer(tokenizer: Tokenizer) -> Text:
+def wrap_data_tokenizer(tokenizer: Tokenizer) -> ModelText:
     """Returns a tokenizer of `shardfn.data`."""
 
     def token_id(text: str) -> int | None:
@@ -86,4 +86,4 @@ def wrap_data_tokenizer(tokenizer: Tokenizer) -> Text:
     def encode_text(text: str) -> list[int]:
         return tokenizer.encode(text).tolist()
 
-    return Text(tokenizer.vocab_size, encode_text, encode_text, tokenizer, token_id)
+    return ModelText(tokenizer.vocab_size, encode_text, encode_text, tokenizer, token_id)

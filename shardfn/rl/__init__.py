@@ -8,15 +8,15 @@ from ._completions import completion_mask as completion_mask, token_mean as toke
 from ._completions import completion_logprobs as completion_logprobs, completion_entropies as completion_entropies
 from ._completions import completion_positions as completion_positions, logprobs_at as logprobs_at
 from ._completions import completion_values as completion_values, completion_divergences as completion_divergences
-from ._kl import kl as kl, follow_divergence as follow_divergence
+from ._policy import kl as kl, follow_divergence as follow_divergence
 from ._rewards import kl_rewards as kl_rewards, last_values as last_values, pairwise as pairwise
 from ._rewards import bradley_terry as bradley_terry
 from ._advantages import decoupled_advantages as decoupled_advantages, gae as gae
 from ._advantages import group_advantages as group_advantages, whiten as whiten
 from ._policy import ppo_policy as ppo_policy, ppo_value as ppo_value, grpo as grpo, rloo as rloo
 from ._policy import Sapo as Sapo, Vespo as Vespo, policy_metrics as policy_metrics
-from ._loss_masks import high_entropy_mask as high_entropy_mask, off_policy_mask as off_policy_mask
-from ._loss_masks import adapt_entropy_coef as adapt_entropy_coef
+from ._completions import high_entropy_mask as high_entropy_mask, off_policy_mask as off_policy_mask
+from ._completions import adapt_entropy_coef as adapt_entropy_coef
 from ._preferences import cpo as cpo, dpo as dpo, kto as kto, orpo as orpo
 from ._rollout import Rollout as Rollout, as_global as as_global, check_versions as check_versions
 from ._rollout import FAILURES as FAILURES, empty_rollout as empty_rollout, rollout_metrics as rollout_metrics
@@ -25,5 +25,5 @@ from ._scores import Scores as Scores, score as score
 from ._sample import sample as sample
 from ._converse import Conversations as Conversations, call_metrics as call_metrics, converse as converse
 from ._sample import with_temperature as with_temperature
-from ._checks import check_first_ratios as check_first_ratios, check_tokenizers as check_tokenizers
-from ._checks import mismatch_metrics as mismatch_metrics
+from ._rollout import check_first_ratios as check_first_ratios, check_tokenizers as check_tokenizers
+from ._rollout import mismatch_metrics as mismatch_metrics

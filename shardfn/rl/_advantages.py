@@ -13,13 +13,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.collectives import all_gather, axis_index, psum
+from shardfn import collectives
 from shardfn.core import Axes, explains_keywords
 from shardfn.inference import widen_floats
 
 from ._completions import completion_mask, masked
-from ._meant import ADVANTAGES
-from ._shapes import check_lengths, check_numbers, check_shapes, has_values
+from ._shapes import ADVANTAGES, check_lengths, check_numbers, check_shapes, has_values
 
 
 @explains_keywords(**ADVANTAGES)
@@ -72,7 +71,7 @@ def group_advantages(
     """
     check_shapes("group_advantages", rewards_B=rewards_B)
     check_numbers("group_advantages", eps=eps)
-    whole = rewards_B.detach() if axis is None else all_gather(rewards_B.detach(), axis)
+    whole = rewards_B.detach() if axis is None else collectives.all_gather(rewards_B.detach(), axis)
     if num_generations < 1 or len(whole) % num_generations:
         raise ValueError(f"group_advantages: {len(whole)} rewards and groups of {num_generations}. Pass whole groups.")
     if baseline not in ("mean", "others"):
@@ -85,7 +84,7 @@ def group_advantages(
     of_all = _compare_groups(grouped, baseline == "others", eps if scale_rewards == "group" else None).flatten()
     if scale_rewards == "batch":
         of_all = of_all / (_deviate(whole.double()) + eps)
-    start = 0 if axis is None else int(axis_index(axis)) * len(rewards_B)
+    start = 0 if axis is None else int(collectives.axis_index(axis)) * len(rewards_B)
     return of_all[start : start + len(rewards_B)].to(widen_floats(rewards_B).dtype)
 
 
@@ -137,7 +136,7 @@ def decoupled_advantages(
             f"decoupled_advantages: reward_weights must have a finite number for each of {rewards_BR.shape[1]} columns,"
             f" got {weights}."
         )
-    whole = rewards_BR.detach() if axis is None else all_gather(rewards_BR.detach(), axis)
+    whole = rewards_BR.detach() if axis is None else collectives.all_gather(rewards_BR.detach(), axis)
     if num_generations < 1 or len(whole) % num_generations:
         raise ValueError(
             f"decoupled_advantages: {len(whole)} rewards and groups of {num_generations}. Pass whole groups."
@@ -148,7 +147,7 @@ def decoupled_advantages(
     sums = functools.reduce(torch.add, [w * x for w, x in zip(weights, columns, strict=True)])
     sums = torch.where(known, sums, torch.nan)
     of_all = _compare_groups(sums[None], False, eps).flatten()
-    start = 0 if axis is None else int(axis_index(axis)) * len(rewards_BR)
+    start = 0 if axis is None else int(collectives.axis_index(axis)) * len(rewards_BR)
     return of_all[start : start + len(rewards_BR)].to(widen_floats(rewards_BR).dtype)
 
 
@@ -191,7 +190,7 @@ def whiten(
     x = masked(widen_floats(x_BT).detach(), mask_BT).double()
 
     def sum_all(value: Tensor) -> Tensor:
-        return value if axis is None else psum(value, axis)
+        return value if axis is None else collectives.psum(value, axis)
 
     num = sum_all(mask_BT.sum().double())
     mean = sum_all(x.sum()) / num.clamp(min=1)

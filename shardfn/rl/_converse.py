@@ -22,7 +22,7 @@ from shardfn.inference import Completion, Engine, Sampling
 from ._completions import row_mean
 from ._rollout import FAILURES, Rollout
 from ._sample import check_end, check_prompts, check_sampling, put_routes, rollout_for, seeds_of
-from ._sandbox import Called, Outcome, count_kinds, outcomes_of
+from ._scores import Called, Outcome, count_kinds, outcomes_of
 from ._shapes import check_shapes
 
 

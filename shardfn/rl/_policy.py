@@ -1,5 +1,13 @@
 """Losses of a policy by the ratio to the policy that drew the answers, and of its critic.
 
+Estimators of the divergence between the policy and a reference, token by token.
+
+x = log ref - log pi, of tokens that pi has drawn.
+
+Schulman, Approximating KL Divergence, 2020, http://joschu.net/blog/kl-approx.html
+
+Answers of older weights (off-policy): the factors by which their tokens count.
+
 rho = exp(log pi - log pi_old). B rows, T tokens of an answer.
 """
 
@@ -13,11 +21,154 @@ from torch import Tensor
 from shardfn.core import explains_keywords
 from shardfn.engine import WeightedMean
 
-from ._completions import completion_mask, counted_mean, masked, row_mean
-from ._kl import Estimator, kl
-from ._meant import MEANT
-from ._off_policy import CLIP_MAX, drawn_ratios, truncated_weights
-from ._shapes import check_lengths, check_numbers, check_shapes
+from ._completions import completion_mask, masked, mean_of_tokens, row_mean
+from ._shapes import MEANT, check_lengths, check_numbers, check_shapes
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl(
+    logprobs: Float[Tensor, "*b"], reference: Float[Tensor, "*b"], *, estimator: Estimator = "k3"
+) -> Float[Tensor, "*b"]:
+    """Returns an estimate of KL(pi, ref) for each token.
+
+    | | value | mean of the value | mean of the gradient |
+    |---|---|---|---|
+    | k1 | -x | KL(pi, ref) | 0 |
+    | k2 | x^2 / 2 | neither divergence | gradient of KL(pi, ref) |
+    | k3 | e^x - 1 - x | KL(pi, ref) | gradient of KL(ref, pi) |
+
+    The means are over tokens that pi draws. Tokens of an older policy need the ratio to the older policy as a weight:
+    with the ratio's gradient, too, k1 and k3 have the mean gradient of KL(pi, ref) (`grpo` does so by default). In a
+    reward, where only the value counts, take k1 or k3. In a loss without ratios take k2 or k3.
+
+    Args:
+        logprobs: log probabilities of the policy.
+        reference: log probabilities of the reference, for the same tokens, as a constant.
+        estimator: see above.
+
+    Raises:
+        ValueError: an unknown estimator.
+
+    Example:
+        >>> import torch
+        >>> kl(torch.tensor([-1.0]), torch.tensor([-1.5]), estimator="k1")
+        tensor([0.5000])
+    """
+    x = reference - logprobs
+    match estimator:
+        case "k1":
+            return -x
+        case "k2":
+            return x * x / 2
+        case "k3":
+            return x.expm1() - x
+    raise ValueError(f'estimator must be "k1", "k2" or "k3", got {estimator!r}.')
+
+
+def follow_divergence(beta: float, divergence: float, target: float, *, rate: float = 0.1, most: float = 0.2) -> float:
+    """Returns the weight of the divergence in the next iteration.
+
+    Beta (1 + rate clip(divergence / target - 1, -most, most)).
+
+    A fixed beta bounds no divergence: it is too weak for one seed and too strong for the next. With this rule beta
+    grows while the divergence is above its target, by up to `rate * most` an iteration, and shrinks below its target.
+    Beta is a part of the state of a run: save it with the checkpoint.
+
+    Args:
+        beta: beta of this iteration, above 0.
+        divergence: divergence of this iteration, the same on all ranks, such as the mean of `completion_divergences`.
+        target: target of the divergence, above 0.
+        rate: rate of change. The paper's rate suits thousands of iterations. Runs of a hundred take more.
+        most: bound of the relative error.
+
+    Raises:
+        ValueError: a number is not above 0 and finite, or `rate * most` is not below 1, so that beta would not stay
+            above 0.
+
+    Example:
+        >>> follow_divergence(0.5, 0.3, 0.1), follow_divergence(0.5, 0.1, 0.1), follow_divergence(0.5, 0.0, 0.1)
+        (0.51, 0.5, 0.49)
+
+    References: Ziegler et al., Fine-Tuning Language Models from Human Preferences, 2019,
+        https://arxiv.org/abs/1909.08593
+    """
+    check_numbers("follow_divergence", beta=beta, target=target, rate=rate, most=most)
+    if rate * most >= 1:
+        raise ValueError(
+            f"follow_divergence: rate is {rate} and most {most}; their product must be below 1, or beta would not stay"
+            " above 0."
+        )
+    if not math.isfinite(divergence):
+        raise ValueError(
+            f"follow_divergence: divergence is {divergence}, of a target of {target}; it must be finite: look at the"
+            " parameters of the iteration before."
+        )
+    return beta * (1 + rate * min(max(divergence / target - 1, -most), most))
+
+
+CLIP_MAX = 2.0  # the default of the losses
+
+
+def truncated_weights(
+    who: str,
+    old_logprobs_BT: Float[Tensor, "b t"],
+    sampling_logprobs_BT: Float[Tensor, "b t"] | None,
+    lengths_B: Int[Tensor, " b"],
+    importance_sampling_clip_max: float,
+) -> Float[Tensor, "..."]:
+    """Returns truncated importance sampling weights: min(pi_old / pi_behaviour, importance_sampling_clip_max).
+
+    Answers of pi_behaviour are learnt from by a loss of pi / pi_old. The clip of the loss then bounds only the updates
+    by these answers, and not the updates since the answers were drawn. Without the bound, the mean of a token's
+    gradient, given the tokens before, equals the mean over draws of pi_old. Where both have the same bits the weight is
+    exactly 1.
+
+    Args:
+        who: function, for the error.
+        old_logprobs_BT: log probabilities by the weights before the first update by these answers.
+        sampling_logprobs_BT: log probabilities by the weights that drew the answers, or None if the weights are the
+            same.
+        lengths_B: tokens of each answer.
+        importance_sampling_clip_max: largest weight.
+
+    Returns: Weights [B, T], 0 from each answer's end on, or 1.
+
+    Raises:
+        ValueError: `importance_sampling_clip_max` is not positive, or without effect.
+    """
+    if not importance_sampling_clip_max > 0:
+        raise ValueError(
+            f"{who}: importance_sampling_clip_max must be positive, for example {CLIP_MAX}, got"
+            f" {importance_sampling_clip_max}."
+        )
+    if sampling_logprobs_BT is None:
+        if importance_sampling_clip_max != CLIP_MAX:
+            raise ValueError(
+                f"{who}: importance_sampling_clip_max={importance_sampling_clip_max} has no effect without"
+                " sampling_logprobs_BT. Pass both, or remove it."
+            )
+        return old_logprobs_BT.new_ones(())
+    mask_BT = completion_mask(lengths_B, old_logprobs_BT.shape[1])
+    # Padding is left out before exp, so that its numbers never overflow.
+    return masked(
+        masked((old_logprobs_BT - sampling_logprobs_BT).detach(), mask_BT)
+        .exp()
+        .clamp(max=importance_sampling_clip_max),
+        mask_BT,
+    )
+
+
+def behavior_ratios(
+    logprobs_BT: Float[Tensor, "b t"],
+    old_logprobs_BT: Float[Tensor, "b t"],
+    sampling_logprobs_BT: Float[Tensor, "b t"] | None,
+    lengths_B: Int[Tensor, " b"],
+) -> Float[Tensor, "b t"]:
+    """Returns the ratios pi / pi_behaviour, with a gradient and without a bound. 1 from each answer's end on."""
+    drawn_BT = old_logprobs_BT if sampling_logprobs_BT is None else sampling_logprobs_BT
+    return masked(logprobs_BT - drawn_BT, completion_mask(lengths_B, old_logprobs_BT.shape[1])).exp()
+
 
 LossType = Literal["grpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"]
 
@@ -105,7 +256,7 @@ def ppo_policy(
     weight_BT = truncated_weights(
         "ppo_policy", old_logprobs_BT, sampling_logprobs_BT, lengths_B, importance_sampling_clip_max
     )
-    return counted_mean(_compute_surrogate(log_BT, advantages_BT, clip, delta) * weight_BT, lengths_B)
+    return mean_of_tokens(_compute_surrogate(log_BT, advantages_BT, clip, delta) * weight_BT, lengths_B)
 
 
 @explains_keywords(**MEANT)
@@ -142,7 +293,7 @@ def ppo_value(
     mask_BT = completion_mask(lengths_B, values_BT.shape[1])
     v_BT, old_values_BT, r_BT = (masked(x, mask_BT) for x in (values_BT, old_values_BT, returns_BT))
     near_BT = torch.minimum(torch.maximum(v_BT, old_values_BT - cliprange), old_values_BT + cliprange)
-    return counted_mean(torch.maximum((v_BT - r_BT) ** 2, (near_BT - r_BT) ** 2) / 2, lengths_B)
+    return mean_of_tokens(torch.maximum((v_BT - r_BT) ** 2, (near_BT - r_BT) ** 2) / 2, lengths_B)
 
 
 @explains_keywords(**MEANT)
@@ -280,7 +431,7 @@ def grpo(
     if ref_logprobs_BT is not None:
         kl_BT = kl(own_BT, masked(ref_logprobs_BT, mask_BT), estimator=estimator)
         if use_bias_correction_kl:
-            kl_BT = drawn_ratios(logprobs_BT, old_logprobs_BT, sampling_logprobs_BT, lengths_B) * kl_BT
+            kl_BT = behavior_ratios(logprobs_BT, old_logprobs_BT, sampling_logprobs_BT, lengths_B) * kl_BT
         loss_BT = loss_BT + beta * kl_BT
     return _reduce_loss(loss_BT, lengths_B, kind, max_completion_length)
 
@@ -377,12 +528,12 @@ def policy_metrics(
     rows = {"ratio": rho_BT, "exact": rho_BT == 1, "clipped": rho_BT != rho_BT.clamp(*clip)}
     if ref_logprobs_BT is not None:
         kl_BT = kl(masked(logprobs_BT, mask_BT), masked(ref_logprobs_BT, mask_BT))
-        rows["kl"] = drawn_ratios(logprobs_BT, old_logprobs_BT, sampling_logprobs_BT, lengths_B) * kl_BT
+        rows["kl"] = behavior_ratios(logprobs_BT, old_logprobs_BT, sampling_logprobs_BT, lengths_B) * kl_BT
     weight_BT = truncated_weights(
         "policy_metrics", old_logprobs_BT, sampling_logprobs_BT, lengths_B, importance_sampling_clip_max
     )
     rows |= {} if sampling_logprobs_BT is None else {"weight": weight_BT}
-    found = {name: counted_mean(x.to(rho_BT.dtype), lengths_B) for name, x in rows.items()}
+    found = {name: mean_of_tokens(x.to(rho_BT.dtype), lengths_B) for name, x in rows.items()}
     return found | {"length": row_mean(lengths_B.to(rho_BT.dtype))}
 
 
@@ -435,7 +586,7 @@ def _weigh_answers(log_BT: Tensor, weights_BT: Tensor, mask_BT: Tensor, a_B: Ten
 
 def _reduce_loss(loss_BT: Tensor, lengths_B: Tensor, kind: str, constant: int | None) -> WeightedMean:
     if kind in ("dapo", "cispo", "vespo"):
-        return counted_mean(loss_BT, lengths_B)
+        return mean_of_tokens(loss_BT, lengths_B)
     sums_B = masked(loss_BT, completion_mask(lengths_B, loss_BT.shape[1])).sum(1)
     divisors = {"dr_grpo": constant, "luspo": 1}
     return row_mean(sums_B / (divisors[kind] if kind in divisors else lengths_B.clamp(min=1)))

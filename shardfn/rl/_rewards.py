@@ -15,8 +15,7 @@ from shardfn.core import explains_keywords
 from shardfn.engine import WeightedMean
 
 from ._completions import completion_mask, masked, row_mean
-from ._meant import ADVANTAGES
-from ._shapes import check_lengths, check_numbers, check_shapes
+from ._shapes import ADVANTAGES, check_lengths, check_numbers, check_shapes
 
 
 @explains_keywords(**ADVANTAGES)

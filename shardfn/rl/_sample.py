@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from shardfn.core import PyTree, check_key, fold_in
+from shardfn import core
 from shardfn.inference import Completion, Decoder, Engine, Outputs, Sampling, widen_floats
 
 from ._rollout import Rollout, empty_rollout
@@ -48,7 +48,7 @@ def with_temperature(decoder: Decoder, temperature: float) -> Decoder:
         )
 
     def divide_logits(outputs: Callable[..., Outputs]) -> Callable[..., Outputs]:
-        def compute_outputs(weights: PyTree, *rest: Any) -> Outputs:
+        def compute_outputs(weights: core.PyTree, *rest: Any) -> Outputs:
             found = outputs(weights, *rest)
             return found._replace(logits=widen_floats(found.logits) / temperature)
 
@@ -105,7 +105,7 @@ def sample(
         >>> rollout.ids.shape, rollout.prompts.tolist()
         (torch.Size([6, 16]), [2, 2, 2, 1, 1, 1])
     """
-    check_key("sample", key)
+    core.check_key("sample", key)
     check_sampling("sample", sampling)
     length = engine.limits.context if length is None else length
     check_prompts("sample", prompts, sampling.max_tokens, length, engine)
@@ -127,7 +127,7 @@ def rollout_for(engine: Engine, rows: int, length: int, width: int) -> Rollout:
 
 def seeds_of(key: Tensor, start: int, num: int) -> list[int]:
     """Returns the seeds of draws with consecutive numbers."""
-    words = fold_in(key, torch.arange(start, start + num, device=key.device)).tolist()
+    words = core.fold_in(key, torch.arange(start, start + num, device=key.device)).tolist()
     return [high << 32 | low for high, low in words]
 
 

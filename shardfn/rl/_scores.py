@@ -1,17 +1,219 @@
-"""Rewards by a function in Python, which may fail: each call has a time limit, and failures are counted."""
+"""Scores: rewards by functions in Python that may fail, called with a time limit.
 
+Calls of a function in Python that may fail: each has a time limit, and failures are outcomes.
+
+Calls run in forks of this process, which are ended if they take too long. So a function needs no separate file, and
+nothing that a function does, such as a crash, reaches the run.
+"""
+
+import collections
+import contextlib
 import math
+import os
+import signal
+import sys
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NamedTuple
 
 import torch
 
-from shardfn.core import Axes, Mesh, explains_keywords
+from shardfn import core
+from shardfn.engine import comms_of, losing_no_peer
 
-from ._meant import ADVANTAGES
 from ._rollout import FAILURES, Rollout
-from ._sandbox import Called, count_kinds, outcomes_of
+from ._shapes import ADVANTAGES
+
+Outcome = tuple[int, str, Any]  # row, kind, the value or the error's text
+# Seconds after its limit at which a call ends by itself, should the process that ends it have died.
+PATIENCE = 10.0
+
+
+class Called(NamedTuple):
+    """Function that is called in forks.
+
+    Attributes:
+        who: function of this room that makes the calls, for errors.
+        function: function of a row's arguments.
+        accept: function from a result to the outcome's value, by an error where the result is invalid.
+        wanted: description of a result that is accepted, such as "a finite number".
+    """
+
+    who: str
+    function: Callable[..., Any]
+    accept: Callable[[Any], Any]
+    wanted: str
+
+    def text(self, outcome: Outcome) -> str:
+        """Returns a failure in words."""
+        row, kind, value = outcome
+        words = {
+            "raised": "raised {}",
+            "late": "took more than {} seconds",
+            "invalid": f"returned {{}}, which is not {self.wanted}",
+            "died": "ended its process",
+        }
+        return f"row {row} {words[kind].format(value)}"
+
+
+def outcomes_of(
+    called: Called,
+    calls: Sequence[Sequence[Any]],
+    *,
+    seconds: float,
+    workers: int,
+    mesh: core.Mesh | None = None,
+    axis: core.Axes = None,
+) -> list[Outcome]:
+    """Returns the outcomes of all calls, in order. The ranks along `axis`, which make the same calls, divide them.
+
+    Raises:
+        ValueError: a number is out of range.
+        NotImplementedError: this system has no fork.
+    """
+    if not 0 < seconds < math.inf or workers < 1:
+        raise ValueError(
+            f"{called.who}: seconds is {seconds} and workers is {workers}; both must be positive and finite."
+        )
+    if not hasattr(os, "fork"):
+        raise NotImplementedError(
+            f"{called.who} calls a function in a fork, to be able to end it, and this system cannot fork. Call the"
+            " function yourself, and for rewards pass rollout._replace(rewards=...)."
+        )
+    own = range(len(calls)) if mesh is None else range(mesh.axis_index(axis), len(calls), mesh.axis_size(axis))
+    outcomes = list(_run_calls(called, calls, own, seconds, workers))
+    return sorted(
+        outcomes if mesh is None else _join_outcomes(called.who, outcomes, mesh, axis), key=lambda one: one[0]
+    )
+
+
+def count_kinds(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """Returns the number of failures of each kind."""
+    found = collections.Counter(kind for _, kind, _ in outcomes)
+    return {kind: found[kind] for kind in FAILURES}
+
+
+class _ForkWorker:
+    """Fork that calls the function for some rows in turn."""
+
+    def __init__(self, called: Called, calls: Sequence[Any], rows: collections.deque[int], seconds: float) -> None:
+        self.rows = rows  # without an outcome yet, the first in progress
+        self.pipe, theirs = Pipe(duplex=False)
+        self.pid = _fork_worker(called, calls, list(rows), seconds, self.pipe, theirs)
+        theirs.close()
+        self.since = time.monotonic()
+
+    def end(self) -> None:
+        """Ends the fork, at any point of its work."""
+        self.pipe.close()
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has not begun, or has ended
+            os.killpg(self.pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def _join_outcomes(who: str, outcomes: list[Outcome], mesh: core.Mesh, axis: core.Axes) -> list[Outcome]:
+    """Returns the outcomes of all ranks along the axes."""
+    if mesh.axis_size(axis) == 1:
+        return outcomes
+    comms = comms_of(mesh)
+    with losing_no_peer(comms):
+        comms.control.begin(f"rl.{who}")
+        everywhere: list[Any] = comms.control.gather(outcomes)
+    return [outcome for rank in mesh.along(mesh.axes(axis)) for outcome in everywhere[rank]]
+
+
+def _run_calls(
+    called: Called, calls: Sequence[Any], own: Sequence[int], seconds: float, workers: int
+) -> Iterator[Outcome]:
+    shares = [collections.deque(own[w::workers]) for w in range(min(workers, len(own)))]
+    running = {worker.pipe: worker for share in shares for worker in [_ForkWorker(called, calls, share, seconds)]}
+    try:
+        while running:
+            first = min(worker.since for worker in running.values()) + seconds
+            ready = wait(list(running), max(first - time.monotonic(), 0))
+            now = time.monotonic()
+            late = [pipe for pipe, worker in running.items() if pipe not in ready and now >= worker.since + seconds]
+            for pipe in [*ready, *late]:
+                worker = running[pipe]  # pyright: ignore[reportArgumentType]  # a pipe of `running`
+                kind, value = ("late", seconds) if pipe in late else _receive_outcome(worker)
+                yield worker.rows.popleft(), kind, value
+                worker.since = now
+                if worker.rows and kind not in ("late", "died"):
+                    continue
+                del running[worker.pipe]
+                worker.end()
+                if worker.rows:
+                    again = _ForkWorker(called, calls, worker.rows, seconds)
+                    running[again.pipe] = again
+    finally:
+        for worker in running.values():
+            worker.end()
+
+
+def _receive_outcome(worker: _ForkWorker) -> tuple[str, Any]:
+    try:
+        return worker.pipe.recv()
+    except (EOFError, OSError):
+        return "died", None
+
+
+def _fork_worker(
+    called: Called,
+    calls: Sequence[Any],
+    rows: list[int],
+    seconds: float,
+    ours: Connection,
+    theirs: Connection,
+) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with warnings.catch_warnings():
+        # Threads are lost in a fork. Their locks, too, may be held for ever, and then the call is late.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        return pid
+    try:
+        ours.close()
+        _serve_calls(called, calls, rows, theirs, seconds)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(0)
+
+
+def _serve_calls(called: Called, calls: Sequence[Any], rows: list[int], pipe: Connection, seconds: float) -> None:
+    os.setpgid(0, 0)  # processes that the function starts end with it
+    # No socket stays open in here: peers of a rank that dies are to see it at once.
+    os.closerange(3, pipe.fileno())
+    os.closerange(pipe.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    torch.set_num_threads(1)  # those of OpenMP are lost
+    for row in rows:
+        signal.setitimer(signal.ITIMER_REAL, seconds + PATIENCE)
+        pipe.send(_make_outcome(called, calls[row]))
+
+
+def _make_outcome(called: Called, call: Any) -> tuple[str, Any]:
+    try:
+        value = called.function(*call)
+    except BaseException as error:
+        return "raised", f"{type(error).__name__}: {_describe_value(error, str)}"
+    try:
+        return "", called.accept(value)
+    except Exception:
+        return "invalid", _describe_value(value, repr)[:80]
+
+
+def _describe_value(value: Any, form: Callable[[Any], str]) -> str:
+    try:
+        return form(value)
+    except Exception as error:
+        return f"a {type(value).__name__} whose text raises {type(error).__name__}"
 
 
 class Scores(NamedTuple):
@@ -29,7 +231,7 @@ class Scores(NamedTuple):
     first: str
 
 
-@explains_keywords(**ADVANTAGES)
+@core.explains_keywords(**ADVANTAGES)
 def score(
     reward: Callable[..., float],
     rollout: Rollout,
@@ -37,8 +239,8 @@ def score(
     *,
     seconds: float = 10.0,
     workers: int = 1,
-    mesh: Mesh | None = None,
-    axis: Axes = None,
+    mesh: core.Mesh | None = None,
+    axis: core.Axes = None,
 ) -> Scores:
     """Calls a reward function for each answer.
 

@@ -15,7 +15,7 @@ from ._embeddings import make_embeddings_response, parse_embeddings
 from ._errors import ApiError, json_response
 from ._fields import read_json
 from ._headers import make_headers, make_permission
-from ._keys import Keys
+from ._keys import ApiKeys
 from ._metrics import Metrics
 from ._model import Model, check_model
 from ._open_responses import parse_responses
@@ -52,7 +52,7 @@ class App:
 
     def __init__(self, settings: Settings, calls: RequestTracker, metrics: Metrics) -> None:
         self._settings, self._calls, self._metrics = settings, calls, metrics
-        self._keys = Keys(settings.keys)
+        self._keys = ApiKeys(settings.keys)
         self.model: Model | None = None
         self.closed = ""
         self._html, self._html_headers = page()

@@ -23,7 +23,7 @@ def read_keys(path: pathlib.Path) -> tuple[str, ...]:
     return keys
 
 
-class Keys:
+class ApiKeys:
     """Keys that open a server.
 
     The time of a comparison depends neither on the place of a difference nor on the key that is equal.
@@ -32,8 +32,8 @@ class Keys:
         keys: keys. Without keys, every client is admitted.
 
     Example:
-        >>> keys = Keys(["secret"])
-        >>> keys.admit("Bearer secret"), keys.admit("Bearer other"), keys.admit(None), Keys([]).admit(None)
+        >>> keys = ApiKeys(["secret"])
+        >>> keys.admit("Bearer secret"), keys.admit("Bearer other"), keys.admit(None), ApiKeys([]).admit(None)
         (True, False, False, True)
     """
 

@@ -55,7 +55,7 @@ class Log:
                 self._write(line)
 
 
-class _Records(logging.Handler):
+class _RecordReporter(logging.Handler):
     """Reporter of other packages' records, a bounded number in a time: clients can cause any number."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
@@ -79,7 +79,7 @@ class _Records(logging.Handler):
 @contextlib.contextmanager
 def reporting_records(report: Callable[[str], None]) -> Iterator[None]:
     """Reports records of packages such as uvicorn. Such packages would write to stderr and wait there."""
-    handler = _Records(report)
+    handler = _RecordReporter(report)
     loggers = [logging.getLogger(name) for name in ("uvicorn", "asyncio")]
     for logger in loggers:
         logger.addHandler(handler)

@@ -38,7 +38,7 @@ def stream(update: Update, done: UpdatedLeaves) -> tuple[list[StoredValue | None
     Returns:
         For each leaf of params its new rows, None where it is frozen, and the optimizer's new state.
     """
-    out = _Stream(update)
+    out = _ChunkStream(update)
     order = [LeafRows(i) for i, c in enumerate(update.params) if c is not None and i not in done.params]
     token = out.run(order, out.measures(done))
     params = [None if c is None else out.finished(c, done.params.get(i)) for i, c in enumerate(update.params)]
@@ -55,7 +55,7 @@ def stream_some(update: Update, order: Sequence[LeafRows]) -> UpdatedLeaves:
         update: all leaves; gradients of those in `order` only.
         order: which rows, in this order; cut further where they can be.
     """
-    out = _Stream(update)
+    out = _ChunkStream(update)
     out.run(order, None)
     leaves = list(dict.fromkeys(rows.leaf for rows in order))
     params = [(i, update.params[i]) for i in leaves]
@@ -65,7 +65,7 @@ def stream_some(update: Update, order: Sequence[LeafRows]) -> UpdatedLeaves:
     )
 
 
-class _Stream:
+class _ChunkStream:
     def __init__(self, update: Update) -> None:
         self._u = update
         like = [
@@ -89,14 +89,14 @@ class _Stream:
         """Steps rows of leaves, given the measures of all; gives the optimizer's token of the step."""
         token = self._begin_chunks(measures)
         chunks = list(self._cut_chunks(order))
-        coming: collections.deque[_Chunk] = collections.deque()
-        leaving: collections.deque[_Chunk] = collections.deque()
+        coming: collections.deque[_RowChunk] = collections.deque()
+        leaving: collections.deque[_RowChunk] = collections.deque()
         for k in range(len(chunks)):
             while k + len(coming) < len(chunks) and (
                 len(coming) < 2 or self._fits_part(coming, chunks[k + len(coming)], AHEAD + 1)
             ):
                 rows, nbytes = chunks[k + len(coming)]
-                coming.append(_Chunk(self, self._u.device, rows, nbytes))
+                coming.append(_RowChunk(self, self._u.device, rows, nbytes))
             now = coming.popleft()
             now.step(token)
             while leaving and not self._fits_part(leaving, chunks[k], BEHIND):
@@ -107,7 +107,7 @@ class _Stream:
             chunk.settle()
         return token
 
-    def _fits_part(self, held: Iterable["_Chunk"], more: tuple[list[LeafRows], int], parts: int) -> bool:
+    def _fits_part(self, held: Iterable["_RowChunk"], more: tuple[list[LeafRows], int], parts: int) -> bool:
         """Returns whether chunks and one more are no larger than `parts` parts of a chunk."""
         return sum(chunk.nbytes for chunk in held) + more[1] <= parts * self._size
 
@@ -251,10 +251,10 @@ def _rows_a_page(held: StoredValue) -> int:
     return PAGE // math.gcd(PAGE, held.shape[1:].numel() * held.dtype.itemsize)
 
 
-class _Chunk:
+class _RowChunk:
     """Rows on their way through the update."""
 
-    def __init__(self, stream: _Stream, device: torch.device, rows: list[LeafRows], nbytes: int) -> None:
+    def __init__(self, stream: _ChunkStream, device: torch.device, rows: list[LeafRows], nbytes: int) -> None:
         self.nbytes = nbytes
         self._stream, self._device, self._rows = stream, device, rows
         self._place: MemoryKind = stream.place(rows[0].leaf)

@@ -13,7 +13,7 @@ from shardfn.core import Mesh, P, PyTree, as_mesh, tree_flatten, tree_leaves, tr
 from shardfn.optim import sgd
 from shardfn.transforms import WeightedMean, default_batch, sharded_step, value_and_grad
 
-from ._parity import Run, assert_same, own_rows
+from ._parity import Run, assert_same, shard_rows
 
 DERIVATIVES = ("loss", "value_and_grad", "grad", "jvp", "hvp")
 
@@ -59,7 +59,7 @@ def assert_derivative_parity(
     vector = tree_map(lambda x: x.cos() / 2, params)
     want = _run_one_device(reference or loss, params, batch, vector, derivatives)
     step = sharded_step(loss, sgd(0.1), mesh=mesh, specs=specs, batch=cut, **options)
-    mine = own_rows(batch, cut, as_mesh(mesh)) if own is None else own
+    mine = shard_rows(batch, cut, as_mesh(mesh)) if own is None else own
     kept = step.init(tree_map(torch.clone, params)).params
     direction = tree_map(lambda v, x: x.with_block(shard(v, x.spec, x.mesh).local), vector, kept)
     if "jvp" in derivatives:

@@ -203,7 +203,7 @@ def on_mesh(
     take = _run_halves if opened else ShardedStep.__call__
     metrics = []
     for whole in batches:
-        state, measured = take(step, state, own_rows(whole, batch, as_mesh(mesh)))
+        state, measured = take(step, state, shard_rows(whole, batch, as_mesh(mesh)))
         metrics.append(measured)
     return Run(unshard(state.params), unshard(state.opt_state), metrics, unshard(state.model_state))
 
@@ -260,11 +260,11 @@ def assert_opened(
     return got
 
 
-def own_rows(batch: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
+def shard_rows(batch: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
     """Returns this rank's rows of a global batch.
 
     Example:
-        >>> own_rows({"x": torch.arange(2)}, P("dp"), as_mesh(None))
+        >>> shard_rows({"x": torch.arange(2)}, P("dp"), as_mesh(None))
         {'x': tensor([0, 1])}
     """
     cuts = broadcast_prefix(specs, batch, lambda x: isinstance(x, P), names=("batch spec", "batch"))

@@ -11,20 +11,20 @@ from shardfn.leaves import LeafLayout as LeafLayout, leaf_layout as leaf_layout,
 from shardfn.leaves import reduce_units as reduce_units, refresh_units as refresh_units
 from shardfn.state import TrainState as TrainState
 
-from ._accumulate import accumulate as accumulate
+from ._value_and_grad import accumulate as accumulate
 from ._by_parts import by_parts as by_parts
-from ._mixed_precision import mixed_precision as mixed_precision
-from ._offload import Offloaded as Offloaded, offload as offload
-from ._pad_layers import pad_layers as pad_layers, unpad_layers as unpad_layers
+from ._value_and_grad import mixed_precision as mixed_precision
+from ._remat import Offloaded as Offloaded, offload as offload
+from ._pipeline import pad_layers as pad_layers, unpad_layers as unpad_layers
 from ._partition import partition as partition
-from ._propose_specs import propose_specs as propose_specs
+from ._partition import propose_specs as propose_specs
 from ._pipeline import pipeline as pipeline
-from ._pipeline_module import pipeline_module as pipeline_module
+from ._pipeline import pipeline_module as pipeline_module
 from shardfn.engine import reshard as reshard
 from ._remat import remat as remat
 from ._tiled import tiled as tiled
 from ._shard_map import shard_map as shard_map
-from ._eval_shape import eval_shape as eval_shape
+from ._jit import eval_shape as eval_shape
 from ._leaf_norms import leaf_norms as leaf_norms
 from shardfn.engine import Lowered as Lowered
 from shardfn.engine import Predicted as Predicted, StepProfile as StepProfile

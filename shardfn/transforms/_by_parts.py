@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, raise_all, tree_flatten, tree_paths, tree_unflatten
+from shardfn import core
 
 
 def by_parts(
-    params: PyTree, parts: Mapping[str, tuple[int, int | Sequence[int]]]
-) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    params: core.PyTree, parts: Mapping[str, tuple[int, int | Sequence[int]]]
+) -> tuple[core.PyTree, Callable[[core.PyTree], core.PyTree]]:
     """Splits fused leaves into parts, and returns the inverse, too: `whole(by_parts(params)[0]) == params`.
 
     GPT-2's `c_attn` is [D, 3 D]: queries, keys and values side by side. Under P(None, "tp") a rank holds a block of the
@@ -46,10 +46,10 @@ def by_parts(
         >>> split["c_attn"].shape, [tuple(x.shape) for x in split["qkv"]], whole(split)["qkv"].shape
         (torch.Size([2, 3, 2]), [(4,), (2,), (2,)], torch.Size([8]))
     """
-    leaves, treedef = tree_flatten(params)
-    paths = tree_paths(params, "params")
+    leaves, treedef = core.tree_flatten(params)
+    paths = core.tree_paths(params, "params")
     found = {p: [path for path in paths if re.search(p, path)] for p in parts}
-    raise_all(ValueError, "by_parts:", list(_find_problems(parts, found, dict(zip(paths, leaves, strict=True)))))
+    core.raise_all(ValueError, "by_parts:", list(_find_problems(parts, found, dict(zip(paths, leaves, strict=True)))))
     of = {
         path: _Fused(*parts[p], leaf.ndim)
         for p in parts
@@ -59,11 +59,13 @@ def by_parts(
     fused = [of.get(path) for path in paths]
     split = [x if f is None else f.apart(x) for f, x in zip(fused, leaves, strict=True)]
 
-    def whole(params: PyTree) -> PyTree:
+    def whole(params: core.PyTree) -> core.PyTree:
         held: list[Any] = treedef.flatten_up_to(params)
-        return tree_unflatten(treedef, [x if f is None else f.joined(x) for f, x in zip(fused, held, strict=True)])
+        return core.tree_unflatten(
+            treedef, [x if f is None else f.join_parts(x) for f, x in zip(fused, held, strict=True)]
+        )
 
-    return tree_unflatten(treedef, split), whole
+    return core.tree_unflatten(treedef, split), whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,7 @@ class _Fused:
             return x.unflatten(self.dim, (self.sizes, x.shape[self.dim] // self.sizes))
         return tuple(one.clone() for one in x.split(list(self.sizes), self.dim))  # leaves share no memory
 
-    def joined(self, x: Any) -> Tensor:
+    def join_parts(self, x: Any) -> Tensor:
         return x.flatten(self.dim, self.dim + 1) if isinstance(self.sizes, int) else torch.cat(list(x), self.dim)
 
 

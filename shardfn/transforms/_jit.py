@@ -1,15 +1,52 @@
-"""`jit`: the same function, captured as a single graph for each signature, scheduled and compiled."""
+"""Captures of functions: `jit` runs a graph, `eval_shape` computes only shapes.
+
+`eval_shape`: shapes of a function's result without its computation, and abstract tensors for lowered steps.
+
+`jit`: the same function, captured as a single graph for each signature, scheduled and compiled.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardfn.core import a_kind, did_you_mean
-from shardfn.engine import MAX_GRAPHS, Jitted, check_order
-from shardfn.graph import (
-    Cluster,
-    Schedule,
-)
+import torch
+from torch import Tensor
+
+from shardfn import core, engine
+from shardfn._torch import DisableTorchDispatch, FakeTensorMode
+from shardfn.capture import fake
+from shardfn.collectives import GlobalTensor
+from shardfn.graph import Cluster, Schedule
+
+
+def eval_shape(f: Callable[..., Any], *args: Any) -> Any:
+    """Returns the result of `f(*args)` as tensors with shape and dtype but no data, without computing.
+
+    Args:
+        f: function of trees of tensors, such as `step.init`.
+        *args: arguments. Tensors may be abstract.
+
+    Returns: The tree that `f` returns, with tensors on the device "meta".
+
+    Example:
+        >>> import torch
+        >>> eval_shape(lambda x: x @ x.T, torch.empty(1 << 20, 8, device="meta")).shape
+        torch.Size([1048576, 1048576])
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, core.draw_shapes():
+        inputs = core.tree_map(lambda x: fake(x, "cpu") if isinstance(x, Tensor) else x, args)
+        return core.tree_map(_make_meta, f(*inputs))
+
+
+def _make_meta(x: Any) -> Any:
+    if isinstance(x, GlobalTensor):
+        return x.with_block(_make_meta(x.held))
+    if isinstance(x, Tensor):
+        with DisableTorchDispatch():
+            out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return core.frozen(out) if core.is_frozen(x) else out
+    return x
 
 
 def jit(
@@ -20,9 +57,9 @@ def jit(
     cluster: Cluster | None = None,
     memory: int | None = None,
     check_types: bool = True,
-    max_graphs: int = MAX_GRAPHS,
+    max_graphs: int = engine.MAX_GRAPHS,
     **options: Any,
-) -> Jitted:
+) -> engine.Jitted:
     """Runs `f` as a graph: captured once per signature, scheduled, and compiled. `jit(f)(*args) == f(*args)`.
 
     `sharded_step(jit(loss), ...)` captures the complete step as one flat graph: gathers, forward, backward, reductions,
@@ -72,26 +109,26 @@ def jit(
         Frostig et al., Compiling machine learning programs via high-level tracing, SysML 2018
     """
     if backend not in (None, "graph", "inductor"):
-        hint = did_you_mean(str(backend), ("graph", "inductor"))
+        hint = core.did_you_mean(str(backend), ("graph", "inductor"))
         raise ValueError(f"jit(backend={backend!r}): the back ends are 'graph' and 'inductor'.{hint}")
     fields = [x.name for x in dataclasses.fields(Schedule)]
     for name in options:
         if name not in fields:
-            raise ValueError(f"jit has no option {name!r}; there are {fields}.{did_you_mean(name, fields)}")
+            raise ValueError(f"jit has no option {name!r}; there are {fields}.{core.did_you_mean(name, fields)}")
     if graph_schedule is not None and options:
         raise ValueError(f"jit got graph_schedule= and {sorted(options)}. Put them in one Schedule.")
-    check_order("jit", f)
+    engine.check_order("jit", f)
     _check_choosing(graph_schedule, cluster, memory, options)
     _check_max_graphs(max_graphs)
     schedule = graph_schedule or Schedule(**options)
-    return Jitted(f, backend, schedule, cluster, memory, options, check_types, max_graphs)
+    return engine.Jitted(f, backend, schedule, cluster, memory, options, check_types, max_graphs)
 
 
 def _check_max_graphs(num: Any) -> None:
     """Checks the number of graphs."""
-    remedy = f"pass how many graphs to keep, an int of at least 1, or leave it out for {MAX_GRAPHS}."
+    remedy = f"pass how many graphs to keep, an int of at least 1, or leave it out for {engine.MAX_GRAPHS}."
     if not isinstance(num, int) or isinstance(num, bool):
-        raise TypeError(f"jit(max_graphs={num!r}): {a_kind(num)} is not a size; {remedy}")
+        raise TypeError(f"jit(max_graphs={num!r}): {core.a_kind(num)} is not a size; {remedy}")
     if num < 1:
         raise ValueError(f"jit(max_graphs={num}): the graph of the current call is always kept; {remedy}")
 

@@ -5,22 +5,12 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from shardfn.collectives import GlobalTensor, bind_mesh, blocks_of, psum
-from shardfn.core import (
-    PyTree,
-    did_you_mean,
-    raise_all,
-    tree_entries,
-    tree_flatten,
-    tree_leaves,
-    tree_paths,
-    tree_unflatten,
-)
+from shardfn import collectives, core
 from shardfn.optim import leaf_squares
 from shardfn.state import check_alive
 
 
-def leaf_norms(tree: PyTree, stacked: str | Collection[str] = ()) -> PyTree:
+def leaf_norms(tree: core.PyTree, stacked: str | Collection[str] = ()) -> core.PyTree:
     """Returns the Euclidean norm of each whole leaf: `sqrt(sum_i x_i^2)` over the blocks of all ranks.
 
     For example, to clip each layer of a gradient by the layer's norm. Ranks exchange a number for each leaf, no
@@ -48,48 +38,48 @@ def leaf_norms(tree: PyTree, stacked: str | Collection[str] = ()) -> PyTree:
         >>> leaf_norms(grads)
         {'a': tensor(5.), 'b': tensor(4.)}
     """
-    leaves, treedef = tree_flatten(tree)
-    named = zip(tree_paths(tree, "tree"), leaves, strict=True)
-    raise_all(
+    leaves, treedef = core.tree_flatten(tree)
+    named = zip(core.tree_paths(tree, "tree"), leaves, strict=True)
+    core.raise_all(
         TypeError,
         "leaf_norms takes a tree of GlobalTensors; a plain tensor has x.norm():",
-        [f"{path} is a {type(x).__name__}" for path, x in named if not isinstance(x, GlobalTensor)],
+        [f"{path} is a {type(x).__name__}" for path, x in named if not isinstance(x, collectives.GlobalTensor)],
     )
     check_alive(tree, "tree")
     if not leaves:
         return tree
     mesh, rows = leaves[0].mesh, _is_stacked(tree, {stacked} if isinstance(stacked, str) else {*stacked})
     # One leaf at a time: leaves on the host or disk need not fit on the device together.
-    with bind_mesh(mesh), torch.no_grad():
+    with collectives.bind_mesh(mesh), torch.no_grad():
         squares = [_sum_row_squares(x) if row else _sum_squares(x) for x, row in zip(leaves, rows, strict=True)]
-    return tree_unflatten(treedef, [x.sqrt().to(torch.float32) for x in squares])
+    return core.tree_unflatten(treedef, [x.sqrt().to(torch.float32) for x in squares])
 
 
-def _sum_squares(x: GlobalTensor) -> Tensor:
+def _sum_squares(x: collectives.GlobalTensor) -> Tensor:
     """Returns the sum of the squares of a leaf."""
     return leaf_squares([x.local.to(x.mesh.device)], [x.spec], torch.float64)[0]
 
 
-def _sum_row_squares(x: GlobalTensor) -> Tensor:
+def _sum_row_squares(x: collectives.GlobalTensor) -> Tensor:
     """Returns the sum of the squares of each row of a leaf."""
-    start, stop = blocks_of(tuple(x.shape), x.spec, x.mesh)[x.mesh.rank][0]
+    start, stop = collectives.blocks_of(tuple(x.shape), x.spec, x.mesh)[x.mesh.rank][0]
     own = x.local.to(x.mesh.device).double().square()
     own = own.sum(tuple(range(1, own.ndim))) if own.ndim > 1 else own
     rows = torch.zeros(x.shape[0], dtype=torch.float64, device=x.mesh.device)
     rows[start:stop] = own
     axes = x.mesh.axes(x.spec.axes)
-    return psum(rows, tuple(axes)) if axes else rows
+    return collectives.psum(rows, tuple(axes)) if axes else rows
 
 
-def _is_stacked(tree: PyTree, keys: set[str]) -> list[bool]:
+def _is_stacked(tree: core.PyTree, keys: set[str]) -> list[bool]:
     """Returns whether each leaf is below one of the keys."""
-    paths, entries = tree_paths(tree, "tree"), tree_entries(tree)
+    paths, entries = core.tree_paths(tree, "tree"), core.tree_entries(tree)
     known = {str(entry) for own in entries for entry in own}
-    problems = [f"no leaf is below {key!r}.{did_you_mean(key, known)}" for key in sorted(keys - known)]
+    problems = [f"no leaf is below {key!r}.{core.did_you_mean(key, known)}" for key in sorted(keys - known)]
     rows = [not keys.isdisjoint(map(str, own)) for own in entries]
-    leaves = zip(paths, tree_leaves(tree), rows, strict=True)
+    leaves = zip(paths, core.tree_leaves(tree), rows, strict=True)
     problems += [
         f"{path} is 0-d, and a stacked leaf has a layer in each row" for path, x, row in leaves if row and not x.ndim
     ]
-    raise_all(ValueError, f"leaf_norms(stacked={sorted(keys)}):", problems)
+    core.raise_all(ValueError, f"leaf_norms(stacked={sorted(keys)}):", problems)
     return rows

@@ -1,25 +1,90 @@
-"""`pipeline`: a loss of equal layers on the ranks along an axis."""
+"""Pipelines: losses of equal layers, unmodified modules, and stages with unequal numbers of layers.
 
+`pipeline`: a loss of equal layers on the ranks along an axis.
+
+`pipeline_module`: a loss of an unmodified module, with layers on the ranks along an axis.
+"""
+
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardfn.core import PyTree
-from shardfn.engine import Accumulated, PipelinedFunctions, PipelinedLayers, check_order
+from shardfn import core, engine
+from shardfn.modules import LayeredFunction
 from shardfn.schedules import PipelineSchedule, named_schedule
 
 
+def pad_layers(stack: core.PyTree, layers_per_stage: Sequence[int]) -> core.PyTree:
+    """Returns a stack with unused rows added, so that each stage has as many rows as the longest stage.
+
+    Ranks along an axis have equal blocks of a leaf. For stages of unequal numbers of layers, `pipeline` and
+    `pipeline_module` take `layers_per_stage`, and stacks with rows that no stage runs: for example 9 rows for 2, 3 and
+    3 layers, with the third row unused. Gradients of unused rows are zeros, and norms do not count such rows.
+
+    Args:
+        stack: tree of tensors [L, ...].
+        layers_per_stage: numbers of layers of each stage, in order, for example from `schedules.balance`. The sum is L.
+
+    Raises:
+        ValueError: the sum is not L. Every leaf is listed.
+
+    Example:
+        >>> import torch
+        >>> pad_layers({"w": torch.tensor([1.0, 2.0, 3.0])}, (1, 2))
+        {'w': tensor([1., 0., 2., 3.])}
+    """
+    _check_stages(stack, sum(layers_per_stage), layers_per_stage)
+    return _frozen_as(stack, engine.padded(stack, layers_per_stage))
+
+
+def unpad_layers(stack: core.PyTree, layers_per_stage: Sequence[int]) -> core.PyTree:
+    """Returns the layers of a stack from `pad_layers`, for another number of stages or a checkpoint.
+
+    Args:
+        stack: tree of tensors.
+        layers_per_stage: numbers of layers, see `pad_layers`.
+
+    Raises:
+        ValueError: the stack has another number of rows. Every leaf is listed.
+
+    Example:
+        >>> import torch
+        >>> unpad_layers(torch.tensor([1.0, 0.0, 2.0, 3.0]), (1, 2))
+        tensor([1., 2., 3.])
+    """
+    _check_stages(stack, len(layers_per_stage) * max(layers_per_stage, default=0), layers_per_stage)
+    return _frozen_as(stack, engine.unpadded(stack, layers_per_stage))
+
+
+def _frozen_as(stack: core.PyTree, made: core.PyTree) -> core.PyTree:
+    """Returns the leaves of `made`, frozen where the leaves of the stack are frozen."""
+    return core.tree_map(lambda x, y: core.frozen(y) if core.is_frozen(x) else y, stack, made)
+
+
+def _check_stages(stack: core.PyTree, rows: int, layers_per_stage: Sequence[int]) -> None:
+    if not layers_per_stage or min(layers_per_stage) < 1:
+        raise ValueError(f"every stage has a layer, got layers_per_stage={tuple(layers_per_stage)}.")
+    pairs = core.named_leaves(stack, "stack")
+    core.raise_all(
+        ValueError,
+        f"layers_per_stage={tuple(layers_per_stage)} is for {rows} rows:",
+        [f"{path} has {x.shape[0]}" for path, x in pairs if x.shape[0] != rows],
+    )
+
+
 def pipeline(
-    first: Callable[..., PyTree],
-    block: Callable[..., PyTree] | Sequence[Callable[..., PyTree]],
+    first: Callable[..., core.PyTree],
+    block: Callable[..., core.PyTree] | Sequence[Callable[..., core.PyTree]],
     last: Callable[..., Any],
     *,
-    blocks: str | Callable[[PyTree], Any] = "blocks",
+    blocks: str | Callable[[core.PyTree], Any] = "blocks",
     axis: str = "pp",
     num_microbatches: int = 1,
     num_chunks: int = 1,
     schedule: str | PipelineSchedule = "1f1b",
     layers_per_stage: Sequence[int] | None = None,
-) -> Accumulated | PipelinedLayers | PipelinedFunctions:
+) -> engine.Accumulated | engine.PipelinedLayers | engine.PipelinedFunctions:
     """Returns a loss of a first function, layers on several ranks, and a last function.
 
         h = first(params, batch);  for p in layers:  h = block(p, h);  return last(params, h, batch)
@@ -85,7 +150,7 @@ def pipeline(
     """
     functions = (block,) if callable(block) else tuple(block)
     for f in (first, *functions, last):
-        check_order("pipeline", f, deep=True)
+        engine.check_order("pipeline", f, deep=True)
     if num_microbatches < 1 or num_chunks < 1:
         raise ValueError(f"pipeline needs a microbatch and a chunk, got {num_microbatches} and {num_chunks}.")
     table = schedule_of(schedule, num_chunks)
@@ -98,8 +163,8 @@ def pipeline(
             f"a pipeline of {len(functions)} functions with layers_per_stage={layers_per_stage}: give a function or"
             " more, and leave layers_per_stage out. Make one function of those that are to be a stage's together."
         )
-    loss = PipelinedLayers(*how, block) if callable(block) else PipelinedFunctions(*how, functions)
-    return Accumulated(loss, num_microbatches) if num_microbatches > 1 else loss
+    loss = engine.PipelinedLayers(*how, block) if callable(block) else engine.PipelinedFunctions(*how, functions)
+    return engine.Accumulated(loss, num_microbatches) if num_microbatches > 1 else loss
 
 
 def per_stage_of(layers_per_stage: Sequence[int] | None, num_chunks: int) -> tuple[int, ...] | None:
@@ -132,3 +197,121 @@ def schedule_of(schedule: str | PipelineSchedule, num_chunks: int) -> Callable[[
             )
         return lambda num_ranks, num_microbatches: schedule
     return named_schedule(schedule, num_chunks)
+
+
+def pipeline_module(
+    loss: Callable[..., Any],
+    function: LayeredFunction,
+    *,
+    axis: str = "pp",
+    num_microbatches: int = 1,
+    schedule: str | PipelineSchedule = "1f1b",
+    layers_per_stage: Sequence[int] | None = None,
+    adapters: engine.LeafAdapters | None = None,
+) -> engine.Accumulated | engine.PipelinedModule | engine.Partitioned:
+    """Returns a loss of an unmodified module with layers on several ranks: `pipeline` of a module.
+
+        params, apply = from_module(module, layers="model.layers")
+        loss(params, batch)  is the mean of the loss over microbatches
+
+    In a step on a mesh with `axis`, each rank along `axis` stores and runs some of the layers: the leaves in
+    `params["model.layers"]` have specs `P(axis)`, and no other leaf has `axis` in the spec. Each rank runs the module's
+    forward around the rank's layers: without data up to the first of these layers, whose first argument is then the
+    tensor from the previous rank. So the model's code is used unchanged, and one tensor per microbatch goes from rank
+    to rank. Each rank computes the other arguments of layers, such as masks and rotary angles. Parameters behind such
+    arguments are tied.
+
+    Layers may differ, for example dense layers before mixtures of experts. Layers with leaves of other names or shapes
+    are stacked by kind, and all ranks run the layers in order: either the evenly cut stacks of all kinds give each rank
+    consecutive layers, or the kind with the most layers is cut, and the leaves of a kind without `axis` in the specs
+    are whole on all ranks. Only the first rank uses the parts before the layers, and only the last rank uses the parts
+    behind.
+
+    A layer that reads values of tensors, such as a mixture of experts, may return a tensor or a tuple. A rank learns
+    the form of the result from the rank's layers.
+
+    Args:
+        loss: `loss(params, batch[, key])`, which calls `function`, or a result of `function.keyed`, once.
+            `partition(loss)` is equivalent to `partition(pipeline_module(loss, ...))`.
+        function: function from `from_module(module, layers=...)`.
+        axis: axis along which the stages lie.
+        num_microbatches: number of microbatches, which must divide the rows of the batch.
+        schedule: "gpipe" or "1f1b", or a schedule of `shardfn.schedules`.
+        layers_per_stage: numbers of layers as for `pipeline`, for a padded `params["model.layers"]` with layers of one
+            kind.
+        adapters: adapters of the module's leaves. The parameters are then
+            `{"base": params, "lora": adapters.init(key)}`, with `adapters.specs`, and `loss` gets the module's
+            parameters with the adapters inside. Layers are of the same kind.
+
+    Raises:
+        TypeError: `function` was made without naming the layers.
+        ValueError: as in `pipeline`, or layers of several kinds have adapters. Also when a step is built: a rank would
+            have layers of several kinds that are not consecutive. Also when a step runs: the result of a layer is used
+            outside of the next layer, layers do not run once each, in order, or transformers records outputs of all
+            layers.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from shardfn.modules import from_module
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        ...     def forward(self, x):
+        ...         for layer in self.layers:
+        ...             x = torch.tanh(layer(x))
+        ...         return x
+        >>> params, apply = from_module(Net(), layers="layers")
+        >>> {name: tuple(x.shape) for name, x in params["layers"].items()}
+        {'weight': (4, 3, 3), 'bias': (4, 3)}
+        >>> loss = pipeline_module(lambda p, x: apply(p, x).square().mean(), apply, num_microbatches=2)
+        >>> loss(params, torch.zeros(4, 3)).shape
+        torch.Size([])
+
+    References: Huang et al., GPipe, 2018, https://arxiv.org/abs/1811.06965
+    """
+    engine.check_order("pipeline", loss, deep=True)
+    if not isinstance(function, LayeredFunction):
+        raise TypeError(
+            f"pipeline_module(loss, function): function is a {type(function).__name__}; make it by"
+            " from_module(module, layers=...), with the name of its list of layers."
+        )
+    if num_microbatches < 1:
+        raise ValueError(f"pipeline_module needs a microbatch, got num_microbatches={num_microbatches}.")
+    if layers_per_stage is not None and len(function.kinds.kinds) > 1:
+        raise ValueError(
+            f"pipeline_module(layers_per_stage={tuple(layers_per_stage)}): the layers are of"
+            f" {len(function.kinds.kinds)} kinds, and their stacks are cut evenly; leave it out."
+        )
+    if adapters is not None and len(function.kinds.kinds) > 1:
+        raise ValueError(
+            f"pipeline_module(adapters=...): the layers are of {len(function.kinds.kinds)} kinds, and adapters are of"
+            " one. Write the layers as functions: sf.pipeline(first, block, last)."
+        )
+    table, path, per_stage = schedule_of(schedule, 1), function.path, per_stage_of(layers_per_stage, 1)
+    whole = loss.inner if isinstance(loss, engine.Partitioned) else loss
+    blocks = (
+        functools.partial(_find_layers, path) if adapters is None else functools.partial(_adapt_params, path, adapters)
+    )
+    made = engine.PipelinedModule(blocks, axis, table, 1, False, per_stage, whole, function, adapters)
+    piped = engine.Accumulated(made, num_microbatches) if num_microbatches > 1 else made
+    return dataclasses.replace(loss, inner=piped) if isinstance(loss, engine.Partitioned) else piped
+
+
+def _find_layers(path: str, params: core.PyTree) -> core.PyTree:
+    if path not in params:
+        raise ValueError(
+            f"pipeline_module(loss, function): params have {sorted(params)}, and the function's layers are at {path!r};"
+            " pass the parameters of from_module themselves; or, with adapters beside them, adapters=lora."
+        )
+    return params[path]
+
+
+def _adapt_params(path: str, adapters: engine.LeafAdapters, params: core.PyTree) -> core.PyTree:
+    if set(params) != {"base", "lora"}:
+        raise ValueError(
+            f"pipeline_module(adapters=...): params have {sorted(params)}. Pass {{'base': params, 'lora': adapters}}."
+        )
+    own = {name: params["lora"][name] for name, site in adapters.sites.items() if site.entries[0] == path}
+    return {"base": _find_layers(path, params["base"]), "lora": own}

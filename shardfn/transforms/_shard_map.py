@@ -6,20 +6,12 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.collectives import (
-    AxisTypeMode,
-    GlobalTensor,
-    all_gather_invariant,
-    bind_mesh,
-    take_own_block,
-    track_axis_types,
-)
-from shardfn.core import Mesh, P, PyTree, Zero, as_mesh, broadcast_prefix, tree_flatten, tree_paths, tree_unflatten
-from shardfn.engine import Interface, block_of, check_specs, is_spec, size_along
+from shardfn import collectives, core, engine
+from shardfn.core import P
 
 
 def shard_map(
-    f: Callable[..., Any], *, mesh: Mesh | DeviceMesh | None, in_specs: PyTree, out_specs: PyTree
+    f: Callable[..., Any], *, mesh: core.Mesh | DeviceMesh | None, in_specs: core.PyTree, out_specs: core.PyTree
 ) -> Callable[..., Any]:
     """Runs `f` on each rank's blocks: inside, cut dims have the block's size, and collectives know the axes.
 
@@ -50,33 +42,33 @@ def shard_map(
         >>> total(torch.arange(4.0))
         tensor(6.)
     """
-    on = as_mesh(mesh)
-    check_specs({"in_specs": in_specs, "out_specs": out_specs}, P(), Zero(), on)
-    mode, interface = AxisTypeMode(on, on.axis_names), Interface(on, out_specs=out_specs)
+    on = core.as_mesh(mesh)
+    engine.check_specs({"in_specs": in_specs, "out_specs": out_specs}, P(), core.Zero(), on)
+    mode, interface = collectives.AxisTypeMode(on, on.axis_names), engine.Interface(on, out_specs=out_specs)
 
     def mapped_call(*args: Any) -> Any:
-        given = args[0] if is_spec(in_specs) and len(args) == 1 else args
-        with bind_mesh(on):
-            leaves, treedef = tree_flatten(given)
-            specs = broadcast_prefix(in_specs, given, is_spec, names=("in_specs", "args"))
-            names = tree_paths(given, "args")
+        given = args[0] if engine.is_spec(in_specs) and len(args) == 1 else args
+        with collectives.bind_mesh(on):
+            leaves, treedef = core.tree_flatten(given)
+            specs = core.broadcast_prefix(in_specs, given, engine.is_spec, names=("in_specs", "args"))
+            names = core.tree_paths(given, "args")
             entered = [_enter_body(x, s, n, mode) for x, s, n in zip(leaves, specs, names, strict=True)]
-            blocks = tree_unflatten(treedef, entered)
-            with track_axis_types(mode):
+            blocks = core.tree_unflatten(treedef, entered)
+            with collectives.track_axis_types(mode):
                 out = interface.typed(f(blocks) if given is not args else f(*blocks), mode)
-            leaves, treedef = tree_flatten(out)
-            specs = broadcast_prefix(out_specs, out, is_spec, names=("out_specs", "result"))
-            paths = tree_paths(out, "result")
-            return tree_unflatten(
+            leaves, treedef = core.tree_flatten(out)
+            specs = core.broadcast_prefix(out_specs, out, engine.is_spec, names=("out_specs", "result"))
+            paths = core.tree_paths(out, "result")
+            return core.tree_unflatten(
                 treedef, [_leave_body(x, s, n, on) for x, s, n in zip(leaves, specs, paths, strict=True)]
             )
 
     return mapped_call
 
 
-def _enter_body(x: Any, spec: P, name: str, mode: AxisTypeMode) -> Any:
-    if isinstance(x, GlobalTensor):
-        return mode.declare(block_of(x, spec, name, "in_specs").view_as(x.local), spec.axes)
+def _enter_body(x: Any, spec: P, name: str, mode: collectives.AxisTypeMode) -> Any:
+    if isinstance(x, collectives.GlobalTensor):
+        return mode.declare(engine.block_of(x, spec, name, "in_specs").view_as(x.local), spec.axes)
     if not isinstance(x, Tensor):
         return x
     if len(spec) > x.ndim:
@@ -85,11 +77,11 @@ def _enter_body(x: Any, spec: P, name: str, mode: AxisTypeMode) -> Any:
         )
     for dim in range(len(spec)):
         for axis in spec.dim_axes(dim):
-            x = take_own_block(x, axis, dim=dim)
+            x = collectives.take_own_block(x, axis, dim=dim)
     return mode.declare(x.view_as(x), spec.axes)  # a new object, which carries the axes
 
 
-def _leave_body(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
+def _leave_body(x: Any, spec: P, name: str, mesh: core.Mesh) -> Any:
     if not isinstance(x, Tensor):
         return x
     if len(spec) > x.ndim:
@@ -99,5 +91,5 @@ def _leave_body(x: Any, spec: P, name: str, mesh: Mesh) -> Any:
     for dim in range(len(spec)):
         # The minor axis first: the minor axis cut the blocks of the major axis.
         for axis in reversed(mesh.axes(spec.dim_axes(dim))):
-            x = all_gather_invariant(x, axis, dim=dim, size=size_along(x.shape[dim], axis, mesh))
+            x = collectives.all_gather_invariant(x, axis, dim=dim, size=engine.size_along(x.shape[dim], axis, mesh))
     return x

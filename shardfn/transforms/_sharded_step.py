@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardfn.core import Mesh, P, PyTree, Zero, explains_keywords
-from shardfn.engine import Loss, Objective, ShardedStep, build_step
+from shardfn import core, engine
 from shardfn.optim import GradientTransformation, Pair
 
 # Arguments of steps in other libraries, and the counterparts here.
@@ -32,25 +31,25 @@ _MEANT = {
 }
 
 
-@explains_keywords(**_MEANT)
+@core.explains_keywords(**_MEANT)
 def sharded_step(
-    loss: Loss | Mapping[str, Loss | Objective],
+    loss: engine.Loss | Mapping[str, engine.Loss | engine.Objective],
     optimizer: GradientTransformation | Pair,
     *,
-    mesh: Mesh | DeviceMesh | None = None,
-    specs: PyTree = P(),
-    batch: PyTree = None,
-    zero: Zero | int | None = None,
+    mesh: core.Mesh | DeviceMesh | None = None,
+    specs: core.PyTree = core.P(),
+    batch: core.PyTree = None,
+    zero: core.Zero | int | None = None,
     key: Tensor | None = None,
     count: bool = False,
     has_aux: bool = False,
     has_state: bool = False,
-    state_specs: PyTree = P(),
-    finish: Callable[[PyTree], PyTree] | None = None,
+    state_specs: core.PyTree = core.P(),
+    finish: Callable[[core.PyTree], core.PyTree] | None = None,
     donate: bool = True,
     skip_nonfinite: bool = False,
-    trainable: PyTree = None,
-) -> ShardedStep:
+    trainable: core.PyTree = None,
+) -> engine.ShardedStep:
     """Returns the training step of `loss` on a mesh: `step(state, batch) -> (state, metrics)`.
 
     Between steps each leaf is stored in the storage sharding. The loss sees the leaf in the compute spec. The step
@@ -128,7 +127,7 @@ def sharded_step(
         "donate": donate,
         "skip_nonfinite": skip_nonfinite,
     }
-    return build_step(
+    return engine.build_step(
         loss,
         optimizer,
         mesh=mesh,

@@ -10,18 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn._torch import forward_level
 from shardfn.collectives import transforming
-from shardfn.core import (
-    PyTree,
-    named_leaves,
-    raise_all,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_paths,
-    tree_unflatten,
-)
 from shardfn.engine import check_order
 from shardfn.leaves import opened
 
@@ -72,16 +63,16 @@ def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> C
     again = remat(f)
 
     @functools.wraps(f)
-    def run_tiles(params: PyTree, *xs: Any, **whole: Any) -> Any:
-        leaves, treedef = tree_flatten(xs)
+    def run_tiles(params: core.PyTree, *xs: Any, **whole: Any) -> Any:
+        leaves, treedef = core.tree_flatten(xs)
         cut = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         lengths = tile_lengths(_tiled_length(dim, xs, cut), tiles or _count_square_tiles(dim, cut))
         parts = {i: opened(x).split(lengths, dim) for i, x in cut.items()}
         # Held while the tiles run, so that a step gathers the leaves once.
-        params, uses = _summed_wide(tree_map(opened, params))
+        params, uses = _summed_wide(core.tree_map(opened, params))
         outs = []
         for n in range(len(lengths)):
-            tile = tree_unflatten(treedef, [parts[i][n] if i in parts else x for i, x in enumerate(leaves)])
+            tile = core.tree_unflatten(treedef, [parts[i][n] if i in parts else x for i, x in enumerate(leaves)])
             outs.append(again(uses(params), *tile, **whole))
         return _join_tiles(dim, lengths, outs)
 
@@ -137,14 +128,14 @@ class _TileUse(torch.autograd.Function):
         return grad_outputs[0].float(), None
 
 
-def _summed_wide(params: PyTree) -> tuple[list[Any], Callable[[list[Any]], PyTree]]:
+def _summed_wide(params: core.PyTree) -> tuple[list[Any], Callable[[list[Any]], core.PyTree]]:
     """Returns the leaves of `params`, and a function that makes the parameters of a tile."""
-    leaves, treedef = tree_flatten(params)
+    leaves, treedef = core.tree_flatten(params)
     backward = torch.is_grad_enabled() and forward_level() < 0  # forward mode has no sum over tiles
     pairs = [(_Handle.apply(p), p.detach()) if backward and _is_narrow(p) else (None, p) for p in leaves]
 
-    def make_uses(pairs: list[Any]) -> PyTree:
-        return tree_unflatten(treedef, [p if h is None else _TileUse.apply(h, p) for h, p in pairs])
+    def make_uses(pairs: list[Any]) -> core.PyTree:
+        return core.tree_unflatten(treedef, [p if h is None else _TileUse.apply(h, p) for h, p in pairs])
 
     return pairs, make_uses
 
@@ -155,17 +146,17 @@ def _is_narrow(p: Any) -> bool:
     return p.requires_grad or transforming()
 
 
-def _tiled_length(dim: int, xs: PyTree, cut: dict[int, Tensor]) -> int:
-    paths = tree_paths(xs, "xs")
+def _tiled_length(dim: int, xs: core.PyTree, cut: dict[int, Tensor]) -> int:
+    paths = core.tree_paths(xs, "xs")
     lacking = [f"{paths[i]} has shape {tuple(x.shape)}" for i, x in cut.items() if x.ndim <= dim]
-    raise_all(
+    core.raise_all(
         ValueError, f"tiled cuts along dim {dim}. Pass tensors that are to be whole by name, or with params:", lacking
     )
     lengths = {x.shape[dim] for x in cut.values()}
     if not cut:
         raise ValueError("tiled has no tensor to cut: f takes params, and then the tensors to cut.")
     lengths_of = [f"{paths[i]} has {x.shape[dim]} of shape {tuple(x.shape)}" for i, x in cut.items()]
-    raise_all(
+    core.raise_all(
         ValueError,
         f"lengths along dim {dim}, which tiled cuts, differ. Pass tensors that are to be whole by name:",
         lengths_of if len(lengths) > 1 else [],
@@ -182,14 +173,14 @@ def _join_tiles(dim: int, lengths: list[int], outs: list[Any]) -> Any:
     """Joins the results of the tiles."""
     wrong = []
     for n, out in zip(lengths, outs, strict=True):
-        for path, x in named_leaves(out, "result"):
+        for path, x in core.named_leaves(out, "result"):
             fits = isinstance(x, Tensor) and (x.ndim == 0 or (x.ndim > dim and x.shape[dim] == n))
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             wrong += [] if fits else [f"{path} of a tile of {n} is {got}"]
-    raise_all(
+    core.raise_all(
         ValueError, f"results of a tiled function are 0-d (and summed) or as long as its tile along {dim}:", wrong
     )
-    columns = zip(*(tree_leaves(out) for out in outs), strict=True)
+    columns = zip(*(core.tree_leaves(out) for out in outs), strict=True)
     # A sum over a stack is rounded once.
     joined = [torch.cat(c, dim) if c[0].ndim else torch.stack(c).sum(dtype=c[0].dtype) for c in columns]
-    return tree_unflatten(tree_flatten(outs[0])[1], joined)
+    return core.tree_unflatten(core.tree_flatten(outs[0])[1], joined)

@@ -91,7 +91,7 @@ def _describe_group(text: str, group: list[Wait], now: float) -> str:
     return f"{text} {names}".rstrip() + f"{count}, {now - min(wait.start for wait in group):.0f} s"
 
 
-class _Board:
+class _WaitBoard:
     """Waits of this process, and the thread that reports. The thread ends with the last wait."""
 
     def __init__(self) -> None:
@@ -157,12 +157,12 @@ class _Board:
             self._bar = None
 
 
-_board = _Board()
+_board = _WaitBoard()
 
 
 def _reset_board() -> None:
     """Gives a forked process a new board: threads do not survive a fork."""
-    vars(_board).update(vars(_Board()))
+    vars(_board).update(vars(_WaitBoard()))
 
 
 if hasattr(os, "register_at_fork"):

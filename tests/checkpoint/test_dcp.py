@@ -14,7 +14,7 @@ import shardfn as sf
 from shardfn import checkpoint, optim
 from shardfn.collectives import GlobalTensor, unshard
 from shardfn.core import P, tree_leaves, tree_paths
-from shardfn.testing import distributed, odd_batch, odd_loss, odd_params, own_rows
+from shardfn.testing import distributed, odd_batch, odd_loss, odd_params, shard_rows
 
 
 def wholes() -> dict[str, torch.Tensor]:
@@ -50,7 +50,7 @@ def _state_saved(place: pathlib.Path, world: int) -> Any:
     step = made(world, stage=3)
     state = step.init(odd_params())
     for n in range(2):
-        state, _ = step(state, own_rows(odd_batch(n), P("dp"), step.mesh))
+        state, _ = step(state, shard_rows(odd_batch(n), P("dp"), step.mesh))
     checkpoint.save_dcp(place / f"{world}", state)
     return by_path(state)
 
@@ -60,7 +60,7 @@ def _state_restored(place: pathlib.Path, stage: int, world: int) -> Any:
     step = made(world, stage)
     state = checkpoint.restore_dcp(place, step.init(odd_params()))
     found = by_path(state)
-    step(state, own_rows(odd_batch(2), P("dp"), step.mesh))
+    step(state, shard_rows(odd_batch(2), P("dp"), step.mesh))
     return found
 
 

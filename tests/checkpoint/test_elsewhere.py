@@ -11,7 +11,7 @@ import shardfn as sf
 from shardfn import checkpoint, optim
 from shardfn.collectives import unshard
 from shardfn.core import tree_leaves, tree_paths
-from shardfn.testing import distributed, odd_batch, odd_loss, odd_params, own_rows
+from shardfn.testing import distributed, odd_batch, odd_loss, odd_params, shard_rows
 
 
 def onebit(world: int, stage: int) -> Any:
@@ -25,7 +25,7 @@ def _owing(directory: pathlib.Path, stage: int, world: int) -> Any:
     step = onebit(world, stage)
     state = step.init(odd_params())
     for n in range(5):
-        state, _ = step(state, own_rows(odd_batch(n), sf.P("dp"), step.mesh))
+        state, _ = step(state, shard_rows(odd_batch(n), sf.P("dp"), step.mesh))
     checkpoint.save(directory / f"{world}-{stage}", state, durable=False)
     return unshard(state)
 
@@ -35,7 +35,7 @@ def _going_on(directory: pathlib.Path, source: str, stage: int, world: int) -> A
     step = onebit(world, stage)
     state = checkpoint.restore(directory / source, step.init(odd_params())).tree
     found = unshard(state)
-    state, metrics = step(state, own_rows(odd_batch(5), sf.P("dp"), step.mesh))
+    state, metrics = step(state, shard_rows(odd_batch(5), sf.P("dp"), step.mesh))
     assert metrics["loss"].isfinite()
     return found
 

@@ -15,7 +15,7 @@ from shardfn import checkpoint, optim
 from shardfn.collectives import GlobalTensor, Residual, blocks_of
 from shardfn.core import named_leaves, tree_leaves, tree_paths
 from shardfn.models import gpt
-from shardfn.testing import distributed, own_rows
+from shardfn.testing import distributed, shard_rows
 
 CONFIG = gpt.Config.llama_like(vocab_size=19, num_layers=3, d_model=12, num_heads=3, d_ff=20, max_len=6, per_head=True)
 # The tolerance for a step on other ranks, which sum in another order.
@@ -153,7 +153,7 @@ def over_leaves(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
 def went_on(step: Any, state: Any, specs: Any) -> Any:
     """A rank's blocks and errors of the state, the same one step later, and the loss of that step."""
     now = own_blocks(state, step.mesh), own_errors(state, specs, step.mesh)
-    state, metrics = step(state, own_rows(batch(STEPS), sf.P("dp"), step.mesh))
+    state, metrics = step(state, shard_rows(batch(STEPS), sf.P("dp"), step.mesh))
     return *now, own_blocks(state, step.mesh), own_errors(state, specs, step.mesh), float(metrics["loss"])
 
 
@@ -164,7 +164,7 @@ def _saved(directory: pathlib.Path, layouts: list[Layout], name: str, world: int
         step, init, specs = made(layout, name)
         state = step.init(init, sf.key(0))
         for n in range(STEPS):
-            state, _ = step(state, own_rows(batch(n), sf.P("dp"), step.mesh))
+            state, _ = step(state, shard_rows(batch(n), sf.P("dp"), step.mesh))
         checkpoint.save(directory / name_of(layout), state, durable=False)
         out[layout] = went_on(step, state, specs)
     return out

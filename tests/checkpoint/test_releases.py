@@ -18,7 +18,7 @@ import shardfn as sf
 from shardfn import checkpoint, optim
 from shardfn.collectives import unshard
 from shardfn.core import tree_leaves, tree_paths
-from shardfn.testing import distributed, odd_batch, odd_loss, odd_params, own_rows
+from shardfn.testing import distributed, odd_batch, odd_loss, odd_params, shard_rows
 
 RELEASES = pathlib.Path(__file__).parent / "releases"
 VERSIONS = sorted(p.name for p in RELEASES.iterdir() if p.is_dir())
@@ -54,7 +54,7 @@ def _kept(place: pathlib.Path, world: int) -> Any:
         step = made(name, world, stage=1)
         state = step.init(odd_params())
         for n in range(4):
-            state, _ = step(state, own_rows(odd_batch(n), sf.P("dp"), step.mesh))
+            state, _ = step(state, shard_rows(odd_batch(n), sf.P("dp"), step.mesh))
         checkpoint.save(place / name, state, user=USER)
         out[name] = wholes(state)
     return out
@@ -72,7 +72,7 @@ def _opened(place: pathlib.Path, name: str, stage: int, world: int) -> Any:
     step = made(name, world, stage)
     restored = checkpoint.restore(place, step.init(odd_params()))
     found = wholes(restored.tree)
-    _, metrics = step(restored.tree, own_rows(odd_batch(4), sf.P("dp"), step.mesh))
+    _, metrics = step(restored.tree, shard_rows(odd_batch(4), sf.P("dp"), step.mesh))
     return restored.step, restored.user, found, float(metrics["loss"])
 
 

@@ -369,7 +369,7 @@ def test_every_bad_argument_is_named_before_anything_is_loaded(
         ("--accumulate", "5"): "--accumulate 5: 5 microbatches on dp=1 need as many rows",
         ("--merge",): "--merge has no effect without --lora RANK",
         ("--quantization", "int4"): "--quantization has no effect without --lora RANK",
-        ("--lora", "2", "--quantization", "int3"): "--quantization int3: it is int8 or int4",
+        ("--lora", "2", "--quantization", "int3"): "--quantization int3: it must be int8 or int4",
         ("--lora", "-1"): "--lora -1: the rank is 1 or more",
         ("--zero", "4"): "--zero 4: a stage is 0, 1, 2 or 3",
         ("--precision", "bf61"): "--precision bf61: it is bf16 or fp32. Did you mean 'bf16'?",

@@ -302,7 +302,10 @@ def test_a_model_that_a_rank_refuses(model: pathlib.Path) -> None:
         ("--cache-gib 0", "--cache-gib must be above 0, got 0.0"),
         ("--weights int4,tape", "--weights int4,tape: write int8 or int4, and disk or host"),
         ("--weights int8 --dtype bfloat16", "--weights int8 needs --dtype float32"),
-        ("--draft-model {model} --drafter ngram", "--draft-model and --drafter ngram are 2 drafters; leave all but one of them out"),
+        (
+            "--draft-model {model} --drafter ngram",
+            "--draft-model and --drafter ngram are 2 drafters; leave all but one of them out",
+        ),
         ("--api-key-file nowhere", "--api-key-file nowhere: there is no such file"),
         ("--host 0.0.0.0", "host is 0.0.0.0, which other machines reach, and there are no keys"),
         ("--port 99999", "port must be from 0 to 65535, got 99999"),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardfn.collectives._buckets import buckets, check_leaves, matched, padded, staggered
+from shardfn.collectives._compressor import buckets, check_leaves, matched, padded, staggered
 from shardfn.core import tree_structure
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardfn as sf
-from shardfn.collectives.transport import _patience
+from shardfn.collectives.transport import _epoch
 from shardfn.testing import distributed
 
 
@@ -31,18 +31,18 @@ class _Heard(logging.Handler):
 @pytest.mark.nightly
 @distributed(world=2)
 def test_a_rank_alone_in_full_tensor_raises() -> None:
-    mesh, heard, before = sf.make_mesh(), _Heard(), _patience.SECONDS
+    mesh, heard, before = sf.make_mesh(), _Heard(), _epoch.SECONDS
     _, state = _run(mesh)
-    _patience.SECONDS = 0.1
+    _epoch.SECONDS = 0.1
     logging.getLogger("shardfn.collectives").addHandler(heard)
     try:
         if mesh.rank == 1:
             time.sleep(1.0)
-            _patience.SECONDS = 60.0
+            _epoch.SECONDS = 60.0
         assert torch.equal(state.params.full_tensor(), torch.ones(4))
     finally:
         logging.getLogger("shardfn.collectives").removeHandler(heard)
-        _patience.SECONDS = before
+        _epoch.SECONDS = before
     if mesh.rank == 0:
         assert "rank 0 is in full_tensor() of a leaf of shape (4,), which all ranks along ('dp',)" in heard.texts[0]
     else:

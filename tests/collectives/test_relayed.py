@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardfn.collectives._quantized import Relayed
+from shardfn.collectives._zero_plus_plus import Relayed
 from shardfn.collectives.transport._channel import Channel
 from shardfn.core import Pending
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 import shardfn as sf
-from shardfn.data import OwnExamples, Stream, own_rows
+from shardfn.data import OwnExamples, Stream, shard_rows
 from shardfn.testing import distributed
 
 pytestmark = [
@@ -60,14 +60,14 @@ def _shuffled(workers: int = 0) -> Any:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchdata_resumes_exactly_by_its_own_state(workers: int) -> None:
     _assert_resumes(lambda: Stream(_shuffled(workers)), [1, 4, 6, 8])
-    _assert_resumes(lambda: Stream(own_rows(_shuffled(workers), rank=1, world=2)), [2, 7])
+    _assert_resumes(lambda: Stream(shard_rows(_shuffled(workers), rank=1, world=2)), [2, 7])
     data = lambda: OwnExamples(Numbers(44), rank=1, world=2)  # noqa: E731
     _assert_resumes(lambda: Stream(_stateful(data(), num_workers=workers)), [1, 3, 7])
 
 
 def test_own_rows_of_torchdata_are_those_of_the_global_batches() -> None:
     whole = [batch.tolist() for batch in _shuffled()]
-    parts = [[batch.tolist() for batch in own_rows(_shuffled(), rank=r, world=2)] for r in (0, 1)]
+    parts = [[batch.tolist() for batch in shard_rows(_shuffled(), rank=r, world=2)] for r in (0, 1)]
     assert [a + b for a, b in zip(*parts, strict=True)] == whole
 
 

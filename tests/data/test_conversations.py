@@ -1,4 +1,4 @@
-"""Covers shardfn/data/_conversations.py: only the turns of the assistant are learnt."""
+"""Covers shardfn/data/_collate.py: only the turns of the assistant are learnt."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Covers shardfn/data/_digest.py: digests of data sets, by which a position recognises them."""
+"""Covers shardfn/data/_permute.py: digests of data sets, by which a position recognises them."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardfn.data._digest import digest_examples, sampled_rows
+from shardfn.data._permute import digest_examples, sampled_rows
 
 
 def test_rows_are_sampled_at_equal_distances() -> None:

@@ -1,4 +1,4 @@
-"""Covers shardfn/data/_json_lines.py: lines of JSON, read on access."""
+"""Covers shardfn/data/_sources.py: lines of JSON, read on access."""
 
 import pathlib
 import pickle

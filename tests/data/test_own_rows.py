@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from shardfn.data import own_rows
+from shardfn.data import shard_rows
 
 
 class _Squares(Dataset[Any]):
@@ -45,7 +45,7 @@ def _loader(data: Any, shuffle: bool = True, **options: Any) -> DataLoader[Any]:
 def test_ranks_concatenate_to_the_loaders_batches(world: int, shuffle: bool) -> None:
     expected = list(_loader(_Squares(9), shuffle))
     data = [_Squares(9) for _ in range(world)]
-    parts = [list(own_rows(_loader(data[r], shuffle), rank=r, world=world)) for r in range(world)]
+    parts = [list(shard_rows(_loader(data[r], shuffle), rank=r, world=world)) for r in range(world)]
     assert {len(p) for p in parts} == {3}
     for n, whole in enumerate(expected):
         for name, x in whole.items():
@@ -55,7 +55,7 @@ def test_ranks_concatenate_to_the_loaders_batches(world: int, shuffle: bool) -> 
 
 
 def test_a_second_epoch_is_shuffled_anew_and_alike() -> None:
-    plain, cut = _loader(_Squares(8)), [own_rows(_loader(_Squares(8)), rank=r, world=2) for r in (0, 1)]
+    plain, cut = _loader(_Squares(8)), [shard_rows(_loader(_Squares(8)), rank=r, world=2) for r in (0, 1)]
     epochs = []
     for _ in range(2):
         one, two = (list(c) for c in cut)
@@ -71,19 +71,19 @@ def test_datasets_that_read_several_at_once_do() -> None:
             return [{"x": torch.tensor(i)} for i in at]
 
     data = Many(8)
-    assert [b["x"].tolist() for b in own_rows(_loader(data, False), rank=1, world=2)] == [[2, 3], [6, 7]]
+    assert [b["x"].tolist() for b in shard_rows(_loader(data, False), rank=1, world=2)] == [[2, 3], [6, 7]]
     assert data.read == [-2, -2]
 
 
 def test_loaders_that_ranks_would_not_agree_on_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"generator=torch\.Generator"):
-        own_rows(DataLoader(_Squares(4), batch_size=2, shuffle=True), rank=0, world=2)
+        shard_rows(DataLoader(_Squares(4), batch_size=2, shuffle=True), rank=0, world=2)
     with pytest.raises(TypeError, match="IterableDataset"):
-        own_rows(DataLoader(_Endless(), batch_size=2), rank=0, world=2)
+        shard_rows(DataLoader(_Endless(), batch_size=2), rank=0, world=2)
     with pytest.raises(TypeError, match="batch_size=None"):
-        own_rows(DataLoader(_Squares(4), batch_size=None), rank=0, world=2)
+        shard_rows(DataLoader(_Squares(4), batch_size=None), rank=0, world=2)
     with pytest.raises(ValueError, match="rank=2"):
-        own_rows(DataLoader(_Squares(4), batch_size=2), rank=2, world=2)
+        shard_rows(DataLoader(_Squares(4), batch_size=2), rank=2, world=2)
 
 
 def test_a_loader_that_is_cut_already_is_refused() -> None:
@@ -92,9 +92,9 @@ def test_a_loader_that_is_cut_already_is_refused() -> None:
         return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=replicas, rank=0))
 
     with pytest.raises(ValueError, match=r"num_replicas=2 ranks its own examples already.*1/2.*without sampler="):
-        own_rows(loader(2), rank=0, world=2)
-    assert len(list(own_rows(loader(1), rank=0, world=2))) == 4
-    assert len(list(own_rows(loader(2), rank=0, world=1))) == 2  # one rank keeps all rows
+        shard_rows(loader(2), rank=0, world=2)
+    assert len(list(shard_rows(loader(1), rank=0, world=2))) == 4
+    assert len(list(shard_rows(loader(2), rank=0, world=1))) == 2  # one rank keeps all rows
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -102,4 +102,4 @@ def test_a_stateful_loader_needs_a_generator_too() -> None:
     reason = "needs torchdata: pip install torchdata"
     torchdata: Any = pytest.importorskip("torchdata.stateful_dataloader", reason=reason)
     with pytest.raises(ValueError, match=r"generator=torch\.Generator"):
-        own_rows(torchdata.StatefulDataLoader([1, 2, 3], batch_size=2, shuffle=True), rank=0, world=2)
+        shard_rows(torchdata.StatefulDataLoader([1, 2, 3], batch_size=2, shuffle=True), rank=0, world=2)

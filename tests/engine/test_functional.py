@@ -15,7 +15,16 @@ from shardfn import optim
 from shardfn.collectives import member, stack, unshard
 from shardfn.core import tree_leaves, tree_map
 from shardfn.optim._checks import check_not_negative
-from shardfn.testing import assert_same, distributed, odd_batch, odd_loss, odd_params, on_mesh, one_device, own_rows
+from shardfn.testing import (
+    assert_same,
+    distributed,
+    odd_batch,
+    odd_loss,
+    odd_params,
+    on_mesh,
+    one_device,
+    shard_rows,
+)
 from shardfn.testing._parity import Run
 
 # Forward-mode AD loads these on its first use, and torch warns of itself.
@@ -33,7 +42,7 @@ def zeros(stage: int) -> sf.Zero:
 
 
 def rows(batch: Any, mesh: sf.Mesh, spec: sf.P = sf.P("dp")) -> Any:
-    return own_rows(batch, spec, mesh)
+    return shard_rows(batch, spec, mesh)
 
 
 def close(got: Any, want: Any) -> None:

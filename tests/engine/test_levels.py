@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.engine.loss._transform_order import TABLE, WHY, taken_over
+from shardfn.engine.loss._transform_order import TABLE, WHY, find_transforms
 from shardfn.transforms import policies
 
 MAKE: dict[str, Callable[[Any], Any]] = {
@@ -65,10 +65,10 @@ def test_an_order_means_the_loss_or_is_refused(outer: str, inner: str) -> None:
 
 def test_a_step_takes_over_the_transforms_around_the_loss() -> None:
     offloaded = MAKE["offload"](_loss)
-    around, inner = taken_over(MAKE["jit"](MAKE["mixed_precision"](MAKE["accumulate"](offloaded))))
+    around, inner = find_transforms(MAKE["jit"](MAKE["mixed_precision"](MAKE["accumulate"](offloaded))))
     assert [x.transform for x in around] == ["jit", "mixed_precision", "accumulate"]
     assert inner is offloaded
-    assert taken_over(_loss) == ([], _loss)
+    assert find_transforms(_loss) == ([], _loss)
 
 
 def test_a_transform_that_means_nothing_twice_is_refused_by_the_step() -> None:

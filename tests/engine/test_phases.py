@@ -19,7 +19,7 @@ from shardfn.testing import (
     odd_params,
     on_mesh,
     one_device,
-    own_rows,
+    shard_rows,
 )
 
 ODD: dict[str, Any] = {"persist_elements": 2, "bucket_bytes": 64, "prefetch_bytes": 150}
@@ -152,7 +152,7 @@ def test_conflicting_options_are_refused() -> None:
         with pytest.raises(ValueError, match=why):
             sf.sharded_step(odd_loss, idle, mesh=abstract, batch=sf.P("dp")).init(odd_params())
     step = sf.sharded_step(odd_loss, tx, mesh=mesh)
-    rows = own_rows(odd_batch(0), sf.P("dp"), mesh)
+    rows = shard_rows(odd_batch(0), sf.P("dp"), mesh)
     with pytest.raises(ValueError, match="phase of a state without values is unknown"):
         step.lower(odd_params(), rows)
     local = step.lower(odd_params(), rows, phase=optim.Phase("own", True)).cost_analysis().transfers

@@ -24,7 +24,7 @@ def proposer(loss, shapes, num=2, **options):
 def cheapest(found, limit):
     """By trying all forms of all leaves."""
     every = itertools.product(*(found._leaf_forms(i) for i in range(len(found._groups))))
-    return min(found.proposal(forms).sent for forms in every if found._held_bytes(forms) <= limit)
+    return min(found.proposal(forms).sent for forms in every if found._resident_bytes(forms) <= limit)
 
 
 @pytest.mark.nightly

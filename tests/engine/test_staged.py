@@ -63,7 +63,7 @@ class Case:
 
     def __init__(self, rank: int, first: Any = _first, block: Any = _block) -> None:
         draw = torch.Generator().manual_seed(0)
-        mesh = Mesh({"pp": 2}, torch.device("cpu"), abstract=True, seen_from={"pp": rank})
+        mesh = Mesh({"pp": 2}, torch.device("cpu"), abstract=True, view_mesh_from={"pp": rank})
         whole = {
             "blocks": torch.randn(2, WIDTH, WIDTH, generator=draw),
             "in": torch.randn(5, WIDTH, generator=draw),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from shardfn.graph import OPS, Op, known_op, op_of
+from shardfn.graph import OPS, Op, find_op, op_of
 
 ATEN, WIRE, MEMORY = torch.ops.aten, torch.ops.shardfn, torch.ops.shardfn_memory
 
@@ -27,23 +27,23 @@ ATEN, WIRE, MEMORY = torch.ops.aten, torch.ops.shardfn, torch.ops.shardfn_memory
     ],
 )
 def test_views_and_writes_are_read_off_the_schema(target: object, views: int | None, writes: object) -> None:
-    op = known_op(target)
+    op = find_op(target)
     assert (op.views, op.writes) == (views, writes)
 
 
 def test_tags_mark_random_and_pointwise_ops() -> None:
-    assert known_op(ATEN.rand_like.default).draws and not known_op(ATEN.relu.default).draws
-    assert known_op(ATEN.relu.default).pointwise and not known_op(ATEN.sum.default).pointwise
+    assert find_op(ATEN.rand_like.default).draws and not find_op(ATEN.relu.default).draws
+    assert find_op(ATEN.relu.default).pointwise and not find_op(ATEN.sum.default).pointwise
 
 
 def test_an_op_that_returns_nothing_and_writes_nothing_is_kept_for_its_effect() -> None:
-    assert known_op(WIRE.stop_unless.default).effects
-    assert not known_op(ATEN._foreach_add_.List).effects and not known_op(ATEN.relu.default).effects
+    assert find_op(WIRE.stop_unless.default).effects
+    assert not find_op(ATEN._foreach_add_.List).effects and not find_op(ATEN.relu.default).effects
 
 
 def test_rows_hold_for_all_overloads_that_make_a_value() -> None:
-    assert known_op(ATEN.eye.default).constant and known_op(ATEN.eye.m).constant
-    assert not known_op(ATEN.eye.out).constant
+    assert find_op(ATEN.eye.default).constant and find_op(ATEN.eye.m).constant
+    assert not find_op(ATEN.eye.out).constant
 
 
 def test_every_overload_that_a_row_names_exists() -> None:

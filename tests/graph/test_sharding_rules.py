@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardfn.graph import PARTIAL, VARYING, WHOLE, Form, Operand, OpUse, Owner, Ranks, Strategy, blocks, cut, known_op
+from shardfn.graph import PARTIAL, VARYING, WHOLE, Form, Operand, OpUse, Owner, Ranks, Strategy, blocks, cut, find_op
 from shardfn.nn import moe
 
 aten, kernels = torch.ops.aten, torch.ops.shardfn_kernels
@@ -407,7 +407,7 @@ def test_an_op_on_parts_is_the_op_on_the_whole(name, num):
         operands = tuple(Operand(tuple(x.shape), x.element_size()) for x in tensors)
         outs = tuple(Operand(tuple(x.shape), x.element_size()) for x in wants)
         strategies = {}
-        rule = known_op(target).sharding
+        rule = find_op(target).sharding
         assert rule is not None, f"{target} has no rule"
         for forms in forms_of(tensors, num):
             for s in rule(OpUse(target, args, kwargs, operands, forms, outs, num)):
@@ -426,7 +426,7 @@ def test_an_op_on_parts_is_the_op_on_the_whole(name, num):
 
 
 def strategies_of(use: OpUse) -> list[Strategy]:
-    rule = known_op(use.target).sharding
+    rule = find_op(use.target).sharding
     assert rule is not None
     return rule(use)
 

@@ -182,12 +182,12 @@ def test_rejected_drafts_leave_nothing_that_is_read(name: str) -> None:
         for sequence in engine.core._state.running:
             [chunk] = engine.core._state.flight
             first = chunk.count - len(chunk.positions)  # row of a wanted position
-            valid = [*range(first), *(first + row for row, _ in chunk.valid(engine.core._drawn_tokens))]
+            valid = [*range(first), *(first + row for row, _ in chunk.valid(engine.core._tokens_in_flight))]
             places = set(range(chunk.start, len(sequence.blocks) * SIZES.block))
             for p in places - {chunk.start + row for row in valid}:
                 for layer in engine.core._cache:
                     layer.local[sequence.blocks[p // SIZES.block], :, :, p % SIZES.block] = torch.nan
-            moves += len(chunk.moves(len(valid), engine.core._drawn_tokens, lambda at: at))
+            moves += len(chunk.moves(len(valid), engine.core._tokens_in_flight, lambda at: at))
     assert engine.stats.speculation.drafted > engine.stats.speculation.accepted
     assert (moves > 0) == (name == "bush")
     assert [t.token for t in tokens] == plain[0].tokens and [t.logprob for t in tokens] == plain[0].logprobs

@@ -10,7 +10,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import P, nn, optim
 from shardfn.interop import causal_lm_batch, causal_lm_loss
-from shardfn.testing import assert_parity, distributed, own_rows
+from shardfn.testing import assert_parity, distributed, shard_rows
 
 from .test_hf_sequence import BODIES, model_of, rows_of
 
@@ -50,7 +50,7 @@ def _parity(body: Any, T: int, mesh: sf.Mesh, *, jit: bool = False, **how: Any) 
     step = sf.sharded_step(piped, optim.sgd(0.1), **common)
     state = step.init(params)
     total, weight = reference(params, cut[0])
-    own = own_rows(cut[0], batch, mesh)
+    own = shard_rows(cut[0], batch, mesh)
     found = [step.evaluate(state, [own])["loss"], float(step.loss(state.params, own))]
     torch.testing.assert_close(found, [float(total / weight)] * 2, rtol=1e-12, atol=0)
 

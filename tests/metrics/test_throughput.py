@@ -1,4 +1,4 @@
-"""Covers shardfn/metrics/_rates.py: tokens a second and utilisation."""
+"""Covers shardfn/metrics/_values.py: tokens a second and utilisation."""
 
 from typing import Any
 

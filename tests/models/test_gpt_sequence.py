@@ -72,7 +72,7 @@ def parity(
     tile: int | None = None,
 ) -> None:
     torch.set_num_threads(1)
-    order = nn.sequence_order(body, T, [mesh.axis_size(axis) for axis in body.dealt_axes])
+    order = nn.sequence_order(body, T, [mesh.axis_size(axis) for axis in body.shuffled_axes])
     cut, pp = dataclasses.replace(config, attention=body, loss_tile=tile), mesh.axis_size("pp") > 1
     how: dict[str, Any] = {"axis": "tp", "sequence": sequence, "wrap": sf.remat if remat else lambda f: f}
     loss: Any = functools.partial(gpt.loss, cut, **how)

@@ -57,7 +57,7 @@ def too_many_choices(logits: Tensor, k: int, **options: Any) -> layers.Routing:
     return layers.top_k(logits, k + 3, **options)
 
 
-def own_block(params: Any, x: Tensor) -> Tensor:
+def copy_own_block(params: Any, x: Tensor) -> Tensor:
     """A loss of this rank's experts alone."""
     return (x @ params["experts"].sum(0)).square().mean()
 
@@ -68,7 +68,7 @@ def captured(loss: Any) -> Any:
 
 def without_exchange(batch: sf.P, wrap: Any = lambda f: f) -> None:
     params = {"experts": torch.ones(4, 3, 2)}
-    step_of(wrap(own_block), params, torch.ones(4, 3), specs={"experts": sf.P("ep")}, batch=batch)
+    step_of(wrap(copy_own_block), params, torch.ones(4, 3), specs={"experts": sf.P("ep")}, batch=batch)
 
 
 def without_mask(logits: Tensor, k: int, name: str) -> layers.Routing:

@@ -11,7 +11,7 @@ import shardfn as sf
 from shardfn import nn
 from shardfn.models import gpt, moe
 from shardfn.nn import moe as layers
-from shardfn.testing import assert_parity, distributed, own_rows
+from shardfn.testing import assert_parity, distributed, shard_rows
 
 NIGHT = pytest.mark.nightly
 SIZES: dict[str, Any] = {
@@ -165,7 +165,7 @@ def test_metrics_of_own_rows_are_means_over_the_ranks(mesh: Any, how: Any) -> No
             batch=BATCH,
             has_aux=True,
         )
-        _, metrics = step(step.init(params(c)), own_rows(batch, BATCH, whole))
+        _, metrics = step(step.init(params(c)), shard_rows(batch, BATCH, whole))
     assert len(seen) == 2 and len(at) == groups * mesh.get("sp", 1)
     for name, value in want.items():
         torch.testing.assert_close(metrics[name].double(), value, rtol=1e-6, atol=1e-9)

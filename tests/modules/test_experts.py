@@ -9,7 +9,7 @@ import torch
 
 import shardfn as sf
 from shardfn.nn import moe
-from shardfn.testing import RTOL, assert_parity, distributed, on_mesh, one_device, own_rows
+from shardfn.testing import RTOL, assert_parity, distributed, on_mesh, one_device, shard_rows
 
 transformers = pytest.importorskip("transformers")
 
@@ -177,7 +177,7 @@ def test_buffers_of_a_router_are_model_state(wrap: Any) -> None:
             wrap(loss), sf.optim.sgd(0.1), mesh=mesh, specs=apply.specs, batch=sf.P("ep"), has_state=True, finish=finish
         )
         state = step.init(params, model_state=model_state)
-        state, metrics = step(state, own_rows(BATCHES[0], sf.P("ep"), mesh))
+        state, metrics = step(state, shard_rows(BATCHES[0], sf.P("ep"), mesh))
         torch.testing.assert_close(metrics["loss"].double(), want.detach(), rtol=1e-6, atol=0)
         assert torch.equal(sf.unshard(state.model_state)[name], gate.e_score_correction_bias + 1)
 
@@ -195,7 +195,7 @@ def test_the_models_own_balance_loss_is_over_own_rows() -> None:
 
         with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
             step = sf.sharded_step(loss, sf.optim.sgd(0.1), mesh=mesh, specs=apply.specs, batch=sf.P("ep"))
-            own = own_rows(BATCHES[0], sf.P("ep"), mesh)
+            own = shard_rows(BATCHES[0], sf.P("ep"), mesh)
             _, metrics = step(step.init(params), own)
     whole, *halves = (
         model(input_ids=x, labels=x, output_router_logits=True)
@@ -236,7 +236,7 @@ def test_a_router_that_is_not_finite_is_refused_on_all_ranks(kind: str, wrap: An
         options: dict[str, Any] = {"mesh": mesh, "specs": apply.specs, "batch": sf.P("ep"), "zero": zero(3)}
         step = sf.sharded_step(wrap(loss_of(apply)), sf.optim.sgd(0.1), donate=False, **options)
         state = step.init(params)
-        batch = own_rows(BATCHES[0], sf.P("ep"), mesh)
+        batch = shard_rows(BATCHES[0], sf.P("ep"), mesh)
         state, _ = step(state, batch)
         router = next(name for name in state.params if name.endswith("gate.weight"))
         whole = sf.unshard(state.params)
@@ -254,7 +254,7 @@ def test_leaves_without_their_specs_are_refused() -> None:
     with sf.make_mesh({"ep": 2}, device="cpu") as mesh:
         step = sf.sharded_step(loss_of(apply), sf.optim.sgd(0.1), mesh=mesh, batch=sf.P("ep"))
         with pytest.raises((ValueError, sf.RankError), match=r"model.layers.0.mlp.experts: with AllToAll.*P\('ep'\)"):
-            step(step.init(params), own_rows(BATCHES[0], sf.P("ep"), mesh))
+            step(step.init(params), shard_rows(BATCHES[0], sf.P("ep"), mesh))
 
 
 def test_experts_that_cannot_be_routed_are_refused() -> None:

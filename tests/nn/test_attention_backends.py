@@ -289,7 +289,7 @@ def many_ranks(mesh: sf.Mesh, impls: Any, seeds: range, longest: int) -> None:
             with bind_mesh(mesh):
                 at = torch.cat([torch.arange(a, b) for a, b in (*impl.rows(T), (0, 0))])
                 own = [x[:, at] for x in qkv]
-                assert torch.equal(nn.own_positions(impl, len(at)), at)
+                assert torch.equal(nn.rank_positions(impl, len(at)), at)
                 got = differentiated(own, w[:, at], mask, slopes, impl)
             assert_close(got, [x[:, at] for x in want], f"{impl} {mask} T={T} seed {seed}")
 
@@ -352,7 +352,9 @@ def test_sequence_bodies_are_closed_under_transforms() -> None:
     ring, ulysses = nn.Ring("sp", T), nn.Ulysses("sp", T)
     for impl in (ring, ulysses, nn.Ring("sp", T, zigzag=True), nn.Ulysses("sp", T, nn.Blockwise(2))):
         with bind_mesh(mesh):
-            own = functools.partial(torch.index_select, dim=-3, index=nn.own_positions(impl, T // 2 + (mesh.rank == 0)))
+            own = functools.partial(
+                torch.index_select, dim=-3, index=nn.rank_positions(impl, T // 2 + (mesh.rank == 0))
+            )
             got = results(functools.partial(nn.attention, mask=mask, impl=impl), own)
         torch.testing.assert_close(got, [own(x) for x in want], rtol=1e-12, atol=1e-12)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import kernels, nn
-from shardfn.nn._batch_invariant import own_node
+from shardfn.nn._batch_invariant import rank_node
 
 NIGHTLY = pytest.mark.nightly
 WIDTHS = [77, pytest.param(1409, marks=NIGHTLY)]
@@ -271,7 +271,7 @@ def _same_bits(ranks: int, chunks: int, sequence: bool) -> None:
         r, T_ = mesh.coords["tp"], T if sequence else None
         mine = slice(r * F_ // ranks, (r + 1) * F_ // ranks)
         block = nn.BatchInvariantWeight.of(up[mine], chunks), nn.BatchInvariantWeight.of(down[:, mine], chunks)
-        rows = slice(*nn.own_range(T, "tp")) if sequence else slice(None)
+        rows = slice(*nn.rank_range(T, "tp")) if sequence else slice(None)
         got = nn.mlp(x[:, rows], *block, None, bias, d_ff=F_, axis="tp", sequence=T_)
     assert torch.equal(got, want[:, rows])
 
@@ -302,9 +302,9 @@ def test_cuts_that_are_no_nodes_are_refused() -> None:
     mesh = sf.make_mesh({"tp": 2})
     with sf.collectives.bind_mesh(mesh):
         with pytest.raises(ValueError, match=r"24 chunks over the 2 ranks of 'tp'.*Take chunks=8"):
-            own_node(nn.BatchInvariantWeight.of(torch.ones(3, 6), 24), 12, "tp")
+            rank_node(nn.BatchInvariantWeight.of(torch.ones(3, 6), 24), 12, "tp")
         with pytest.raises(ValueError, match=r"7 inputs in 8 chunks over the 2 ranks of 'tp'.*divide the inputs"):
-            own_node(nn.BatchInvariantWeight.of(torch.ones(3, 4), 8), 7, "tp")
+            rank_node(nn.BatchInvariantWeight.of(torch.ones(3, 4), 8), 7, "tp")
 
 
 @sf.testing.distributed(world=2)
@@ -314,7 +314,7 @@ def test_a_table_that_is_cut_keeps_the_sign_of_zero() -> None:
     index = torch.tensor([[1, 5], [0, 6]])
     mesh = sf.make_mesh({"tp": 2})
     with sf.collectives.bind_mesh(mesh):
-        own = table[slice(*nn.own_range(7, "tp"))]
+        own = table[slice(*nn.rank_range(7, "tp"))]
         packed = nn.BatchInvariantWeight(kernels.pack_rows(own), own.shape)
         for w in (own, packed, nn.BatchInvariantWeight.of(own)):
             got = nn.embedding(index, w, axis="tp", vocab_size=7)

@@ -151,7 +151,7 @@ def many_ranks(mesh: sf.Mesh, impls: Any, seeds: range) -> None:
         cut = not any(isinstance(m, nn.Segments) for m in mask.parts)
         for impl in impls(T):
             with bind_mesh(mesh):
-                samples = slice(*nn.own_range(len(w), "dp" if cut else None))
+                samples = slice(*nn.rank_range(len(w), "dp" if cut else None))
                 at = torch.cat([torch.arange(a, b) for a, b in (*impl.rows(T), (0, 0))])
                 own = [x[samples, at] for x in qkv]
                 drop = nn.PairDropout(dropout.key, dropout.rate, dropout.index_B[samples])

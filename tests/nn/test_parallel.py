@@ -47,7 +47,7 @@ def _linears(p: Any, x: Tensor, along: Along) -> Tensor:
 
 def _normed(p: Any, x: Tensor, along: Along) -> Tensor:
     x = nn.layer_norm(x, nn.between(p["w"], **along), nn.between(p["b"], **along))
-    return nn.mlp(x, p["up"], p["down"], d_ff=7, **along) + nn.own_tokens(p["position"], **along)
+    return nn.mlp(x, p["up"], p["down"], d_ff=7, **along) + nn.rank_tokens(p["position"], **along)
 
 
 # name -> (leaves with their shapes and specs, the layer)
@@ -86,7 +86,7 @@ def _layer_loss(name: str, axis: str | None, cut: bool, p: Any, b: Any) -> Tenso
     """A layer between a shift, whose gradient comes through the layer, and a mean."""
     along: Along = {"axis": axis, "sequence": T if cut else None}
     x = b["x"] + p["shift"]
-    y = LAYERS[name][1](p, _parallel.own_tokens(x, **along), along)
+    y = LAYERS[name][1](p, _parallel.rank_tokens(x, **along), along)
     y = all_gather_invariant(y, axis, dim=1, size=T) if cut else y
     return ((y - b["y"]) ** 2).mean()
 
@@ -95,7 +95,7 @@ def _words_loss(axis: str | None, cut: bool, p: Any, b: Any) -> sf.WeightedMean:
     """A vocabulary-parallel embedding and loss of one table, with targets that do not count."""
     along: Along = {"axis": axis, "sequence": T if cut else None}
     x = nn.embedding(b["tokens"], p["table"], vocab_size=V, **along)
-    x = x + nn.own_tokens(p["shift"] * torch.ones(T, 1, dtype=x.dtype), **along)
+    x = x + nn.rank_tokens(p["shift"] * torch.ones(T, 1, dtype=x.dtype), **along)
     logits = nn.column_linear(x, p["table"], features=V, **along)
     return sf.WeightedMean(*nn.cross_entropy_sum(logits, nn.next_tokens(b["tokens"]), axis=axis, vocab_size=V))
 

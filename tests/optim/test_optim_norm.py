@@ -156,7 +156,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, f: Callable[[dict[str, int]], Any]
 
     out = []
     for psum in (record, answer):
-        for module in (norm_module, unit_module):
+        for module in (norm_module, unit_module.collectives):
             monkeypatch.setattr(module, "psum", psum)
         for coords in every:
             mesh = Mesh(SHAPE, torch.device("cpu"))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from shardfn import rl
-from shardfn.rl._pair_losses import PairLoss
+from shardfn.rl._preferences import PairLoss
 
 GOLDENS = json.loads(pathlib.Path(__file__).with_name("trl_goldens.json").read_text())
 F64 = torch.float64

@@ -91,7 +91,7 @@ def test_an_interrupted_call_leaves_no_process(monkeypatch: pytest.MonkeyPatch, 
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shardfn.rl._sandbox.wait", interrupt)
+    monkeypatch.setattr("shardfn.rl._scores.wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         rl.score(lambda prompt, answer: 1.0, rollout(2), workers=2)
     assert len(forks) == 2 and not any(map(alive, forks))

@@ -119,8 +119,8 @@ def test_no_more_is_in_memory_than_three_chunks(tmp_path: pathlib.Path) -> None:
     """Bytes that have been read and have not left, counted at each step of the rule."""
     rule, seen = optim.adamw(0.1), list[int]()
     homes: list[tuple[MemoryKind, ...]] = [("disk", "disk", "disk")] * len(SHAPES)
-    alive: set[_stream._Chunk] = set()
-    begun, settled, step = _stream._Chunk.__init__, _stream._Chunk.settle, _stream._Chunk.step
+    alive: set[_stream._RowChunk] = set()
+    begun, settled, step = _stream._RowChunk.__init__, _stream._RowChunk.settle, _stream._RowChunk.step
 
     def begin(self: Any, *args: Any) -> None:
         begun(self, *args)
@@ -136,7 +136,7 @@ def test_no_more_is_in_memory_than_three_chunks(tmp_path: pathlib.Path) -> None:
 
     with (
         Pool(tmp_path / "pool") as pool,
-        mock.patch.multiple(_stream._Chunk, __init__=begin, settle=settle, step=apply),
+        mock.patch.multiple(_stream._RowChunk, __init__=begin, settle=settle, step=apply),
     ):
         update = _update(rule, homes, pool, 600, None)
         stream(update, UpdatedLeaves())

@@ -13,7 +13,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn.models import gpt, moe
 from shardfn.nn import moe as layers
-from shardfn.testing import assert_same, distributed, on_mesh, own_rows
+from shardfn.testing import assert_same, distributed, on_mesh, shard_rows
 
 BATCH = ("dp", "ep")
 ZERO = sf.Zero(stage=3, axis="ep", persist_elements=0)
@@ -73,7 +73,7 @@ def check_gradients(axes: dict[str, int], stage: int, num: int) -> None:
         params, batch = params_of(c), batch_of(0, rows)
         value, grads = wanted(config(3, alone=True), params, batch, ranks, num)
         state = step.init(params)
-        found, metrics = step.gradients(state, own_rows(batch, sf.P(BATCH), mesh))
+        found, metrics = step.gradients(state, shard_rows(batch, sf.P(BATCH), mesh))
         norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
         for name, want in (("loss", value), ("grad_norm", norm)):
             torch.testing.assert_close(metrics[name].double(), want, rtol=1e-6, atol=0)
@@ -126,7 +126,7 @@ def test_every_leaf_and_state_has_the_bytes_of_its_specs(stage: int) -> None:
             functools.partial(gpt.loss, c), optimizer_of(), mesh=mesh, specs=gpt.specs(c), batch=sf.P(BATCH), zero=zero
         )
         state = step.init(params_of(c))
-        found, _ = step.gradients(state, own_rows(batch_of(0, 8), sf.P(BATCH), mesh))
+        found, _ = step.gradients(state, shard_rows(batch_of(0, 8), sf.P(BATCH), mesh))
         parts = {"params": 4 if stage == 3 else 1, "grads": 4, "optimizer": 4}
         for name, tree in {"params": state.params, "grads": found, "optimizer": state.opt_state}.items():
             for path, x in zip(sf.core.tree_paths(tree), sf.core.tree_leaves(tree), strict=True):
@@ -204,7 +204,7 @@ def test_leaves_beside_experts_travel_in_codes() -> None:
         for travel in travels:
             given = travelling(mesh, **travel)
             step = sf.sharded_step(given.pop("loss"), optimizer_of(), **given)
-            grads, _ = step.gradients(step.init(params), own_rows(batch_of(0, 16), sf.P(BATCH), mesh))
+            grads, _ = step.gradients(step.init(params), shard_rows(batch_of(0, 16), sf.P(BATCH), mesh))
             found.append(sf.core.tree_leaves(sf.unshard(grads)))
     for path, x, gathered, reduced in zip(sf.core.tree_paths(params), *found, strict=True):
         assert (gathered - x).abs().max() <= 1e-6 * x.abs().max() and x.any(), path

@@ -28,7 +28,7 @@ from shardfn.core import MemoryKind, tree_flatten, tree_leaves, tree_map, tree_p
 from shardfn.lora import LoRA
 from shardfn.models import gpt, moe
 from shardfn.testing import RTOL, distributed, one_device
-from shardfn.testing._parity import own_rows
+from shardfn.testing._parity import shard_rows
 
 WORLDS, CASES, PART = (2, 3, 4), 300, 10
 # Allowed refusals: a part of the message -> the reason.
@@ -285,11 +285,11 @@ class Program:
         batch = tree_map(lambda x: x[:, self.order], batch)
         num, i = self.mesh.shape["dp"], self.mesh.coords["dp"]
         if not self.case.uneven or num == 1:
-            return own_rows(batch, self.batch, self.mesh)
+            return shard_rows(batch, self.batch, self.mesh)
         rows = len(tree_leaves(batch)[0])
         ends = [0, *(k * rows // num + 1 for k in range(1, num)), rows]  # the last rank has fewer
         own = tree_map(lambda x: x[ends[i] : ends[i + 1]], batch)
-        return own_rows(own, P() if self.batch == P("dp") else P(None, "sp"), self.mesh)
+        return shard_rows(own, P() if self.batch == P("dp") else P(None, "sp"), self.mesh)
 
 
 def parts(case: Case, directory: str) -> Iterator[tuple[str, Callable[[], int]]]:

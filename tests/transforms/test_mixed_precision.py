@@ -21,7 +21,7 @@ from shardfn.testing import (
     odd_params,
     on_mesh,
     one_device,
-    own_rows,
+    shard_rows,
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -89,7 +89,7 @@ def test_narrow_sums_travel_narrow_and_orders_of_nesting_mean_the_same() -> None
         )
         state = step.init(odd_params())
         with sf.count_traffic() as sent:
-            step(state, own_rows(batches[0], sf.P("dp"), mesh))
+            step(state, shard_rows(batches[0], sf.P("dp"), mesh))
         moved[policy] = [sent.by_dtype.get(dtype, 0) for dtype in (BF16, FP32)]
     full, narrow, mixed = moved.values()
     assert full[0] == 0 and narrow == [full[1] // 2, 0]  # gathers and gradients, all of them
@@ -152,7 +152,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world: int) -> None:
         scales, measured = [], []
         for n, batch in enumerate(batches):
             before = [x.clone() for x in tree_leaves(unshard((state.params, state.opt_state, state.step)))]
-            state, metrics = step(state, own_rows(batch, sf.P("dp"), mesh))
+            state, metrics = step(state, shard_rows(batch, sf.P("dp"), mesh))
             after = tree_leaves(unshard((state.params, state.opt_state, state.step)))
             same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
             assert bool(metrics["skipped"]) == (n in (1, 5))

@@ -120,7 +120,7 @@ def _resumed(params: Any, opt_state: Any, world: int) -> Any:
     state = step.init(params)
     opt = optim.rebalance_residuals(opt_state, state.opt_state, compressor=int8())
     moved = unshard(opt)
-    state, _ = step(state._replace(opt_state=opt), sf.testing.own_rows(odd_batch(4), sf.P("dp"), mesh))
+    state, _ = step(state._replace(opt_state=opt), sf.testing.shard_rows(odd_batch(4), sf.P("dp"), mesh))
     return moved, unshard(state.params), unshard(state.opt_state)
 
 

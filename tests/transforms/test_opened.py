@@ -73,7 +73,7 @@ def test_an_update_commits_the_state(world: int) -> None:
         step = sf.sharded_step(odd_loss, _optimizer(), mesh=mesh, zero=zero)
         state = step.init(odd_params())
         for n in range(2):
-            rows = sf.testing.own_rows(odd_batch(n), sf.P("dp"), mesh)
+            rows = sf.testing.shard_rows(odd_batch(n), sf.P("dp"), mesh)
             grads, _ = step.gradients(state, rows)
             state, _ = step.update(state, grads)
         want = sf.unshard(state.params)
@@ -226,7 +226,7 @@ def test_a_captured_step_counts_a_graph_for_each_half(world: int) -> None:
     step = sf.sharded_step(sf.jit(odd_loss, backend="graph"), _optimizer(), mesh=sf.make_mesh({"dp": world}), zero=2)
     state = step.init(odd_params())
     for n in range(3):
-        grads, _ = step.gradients(state, sf.testing.own_rows(odd_batch(n), sf.P("dp"), step.mesh))
+        grads, _ = step.gradients(state, sf.testing.shard_rows(odd_batch(n), sf.P("dp"), step.mesh))
         state, _ = step.update(state, grads)
     assert step.cache_info().currsize == 2
     assert step.cache_info().misses == 2
@@ -237,7 +237,7 @@ def test_halves_under_vmap(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     step = sf.sharded_step(odd_loss, _optimizer(), mesh=mesh, zero=sf.Zero.flat(stage=3, **ODD))
     states = sf.stack([step.init(sf.tree_map(lambda x, k=k: x * k, odd_params())) for k in (0.5, 1.0)])
-    batch = sf.testing.own_rows(odd_batch(0), sf.P("dp"), mesh)
+    batch = sf.testing.shard_rows(odd_batch(0), sf.P("dp"), mesh)
     want, metrics = torch.func.vmap(step, in_dims=(0, None))(states, batch)
     grads, measured = torch.func.vmap(step.gradients, in_dims=(0, None))(states, batch)
     got, updated = torch.func.vmap(step.update)(states, grads)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.engine.execution import _step_programs, signature
-from shardfn.testing import distributed, own_rows
+from shardfn.testing import distributed, shard_rows
 
 ROWS, STEPS = 12, 3
 TOL: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
@@ -148,7 +148,7 @@ def _compare(case: str, world: int, zero: sf.Zero, wrap: Callable[[Any], Any] = 
     apart = sf.sharded_step(wrapped, sf.optim.sgd(0.1), mesh=mesh, zero=zero)
     state, other = step.init(params()), apart.init(params())
     for n, whole in enumerate(batches):
-        own = own_rows(whole, sf.P("dp"), mesh)
+        own = shard_rows(whole, sf.P("dp"), mesh)
         state, measured = step(state, own)
         grads, found = apart.gradients(other, own)
         other, _ = apart.update(other, grads, finite=found["finite"])
@@ -189,12 +189,12 @@ def test_one_agreement_before_the_first_transfer(world: int) -> None:
     mesh = sf.make_mesh({"dp": world})
     step = sf.sharded_step(GAN, sf.optim.sgd(0.1), mesh=mesh, zero=1)
     state = step.init(_gan())
-    rows = {name: own_rows(x, sf.P("dp"), mesh) for name, x in _twice(0).items()}
+    rows = {name: shard_rows(x, sf.P("dp"), mesh) for name, x in _twice(0).items()}
     if mesh.rank == 1:  # a rank that differs in the second loss alone
         rows["generator"]["noise"] = rows["generator"]["noise"].double()
     with pytest.raises(sf.RankError, match=r"of 'generator'|torch.float64"):
         step(state, rows)
-    rows = {name: own_rows(x, sf.P("dp"), mesh) for name, x in _twice(0).items()}
+    rows = {name: shard_rows(x, sf.P("dp"), mesh) for name, x in _twice(0).items()}
     state, _ = step(state, rows)
     assert int(state.step) == 1
 
@@ -208,7 +208,7 @@ def test_one_loss_with_uneven_rows_beside_one_with_even_rows(world: int) -> None
     want, _ = _plain(losses, params, [batch], 0.1)
     for wrap in (lambda x: x, lambda x: x._replace(loss=sf.jit(x.loss, backend="graph"))):
         step = sf.sharded_step({k: wrap(x) for k, x in losses.items()}, sf.optim.sgd(0.1), mesh=mesh, zero=1)
-        state, _ = step(step.init(_models()), own_rows(batch, sf.P("dp"), mesh))
+        state, _ = step(step.init(_models()), shard_rows(batch, sf.P("dp"), mesh))
         for a, b in zip(sf.tree_leaves(sf.unshard(state.params)), sf.tree_leaves(want), strict=True):
             torch.testing.assert_close(a, b, **TOL)
 
@@ -227,7 +227,7 @@ def test_updates_in_turn_with_two_optimizers(world: int) -> None:
         for name, rate in (("critic", 0.1), ("generator", 0.05)):
             batch = _gan_batch(n)
             state = states[name]._replace(params=params)
-            grads, _ = made[name].gradients(state, own_rows(batch, sf.P("dp"), mesh))
+            grads, _ = made[name].gradients(state, shard_rows(batch, sf.P("dp"), mesh))
             state, _ = made[name].update(state, grads)
             states[name], params = state, state.params
             want, _ = _plain({name: GAN[name]}, want, [{name: batch}], rate)

@@ -18,7 +18,7 @@ from shardfn.testing import (
     odd_loss,
     odd_params,
     on_mesh,
-    own_rows,
+    shard_rows,
 )
 
 ROWS = sf.P(("node", "gpu"))
@@ -41,7 +41,7 @@ def _runs(loss: Any, batches: list, zero: sf.Zero) -> tuple[Any, list[int]]:
     state = step.init(odd_params())
     for batch in batches:
         with sf.count_traffic() as traffic:
-            state, measured = step(state, own_rows(batch, ROWS, mesh))
+            state, measured = step(state, shard_rows(batch, ROWS, mesh))
         far.append(traffic.by_op.get(("all_gather", ("node",)), [0, 0])[1])
         metrics.append(measured)
     return Run(sf.unshard(state.params), sf.unshard(state.opt_state), metrics), far
@@ -92,7 +92,7 @@ def test_a_captured_step_has_the_bits_of_the_eager_one(options: dict) -> None:
     loss, tx = sf.accumulate(_scanned, 3), sf.optim.adamw(1e-2)
     want = on_mesh(loss, tx, _scanned_params(), batches, **how)
     step = sf.sharded_step(sf.jit(loss, backend="graph"), tx, **how)
-    state, rows = step.init(_scanned_params()), [own_rows(b, ROWS, mesh) for b in batches]
+    state, rows = step.init(_scanned_params()), [shard_rows(b, ROWS, mesh) for b in batches]
     predicted = step.lower(state, rows[0]).cost_analysis().transfers
     metrics = []
     for x in rows:
@@ -195,7 +195,7 @@ def test_quantised_steps_equal_an_explicit_simulation_and_train_as_well() -> Non
         return _net(p, batch) + ((p["w"] * 0).abs().sqrt().sum() if rank == 1 else 0)
 
     step = sf.sharded_step(bad, sf.optim.sgd(0.125), **how, zero=sf.Zero.flat(**common, **ALL), skip_nonfinite=True)
-    _, metrics = step(step.init(_net_params()), own_rows(batches[0], ROWS, how["mesh"]))
+    _, metrics = step(step.init(_net_params()), shard_rows(batches[0], ROWS, how["mesh"]))
     assert metrics["skipped"] and metrics["loss"].isfinite() and metrics["grad_norm"].isnan()
 
 

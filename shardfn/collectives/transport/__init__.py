@@ -22,12 +22,12 @@ from ._failure import (
     TransportError as TransportError,
     close as close,
 )
-from ._loss_channels import (
+from ._channels import (
     forget_loss_channels as forget_loss_channels,
     loss_channel as loss_channel,
     set_loss_channels as set_loss_channels,
 )
-from ._notice import (
+from ._rounds import (
     Notice as Notice,
     notice_of as notice_of,
 )
@@ -38,7 +38,7 @@ from ._packing import (
     Stretch as Stretch,
     dealt as dealt,
 )
-from ._patience import (
+from ._epoch import (
     naming_the_wait as naming_the_wait,
 )
 from ._rounds import (
@@ -47,7 +47,7 @@ from ._rounds import (
 from ._sharing import (
     chosen_channel as chosen_channel,
 )
-from ._sole_owner import (
+from ._transfers import (
     is_sole_owner as is_sole_owner,
     may_be_added_to as may_be_added_to,
 )

@@ -67,17 +67,17 @@ class Calls:
             ('bound f', 'step 0')
         """
         agreed, num, names = json.loads(theirs)
-        own, (own_agreed, own_num) = list(self._names), self._at
+        own, (own_agreed, num_rank_outputs) = list(self._names), self._at
         if agreed != own_agreed:
             return None
-        for place in range(max(num - len(names), own_num - len(own)), min(num, own_num)):
-            pair = names[place - num], own[place - own_num]
+        for place in range(max(num - len(names), num_rank_outputs - len(own)), min(num, num_rank_outputs)):
+            pair = names[place - num], own[place - num_rank_outputs]
             if pair[0] != pair[1]:
                 return pair
         return None
 
 
-class Watch:
+class CallWatch:
     """Watch that compares this rank's calls with rank 0's while a call lasts, until `stop`.
 
     Args:
@@ -121,7 +121,7 @@ class Watch:
             pass
 
 
-def _watch_calls(watch: "weakref.ref[Watch]", stopped: threading.Event) -> None:
+def _watch_calls(watch: "weakref.ref[CallWatch]", stopped: threading.Event) -> None:
     """Looks again and again, without holding the watch, so that the watch ends with the control plane."""
     while not stopped.wait(_LOOK):
         this = watch()

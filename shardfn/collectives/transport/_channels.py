@@ -1,9 +1,12 @@
-"""The channels of a mesh: a channel of each kind for each set of axes."""
+"""The channels of a mesh: a channel of each kind for each set of axes.
+
+A loss's collectives have the channels of the mesh's steps, or channels on the mesh's groups.
+"""
 
 from collections.abc import Callable
 from typing import ClassVar
 
-from shardfn.core import Mesh
+from shardfn.core import Mesh, PerMesh
 
 from ._channel import Channel
 
@@ -105,3 +108,33 @@ class Channels:
             else:
                 self._made[key] = Channel(self._mesh, axes, "gloo" if kind == "between" else None)
         return self._made[key]
+
+
+LOSS_CHANNELS: PerMesh[Channels] = PerMesh()
+
+
+def loss_channel(mesh: Mesh, axes: tuple[str, ...]) -> Channel:
+    """Returns the channel of the collectives that a loss calls, from the mesh's steps, if there is a channel.
+
+    Else a channel on the mesh's group along `axes`: the first transfer is collective over the ranks along these axes.
+    """
+    channels = LOSS_CHANNELS.get(mesh)
+    if channels is None:
+        channels = LOSS_CHANNELS.put(mesh, Channels(mesh, apart=False))
+        mesh.at_close("channels of the loss", lambda why: channels.end_memory_of_loss())
+    return channels.loss(axes)
+
+
+def set_loss_channels(mesh: Mesh, channels: Channels) -> None:
+    """Lets the collectives of a loss use a step's channels, in place of channels on the mesh's groups."""
+    before = LOSS_CHANNELS.get(mesh)
+    if before is not None and before is not channels:
+        before.close()
+    LOSS_CHANNELS.put(mesh, channels)
+    mesh.at_close("channels of the loss", lambda why: channels.end_memory_of_loss())
+
+
+def forget_loss_channels(mesh: Mesh, channels: Channels) -> None:
+    """Lets the collectives of a loss use the mesh's groups again, as these channels have ended."""
+    if LOSS_CHANNELS.get(mesh) is channels:
+        del mesh.resources[LOSS_CHANNELS]

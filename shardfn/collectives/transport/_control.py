@@ -2,9 +2,15 @@
 
 An exchange is one all_reduce of three integers when ranks agree. A failing peer becomes a `RankError` with the peer's
 rank.
+
+Processes of the program that have ended are found by connections that failures of transfers do not close.
+
+A process that has ended, for any reason, has closed its connections. A process that is slow, or stopped, has not.
+Neither has a process with other communicators closed after a failure.
 """
 
 import hashlib
+import itertools
 import threading
 import time
 import weakref
@@ -14,13 +20,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardfn.core import Mesh, RankError
+from shardfn.core import Mesh, RankError, is_known
 
-from ._calls import Calls, Watch
+from ._calls import Calls, CallWatch
 from ._failure import COURTESY, PATIENCE, Board, EndedGroup, TransportError, is_of_the_wire
-from ._notice import notice_of
-from ._presence import Presence
-from ._rounds import Kind, Rounds
+from ._rounds import Kind, Rounds, notice_of
 
 # Seconds to wait until other ranks report a failure, and until a waiting rank is woken and reports the failure.
 GRACE, WAKING = 3.0, 1.0
@@ -93,7 +97,7 @@ class Control:
         self._rounds = Rounds(self._group, mesh.rank, *_errors_of(self), notice=notice_of(mesh))
         self._along: dict[tuple[str, ...], Rounds] = {}
         self.lost = self._shares = False
-        # Both the rank's thread and the thread of `Watch` may end the communicators.
+        # Both the rank's thread and the thread of `CallWatch` may end the communicators.
         self.closing = threading.RLock()
         self.wake: Callable[[], None] = lambda: None
         # Whether all ranks came to the last call on which this rank wanted to agree.
@@ -103,7 +107,7 @@ class Control:
         if self._group is not None:
             self._presence = Presence(mesh)
             this = weakref.ref(self)
-            self._watch = Watch(self.calls, self._board, self.rank, lambda *pair: _report_failure(this(), *pair))
+            self._watch = CallWatch(self.calls, self._board, self.rank, lambda *pair: _report_failure(this(), *pair))
             mesh.at_close("control", lambda why: _say_goodbye(this(), why))
 
     def exchange(self, value: int) -> list[int]:
@@ -439,3 +443,32 @@ def _strip_path(line: str) -> tuple[str, str]:
     """Returns a line's name, without the path, and the value."""
     path, equals, value = line.partition(" = ") if " = " in line else line.partition(": ")
     return (path.rpartition(".")[2], value) if equals else (line, "")
+
+
+# The tags of messages that are never received.
+_TAGS = itertools.count(1 << 20)
+# By ranks, for the whole process: the group outlives meshes, as the end of a mesh is not the end of the processes.
+_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+class Presence:
+    """Test of whether the other ranks of a mesh are there. The constructor is collective over the mesh."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        if mesh.ranks not in _GROUPS or not is_known(_GROUPS[mesh.ranks]):
+            _GROUPS[mesh.ranks] = mesh.group_for_good()
+        self._others = [r for r in range(mesh.size) if r != mesh.rank]
+        self._group = _GROUPS[mesh.ranks]
+
+    def gone(self) -> list[int]:
+        """Returns the ranks with a process that is known to have ended. Notice of an end may take a moment."""
+        return [r for r in self._others if not self._can_reach(r)] if is_known(self._group) else []
+
+    def _can_reach(self, rank: int) -> bool:
+        try:
+            # The message is never received: only the success of sending counts. So the test is local, and ranks need
+            # not test together.
+            self._group.send([torch.zeros(1)], rank, next(_TAGS))
+        except RuntimeError:
+            return False
+        return True

@@ -3,9 +3,15 @@
 An epoch is the life of a mesh's communicators. An epoch ends on every rank with the first error between ranks, and the
 next call of each rank begins the next epoch, with the next number. Groups are made only when all ranks have come: a
 rank that waits in vain has made no group, and the ranks' counts of groups stay the same.
+
+A warning appears while a rank waits for ranks that may never come, such as when a single rank makes a collective call.
 """
 
+import contextlib
+import logging
+import threading
 import time
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -58,3 +64,21 @@ def _meet_round(board: Board, size: int, deadline: float) -> str:
     except BaseException:  # an interrupt from the keyboard
         board.decide(_OUTCOME, _VOID)
         raise
+
+
+_LOG = logging.getLogger("shardfn.collectives")
+# Seconds of waiting before the warning. Calls that all ranks make at once take less.
+SECONDS = 30.0
+
+
+@contextlib.contextmanager
+def naming_the_wait(what: str) -> Iterator[None]:
+    """Logs a warning if the block takes long: `what` names the waiting rank and the awaited event."""
+    timer = threading.Timer(SECONDS, _LOG.warning, [f"{what}, and has waited for {SECONDS:g} s."])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()

@@ -202,17 +202,17 @@ class Packing:
         return [own.as_strided(shape, strides, start + at) for shape, strides, at in self._find_places(rank)]
 
     def _find_places(self, rank: int) -> "list[Spot]":
-        if rank not in self._known_places:
+        if rank not in self._place_cache:
             shapes = self.shapes(rank)
             starts = itertools.accumulate((s.numel() for s in shapes), initial=0)
-            self._known_places[rank] = [
+            self._place_cache[rank] = [
                 Spot(shape, torch.empty(shape, device="meta").stride(), at)
                 for shape, at in zip(shapes, starts, strict=False)
             ]
-        return self._known_places[rank]
+        return self._place_cache[rank]
 
     @functools.cached_property
-    def _known_places(self) -> "dict[int, list[Spot]]":
+    def _place_cache(self) -> "dict[int, list[Spot]]":
         """Returns the results of `_find_places`, by argument."""
         return {}
 

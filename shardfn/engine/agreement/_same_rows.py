@@ -77,7 +77,7 @@ def _warning_text(plan: Plan, axis: str, paths: list[str]) -> str:
         f"all {size} ranks along {axis!r} pass the same values of {shown}, though the axis cuts the batch: each row is"
         f" computed {size} times, and more ranks train on no more data. Pass each rank its own rows:"
         " batch[step.rows(len(batch))] of a global batch; or read only those, by sf.data.Cursor(batches, stop, mesh)"
-        f" or sf.data.own_rows(loader, rank=mesh.axis_index({axis!r}), world={size}). If every rank shall compute the"
+        f" or sf.data.shard_rows(loader, rank=mesh.axis_index({axis!r}), world={size}). If every rank shall compute the"
         " whole batch, pass sharded_step(batch=sf.P()). If the rows are equal by chance,"
         f" warnings.filterwarnings('ignore', message='all {size} ranks along')."
     )

@@ -48,7 +48,7 @@ from ._step_run import (
     exact as exact,
 )
 from ._update import (
-    own_rows as own_rows,
+    shard_rows as shard_rows,
     rule_of as rule_of,
     wrap as wrap,
 )

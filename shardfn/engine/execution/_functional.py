@@ -41,10 +41,10 @@ from shardfn.engine.transfers import (
     as_tree,
     enter_purely,
     of_update,
-    own_rows,
     reduce_purely,
     refresh_purely,
     rescaled,
+    shard_rows,
 )
 from shardfn.optim import apply_updates, sum_squares
 from shardfn.state import TrainState, scale_of
@@ -152,7 +152,7 @@ class _Pure:
         """Returns the state after an update by this rank's rows of the averaged gradient."""
         plan, blocks = self._plan, self._blocks
         rows = [
-            own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)
+            shard_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)
         ]
         old, rule = tree_unflatten(plan.treedef, rows), rule_of(plan, self._parts.optimizer)
         updates, opt_state = rule.update(gradient, local(self._state.opt_state), old, specs=self._specs)

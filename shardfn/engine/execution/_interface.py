@@ -352,7 +352,7 @@ def _check_varying(results: Iterable[tuple[str, Any, P | None]], mode: AxisTypeM
             named = ", ".join(map(repr, rest))
             problems.append(
                 f"{path} of shape {tuple(x.shape)} varies along {named}, and its spec {spec!r} has it the same there"
-                f"{mode.made_at(x)}: sum it with sf.psum(x, {named}) or take sf.pmean; if it is a block, name {named}"
+                f"{mode.origin(x)}: sum it with sf.psum(x, {named}) or take sf.pmean; if it is a block, name {named}"
                 " in its spec; if it was gathered, use sf.all_gather_invariant"
             )
     raise_all(AxisTypeError, "ranks hold different values where out_specs promises one:", problems)

@@ -148,7 +148,7 @@ def update_blocks(
         return refresh(plan, channels, blocks, rows, pool_of(plan)), opt_state
     train = [leaf.trainable for leaf in plan.leaves]
     own: list[Any] = [take(i) if t else None for i, t in enumerate(train)]
-    rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
+    rows = [shard_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, blocks, strict=True)]
     if scale is not None:
         # In place: by now no one else holds the gradients.
         torch._foreach_mul_([g for g in own if g is not None], scale)
@@ -223,7 +223,7 @@ def _make_column(plan: Plan, leaf: LeafLayout, block: StoredValue) -> UpdateOper
     if not leaf.refreshed:
         return UpdateOperand(block, leaf.home, read)
     with in_memory(leaf.home):
-        return UpdateOperand(own_rows(plan, leaf, load_at(block, leaf.home)), kind_when_loaded(leaf.home), read)
+        return UpdateOperand(shard_rows(plan, leaf, load_at(block, leaf.home)), kind_when_loaded(leaf.home), read)
 
 
 def rule_of(plan: Plan, optimizer: GradientTransformation) -> GradientTransformation:
@@ -250,7 +250,7 @@ def whole(plan: Plan) -> PyTree:
         if not leaf.trainable:
             return None
         block = torch.empty(leaf.block, dtype=leaf.dtypes.master, device="meta")
-        return WholeLeaf(block, leaf.shape, leaf.shard, plan.mesh, leaf.own_axes, leaf.ways.summed.unreduced)
+        return WholeLeaf(block, leaf.shape, leaf.shard, plan.mesh, leaf.distinct_axes, leaf.ways.summed.unreduced)
 
     return tree_unflatten(plan.treedef, [like(leaf) for leaf in plan.leaves])
 
@@ -262,10 +262,10 @@ def wrap(plan: Plan, blocks: Sequence[StoredValue]) -> PyTree:
     return tree_unflatten(plan.treedef, whole)
 
 
-def own_rows(plan: Plan, leaf: LeafLayout, block: StoredValue) -> Tensor:
+def shard_rows(plan: Plan, leaf: LeafLayout, block: StoredValue) -> Tensor:
     """Returns the part of a parameter that this rank updates: a view where it can be."""
     assert isinstance(block, Tensor)
-    cut = plan.own_cuts.get(leaf.path)
+    cut = plan.rank_cuts.get(leaf.path)
     return block if cut is None else block.narrow(*cut).contiguous()
 
 
@@ -333,7 +333,7 @@ def _start_early_update(
         shape, dtypes = leaf.pieces.shapes[plan.zero_rank(leaf)], leaf.dtypes
         held = torch.empty(shape, dtype=dtypes.param, device="meta")
         if i in going:
-            cut = plan.own_cuts.get(leaf.path)
+            cut = plan.rank_cuts.get(leaf.path)
             held = block if cut is None else block.narrow(*cut)
         # Blocks in memory stay unchanged until the step is sure to end: their new rows are kept beside them.
         kept = not leaf.ways.kept.is_stored

@@ -122,7 +122,7 @@ from ._layer_trace import (
 from ._transform_order import (
     Transform as Transform,
     check_order as check_order,
-    taken_over as taken_over,
+    find_transforms as find_transforms,
 )
 from ._check import (
     UnequalBatchesError as UnequalBatchesError,

@@ -21,7 +21,7 @@ from shardfn.core import (
 )
 
 from ._loss import Loss, WeightedMean
-from ._transform_order import Transform, taken_over
+from ._transform_order import Transform, find_transforms
 
 Sum = TypeVar("Sum")
 # Function from a batch and a number to this number of microbatches.
@@ -216,7 +216,7 @@ def _weigh_parts(loss: Loss, batches: Sequence[PyTree]) -> Loss:
     num = len(batches)
     if num == 1 or len({tuple(getattr(x, "shape", ()) for x in tree_leaves(b)) for b in batches}) == 1:
         return loss
-    if getattr(taken_over(loss)[1], "transform", None) == "pipeline":
+    if getattr(find_transforms(loss)[1], "transform", None) == "pipeline":
         raise ValueError(
             f"the {num} microbatches of a pipeline must have the same shapes, since its ranks exchange tensors of one"
             f" shape. Pass a multiple of {num} rows: pad the batch, or drop a shorter last one (drop_last=True). Got"

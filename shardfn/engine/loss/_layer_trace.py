@@ -88,7 +88,7 @@ class Template:
         ends = [t.handle if type(t) is LazyLeaf else t for t in x]
         if any(get_proxy_slot(t, self._tracer, None) is None for t in (*carry, *ends)):
             raise Unfit("an argument is not a value of the captured program")
-        with self._taken_out() as steps:
+        with self._take_out_nodes() as steps:
             self._given = [same_axes(self._stand_in(t).requires_grad_(t.requires_grad), t) for t in carry]
             handles = [self._stand_in(t).requires_grad_(t.requires_grad) for t in ends]
             for handle, t in zip(handles, x, strict=True):
@@ -151,7 +151,7 @@ class Template:
         wanted = [t for t in self._given if t.requires_grad]
         if not wanted or all(stride is None for stride in given):
             return TemplateBackward([], [None] * len(given), [None] * len(self._given))
-        with self._taken_out() as steps, self._recorder.below():
+        with self._take_out_nodes() as steps, self._recorder.below():
             pairs = list(zip(self._values, given, strict=True))
             seeds = [None if stride is None else self._stand_in(t, stride) for t, stride in pairs]
             outs = [t for t, stride in pairs if stride is not None]
@@ -166,7 +166,7 @@ class Template:
         return TemplateBackward(kept, cotangents, nodes + [None] * (len(self._given) - self._num_carry))
 
     @contextlib.contextmanager
-    def _taken_out(self) -> Iterator[list[Written]]:
+    def _take_out_nodes(self) -> Iterator[list[Written]]:
         """Takes the nodes that are added to the graph inside out again, as steps."""
         graph = self._tracer.graph
         last, steps = next(iter(reversed(graph.nodes))), []

@@ -188,7 +188,7 @@ def varying_along(name: str, x: Tensor, axes: tuple[str, ...] = (), otherwise: s
     if rest:
         named = ", ".join(map(repr, rest))
         raise AxisTypeError(
-            f"{name} varies along {named}{mode.made_at(x)}, and must be the same on all ranks there, which have the"
+            f"{name} varies along {named}{mode.origin(x)}, and must be the same on all ranks there, which have the"
             f" same rows. Sum the ranks' parts where they are complete, with sf.psum(x, {named}), before"
             " anything that is not linear. Use sf.all_gather_invariant where all ranks go on alike with the gathered"
             f" values, and no sf.pvary.{otherwise}"

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from shardfn._torch import dispatch_modes
 from shardfn.capture import Copy, Recorder, Written, capturing, recorder
-from shardfn.collectives import no_axis_types, noted_axes, same_axes, set_call_site, transforming
+from shardfn.collectives import no_axis_types, note_axes, same_axes, set_call_site, transforming
 from shardfn.core import Ambient, PyTree, saved_tensors_hooks, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 from shardfn.graph import storage_of, tensors_in
 from shardfn.leaves import LazyLeaf, packs_leaves
@@ -261,7 +261,7 @@ def _is_watched(layers: Sequence[PyTree]) -> bool:
 
 
 def _look(t: Tensor) -> Any:
-    return type(t), t.shape, t.stride(), t.dtype, t.requires_grad, noted_axes(t)
+    return type(t), t.shape, t.stride(), t.dtype, t.requires_grad, note_axes(t)
 
 
 def _take(end: Tensor, grad: Tensor, step: Written) -> bool:

@@ -181,7 +181,7 @@ def check_order(outer: str, f: Callable[..., Any], *, deep: bool = False) -> Non
             return
 
 
-def taken_over(f: Callable[..., Any]) -> tuple[list[Any], Callable[..., Any]]:
+def find_transforms(f: Callable[..., Any]) -> tuple[list[Any], Callable[..., Any]]:
     """Returns the transforms that a step takes over from a loss, outermost first, and the function inside.
 
     Raises:

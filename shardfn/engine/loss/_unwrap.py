@@ -20,7 +20,7 @@ from ._jitted import Jitted
 from ._loss import Loss
 from ._mixed import Mixed
 from ._model_state import past_the_batch
-from ._transform_order import Transform, taken_over
+from ._transform_order import Transform, find_transforms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ def unwrap(loss: Callable[..., Any], *, has_state: bool = False, count: bool = F
         ValueError: the loss is jitted twice, or has two policies, or a transform was made with has_state=True.
     """
     _refuse_unannounced_state(loss, has_state=has_state)
-    around, inner = taken_over(loss)
+    around, inner = find_transforms(loss)
     if count:
         inner = with_count() if (with_count := getattr(inner, "with_count", None)) else pass_count(inner)
     if has_state:
@@ -117,7 +117,7 @@ def _refuse_unannounced_state(loss: Callable[..., Any], *, has_state: bool) -> N
     Raises:
         ValueError: the transforms take a model state.
     """
-    if not has_state and any(getattr(x, "has_state", False) for x in taken_over(loss)[0]):
+    if not has_state and any(getattr(x, "has_state", False) for x in find_transforms(loss)[0]):
         raise ValueError("the loss takes a model state, and the step was built without. Pass has_state=True to both.")
 
 
@@ -127,7 +127,7 @@ def check_state(outer: str, loss: Callable[..., Any], *, has_state: bool) -> Non
     Raises:
         ValueError: the two differ.
     """
-    for x in taken_over(loss)[0]:
+    for x in find_transforms(loss)[0]:
         if hasattr(x, "has_state") and x.has_state != has_state:
             raise ValueError(
                 f"{outer}(..., has_state={has_state}) of {x.transform}(..., has_state={x.has_state}): a loss has a"
@@ -147,7 +147,7 @@ def describe_function(loss: Unwrapped, name: str) -> list[str]:
     another function, and ranks agree on leaves and gradients during the run.
     """
     lines = [f"torch {torch.__version__}", *_describe_captured(loss.jitted)]
-    around, inner = taken_over(loss.loss)
+    around, inner = find_transforms(loss.loss)
     cuts = [x for x in around if x.transform == "accumulate"]
     if loss.mixed is not None:
         lines += describe((loss.mixed.policy, loss.mixed.loss_scale), "mixed_precision")

@@ -31,7 +31,7 @@ from shardfn.core import (
     tree_unflatten,
 )
 from shardfn.engine.loss import differing, without_data
-from shardfn.graph import LoopMark, known_op, loop_input, looped, where_of, without_writes
+from shardfn.graph import LoopMark, find_op, loop_input, looped, where_of, without_writes
 from shardfn.nn import Run, is_differentiated, plain_loop
 
 
@@ -167,7 +167,7 @@ def _keep_value(x: Any) -> Any:
     return x
 
 
-def noted_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
+def record_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
     """Runs the function of a scan for the first layer, and notes that the layer is one of several.
 
     The function runs for the last layer too, and must have the same steps.
@@ -298,7 +298,7 @@ def _find_refused(gm: GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
-        op, where = known_op(node.target), where_of(node) or "a line unknown"
+        op, where = find_op(node.target), where_of(node) or "a line unknown"
         space = getattr(node.target, "namespace", "aten")
         if str(node.target) in _CHECKS:
             continue

@@ -17,7 +17,17 @@ from ._other_axis_ops import EveryRank
 from ._program import Compute, Conversion, Convert, Loop, PartitionProgram, Step, last_uses, passages
 from ._search import Search, name_of
 from ._states import Held, SearchChoice, SearchedPlan
-from ._values import FormMove, LoopValues, PlannedValue, Scope, is_look, move_to, needed_form, scope_of, sent_by
+from ._values import (
+    FormMove,
+    LoopValues,
+    PlannedValue,
+    Scope,
+    conversion_traffic,
+    is_look,
+    move_to,
+    needed_form,
+    scope_of,
+)
 
 # States that the search keeps.
 WIDTH = 16
@@ -47,7 +57,7 @@ def partition_graph(
         every_rank: strategies that the ranks along other axes can take, too. None: all ranks see the same graph.
     """
     scope = scope_of(graph, trained, constants)
-    start = {v: held_at_start(forms.get(v.node, WHOLE)) for v in scope.inputs}
+    start = {v: initial_form(forms.get(v.node, WHOLE)) for v in scope.inputs}
     outputs: Any = next(n for n in graph.nodes if n.op == "output").args[0]
     ends = [(scope.one(n), WHOLE) for n in outputs if isinstance(n, Node)]
     plan = Search(num, WIDTH, value_price=value_price, every_rank=every_rank).best(scope, start, ends)
@@ -60,7 +70,7 @@ def partition_graph(
     return writer.written([scope.one(n) if isinstance(n, Node) else n for n in outputs], [WHOLE] * len(outputs))
 
 
-def held_at_start(form: Form) -> Held:
+def initial_form(form: Form) -> Held:
     """Returns a leaf in the form in which the program receives it."""
     return Held(form, frozenset([form]), form.kind == "cut")
 
@@ -165,7 +175,7 @@ class _ProgramWriter:
             return
         dst, shape = self._new_slot(value, form), value.seen.shape
         self._write_step(Convert(src, dst, before, form, shape, value.differentiable, self._line))
-        name, forward, backward = sent_by(value, before, form, self.program.num)
+        name, forward, backward = conversion_traffic(value, before, form, self.program.num)
         if forward or backward:
             self.program.sent.append(Conversion(name, shape, forward, backward, self._line, self._because))
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch.fx import Graph, Node
 
 from shardfn.collectives import pmax, psum, pvary
-from shardfn.graph import Form, Strategy, blocks, sent_along
+from shardfn.graph import Form, Strategy, blocks, convert_form
 
 from ._program import Compute, Convert, Loop, PartitionProgram
 from ._values import operands_of, results
 
-_TARGETS = (sent_along, psum, pmax, pvary)
+_TARGETS = (convert_form, psum, pmax, pvary)
 
 
 class EveryRank:
@@ -70,18 +70,18 @@ def of_several_sizes(programs: Sequence[PartitionProgram]) -> Mapping[str, list[
     """
     held: dict[str, list[tuple[int, ...]]] = {}
     for program in programs:
-        sizes = [x for x in _held_lengths(program) if len(set(x)) > 1]
+        sizes = [x for x in _block_lengths(program) if len(set(x)) > 1]
         if sizes:
             before = held.setdefault(program.axis, [()] * program.num)
             held[program.axis] = [(*old, *new) for old, new in zip(before, zip(*sizes, strict=True), strict=True)]
     return {axis: [i for i, x in enumerate(kinds) if x not in kinds[:i]] for axis, kinds in held.items()}
 
 
-def _held_lengths(program: PartitionProgram) -> Iterator[tuple[int, ...]]:
+def _block_lengths(program: PartitionProgram) -> Iterator[tuple[int, ...]]:
     """Yields the length of each rank's block for each value that is cut."""
     for step in program.steps:
         if isinstance(step, Loop):
-            yield from _held_lengths(step.body)
+            yield from _block_lengths(step.body)
             continue
         for form, shape in _forms_of(step):
             if form.kind == "cut":

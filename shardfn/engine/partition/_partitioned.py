@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from shardfn._torch import in_other_words
-from shardfn.collectives import axis_index, axis_size, no_axis_types, seen_from
+from shardfn.collectives import axis_index, axis_size, no_axis_types, view_mesh_from
 from shardfn.core import PyTree, is_evaluating, tree_flatten, tree_unflatten
 from shardfn.engine.loss import MAX_GRAPHS, BoundedCache, Loss, Transform
 from shardfn.engine.plan import LeafView, LeafViews
@@ -207,7 +207,7 @@ def agreed_program(
     kinds = of_several_sizes([x for x in made() if x.axis in before])
     chosen: list[Strategy] | None = None
     for place in itertools.product(*kinds.values()) if kinds else ():
-        with seen_from(dict(zip(kinds, place, strict=True))):
+        with view_mesh_from(dict(zip(kinds, place, strict=True))):
             there = call.captured()
             every = EveryRank(there.graph, chosen)
             program = call.planned(there, every)

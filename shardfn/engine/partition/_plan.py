@@ -16,7 +16,7 @@ from shardfn.engine.plan import LeafView
 from shardfn.graph import cut
 from shardfn.nn import as_ops, looping
 
-from ._capture import Noting, apart, noted_loop, prepare, refuse_functions
+from ._capture import Noting, apart, prepare, record_loop, refuse_functions
 from ._graph import partition_graph
 from ._other_axis_ops import EveryRank
 from ._program import PartitionProgram
@@ -124,7 +124,7 @@ def captured_forward(
     call: FlatLoss, leaves: Sequence[Any], shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor]
 ) -> GraphModule:
     """Returns the graph of a loss with leaves of these shapes, ready to be partitioned. Reads no values."""
-    with disable_current_modes(), apart(), looping(noted_loop), as_ops():
+    with disable_current_modes(), apart(), looping(record_loop), as_ops():
         blank = [torch.empty(s, dtype=x.dtype, device="meta") for s, x in zip(shapes, leaves, strict=True)]
         device = next((x.device for x in leaves if x.device.type != "meta"), torch.device("cpu"))
         return prepare(capture(call, [*fakes(blank, device), *fakes(tensors, device)], Noting(), differentiable=True))

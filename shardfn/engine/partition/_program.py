@@ -155,7 +155,7 @@ def _read_slots(step: Step) -> tuple[int, ...]:
     return (step.src,) if isinstance(step, Convert) else step.slots
 
 
-def _made_slots(step: Step) -> tuple[int, ...]:
+def _output_slots(step: Step) -> tuple[int, ...]:
     return (step.dst,) if isinstance(step, Convert) else tuple(step.dsts.values())
 
 
@@ -169,7 +169,7 @@ def passages(program: PartitionProgram) -> list[Passage]:
     )
     out: list[Passage] = []
     for start, stop in zip(starts, [*starts[1:], len(steps)], strict=True):
-        own = dict.fromkeys(slot for step in steps[start:stop] for slot in _made_slots(step))
+        own = dict.fromkeys(slot for step in steps[start:stop] for slot in _output_slots(step))
         needed = dict.fromkeys(slot for step in steps[start:stop] for slot in _read_slots(step) if slot not in own)
         later = tuple(slot for slot in own if read_last.get(slot, -1) >= stop)
         out.append(Passage(sections[start], range(start, stop), tuple(needed), later))
@@ -186,7 +186,7 @@ def last_uses(program: PartitionProgram) -> list[list[int]]:
             if slot not in seen:
                 seen.add(slot)
                 out[i].append(slot)
-        out[i] += [slot for slot in _made_slots(step) if slot not in seen]
+        out[i] += [slot for slot in _output_slots(step) if slot not in seen]
     return out
 
 

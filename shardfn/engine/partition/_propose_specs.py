@@ -27,7 +27,7 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.engine.loss import microbatches, taken_over
+from shardfn.engine.loss import find_transforms, microbatches
 from shardfn.engine.pipeline import Pipelined
 from shardfn.engine.plan import LeafView
 from shardfn.graph import (
@@ -74,7 +74,7 @@ class Unplaced:
         Raises:
             ValueError: the loss is partitioned already.
         """
-        around, inner = taken_over(loss)
+        around, inner = find_transforms(loss)
         if any(isinstance(x, Partitioned) for x in around):
             raise ValueError(
                 "propose_specs(partition(loss), ...): expected the loss without partition, got a partitioned loss."
@@ -180,7 +180,7 @@ class SpecSearch:
         Within a limit, or the least.
         """
         nodes, of = inputs[: len(self.kept)], self.of
-        kept = {n: self._held_bytes(i) for i, n in enumerate(nodes)}
+        kept = {n: self._resident_bytes(i) for i, n in enumerate(nodes)}
         rows = {n for n, most in zip(nodes, of.rows, strict=True) if most is not None}
         num, price = self.mesh.shape[self.axes[k]], self._axis_price(k, gm)
         proposer = Proposer(gm.graph, num, kept, trained, constants_of(gm), rows=rows, work_price=price)
@@ -198,7 +198,7 @@ class SpecSearch:
         wire = self.cluster.link(self.mesh.shape, self.axes[k])
         return wire.bandwidth / self.cluster.device.rate(dtype_name(most))
 
-    def _held_bytes(self, i: int) -> HeldBytes:
+    def _resident_bytes(self, i: int) -> HeldBytes:
         """Returns the bytes that a rank keeps of a leaf, or of the leaf's rows if stages cut the leaf."""
         kept, most = self.kept[i], self.of.rows[i]
         if most is None:
@@ -208,7 +208,7 @@ class SpecSearch:
 
     def _total_bytes(self) -> list[float]:
         """Returns the bytes that are kept of each leaf, before any axis of the search cuts the leaf."""
-        held = map(self._held_bytes, range(len(self.kept)))
+        held = map(self._resident_bytes, range(len(self.kept)))
         leaves = tree_leaves(self.of.params)
         return [kept.fixed + kept.per_element * x.numel() for kept, x in zip(held, leaves, strict=True)]
 

@@ -2,7 +2,7 @@
 
 Along several axes, the capture for an axis runs the program along the earlier axes. The program along the first axis
 runs on leaves that are whole along the second, while the second axis captures the run. Transfers of the first are then
-operations of the second's graph, `sent_along`, with a separate rule: dims that the first axis does not cut are left
+operations of the second's graph, `convert_form`, with a separate rule: dims that the first axis does not cut are left
 unchanged. So the second axis is independent of the first, and a step that the second runs sends along both.
 """
 
@@ -19,7 +19,7 @@ from shardfn._torch import FakeTensor
 from shardfn.capture import node_of, recorder
 from shardfn.collectives import pmax, psum, pvary, set_call_site
 from shardfn.engine.loss import without_data
-from shardfn.graph import Form, Ranks, sent_along
+from shardfn.graph import Form, Ranks, convert_form
 from shardfn.leaves import opened
 from shardfn.nn import moe, run_layers
 
@@ -59,7 +59,7 @@ class NotedRanks(Ranks):
             return self.block(x, step.after) if step.after.kind == "cut" else x
         shape = self.local(step.shape, step.after)
         return _note_call(
-            sent_along, x, (self.axis, tuple(step.before), tuple(step.after), step.shape), shape, self._notes
+            convert_form, x, (self.axis, tuple(step.before), tuple(step.after), step.shape), shape, self._notes
         )
 
 
@@ -70,7 +70,7 @@ def ranks_along(axis: str) -> Ranks:
 
 
 def send_along(x: Any, axis: str, before: Any, after: Any, shape: Sequence[int]) -> Any:
-    """Runs a node of `sent_along`."""
+    """Runs a node of `convert_form`."""
     return converted(x, Convert(0, 0, Form(*before), Form(*after), tuple(shape), True, ""), axis)
 
 
@@ -91,7 +91,7 @@ def _note_call(target: Callable[..., Any], x: Any, args: tuple[Any, ...], shape:
 # Functions that take layers of a stacked leaf without opening the leaf.
 _OF_STACKS = {torch.ops.aten.unbind.int: torch.unbind, torch.ops.aten.select.int: torch.select}
 # The functions that run for targets that are only marks.
-_MARKS = {sent_along: send_along}
+_MARKS = {convert_form: send_along}
 
 
 def run_program(program: PartitionProgram, inputs: Sequence[Any]) -> list[Any]:

@@ -32,7 +32,7 @@ from shardfn.graph import (
     OpUse,
     Strategy,
     cut,
-    known_op,
+    find_op,
     where_of,
     whole,
 )
@@ -186,7 +186,7 @@ class Search:
             before = dict(zip(reads, key[1:], strict=True))
             self._changes[key] = [
                 self._numbered_change(change, before, scope.dead[node])
-                for change in self._made_changes(scope, node, before)
+                for change in self._output_changes(scope, node, before)
             ]
         return self._changes[key]
 
@@ -244,7 +244,7 @@ class Search:
 
     # The strategies of an op.
 
-    def _made_changes(self, scope: Scope, node: Node, held: Mapping[PlannedValue, int]) -> Iterator[Change]:
+    def _output_changes(self, scope: Scope, node: Node, held: Mapping[PlannedValue, int]) -> Iterator[Change]:
         operands, weight, loop = scope.operands[node], scope.weights.get(node, 1), scope.loops.get(node)
         known: Callable[[PlannedValue], Held] = lambda v: self._known[held[v]]  # noqa: E731
         if loop is not None:
@@ -263,7 +263,7 @@ class Search:
         """Returns the strategies of an op with operands in these forms."""
         key = node, forms
         if key not in self.offers:
-            rule = known_op(node.target).sharding
+            rule = find_op(node.target).sharding
             use = use_of(node, operands, forms, self.num)
             try:
                 made = [whole(use)] if rule is None else list(dict.fromkeys(rule(use)))

@@ -19,10 +19,10 @@ from torch.fx import Graph, Node
 
 from shardfn.graph import WHOLE, Form, cut
 
-from ._graph import WIDTH, held_at_start
+from ._graph import WIDTH, initial_form
 from ._search import Search
 from ._spec_rules import alternate, free_leaf, leaves_of_loops, settled, tie_equal_layers
-from ._states import SearchedPlan, held_elements
+from ._states import SearchedPlan, count_elements
 from ._values import PlannedValue, scope_of
 
 
@@ -123,12 +123,12 @@ class Proposer:
 
     def least_held(self) -> float:
         """Returns the least bytes, over all forms, that the rank with the most keeps."""
-        return self._held_bytes(self.least())
+        return self._resident_bytes(self.least())
 
     def proposal(self, forms: Sequence[Form]) -> Proposal:
         """Returns the groups' forms by leaf, with their costs."""
         by_leaf = {v.node: f for g, f in zip(self._groups, forms, strict=True) for v in g}
-        return Proposal(by_leaf, self._held_bytes(forms), self._search_plan(self._search, forms).total)
+        return Proposal(by_leaf, self._resident_bytes(forms), self._search_plan(self._search, forms).total)
 
     def _leaf_forms(self, i: int) -> list[Form]:
         first = self._groups[i][0]
@@ -137,33 +137,34 @@ class Proposer:
 
     def _leaf_bytes(self, i: int, form: Form) -> float:
         return sum(
-            self._kept[v].per_element * held_elements(v, form, self._num) + self._kept[v].fixed for v in self._groups[i]
+            self._kept[v].per_element * count_elements(v, form, self._num) + self._kept[v].fixed
+            for v in self._groups[i]
         )
 
-    def _held_bytes(self, forms: Sequence[Form]) -> float:
+    def _resident_bytes(self, forms: Sequence[Form]) -> float:
         return sum(self._leaf_bytes(i, f) for i, f in enumerate(forms))
 
     def _search_plan(self, search: Search, forms: Sequence[Form]) -> SearchedPlan:
-        start = {v: held_at_start(WHOLE) for v in self._scope.inputs}
-        start |= {v: held_at_start(f) for g, f in zip(self._groups, forms, strict=True) for v in g}
+        start = {v: initial_form(WHOLE) for v in self._scope.inputs}
+        start |= {v: initial_form(f) for g, f in zip(self._groups, forms, strict=True) for v in g}
         return search.best(self._scope, start, self._ends)
 
-    def _sent_cost(self, forms: Sequence[Form]) -> float:
+    def _traffic_cost(self, forms: Sequence[Form]) -> float:
         key = tuple(forms)
         if key not in self._priced:
             self._priced[key] = self._search_plan(self._narrow, forms).total
         return self._priced[key]
 
     def _cost_of(self, forms: Sequence[Form], limit: float) -> tuple[float, float]:
-        held = self._held_bytes(forms)
-        return max(0.0, held - limit), self._sent_cost(forms) + _PER_HELD_BYTE * held
+        held = self._resident_bytes(forms)
+        return max(0.0, held - limit), self._traffic_cost(forms) + _PER_HELD_BYTE * held
 
     # The search.
 
     def best(self, limit: float) -> Proposal:
         """Returns the cheapest proposal found with which no rank keeps more than `limit` bytes."""
         whole = [WHOLE] * len(self._groups)
-        if self._held_bytes(whole) <= limit and not self._work_price:
+        if self._resident_bytes(whole) <= limit and not self._work_price:
             return self.proposal(self._improve_forms(whole, limit))
         begun = self._find_starts(limit)
         # The best forms under a tight limit are a good starting point for a looser limit.
@@ -183,7 +184,7 @@ class Proposer:
         for _ in range(_HALVINGS):
             price = (low * high) ** 0.5
             found.append(self._forms_at_price(price))
-            low, high = (low, price) if self._held_bytes(found[-1]) <= limit else (price, high)
+            low, high = (low, price) if self._resident_bytes(found[-1]) <= limit else (price, high)
         return found
 
     def _alternate_forms(self) -> list[Form]:
@@ -206,7 +207,7 @@ class Proposer:
         forms, least = list(forms), self.least()
         excess = {i: self._leaf_bytes(i, f) - self._leaf_bytes(i, least[i]) for i, f in enumerate(forms)}
         for i in sorted(excess, key=excess.__getitem__, reverse=True):
-            if self._held_bytes(forms) <= limit:
+            if self._resident_bytes(forms) <= limit:
                 break
             forms[i] = least[i]
         return forms
@@ -218,7 +219,7 @@ class Proposer:
                 for change in changes():
                     tried = _apply_change(forms, change)
                     # A change that does not fit is not worth a search.
-                    fits = tried != forms and self._held_bytes(tried) <= max(limit, self._held_bytes(forms))
+                    fits = tried != forms and self._resident_bytes(tried) <= max(limit, self._resident_bytes(forms))
                     if fits and self._cost_of(tried, limit) < self._cost_of(forms, limit):
                         forms = tried
             if forms == before:
@@ -230,16 +231,20 @@ class Proposer:
         a_byte: dict[int, float] = {}
         for i, form in enumerate(forms):
             tried = _apply_change(forms, [(i, WHOLE)])
-            if form != WHOLE and self._held_bytes(tried) <= limit and self._sent_cost(tried) < self._sent_cost(forms):
-                saved[i] = self._sent_cost(forms) - self._sent_cost(tried)
-                a_byte[i] = saved[i] / max(self._held_bytes(tried) - self._held_bytes(forms), 1.0)
+            if (
+                form != WHOLE
+                and self._resident_bytes(tried) <= limit
+                and self._traffic_cost(tried) < self._traffic_cost(forms)
+            ):
+                saved[i] = self._traffic_cost(forms) - self._traffic_cost(tried)
+                a_byte[i] = saved[i] / max(self._resident_bytes(tried) - self._resident_bytes(forms), 1.0)
         found = [self._released_by(gain, forms, limit) for gain in (a_byte, saved)]
         return min(found, key=lambda x: self._cost_of(x, limit))
 
     def _released_by(self, gain: dict[int, float], forms: list[Form], limit: float) -> list[Form]:
         for i in sorted(gain, key=gain.__getitem__, reverse=True):
             tried = _apply_change(forms, [(i, WHOLE)])
-            if self._held_bytes(tried) <= limit and self._sent_cost(tried) < self._sent_cost(forms):
+            if self._resident_bytes(tried) <= limit and self._traffic_cost(tried) < self._traffic_cost(forms):
                 forms = tried
         return forms
 
@@ -262,7 +267,7 @@ class Proposer:
         search.offers = self._search.offers
         found: dict[PlannedValue, Form] = {}
         for loop in self._scope.loops.values():
-            body = {v: held_at_start(WHOLE) for v in loop.scope.inputs}
+            body = {v: initial_form(WHOLE) for v in loop.scope.inputs}
             own = {v: self._layers_leaf(x) for v, x in zip(loop.given[loop.num_carry :], loop.layers[0], strict=True)}
             body |= {v: free_leaf() for v, leaf in own.items() if leaf is not None}
             ends = [(v, WHOLE if k < loop.num_carry else None) for k, v in enumerate(loop.ends)]
@@ -272,8 +277,8 @@ class Proposer:
                 leaf = own[v]
                 assert leaf is not None
                 found[leaf] = form._replace(dim=form.dim + 1) if form.kind == "cut" else WHOLE
-        start = {v: held_at_start(WHOLE) for v in self._scope.inputs}
-        start |= {v: held_at_start(found[v]) if v in found else free_leaf() for v in self._kept}
+        start = {v: initial_form(WHOLE) for v in self._scope.inputs}
+        start |= {v: initial_form(found[v]) if v in found else free_leaf() for v in self._kept}
         found |= settled(search.searched(self._scope, start, self._ends, _FREE_WIDTH), self._scope, start, self._num)
         # The second of equal layers decides for the other layers. Leaves that no operation reads get the least form.
         least = self.least()

@@ -15,7 +15,7 @@ from shardfn.graph import (
     cut,
 )
 
-from ._values import PlannedValue, Scope, move_to, needed_form, sent_by
+from ._values import PlannedValue, Scope, conversion_traffic, move_to, needed_form
 
 # The price of a byte of a leaf that the leaf's spec cuts.
 _KEPT_CUT = 1e6
@@ -184,7 +184,7 @@ class Draft:
             own = cut(form.dim, value.seen.shape[form.dim], self.prices.num) if form.kind == "cut" else WHOLE
             self.new[value] = Held(own, frozenset([own]), own.kind == "cut")
             self.costs.append(
-                self._weight * self.prices.held * value.seen.itemsize * held_elements(value, own, self.prices.num)
+                self._weight * self.prices.held * value.seen.itemsize * count_elements(value, own, self.prices.num)
             )
         form = needed_form(value, form)
         move = move_to(value, form, self)
@@ -195,10 +195,10 @@ class Draft:
             self.bring(move.source, form)
         if move.kind == "convert":
             self.bring(value, move.before)
-            _, forward, backward = sent_by(value, move.before, form, self.prices.num)
+            _, forward, backward = conversion_traffic(value, move.before, form, self.prices.num)
             cost = forward + backward + _PER_MESSAGE
             if self[value].leaf and move.before.kind == "cut":  # equal for all forms, so bytes decide
-                cost += _KEPT_CUT * (sent_by(value, move.before, WHOLE, self.prices.num)[1] + _PER_MESSAGE)
+                cost += _KEPT_CUT * (conversion_traffic(value, move.before, WHOLE, self.prices.num)[1] + _PER_MESSAGE)
             if value.outer is not None:
                 cost /= value.times  # the value is brought once, and this is the price of a single run
                 self.outside.append(cost)
@@ -221,7 +221,7 @@ class Draft:
             leaf = form.kind == "cut" and value.part_of is not None and self[value.part_of].leaf
             there = frozenset() if value.look_at is not None else frozenset([form])
             if self.prices.value and value.differentiable and value.look_at is None:
-                held = value.seen.itemsize * held_elements(value, form, self.prices.num)
+                held = value.seen.itemsize * count_elements(value, form, self.prices.num)
                 self.costs.append(self._weight * self.prices.value * held)
             self.new[value] = Held(form, there, leaf)
         return Change(tuple(self.costs), tuple(self.outside), self.new, choice)
@@ -236,13 +236,13 @@ class Draft:
         # twice as much as attention.
         backward = min(sum(v.differentiable for v in operands), 2)
         own = [
-            held_elements(v, f, self.prices.num) / max(math.prod(v.seen.shape), 1)
+            count_elements(v, f, self.prices.num) / max(math.prod(v.seen.shape), 1)
             for v, f in zip(operands, strategy.ins, strict=True)
         ]
         return flops * (1 + backward) * min(own)
 
 
-def held_elements(value: PlannedValue, form: Form, num: int) -> int:
+def count_elements(value: PlannedValue, form: Form, num: int) -> int:
     """Returns the number of elements of a value on the rank with the most, for example 3 of 7 on 3 ranks."""
     shape = value.seen.shape
     if form.kind != "cut":

@@ -362,7 +362,7 @@ def conversion_bytes(
     return name, forward, backward if differentiable else 0.0
 
 
-def sent_by(value: PlannedValue, before: Form, after: Form, num: int) -> tuple[str, float, float]:
+def conversion_traffic(value: PlannedValue, before: Form, after: Form, num: int) -> tuple[str, float, float]:
     """Returns `conversion_bytes` of a value."""
     numel = math.prod(value.seen.shape)
     return conversion_bytes(before, after, numel, value.seen.itemsize, num, differentiable=value.differentiable)

@@ -24,15 +24,15 @@ def padded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
 
 def unpadded(stack: PyTree, per_stage: Sequence[int]) -> PyTree:
     """Returns the inverse of `padded`: the layers, without unused rows."""
-    used = used_rows(per_stage)
+    used = layer_rows(per_stage)
     return tree_map(lambda x: x.index_select(0, torch.tensor(used, device=x.device)), stack)
 
 
-def used_rows(per_stage: Sequence[int]) -> list[int]:
+def layer_rows(per_stage: Sequence[int]) -> list[int]:
     """Returns the rows of a stack of `padded` that are layers.
 
     Example:
-        >>> used_rows((2, 1))
+        >>> layer_rows((2, 1))
         [0, 1, 2]
     """
     most = max(per_stage)

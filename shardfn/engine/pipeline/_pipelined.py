@@ -34,9 +34,9 @@ from shardfn.engine.loss import (
     Transform,
     Unwrapped,
     check_count,
+    find_transforms,
     leaves_for,
     pass_count,
-    taken_over,
     varying_along,
 )
 from shardfn.engine.plan import (
@@ -50,9 +50,9 @@ from shardfn.schedules import PipelineSchedule, loop_stages, timeline, v_stages
 
 from ._padded import (
     check_rows,
+    layer_rows,
     refilled,
     unpadded,
-    used_rows,
 )
 from ._remote_stack import ElsewhereTensor
 from ._stage_state import (
@@ -455,12 +455,12 @@ class PipelinedLayers(Enclosed):
         assert self.per_stage is not None
         if axis_size(self.axis) > 1:
             return list(range(self.per_stage[int(axis_index(self.axis))]))
-        return used_rows(self.per_stage)
+        return layer_rows(self.per_stage)
 
 
 def pipelined_in(loss: Loss) -> Pipelined | None:
     """Returns the pipelined loss inside a step's loss, or None."""
-    inner = taken_over(loss)[1]
+    inner = find_transforms(loss)[1]
     return inner if isinstance(inner, Pipelined) else None
 
 

@@ -330,8 +330,8 @@ def _run_abstract(plan: Plan, leaves: list[Any], axes: Sequence[str]) -> Iterato
         blocks = [torch.empty(shape, dtype=x.dtypes.compute, device="meta") for shape, x in pairs]
         abstract: Any = fakes([*blocks, *leaves], plan.mesh.device)
         for x, leaf in zip(abstract, plan.leaves, strict=False):
-            if leaf.own_axes:
-                plan.following.declare(x, (*plan.batch_axes, *(a for a in leaf.own_axes if a not in axes)))
+            if leaf.distinct_axes:
+                plan.following.declare(x, (*plan.batch_axes, *(a for a in leaf.distinct_axes if a not in axes)))
         with abstract[0].fake_mode:
             yield tree_unflatten(plan.treedef, abstract[: len(blocks)]), abstract[len(blocks) :]
 

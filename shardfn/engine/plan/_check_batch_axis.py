@@ -13,7 +13,7 @@ from shardfn.leaves import LeafLayout
 
 def blocks_of_batch_axes(leaves: Sequence[LeafLayout], axes: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """By path, the batch's axes with several ranks that cut a leaf in blocks, which a loss has to exchange along."""
-    named = {leaf.path: tuple(a for a in leaf.own_axes if a in axes) for leaf in leaves}
+    named = {leaf.path: tuple(a for a in leaf.distinct_axes if a in axes) for leaf in leaves}
     return {path: own for path, own in named.items() if own}
 
 

@@ -113,7 +113,7 @@ class Plan:
         return tree_unflatten(self.treedef, [leaf.shard if leaf.trainable else None for leaf in self.leaves])
 
     @functools.cached_property
-    def own_cuts(self) -> dict[str, tuple[int, int, int]]:
+    def rank_cuts(self) -> dict[str, tuple[int, int, int]]:
         """By path of a leaf that is gathered after the update: dim, start and length of the rows of this rank."""
         out: dict[str, tuple[int, int, int]] = {}
         for leaf in self.leaves:
@@ -143,7 +143,7 @@ class Plan:
         Raises:
             AxisTypeError: (at its end) the loss exchanges nothing along an axis of the batch that cuts a leaf.
         """
-        own = {a for leaf in self.leaves for a in leaf.own_axes} - {*self.batch_axes}
+        own = {a for leaf in self.leaves for a in leaf.distinct_axes} - {*self.batch_axes}
         at_once = not own.isdisjoint(self.following.axes)
         if self._list_exchanged_blocks:
             return exchanging(self.following, self._list_exchanged_blocks, at_once=at_once)
@@ -258,7 +258,7 @@ class Plan:
 
     def norm_axes(self, leaf: LeafLayout) -> tuple[str, ...]:
         """Returns the axes along which the pieces of a leaf's gradient are disjoint, or are different ranks' own."""
-        disjoint = leaf.reduce_axes + leaf.ways.summed.unreduced + leaf.own_axes
+        disjoint = leaf.reduce_axes + leaf.ways.summed.unreduced + leaf.distinct_axes
         return tuple(a for a in self.mesh.axis_names if a in disjoint)
 
     @functools.cached_property

@@ -14,7 +14,7 @@ from shardfn.engine.loss import agree_on_step, told_before
 from shardfn.memory import Pool
 
 from ._reshard_across_meshes import crossed
-from ._reshard_local import moved, moved_purely
+from ._reshard_local import moved, reshard_purely
 from ._reshard_request import ReshardRequest, Transit, is_followed
 
 
@@ -96,12 +96,12 @@ def _place_leaves(request: ReshardRequest, held: Sequence[GlobalTensor], meshes:
     abstract = [f"{m!r} is abstract: its ranks do not exist" for m in meshes if m.abstract]
     raise_all(ValueError, "reshard: nothing can be moved:", abstract)
     if capturing():  # a capture sends no messages; the graph is the program of the ranks
-        return moved_purely(request.transits(pure=True))
+        return reshard_purely(request.transits(pure=True))
     meeting = _join_meshes(meshes)
     if transforming() or any(map(is_followed, held)):
         with DisableFuncTorch(), disable_current_modes():  # messages, which transforms must not see
             transits = _agree_on_transfers(meeting, request, pure=True)
-        return moved_purely(transits)
+        return reshard_purely(transits)
     transits = _agree_on_transfers(meeting, request, pure=False)
     # In the order of the tree, first those that stay on a mesh: the same on all ranks, as they have agreed on the list.
     here = [i for i, t in enumerate(transits) if t.on_one_mesh]

@@ -1,4 +1,4 @@
-"""Moves leaves along their routes on one mesh: `moved`, and `moved_purely`, which autograd can differentiate."""
+"""Moves leaves along their routes on one mesh: `moved`, and `reshard_purely`, which autograd can differentiate."""
 
 import functools
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def moved(transits: Sequence[Transit]) -> list[GlobalTensor]:
     return [out[i] for i in range(len(transits))]
 
 
-def moved_purely(transits: Sequence[Transit]) -> list[GlobalTensor]:
+def reshard_purely(transits: Sequence[Transit]) -> list[GlobalTensor]:
     """Returns the leaves in their new placements, by functions that torch can differentiate and capture."""
 
     def one(t: Transit) -> GlobalTensor:

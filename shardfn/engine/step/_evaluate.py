@@ -163,7 +163,7 @@ def evaluate(
         if 0 in there:
             shapes = control.gather(None if batch is None else without_values(batch))
             batch = shapes[_find_nearest_rank(there, specs, mesh)] if batch is None else batch
-        found = sums(batch if rows else one_row(batch, specs, mesh.device))
+        found = sums(batch if rows else make_zero_row(batch, specs, mesh.device))
         for name, x in found.items():
             x = x if rows else torch.zeros_like(x)
             own[name] = own[name] + x if name in own else x
@@ -259,7 +259,7 @@ def _count_rows(batch: PyTree, specs: PyTree) -> list[int]:
     return sizes or [next((len(x) for x in leaves if isinstance(x, Tensor) and x.ndim), 1)]
 
 
-def one_row(batch: PyTree, specs: PyTree, device: torch.device) -> PyTree:
+def make_zero_row(batch: PyTree, specs: PyTree, device: torch.device) -> PyTree:
     """Returns a batch with a row of zeros, for a rank without a batch. Only the shapes and dtypes of `batch` count."""
     rows = [
         torch.zeros((1, *x.shape[1:]) if cut else x.shape, dtype=x.dtype, device=device) if isinstance(x, Tensor) else x

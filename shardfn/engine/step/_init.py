@@ -37,7 +37,7 @@ from shardfn.engine.agreement import (
     comms_of,
     losing_no_peer,
 )
-from shardfn.engine.execution import check_leaves_descend, own_rows, rule_of, wrap
+from shardfn.engine.execution import check_leaves_descend, rule_of, shard_rows, wrap
 from shardfn.engine.loss import check_alike, check_params, function_name, is_abstract, module_name, told_before
 from shardfn.engine.pipeline import first_kept
 from shardfn.engine.plan import (
@@ -158,7 +158,7 @@ def _store_blocks(plan: Plan, blocks: Sequence[Tensor]) -> list[StoredValue]:
 def _init_at_once(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> tuple[PyTree, PyTree]:
     here = [draw(i) for i in range(len(plan.leaves))]
     params = wrap(plan, _store_blocks(plan, here))
-    rows = [own_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, here, strict=True)]
+    rows = [shard_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, here, strict=True)]
     tree = tree_unflatten(plan.treedef, rows)
     # A state may start as the parameters themselves (such as a moving average). It gets memory of its own.
     held = {x.untyped_storage()._cdata for x in tree_leaves(tree)}
@@ -176,7 +176,7 @@ def _init_one_by_one(plan: Plan, optimizer: GradientTransformation, draw: Draw) 
     for i, leaf in enumerate(plan.leaves):
         block = draw(i)
         if leaf.trainable:
-            first.add(i, own_rows(plan, leaf, block))
+            first.add(i, shard_rows(plan, leaf, block))
         blocks.append(store(block.to(leaf.dtypes.param), leaf.ways.kept, pool))
     return wrap(plan, blocks), first.state()
 

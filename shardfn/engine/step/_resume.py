@@ -19,7 +19,7 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.engine.execution import own_rows, wrap
+from shardfn.engine.execution import shard_rows, wrap
 from shardfn.engine.plan import Plan
 from shardfn.engine.resharding import reshard
 from shardfn.engine.transfers import cut_parts, pool_of, refresh, reopen
@@ -132,7 +132,7 @@ def _gather_blocks(
             rows[i], blocks[i] = blocks[i], torch.empty(leaf.block, dtype=leaf.dtypes.param, device=plan.mesh.device)
         else:
             # All ranks refresh the same units: a block that was committed whole takes part with its rows.
-            rows[i] = own_rows(plan, leaf, load(blocks[i]))
+            rows[i] = shard_rows(plan, leaf, load(blocks[i]))
     return refresh(plan, channels, blocks, rows, pool_of(plan))
 
 

@@ -54,7 +54,7 @@ from ._pools import (
 )
 from ._pure_transfers import (
     enter_purely as enter_purely,
-    own_rows as own_rows,
+    shard_rows as shard_rows,
     reduce_purely as reduce_purely,
     refresh_purely as refresh_purely,
 )

@@ -323,7 +323,7 @@ class Gatherer:
     def _issue_gather(self, unit: int) -> GatheredUnit:
         members = [self._leaves[i] for i in self._units[unit].leaves]
         brought = [self._take_secondary(unit)] if unit in self._hops else None
-        return GatheredUnit(self._wires[unit], brought or self._own_pieces(unit), members)
+        return GatheredUnit(self._wires[unit], brought or self._rank_pieces(unit), members)
 
     def _take_secondary(self, unit: int) -> Tensor:
         """Returns the result of a unit's first hop."""
@@ -335,9 +335,9 @@ class Gatherer:
         return piece
 
     def _bring_unit(self, unit: int) -> Pending[Tensor]:
-        return self._wires[unit].bring(arrived(self._own_pieces(unit)))
+        return self._wires[unit].bring(arrived(self._rank_pieces(unit)))
 
-    def _own_pieces(self, unit: int) -> list[Piece]:
+    def _rank_pieces(self, unit: int) -> list[Piece]:
         return self._reads.pop(unit, None) or self._fetch_pieces(unit)
 
 

@@ -155,7 +155,7 @@ class GradientStore:
         self._pool = pool_of(plan)
         # All ranks along these axes have the same units.
         members = [[plan.layers[i] for i in unit.leaves] for unit in plan.reduce_units]
-        self._late = {u for u, own in enumerate(members) if not {*late_axes}.issubset(own[0].own_axes)}
+        self._late = {u for u, own in enumerate(members) if not {*late_axes}.issubset(own[0].distinct_axes)}
         homes = [_choose_home(own, wire) for own, wire in zip(members, wires, strict=True)]
         self._homes: list[MemoryKind] = [x.memory_kind for x in homes]
         self._stay = [x.is_plain for x in homes]

@@ -71,11 +71,11 @@ def enter(
                 handle.register_hook(_make_hook(reducer, key, alias(handle)))
             handles[key] = handle
         value = LazyLeaf.make(i, leaf.path, handle, book) if leaf.lazy else handle
-        if leaf.own_axes:
+        if leaf.distinct_axes:
             if reducer is None:
-                plan.following_function.declare(value, leaf.own_axes)
+                plan.following_function.declare(value, leaf.distinct_axes)
             else:
-                plan.following.declare(value, (*plan.batch_axes, *leaf.own_axes))
+                plan.following.declare(value, (*plan.batch_axes, *leaf.distinct_axes))
         seen[key] = value
     book.watch.enter(plain)
     entered = [*seen.values()][: len(blocks)]

@@ -65,11 +65,11 @@ def enter_purely(plan: Plan, blocks: Sequence[Tensor], mode: AxisTypeMode | None
             if not invariant:  # the gather's transpose sums over its own axes
                 unsummed[i] = plan.leaves[i].extra_axes
     if mode is not None:
-        return [mode.declare(x.view_as(x), leaf.own_axes) for leaf, x in zip(plan.leaves, wholes, strict=True)]
+        return [mode.declare(x.view_as(x), leaf.distinct_axes) for leaf, x in zip(plan.leaves, wholes, strict=True)]
     wholes = [pvary(x, axes) if x.is_floating_point() else x for x, axes in zip(wholes, unsummed, strict=True)]
     for leaf, x in zip(plan.leaves, wholes, strict=True):
-        if leaf.own_axes:
-            plan.following.declare(x, (*plan.batch_axes, *leaf.own_axes))
+        if leaf.distinct_axes:
+            plan.following.declare(x, (*plan.batch_axes, *leaf.distinct_axes))
     return wholes
 
 
@@ -94,9 +94,9 @@ def reduce_purely(plan: Plan, grads: dict[int, Tensor]) -> dict[int, Tensor]:
     return out
 
 
-def own_rows(plan: Plan, leaf: LeafLayout, block: Tensor) -> Tensor:
+def shard_rows(plan: Plan, leaf: LeafLayout, block: Tensor) -> Tensor:
     """Returns the part of a parameter that this rank updates."""
-    cut = plan.own_cuts.get(leaf.path)
+    cut = plan.rank_cuts.get(leaf.path)
     return block if cut is None else take_own_block(block, leaf.zero_axes, dim=cut[0])
 
 

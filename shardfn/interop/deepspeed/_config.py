@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from shardfn import optim
-from shardfn.core import Policy, Zero, raise_all
+from shardfn import core, optim
 from shardfn.nn import moe
 from shardfn.transforms import accumulate, mixed_precision
 
@@ -52,8 +51,8 @@ class DeepSpeedRecipe:
     """
 
     optimizer: optim.GradientTransformation | None
-    zero: Zero
-    policy: Policy | None
+    zero: core.Zero
+    policy: core.Policy | None
     loss_scale: optim.LossScale | None
     num_microbatches: int
     rows_per_step: int | None
@@ -121,7 +120,7 @@ def from_deepspeed_config(
     zero = read_zero(reading, axis, secondary_axis, torch.float32 if policy is None else policy.compute)
     rule, rate = _read_optimizer(reading, axis, gradient_clipping)
     exchange, mesh = _read_experts(reading, ranks, axis, expert_axis)
-    raise_all(ValueError, "this DeepSpeed configuration cannot be taken unchanged:", reading.problems)
+    core.raise_all(ValueError, "this DeepSpeed configuration cannot be taken unchanged:", reading.problems)
     return DeepSpeedRecipe(rule, zero, policy, scale, *steps, rate, exchange, mesh, tuple(reading.rows))
 
 
@@ -147,7 +146,7 @@ def _read_batch(reading: Reading, ranks: int) -> tuple[int, int | None]:
     return times, rows
 
 
-def _read_precision(reading: Reading) -> tuple[Policy | None, optim.LossScale | None]:
+def _read_precision(reading: Reading) -> tuple[core.Policy | None, optim.LossScale | None]:
     """Returns the policy, and with fp16 the loss scale."""
     half, brain = reading.find_section("fp16"), reading.find_section("bf16")
     for name, section in (("fp16", half), ("bf16", brain)):
@@ -168,12 +167,12 @@ def _read_precision(reading: Reading) -> tuple[Policy | None, optim.LossScale | 
             dtypes[field] = _DTYPES[name]
             reading.note_taken(key, name, f"`Policy({field}={_DTYPES[name]})`")
     if compute is None:
-        return (Policy(**dtypes, master=None) if dtypes else None), None
+        return (core.Policy(**dtypes, master=None) if dtypes else None), None
     if "reduce" not in dtypes:
         reading.note_default(
             "communication_data_type", None, f"gradients travel in {compute}, and are added up in fp32"
         )
-    policy = Policy(param=compute, compute=compute, reduce=dtypes.pop("reduce", compute), **dtypes)
+    policy = core.Policy(param=compute, compute=compute, reduce=dtypes.pop("reduce", compute), **dtypes)
     return policy, _read_loss_scale(reading, half) if compute is torch.float16 else None
 
 

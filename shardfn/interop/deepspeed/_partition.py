@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardfn.core import did_you_mean, named_parameters, raise_all, state_names
+from shardfn import core
 from shardfn.interop.leaves import parameter_names
 
 from ._config import DeepSpeedRecipe, from_deepspeed_config
@@ -240,13 +240,13 @@ def make_partition(job: DeepSpeedJob, rate: float) -> Partition:
             message lists all.
     """
     config = dict(job.config if isinstance(job.config, Mapping) else json.loads(pathlib.Path(job.config).read_text()))
-    raise_all(
+    core.raise_all(
         ValueError, "files for each rank are not written for such a job of DeepSpeed's:", _find_problems(config, job)
     )
     recipe = from_deepspeed_config(config, ranks=job.ranks)
-    leaves = dict(named_parameters(job.module))
+    leaves = dict(core.named_parameters(job.module))
     shapes = {name: torch.Size(p.shape) for name, p in leaves.items()}
-    order = tuple(state_names(job.module))
+    order = tuple(core.state_names(job.module))
     data_first = bool(config.get("use_data_before_expert_parallelism"))
     experts = find_experts(shapes, order, job.ep_size, data_first=data_first)
     dtype = torch.float32 if recipe.policy is None else recipe.policy.compute
@@ -333,10 +333,10 @@ def _check_experts(
         out.append(f"zero_optimization.stage = 0 in {dtype}: its masters have no names; take stage 1 or 2, or float32")
     if stage == 0 and str(config["optimizer"]["type"]).lower() != "sgd" and not params.get("torch_adam"):
         out.append("optimizer.params.torch_adam: at stage 0 states are those of torch's Adam. Set it, or take stage 1")
-    frozen = [name for name, p in named_parameters(job.module) if not p.requires_grad]
+    frozen = [name for name, p in core.named_parameters(job.module) if not p.requires_grad]
     if stage == 0 and frozen:
         out.append(f"stage = 0: parameters have numbers there, also frozen ones such as {frozen[0]}; take stage 1 or 2")
-    raise_all(ValueError, "files are not written for such a job of DeepSpeed's with experts:", out)
+    core.raise_all(ValueError, "files are not written for such a job of DeepSpeed's with experts:", out)
 
 
 def _check_groups(owners: Sequence[Sequence[str]], trained: Sequence[str], known: Sequence[str]) -> None:
@@ -348,10 +348,12 @@ def _check_groups(owners: Sequence[Sequence[str]], trained: Sequence[str], known
     odd = [name for name in counts if name not in trained]
     problems += [f"{name} is frozen, or empty" for name in odd if name in known]
     problems += [
-        f"{name} is no parameter of the module.{did_you_mean(name, known)}" for name in odd if name not in known
+        f"{name} is no parameter of the module.{core.did_you_mean(name, known)}" for name in odd if name not in known
     ]
     problems += [f"group {i} has no parameters" for i, names in enumerate(owners) if not names]
-    raise_all(ValueError, "groups of the optimizer have the parameters that the module trains, each once:", problems)
+    core.raise_all(
+        ValueError, "groups of the optimizer have the parameters that the module trains, each once:", problems
+    )
 
 
 def _group_settings(kind: str, params: Mapping[str, Any], rate: float) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardfn import core
 from shardfn.checkpoint import restore_tensors
-from shardfn.core import PyTree, did_you_mean, named_buffers, named_parameters, raise_all, state_names, tree_paths
 from shardfn.interop.leaves import join_keys
 
 from ._partition import Partition
@@ -97,13 +97,15 @@ def place_leaves(
         if StatePart("buffer", name) not in parts
     ]
     problems = [f"buffer {x.part.name} of the module is on meta, and the state lacks it" for x in out if x.leaf.is_meta]
-    loose = {name for name, _ in named_buffers(module)} - buffers.keys()
+    loose = {name for name, _ in core.named_buffers(module)} - buffers.keys()
     for part, x in parts.items():
         if part.kind == "buffer":
             if part.name in buffers:
                 out.append(PlacedPart(part, x))
             elif part.name not in loose:
-                problems.append(f"{describe_part(part)} is not in the module.{did_you_mean(part.name, [*buffers])}")
+                problems.append(
+                    f"{describe_part(part)} is not in the module.{core.did_you_mean(part.name, [*buffers])}"
+                )
             continue
         name, shape = firsts.get(part.name, part.name), torch.Size(x.shape)
         if name in cut.shapes:
@@ -113,8 +115,8 @@ def place_leaves(
         elif layers := _find_layers(part.name, shape, cut.shapes) or _find_layers(own[part], shape, cut.shapes, names):
             out += [PlacedPart(part._replace(name=layer), x, i) for i, layer in enumerate(layers)]
         else:
-            problems.append(f"{part.name} is no parameter of the module.{did_you_mean(part.name, [*cut.shapes])}")
-    raise_all(ValueError, "the state is not one of this job's module:", problems + _check_states(out, cut))
+            problems.append(f"{part.name} is no parameter of the module.{core.did_you_mean(part.name, [*cut.shapes])}")
+    core.raise_all(ValueError, "the state is not one of this job's module:", problems + _check_states(out, cut))
     return out
 
 
@@ -140,11 +142,11 @@ def _check_states(out: list[PlacedPart], cut: Partition) -> list[str]:
 
 def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Returns the tensors that the module saves in addition to parameters."""
-    weights = {name for name, _ in named_parameters(module, remove_duplicate=False)}
-    kept = zip(state_names(module), module.state_dict().values(), strict=True)
+    weights = {name for name, _ in core.named_parameters(module, remove_duplicate=False)}
+    kept = zip(core.state_names(module), module.state_dict().values(), strict=True)
     rest = {name: x for name, x in kept if name not in weights}
     odd = [name for name, x in rest.items() if not isinstance(x, Tensor)]
-    raise_all(ValueError, "the module saves values that are no tensors, which the state lacks:", odd)
+    core.raise_all(ValueError, "the module saves values that are no tensors, which the state lacks:", odd)
     return rest
 
 
@@ -163,7 +165,7 @@ def _find_layers(
 
 def restore_deepspeed(
     found: DeepSpeedState,
-    like: PyTree,
+    like: core.PyTree,
     *,
     at: str = "",
     names: Names = lambda name: name,
@@ -203,7 +205,9 @@ def restore_deepspeed(
     for kind, tree in found.moments.items():
         tensors |= {describe_part(StatePart(kind, name)): x for name, x in tree.items()}
     there = {
-        path: part for path in tree_paths(like, at) if (part := find_part(path.removeprefix("."), names)) is not None
+        path: part
+        for path in core.tree_paths(like, at)
+        if (part := find_part(path.removeprefix("."), names)) is not None
     }
     kept = {part.name for part in there.values() if part.kind == "buffer"}
     tensors |= {describe_part(StatePart("buffer", name)): x for name, x in found.buffers.items() if name in kept}

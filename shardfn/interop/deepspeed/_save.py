@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import GlobalTensor
-from shardfn.core import Mesh, raise_all, tree_leaves, tree_paths
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.interop.leaves import Turns, WrittenByFirst, gather_layer, gather_leaf, gather_own_rows, is_writer
 from shardfn.state import TrainState, check_alive
@@ -110,7 +110,7 @@ def save_deepspeed(
         torch.Size([2, 3])
     """
     check_alive(state)
-    leaves = tree_leaves(state)
+    leaves = core.tree_leaves(state)
     mesh = next(x.mesh for x in leaves if isinstance(x, GlobalTensor))
     comms, place = comms_of(mesh), pathlib.Path(directory) / tag
     counters: Counters | None = None
@@ -212,7 +212,7 @@ class _UniversalFiles(UnfinishedFiles):
 
 def _collect_parts(state: TrainState, names: Names) -> dict[StatePart, Any]:
     """Returns the leaves by part, with the widest copy of each parameter."""
-    named = list(zip((p.removeprefix(".") for p in tree_paths(state)), tree_leaves(state), strict=True))
+    named = list(zip((p.removeprefix(".") for p in core.tree_paths(state)), core.tree_leaves(state), strict=True))
     parts = [(path, part, x) for path, x in named if (part := find_part(path, names)) and part.kind != "step"]
     # Masters come after the parameters, and replace them.
     out = {part: x for _, part, x in parts}
@@ -220,29 +220,29 @@ def _collect_parts(state: TrainState, names: Names) -> dict[StatePart, Any]:
     for path, part, _ in parts:
         counts[part] = counts.get(part, 0) + (not is_master(path))
     twice = [describe_part(part) for part, n in counts.items() if n > 1]
-    raise_all(ValueError, "several leaves would have the same name:", twice)
+    core.raise_all(ValueError, "several leaves would have the same name:", twice)
     known = {path for path, _, _ in parts}
     rest = [
         path for path, _ in named if path.startswith("opt_state") and path not in known and not find_part(path, names)
     ]
-    raise_all(ValueError, "a checkpoint of DeepSpeed's has no place for these states of the optimizer:", rest)
+    core.raise_all(ValueError, "a checkpoint of DeepSpeed's has no place for these states of the optimizer:", rest)
     return out
 
 
 def _path_names(state: TrainState, names: Names) -> dict[StatePart, str]:
-    paths = [path.removeprefix(".") for path in tree_paths(state)]
+    paths = [path.removeprefix(".") for path in core.tree_paths(state)]
     parts = [(find_part(path, names), find_part(path, lambda name: name)) for path in paths]
     return {part: own.name for part, own in parts if part is not None and own is not None}
 
 
 def _check_names(parts: Mapping[StatePart, Any], tag: str) -> None:
     odd = [repr(x) for x in (tag, *(part.name for part in parts)) if not re.fullmatch(r"\w[\w.\-]*", x, re.ASCII)]
-    raise_all(ValueError, "names of files have letters, digits, dots, - and _ only:", odd)
+    core.raise_all(ValueError, "names of files have letters, digits, dots, - and _ only:", odd)
 
 
 def _check_states(parts: Mapping[StatePart, Any]) -> None:
     experts = sorted({part.name for part in parts if _OF_EXPERTS in part.name})
-    raise_all(
+    core.raise_all(
         ValueError,
         "a universal checkpoint has the name of an expert on one rank alone, so that all ranks would load the same"
         " experts. Pass job= with its ep_size:",
@@ -250,10 +250,12 @@ def _check_states(parts: Mapping[StatePart, Any]) -> None:
     )
     states = {part.kind for part in parts} - {"fp32", "buffer"}
     other = sorted(states - _ADAM) or (sorted(_ADAM - states) if states else [])
-    raise_all(ValueError, "DeepSpeed loads Adam's moments, exp_avg and exp_avg_sq, and no others; here are:", other)
+    core.raise_all(
+        ValueError, "DeepSpeed loads Adam's moments, exp_avg and exp_avg_sq, and no others; here are:", other
+    )
 
 
-def save_experts(files: ExpertFiles, entries: Sequence[PlacedPart], cut: Partition, mesh: Mesh) -> None:
+def save_experts(files: ExpertFiles, entries: Sequence[PlacedPart], cut: Partition, mesh: core.Mesh) -> None:
     """Writes the files of a job. Collective.
 
     Args:

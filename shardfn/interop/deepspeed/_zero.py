@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from shardfn.core import Disk, Pace, Travel, Zero, is_device
+from shardfn import core
 
 from ._keys import Reading
 
 _HOMES = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
-def read_zero(reading: Reading, axis: str | tuple[str, ...], secondary: str | None, compute: torch.dtype) -> Zero:
+def read_zero(reading: Reading, axis: str | tuple[str, ...], secondary: str | None, compute: torch.dtype) -> core.Zero:
     """Returns the stage, and the memories of parameters and optimizer state."""
     had = reading.find_section("zero_optimization")
     stage = reading.read_number(had, "stage", "zero_optimization.", 0)
@@ -36,17 +36,17 @@ def read_zero(reading: Reading, axis: str | tuple[str, ...], secondary: str | No
             reading.note_taken(
                 f"zero_optimization.{name}", had.get(name, device), f"`Zero({field}={_HOMES[device]!r})`"
             )
-    if not is_device(homes.get("params", "device")) and stage < 3:
+    if not core.is_device(homes.get("params", "device")) and stage < 3:
         reading.problems.append(f"zero_optimization.offload_param wants stage 3, not {stage}: DeepSpeed passes it over")
     if directories and (len(directories) > 1 or "None" in directories):
         reading.problems.append("nvme_path is missing, or differs between parameters and optimizer state")
-    disk = Disk(min(directories)) if directories else None
+    disk = core.Disk(min(directories)) if directories else None
     more = _read_transfers(reading, had, stage, secondary, compute)
     try:
-        return Zero(stage, axis, **homes, **more, disk=disk)
+        return core.Zero(stage, axis, **homes, **more, disk=disk)
     except (TypeError, ValueError) as problem:
         reading.problems.append(f"zero_optimization: {problem}")
-        return Zero()
+        return core.Zero()
 
 
 def _read_transfers(
@@ -61,11 +61,11 @@ def _read_transfers(
         reading.note_taken(f"{at}stage3_param_persistence_threshold", persist, f"`Zero(persist_elements={persist})`")
         out["persist_elements"] = persist
     elif stage == 3:
-        note = f"leaves of up to {Zero.persist_elements:,} elements are kept whole: DeepSpeed 100,000"
+        note = f"leaves of up to {core.Zero.persist_elements:,} elements are kept whole: DeepSpeed 100,000"
         reading.note_default(f"{at}stage3_param_persistence_threshold", None, note)
     ahead = reading.read_number(had, "stage3_prefetch_bucket_size", at, None)
     if ahead is not None:
-        out["pace"] = Pace(prefetch_bytes=int(ahead) * compute.itemsize)
+        out["pace"] = core.Pace(prefetch_bytes=int(ahead) * compute.itemsize)
         note = f"`Pace(prefetch_bytes={out['pace'].prefetch_bytes})`"
         reading.note_taken(f"{at}stage3_prefetch_bucket_size", ahead, note)
     for key, field, code in (
@@ -92,4 +92,4 @@ def _read_transfers(
     if ratio is not None:
         out["optimizer_fraction"] = ratio
         reading.note_taken(f"{at}offload_optimizer.ratio", ratio, f"`Zero(optimizer_fraction={ratio})`")
-    return out | ({"travel": Travel(**travel)} if travel else {})
+    return out | ({"travel": core.Travel(**travel)} if travel else {})

@@ -15,6 +15,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn.checkpoint import (
     SAFETENSORS_DTYPES,
     SafetensorsEntry,
@@ -22,7 +23,6 @@ from shardfn.checkpoint import (
     safetensors_entries,
     safetensors_header,
 )
-from shardfn.core import count_nonfinite, raise_all, raise_nonfinite
 from shardfn.memory import Bytes, DamagedError, as_bytes
 
 INDEX = ".safetensors.index.json"
@@ -76,7 +76,7 @@ class Archive(Mapping[str, SafetensorsEntry]):
             raise DamagedError(f"{index} names files outside of its directory: {odd}.")
         files = {f: safetensors_entries(self.directory / f) for f in sorted(set(names.values()))}
         lost = [f"{name} is not in {f}" for name, f in names.items() if name not in files[f]]
-        raise_all(DamagedError, f"{index} does not fit its files:", lost)
+        core.raise_all(DamagedError, f"{index} does not fit its files:", lost)
         self._kept = {name: files[f][name] for name, f in names.items()}
 
     def __getitem__(self, name: str) -> SafetensorsEntry:
@@ -160,7 +160,7 @@ class ArchiveWriter:
         wrong = [
             f"{name} is {dtype}" for name, (dtype, _) in entries.items() if dtype not in SAFETENSORS_DTYPES.values()
         ]
-        raise_all(TypeError, "safetensors files have no such dtype. Convert first:", wrong)
+        core.raise_all(TypeError, "safetensors files have no such dtype. Convert first:", wrong)
         sizes = {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in entries.items()}
         self.total, groups = sum(sizes.values()), _group_by_size(sizes, file_bytes)
         self._numel = sum(math.prod(shape) for _, shape in entries.values())
@@ -204,7 +204,7 @@ class ArchiveWriter:
             f.seek(kept.start)
             f.write(data.data)
         self._left.remove(name)
-        if name not in self._allowed and (bad := count_nonfinite(x)):
+        if name not in self._allowed and (bad := core.count_nonfinite(x)):
             self._nonfinite[name] = bad, x.numel()
 
     def __enter__(self) -> "ArchiveWriter":
@@ -219,7 +219,7 @@ class ArchiveWriter:
         paths = [self.directory / f"{name}.tmp" for name in self._names]
         try:
             assert not self._left, f"not written: {sorted(self._left)}"
-            raise_nonfinite(f"the weights for {self.directory}", self._nonfinite, len(self._at))
+            core.raise_nonfinite(f"the weights for {self.directory}", self._nonfinite, len(self._at))
             # All are on the disk before the first has its name.
             for path in paths:
                 with open(path, "rb") as f:

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import GlobalTensor
-from shardfn.core import Mesh, P, block_slices
 from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 
 
@@ -32,7 +32,7 @@ def gather_layer(x: Any, i: int) -> Tensor:
     if x.mesh.axes(x.spec.dim_axes(0)):
         return x.full_tensor()[i].clone()
     entries = [x.spec.dim_axes(d) or None for d in range(1, len(x.shape))]
-    return GlobalTensor(x.local[i], torch.Size(x.shape[1:]), P(*entries), x.mesh).full_tensor()
+    return GlobalTensor(x.local[i], torch.Size(x.shape[1:]), core.P(*entries), x.mesh).full_tensor()
 
 
 def gather_own_rows(x: Any) -> Iterator[tuple[int, Tensor]]:
@@ -46,11 +46,11 @@ def gather_own_rows(x: Any) -> Iterator[tuple[int, Tensor]]:
         return
     cutting = x.mesh.axes(x.spec.dim_axes(0))
     sizes = {axis: x.mesh.shape[axis] for axis in cutting}
-    own = block_slices(tuple(x.shape), x.spec, sizes, x.mesh.coords)[0]
+    own = core.block_slices(tuple(x.shape), x.spec, sizes, x.mesh.coords)[0]
     # The first block is the longest.
-    most = block_slices(tuple(x.shape), x.spec, sizes, {})[0].stop
+    most = core.block_slices(tuple(x.shape), x.spec, sizes, {})[0].stop
     first = not any(at for axis, at in x.mesh.coords.items() if axis not in cutting)
-    rest = P(*(x.spec.dim_axes(d) or None for d in range(1, len(x.shape))))
+    rest = core.P(*(x.spec.dim_axes(d) or None for d in range(1, len(x.shape))))
     block, shape = x.local, torch.Size(x.shape[1:])
     for i in range(own.start, own.start + most):
         # A rank without a further row gathers with peers along other axes, which have no further row either.
@@ -163,7 +163,7 @@ class Turns:
         what: words for the call.
     """
 
-    def __init__(self, mesh: Mesh, what: str) -> None:
+    def __init__(self, mesh: core.Mesh, what: str) -> None:
         self._comms, self._what = comms_of(mesh), what
 
     def take(self, name: str, work: Callable[[], object]) -> None:

@@ -43,7 +43,7 @@ from shardfn.core import (
     tree_leaves,
     tree_map,
 )
-from shardfn.nn import BatchInvariantWeight, all_ranges, enter_parallel, leave_parallel, linear, own_range, runs_as_ops
+from shardfn.nn import BatchInvariantWeight, all_ranges, enter_parallel, leave_parallel, linear, rank_range, runs_as_ops
 
 from ._experts import ExpertFunction
 from ._permute import Permutation, combine, dispatch, permutation, undispatch
@@ -130,7 +130,7 @@ class AllReduce:
         """Applies experts as `Exchange.run`."""
         if routing.experts.shape[1] > min(b - a for a, b in all_ranges(routing.num_experts, self.axis)):
             _check_distinct(name, routing.experts)
-        start, stop = own_range(routing.num_experts, self.axis)
+        start, stop = rank_range(routing.num_experts, self.axis)
         _check_leaves(name, params, stop - start, routing.num_experts, self)
         S, k = routing.experts.shape
         own_Sk = (routing.experts >= start) & (routing.experts < stop)
@@ -219,7 +219,7 @@ class AllToAll:
             check_room(sizes_nn, room_n, self.axis, name=name, remedy=self._suggest_tokens())
         come = exchange_rows(dispatch(x_SD, places), sizes_nn, self.axis, rows=rows)
         come = _mark_arrived(checkpoint_name(come, "moe_rows"), sizes_nn)
-        of_row = _expert_of_row(table_nE, *own_range(E, self.axis), len(come))
+        of_row = _expert_of_row(table_nE, *rank_range(E, self.axis), len(come))
         sorted_, own_counts = permutation(of_row[:, None], own)
         # Rows past the arrived rows have no expert, and so are the last rows in both orders.
         sorted_ = sorted_ if runs_as_ops() else Permutation(*(rows_as(at, come) for at in sorted_))
@@ -260,7 +260,7 @@ def _check_distinct(name: str, experts_Sk: Tensor) -> None:
 
 
 def _local_number(num: int, axis: Axes) -> int:
-    start, stop = own_range(num, axis)
+    start, stop = rank_range(num, axis)
     return stop - start
 
 

@@ -20,7 +20,7 @@ def token_numbers(
     Args:
         index_B: global number of each sample.
         length: tokens of a whole sequence.
-        own: range (start, stop) of each stretch of the sequence on the rank, in order, from `nn.own_rows`. None: all
+        own: range (start, stop) of each stretch of the sequence on the rank, in order, from `nn.shard_rows`. None: all
             tokens.
 
     Example:

@@ -21,7 +21,7 @@ _ONE: dict[str, tuple[Any, ...]] = {
     # replicated values
     "double": (lambda s, w: w * 2, [(3,)], [REPLICATED], REPLICATED),
     "itself": (lambda s, w: w, [(3,)], [REPLICATED], REPLICATED),
-    "own_block": (lambda s, x: x, [(6,)], [X], X),
+    "copy_own_block": (lambda s, x: x, [(6,)], [X], X),
     "weights": (lambda s, w, x: s.psum(s.sum(s.tanh(w * x)), "x"), [(), (6,)], [REPLICATED, X], REPLICATED),
     "regulariser": (
         lambda s, w, x: s.psum(s.sum(w * x), "x") + s.sum(w * w),
