@@ -57,12 +57,15 @@ def test_rows_have_the_bits_of_the_definition_in_any_company(
 
 @pytest.mark.parametrize("codes", CODES)
 def test_triton_has_the_bits_of_the_definition(codes: kernels.Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     x, packed = _draw(5, 150), _pack(70, 150, codes)
     with kernels.implemented_by("triton"):
         [got] = kernels.integer_linears(x, [packed], [70], chunks=2)
-    assert torch.equal(got, _define(x, packed, 70, 2, None))
+    want = _define(x, packed, 70, 2, None)
+    # The interpreter of Triton before 3.9 rounds the product of an `fma`, so that sums differ in their last bits.
+    fused = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+    torch.testing.assert_close(got, want, rtol=0 if fused else 1e-6, atol=0 if fused else 1e-4)
 
 
 @pytest.mark.parametrize("codes", CODES)

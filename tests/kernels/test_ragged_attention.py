@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import math
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -482,4 +483,4 @@ def test_a_bound_call_writes_its_caches_in_place() -> None:
         for c, w in zip(mine, whole, strict=True):
             torch.testing.assert_close(c, w)
     text = f.lower(params, caches, *args).as_text()
-    assert text.count("shardfn_kernels.ragged_attention(") == 3 and "copy" not in text and "clone" not in text, text
+    assert text.count("shardfn_kernels.ragged_attention(") == 3 and not re.search(r"aten\.\w*(copy|clone)", text), text
