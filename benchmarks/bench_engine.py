@@ -20,6 +20,7 @@ import argparse
 import collections
 import contextlib
 import ctypes
+import pathlib
 import random
 import statistics
 import tempfile
@@ -32,7 +33,7 @@ from _report import publish, table
 
 from shardfn import core, interop
 from shardfn.inference import Engine, Runner, Sampling, decoder, hf_decoder, limits_of
-from shardfn.kernels import KernelCall, _chain, _dispatch
+from shardfn.kernels import KernelCall, KernelOp, _chain, _op
 from shardfn.models import gpt
 
 CONFIG = gpt.Config.llama_like(
@@ -238,11 +239,11 @@ def share_part(params: Any, args: argparse.Namespace) -> str:
     return table(head, rows)
 
 
-# The folders of kernels that are products, attention and norms.
+# Files of kernels that are products, attention and norms.
 _KERNELS = {
-    "products": ("row_linear", "grouped_product"),
-    "attention": ("ragged_attention",),
-    "norms": ("row_norm",),
+    "products": ("_row_linear", "_integer_linear", "_grouped_product"),
+    "attention": ("_ragged_attention",),
+    "norms": ("_row_norm",),
 }
 
 
@@ -253,29 +254,29 @@ def _parts(engine: Engine) -> list[float]:
     whole = time.perf_counter() - start
     with _timed_kernels() as seconds:
         engine.step()
-    kinds = [sum(seconds.get(folder, 0.0) for folder in folders) for folders in _KERNELS.values()]
+    kinds = [sum(seconds.get(file, 0.0) for file in files) for files in _KERNELS.values()]
     return [whole, *kinds, sum(seconds.values()) - sum(kinds), whole - sum(kinds)]
 
 
-# By the address of a function that chains call, the folder of its kernel.
-_FOLDERS: dict[int, str] = {}
+# Address of a function that chains call -> file of its kernel.
+_FILES: dict[int, str] = {}
 
 
 @contextlib.contextmanager
 def _timed_kernels() -> Iterator[dict[str, float]]:
-    """Seconds by folder of the kernels that run in it."""
+    """Seconds by file of the kernels that run in it."""
     seconds: dict[str, float] = collections.defaultdict(float)
-    find, run = _dispatch._find_function, _chain._load_runner
+    find, run = _op._find_implementation, _chain._load_runner
 
-    def timed(folder: str, name: str, kind: str) -> Callable[..., Any]:
-        kernel = find(folder, name, kind)
+    def timed(op: KernelOp, kind: str, dtype: torch.dtype) -> Callable[..., Any]:
+        kernel = find(op, kind, dtype)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
                 return kernel(*args, **kwargs)
             finally:
-                seconds[folder] += time.perf_counter() - start
+                seconds[pathlib.Path(op.source or "").stem] += time.perf_counter() - start
 
         return call
 
@@ -285,21 +286,21 @@ def _timed_kernels() -> Iterator[dict[str, float]]:
             start = time.perf_counter()
             if run()(program, 1, bases):
                 return 1
-            seconds[_FOLDERS[address]] += time.perf_counter() - start
+            seconds[_FILES[address]] += time.perf_counter() - start
             program += 8 * (2 + 2 * num)
         return 0
 
-    _dispatch._find_function, _chain._load_runner = timed, lambda: one_by_one
+    _op._find_implementation, _chain._load_runner = timed, lambda: one_by_one
     try:
         yield seconds
     finally:
-        _dispatch._find_function, _chain._load_runner = find, run
+        _op._find_implementation, _chain._load_runner = find, run
 
 
 def _noted(call: KernelCall) -> int:
-    """The address of a function, whose folder is noted."""
+    """Returns the address of a function, and notes the file of the kernel."""
     address = _ADDRESS(call)
-    _FOLDERS[address] = call.source.partition("/")[0]
+    _FILES[address] = pathlib.Path(call.source).stem
     return address
 
 
