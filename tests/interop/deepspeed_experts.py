@@ -2,11 +2,12 @@
 
     deepspeed_experts.py DIRECTORY
 
-For each of `CASES` a checkpoint "here" in a directory of its own, of a model with two native layers of four experts
-after two steps on four ranks; and beside it `want.pt` with the whole parameters, and the states of the optimizer as
+For each of `CASES` a checkpoint "here" in a directory of its own, of a model with two native layers of experts after
+two steps on four ranks; and beside it `want.pt` with the whole parameters, and the states of the optimizer as
 DeepSpeed has them in its memory, by the names of the module on one rank.
 """
 
+import copy
 import pathlib
 import re
 import sys
@@ -22,22 +23,27 @@ from deepspeed.moe.utils import (  # pyright: ignore[reportMissingImports]
     split_params_into_different_moe_groups_for_optimizer,
 )
 
-EP, EXPERTS, WIDTH = 2, 4, 6
-# By name: the stage, whether weights are bfloat16, and whether ranks of data come first.
+EP, WIDTH = 2, 6
+ALIKE = (4, 4)
+# By name: the stage, whether weights are bfloat16, whether ranks of data come first, the numbers of experts of the two
+# layers, and whether a layer has a dense MLP, too, as in PR-MoE.
 CASES = {
-    "stage 0": (0, False, False),
-    "stage 1": (1, False, False),
-    "stage 2, bf16": (2, True, False),
-    "stage 2, data first": (2, False, True),
+    "stage 0": (0, False, False, ALIKE, False),
+    "stage 1": (1, False, False, ALIKE, False),
+    "stage 2, bf16": (2, True, False, ALIKE, False),
+    "stage 2, data first": (2, False, True, ALIKE, False),
+    "PR-MoE, stage 0": (0, False, False, (2, 6), True),
+    "PR-MoE, stage 2": (2, False, False, (2, 6), True),
 }
 
 
 class Net(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, experts: tuple[int, ...], residual: bool) -> None:
         super().__init__()
         self.emb = torch.nn.Embedding(11, WIDTH)
         ffn = torch.nn.Sequential(torch.nn.Linear(WIDTH, 5), torch.nn.GELU(), torch.nn.Linear(5, WIDTH))
-        self.moes = torch.nn.ModuleList(MoE(WIDTH, ffn, EXPERTS, ep_size=EP, k=1, use_rts=False) for _ in range(2))
+        how: dict[str, Any] = {"ep_size": EP, "k": 1, "use_rts": False, "use_residual": residual}
+        self.moes = torch.nn.ModuleList(MoE(WIDTH, copy.deepcopy(ffn), n, **how) for n in experts)
         self.head = torch.nn.Linear(WIDTH, 11)
         self.register_buffer("seen", torch.arange(3.0))
 
@@ -56,14 +62,16 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def saved(place: pathlib.Path, stage: int, narrow: bool, data_first: bool) -> None:
+def saved(
+    place: pathlib.Path, stage: int, narrow: bool, data_first: bool, experts: tuple[int, ...], residual: bool
+) -> None:
     from deepspeed.utils import groups  # pyright: ignore[reportMissingImports]
 
     rank, world = dist.get_rank(), dist.get_world_size()
     groups._EXPERT_PARALLEL_GROUP.clear()
     groups._EXPERT_DATA_PARALLEL_GROUP.clear()
     torch.manual_seed(0)
-    net = Net()
+    net = Net(experts, residual)
     config = {
         "train_batch_size": 4 * world,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
@@ -120,8 +128,9 @@ def of_one_rank(net: torch.nn.Module, name: str, p: torch.Tensor) -> str:
         return name
     from deepspeed.utils import groups  # pyright: ignore[reportMissingImports]
 
-    first = groups._get_expert_parallel_rank(f"ep_size_{EP}") * (EXPERTS // EP)
-    return re.sub(r"(deepspeed_experts\.)(\d+)", lambda m: f"{m[1]}{first + int(m[2])}", name)
+    of, number, rest = re.fullmatch(r"(.*deepspeed_experts)\.(\d+)(.*)", name).groups()  # pyright: ignore
+    first = groups._get_expert_parallel_rank(f"ep_size_{EP}") * len(net.get_submodule(of))  # pyright: ignore
+    return f"{of}.{first + int(number)}{rest}"
 
 
 if __name__ == "__main__":

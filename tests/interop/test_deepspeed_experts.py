@@ -28,7 +28,7 @@ FILES = PROGRAM.with_name("deepspeed_expert_files.py")
 # Tests are not a package, and the programs run without shardfn installed.
 shared: Any = types.SimpleNamespace(**runpy.run_path(str(PROGRAM.with_name("deepspeed_expert_model.py"))))
 PYTHON = os.environ.get("DEEPSPEED_PYTHON", sys.executable)
-READ = ("stage 0", "stage 1", "stage 2, bf16", "stage 2, data first")
+READ = ("stage 0", "stage 1", "stage 2, bf16", "stage 2, data first", "PR-MoE, stage 0", "PR-MoE, stage 2")
 
 pytestmark = [
     pytest.mark.deepspeed,
