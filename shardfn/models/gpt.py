@@ -18,7 +18,7 @@ from shardfn import nn
 from shardfn.collectives import all_gather_invariant
 from shardfn.core import Axes, fold_in, uniform
 
-from ._gpt_block import Along
+from ._gpt_block import Along as _Along
 from ._gpt_block import Seen as Seen
 from ._gpt_block import Wrap as Wrap
 from ._gpt_config import Config as Config
@@ -28,7 +28,9 @@ from ._gpt_decode import decode as decode
 from ._gpt_decode import linear_sizes as linear_sizes
 from ._gpt_decode import pack as pack
 from ._gpt_decode import packed_specs as packed_specs
-from ._gpt_forward import compute_hidden, compute_logits, take_rows
+from ._gpt_forward import compute_hidden as _compute_hidden
+from ._gpt_forward import compute_logits as _compute_logits
+from ._gpt_forward import take_rows as _take_rows
 from ._gpt_leaves import Params as Params
 from ._gpt_leaves import init as init
 from ._gpt_leaves import num_params as num_params
@@ -93,10 +95,10 @@ def apply(
         >>> apply(config, init(config, core.key(0)), torch.zeros(2, 5, dtype=torch.int64)).shape
         torch.Size([2, 5, 64])
     """
-    along = Along(axis, tokens_BT.shape[1] if sequence else None)
+    along = _Along(axis, tokens_BT.shape[1] if sequence else None)
     batch = {"tokens": tokens_BT, "index": index_B}
-    x_BTD, _ = compute_hidden(config, params, batch, key, wrap, along, bias=bias, chosen=chosen)
-    return compute_logits(config, params, x_BTD if at is None else take_rows(config, along, x_BTD, at), along)
+    x_BTD, _ = _compute_hidden(config, params, batch, key, wrap, along, bias=bias, chosen=chosen)
+    return _compute_logits(config, params, x_BTD if at is None else _take_rows(config, along, x_BTD, at), along)
 
 
 def choices(
@@ -128,7 +130,7 @@ def choices(
         >>> choices(config, init(config, core.key(0)), torch.zeros(2, 5, dtype=torch.int64)).shape
         torch.Size([2, 5, 3, 2])
     """
-    _, seen = compute_hidden(config, params, {"tokens": tokens_BT}, along=Along(axis), bias=bias, chosen=chosen)
+    _, seen = _compute_hidden(config, params, {"tokens": tokens_BT}, along=_Along(axis), bias=bias, chosen=chosen)
     if seen is None:
         raise ValueError(
             "choices: the config has experts=None, so tokens choose none. Give it models.moe.Experts(...)."
@@ -185,10 +187,10 @@ def generate(
         raise ValueError("generate: a model with causal=False sees later tokens, and cannot go on with a text.")
     tokens_BT, config = prompt_BT, dataclasses.replace(config, attention=nn.Dense())
     for step in range(num_tokens):
-        x_BTD, _ = compute_hidden(
-            config, params, {"tokens": tokens_BT[:, -config.max_len :]}, along=Along(axis), bias=bias
+        x_BTD, _ = _compute_hidden(
+            config, params, {"tokens": tokens_BT[:, -config.max_len :]}, along=_Along(axis), bias=bias
         )
-        own_BV = compute_logits(config, params, x_BTD[:, -1], Along(axis))
+        own_BV = _compute_logits(config, params, x_BTD[:, -1], _Along(axis))
         logits_BV = all_gather_invariant(own_BV, axis, dim=-1, size=config.vocab_size)
         next_B = _sample_tokens(logits_BV.float(), fold_in(key, step), temperature)
         tokens_BT = torch.cat((tokens_BT, next_B[:, None]), dim=1)
