@@ -43,6 +43,7 @@ from ._gpt_leaves import check_blocks, layers_of
 from ._gpt_leaves import init as init
 from ._gpt_leaves import num_params as num_params
 from ._gpt_leaves import specs as specs
+from ._gpt_leaves import unstack_blocks as unstack_blocks
 
 # From logits and a batch to a loss, in place of the cross entropy.
 LogitsLoss = Callable[[Tensor, Any], Any]

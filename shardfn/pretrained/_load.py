@@ -160,7 +160,7 @@ def make_engine(
         OSError: see `load_model`.
         ImportError: see `load_model`.
     """
-    drafter = _load_drafter(job, limits, served.decoder)
+    drafter = _load_drafter(job, limits, served)
     more: Any = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _make_disk(job)}
     more |= {"cache": job.cache_memory, "eager_steps": eager_steps}
     engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, **more)
@@ -191,13 +191,13 @@ def describe_engine(
     return "\n".join(lines)
 
 
-def _load_drafter(job: ModelSettings, limits: Limits, made: Decoder) -> Drafter | None:
+def _load_drafter(job: ModelSettings, limits: Limits, served: LoadedModel) -> Drafter | None:
     """Returns the drafter of a job. Each rank has a whole draft model.
 
     Args:
         job: job with the model's name.
         limits: limits of the engine.
-        made: decoder of the engine.
+        served: model of the engine.
 
     Raises:
         ValueError: see `load_model`.
@@ -205,21 +205,21 @@ def _load_drafter(job: ModelSettings, limits: Limits, made: Decoder) -> Drafter 
         ImportError: see `load_model`.
     """
     if job.speculator is not None:
-        return load_speculator(job.speculator, made)
+        return load_speculator(job.speculator, served.decoder, served.params)
     if job.draft_model is None:
         return DRAFTERS[job.drafter]
     kind = detect_kind(pathlib.Path(job.draft_model))
     small = dataclasses.replace(job, model=job.draft_model, kind=kind, ranks=1, adapter=None, draft_model=None)
-    served = load_model(small, make_mesh({}, alone=True))
+    guessing = load_model(small, make_mesh({}, alone=True))
     sizes = limits_of(
-        served.decoder,
-        context=min(limits.context, served.decoder.context),
+        guessing.decoder,
+        context=min(limits.context, guessing.decoder.context),
         cache_bytes=int(job.cache_gib * 2**30),
         running=limits.running,
         buckets=limits.buckets,
         cache_dtype=limits.cache_dtype,
     )
-    return DraftModel(served.decoder, served.params, limits=sizes)
+    return DraftModel(guessing.decoder, guessing.params, limits=sizes)
 
 
 def load_text(job: ModelSettings) -> ModelText:
