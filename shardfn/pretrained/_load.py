@@ -119,7 +119,7 @@ def _load_model(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedMod
         return _load_run(path, job, mesh)
     if job.kind == "gguf":
         return _load_gguf(path, job, mesh)
-    tokenizer = _load_tokenizer(path)
+    tokenizer = load_tokenizer(path)
     configs = ("config.json", GENERATION_CONFIG) if job.generation_config == "auto" else ("config.json",)
     text = wrap_transformers_tokenizer(
         tokenizer, frozenset[int]().union(*(_stop_tokens(path / name) for name in configs))
@@ -234,7 +234,7 @@ def load_text(job: ModelSettings) -> ModelText:
         run = find_run(path)
         assert run is not None
         return wrap_data_tokenizer(_load_run_tokenizer(run, read_json_object(run / "model.json")))
-    return _load_gguf_text(GGUFFile(path)) if job.kind == "gguf" else wrap_transformers_tokenizer(_load_tokenizer(path))
+    return _load_gguf_text(GGUFFile(path)) if job.kind == "gguf" else wrap_transformers_tokenizer(load_tokenizer(path))
 
 
 def _load_run_tokenizer(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
@@ -380,7 +380,13 @@ def _import_transformers(path: pathlib.Path) -> Any:
     return importlib.import_module("transformers")
 
 
-def _load_tokenizer(path: pathlib.Path) -> Any:
+def load_tokenizer(path: pathlib.Path) -> Any:
+    """Loads the tokenizer of a directory of transformers.
+
+    Raises:
+        OSError: a file is missing.
+        ImportError: transformers is missing. The message has the installation.
+    """
     transformers = _import_transformers(path)
     with name_file_in_errors(path, "its tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(path, config=_tokenizer_config(path), **_FILES_ALONE)
