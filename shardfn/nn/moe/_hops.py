@@ -78,7 +78,7 @@ class Groups(NamedTuple):
         return order if runs_as_ops() else Permutation(*(rows_as(at, x) for at in order)), counts
 
 
-class Hop(NamedTuple):
+class RowHop(NamedTuple):
     """Hop of rows.
 
     Attributes:
@@ -109,7 +109,7 @@ class Hop(NamedTuple):
 
 def plan_hops(
     networks: Networks, table_sE: Tensor, ranges: Sequence[tuple[int, int]], rows: Sequence[int | None]
-) -> list[Hop]:
+) -> list[RowHop]:
     """Returns the hops, at least the near hop.
 
     Args:
@@ -122,16 +122,16 @@ def plan_hops(
     (N, G, R), (a, b, t) = networks.shape, networks.coords
     # From node, rank and gather to node and rank.
     moved = _sum_by_owner(table_sE, ranges).view(N, G, R, N, G)
-    groups, hops = None, list[Hop]()
+    groups, hops = None, list[RowHop]()
     if N > 1:
         arriving = moved.sum((0, 4)).permute(2, 0, 1).flatten()
-        hops.append(Hop(networks.far, moved[:, b, t].sum(-1), arriving, next(rooms)))
+        hops.append(RowHop(networks.far, moved[:, b, t].sum(-1), arriving, next(rooms)))
         groups = Groups(moved[:, b, t, a].flatten(), torch.arange(G, device=moved.device).repeat(N), G)
     arriving = moved.sum((0, 1)).permute(1, 2, 0).flatten()
-    hops.append(Hop(networks.near, moved[:, :, t, a].sum(0), arriving, next(rooms), groups))
+    hops.append(RowHop(networks.near, moved[:, :, t, a].sum(0), arriving, next(rooms), groups))
     if R > 1:
         arriving = moved.sum((0, 1, 2)).flatten().repeat_interleave(R)
-        hops.append(Hop(networks.gather, moved[..., a, b].sum((0, 1)), arriving, next(rooms)))
+        hops.append(RowHop(networks.gather, moved[..., a, b].sum((0, 1)), arriving, next(rooms)))
     return hops
 
 
@@ -147,7 +147,7 @@ def group_arrivals(networks: Networks, table_sE: Tensor, start: int, stop: int) 
     return Groups(table_sE[sources, start:stop].flatten(), labels.flatten(), own * s)
 
 
-def send_rows(hops: Sequence[Hop], x: Tensor) -> tuple[Tensor, list[Permutation | None]]:
+def send_rows(hops: Sequence[RowHop], x: Tensor) -> tuple[Tensor, list[Permutation | None]]:
     """Returns the rows at the ranks of their experts, and the order in which each hop has sent rows."""
     orders = list[Permutation | None]()
     for i, hop in enumerate(hops):
@@ -159,7 +159,7 @@ def send_rows(hops: Sequence[Hop], x: Tensor) -> tuple[Tensor, list[Permutation 
     return x, orders
 
 
-def return_rows(hops: Sequence[Hop], orders: Sequence[Permutation | None], y: Tensor, rows: int) -> Tensor:
+def return_rows(hops: Sequence[RowHop], orders: Sequence[Permutation | None], y: Tensor, rows: int) -> Tensor:
     """Returns results to the ranks and places from which rows have come: `rows` of each rank, with zeros at the end."""
     for i, (hop, order) in reversed([*enumerate(zip(hops, orders, strict=True))]):
         y = mark_arrived(y, hop.sizes)
