@@ -53,7 +53,7 @@ class Networks(NamedTuple):
         return int(axis_index(self.far)), int(axis_index(self.near)), int(axis_index(self.gather))
 
 
-class Groups(NamedTuple):
+class RowGroups(NamedTuple):
     """Consecutive groups of rows with a label each.
 
     Attributes:
@@ -93,7 +93,7 @@ class RowHop(NamedTuple):
     sizes: Tensor
     arriving: Tensor
     rows: int | None
-    groups: Groups | None = None
+    groups: RowGroups | None = None
 
     def send(self, x: Tensor) -> Tensor:
         """Returns the rows that come."""
@@ -126,7 +126,7 @@ def plan_hops(
     if N > 1:
         arriving = moved.sum((0, 4)).permute(2, 0, 1).flatten()
         hops.append(RowHop(networks.far, moved[:, b, t].sum(-1), arriving, next(rooms)))
-        groups = Groups(moved[:, b, t, a].flatten(), torch.arange(G, device=moved.device).repeat(N), G)
+        groups = RowGroups(moved[:, b, t, a].flatten(), torch.arange(G, device=moved.device).repeat(N), G)
     arriving = moved.sum((0, 1)).permute(1, 2, 0).flatten()
     hops.append(RowHop(networks.near, moved[:, :, t, a].sum(0), arriving, next(rooms), groups))
     if R > 1:
@@ -135,7 +135,7 @@ def plan_hops(
     return hops
 
 
-def group_arrivals(networks: Networks, table_sE: Tensor, start: int, stop: int) -> Groups:
+def group_arrivals(networks: Networks, table_sE: Tensor, start: int, stop: int) -> RowGroups:
     """Returns the groups of rows after all hops, labelled by expert and then source: so a hop more changes no order.
 
     Each hop puts its sources in front: rows come in the order of gather, rank of the node, node, and then expert.
@@ -144,7 +144,7 @@ def group_arrivals(networks: Networks, table_sE: Tensor, start: int, stop: int) 
     sources = torch.arange(s, device=table_sE.device).view(networks.shape).permute(2, 1, 0).flatten()
     experts = torch.arange(own, device=table_sE.device)
     labels = experts * s + sources[:, None]
-    return Groups(table_sE[sources, start:stop].flatten(), labels.flatten(), own * s)
+    return RowGroups(table_sE[sources, start:stop].flatten(), labels.flatten(), own * s)
 
 
 def send_rows(hops: Sequence[RowHop], x: Tensor) -> tuple[Tensor, list[Permutation | None]]:
