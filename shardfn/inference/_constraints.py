@@ -43,7 +43,7 @@ class Constraints:
         return EngineHooks(
             admit=self.compile,
             begin=self.begin,
-            ends=lambda drawn, ends: self.take(drawn),
+            **({} if self._detokenizer is None else {"ends": lambda drawn, ends: self.take(drawn)}),
             take=self.drop,
             columns=lambda state, plan: {"allowed": self.allowed(state, len(plan.rows))},
         )
@@ -108,7 +108,7 @@ class Constraints:
 
     def drop(self, outputs: Sequence[Output]) -> None:
         """Forgets the choices that have ended."""
-        for output in outputs:
+        for output in outputs if self._matchers or self._ruled else ():
             if output.finish_reason is not None:
                 for kept in (self._matchers, self._ahead, self._after, self._ruled):
                     kept.pop((output.name, output.choice), None)
