@@ -40,13 +40,14 @@ class Constraints:
     @property
     def hooks(self) -> EngineHooks:
         """Returns the hooks."""
-        return EngineHooks(
+        hooks = EngineHooks(
             admit=self.compile,
             begin=self.begin,
-            **({} if self._detokenizer is None else {"ends": lambda drawn, ends: self.take(drawn)}),
             take=self.drop,
             columns=lambda state, plan: {"allowed": self.allowed(state, len(plan.rows))},
         )
+        # Without a tokenizer there are no grammars.
+        return hooks if self._detokenizer is None else hooks._replace(ends=lambda drawn, ends: self.take(drawn))
 
     def prepare(self) -> None:
         """Makes the compiler, a second of work where the vocabulary is large.

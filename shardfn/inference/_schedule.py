@@ -165,10 +165,9 @@ def _settle_plan(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Out
                 break
         if hidden is not None and len(sequence.tokens) > known:
             sequence.hidden = hidden[row]
-        sequence.computed = chunk.start + chunk.count
-        if drafts := len(chunk.drafts.tokens):
-            accepted = max(0, len(sequence.tokens) - known - 1)
-            sequence.computed += accepted - drafts
+        drafts = len(chunk.drafts.tokens)
+        accepted = max(0, len(sequence.tokens) - known - 1) if drafts else 0
+        sequence.computed = chunk.start + chunk.count - drafts + accepted
         _record_blocks(state, sequence)
         if drafts:
             take_drafts(state, sequence, chunk, accepted, drawn[first : first + len(chunk.positions)])
