@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import has_side_effect
 
 from shardfn._torch import FakeTensor, functorch
-from shardfn.core import Axes, raise_all
+from shardfn.core import Axes, raise_all, save_tensors
 
 from ._axis_group import AxisGroup, axis_group_along
 from ._axis_type_mode import run_one_operation
@@ -70,8 +70,7 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         del output
-        ctx.save_for_backward(inputs[1])
-        ctx.save_for_forward(inputs[1])
+        save_tensors(ctx, inputs[1])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
