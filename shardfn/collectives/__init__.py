@@ -3,6 +3,7 @@
 from ._axis_group import axis_index as axis_index, axis_size as axis_size
 from ._axis_group import (
     bind_mesh as bind_mesh,
+    bind_mesh_of_graph as bind_mesh_of_graph,
     current_mesh as current_mesh,
     mesh_as_now as mesh_as_now,
     noting_meshes as noting_meshes,
@@ -104,4 +105,5 @@ from .transport import (
     text_hash as text_hash,
 )
 from ._global_tensor import GlobalTensor as GlobalTensor, local as local, shard as shard, unshard as unshard
-from ._global_tensor import absent as absent, member as member, stack as stack, transforming as transforming
+from ._global_tensor import absent as absent, list_blocks as list_blocks, member as member, stack as stack
+from ._global_tensor import transforming as transforming
