@@ -116,10 +116,7 @@ def make_loss(job: PretrainJob, config: gpt.Config) -> Callable[..., Any]:
             first, block, lambda p, h, batch: weigh(end(p, h, batch), batch), num_microbatches=job.train.accumulate
         )
     else:
-
-        def loss(params: core.PyTree, batch: Any) -> WeightedMean:
-            return weigh(gpt.loss(config, params, batch, **options), batch)
-
+        loss = lambda params, batch: weigh(gpt.loss(config, params, batch, **options), batch)  # noqa: E731
         loss = accumulate(loss, job.train.accumulate) if job.train.accumulate > 1 else loss
     if job.train.precision == "bf16":
         loss = mixed_precision(loss, core.Policy.bf16(exceptions=_NORMS))
