@@ -159,12 +159,13 @@ _Stops = dict[tuple[str, int, int], str]  # by names, choices and positions
 def _settle_plan(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output], hidden: Tensor | None) -> None:
     """Takes the results of the plan in flight, also of requests that end by an event of this step."""
     for chunk, sequence, first in state.rows_in_flight():
-        known, own, ends, row = len(sequence.tokens), chunk.own(drawn, first), False, 0
+        known, own, ends, rows = len(sequence.tokens), chunk.own(drawn, first), False, list[int]()
         for row, p in chunk.valid(own):
+            rows.append(first + row)
             if ends := _take_token(state, sequence, p + 1, own[row], first + row, stops, outputs):
                 break
-        if hidden is not None and len(sequence.tokens) > known:
-            sequence.hidden = hidden[first + row]
+        if hidden is not None and (num := len(sequence.tokens) - known):
+            sequence.states = (*sequence.states, *(hidden[row] for row in rows[-num:]))[-state.hidden_window :]
         accepted = max(0, len(sequence.tokens) - known - 1)
         sequence.computed = chunk.start + chunk.count - len(chunk.drafts) + accepted
         _record_blocks(state, sequence)
@@ -257,7 +258,7 @@ def _renew_version(state: State, version: int) -> None:
         state.preempt(sequence)
         sequence.preempted = -1  # a waiting sequence may be admitted in this step
     for sequence in state.sequences.values():
-        sequence.contents, sequence.hidden = [], None
+        sequence.contents, sequence.states = [], ()
     state.pool.forget()
     state.version, state.pending = version, None
 

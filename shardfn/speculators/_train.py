@@ -14,15 +14,15 @@ from shardfn.inference import Engine, Sampling
 from shardfn.optim import adamw, chain, clip_by_global_norm, warmup_cosine_decay_schedule
 from shardfn.transforms import sharded_step
 
-from ._config import RecurrentConfig
-from ._recurrent import Params, init, loss
+from ._config import SpeculatorConfig
+from ._loss import Params, init, loss
 
 
 class States(NamedTuple):
     """Rows of tokens, and the hidden states of a frozen model for each token.
 
     Attributes:
-        hidden: [N, S, D], from `hidden_states`.
+        hidden: [N, S, D], from `hidden_states`, D the width of all wanted states.
         tokens: int64 [N, S].
     """
 
@@ -31,7 +31,7 @@ class States(NamedTuple):
 
 
 def train(
-    config: RecurrentConfig,
+    config: SpeculatorConfig,
     states: States,
     *,
     steps: int,
@@ -61,6 +61,7 @@ def train(
         ValueError: there are too few rows or tokens, or a number is out of range.
 
     Example:
+        >>> from shardfn.speculators import RecurrentConfig
         >>> config = RecurrentConfig("mlp", vocab_size=64, d_model=32, num_layers=2, d_inner=16)
         >>> states = States(torch.ones(4, 9, 32), torch.zeros(4, 9, dtype=torch.int64))
         >>> losses = []
