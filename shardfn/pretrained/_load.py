@@ -143,7 +143,7 @@ def _load_model(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedMod
         return _load_run(path, job, mesh)
     if job.kind == "gguf":
         return _load_gguf(path, job, mesh)
-    tokenizer = _load_tokenizer(path)
+    tokenizer = load_tokenizer(path)
     configs = ("config.json", GENERATION_CONFIG) if job.generation_config == "auto" else ("config.json",)
     text = wrap_transformers_tokenizer(
         tokenizer, frozenset[int]().union(*(_stop_tokens(path / name) for name in configs))
@@ -184,7 +184,7 @@ def make_engine(
         OSError: see `load_model`.
         ImportError: see `load_model`.
     """
-    drafter = _load_drafter(job, limits, served.decoder)
+    drafter = _load_drafter(job, limits, served)
     more: Any = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _make_disk(job)}
     more |= {"cache": job.cache_memory, "eager_steps": eager_steps}
     engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, **more)
@@ -215,13 +215,13 @@ def describe_engine(
     return "\n".join(lines)
 
 
-def _load_drafter(job: ModelSettings, limits: Limits, made: Decoder) -> Drafter | None:
+def _load_drafter(job: ModelSettings, limits: Limits, served: LoadedModel) -> Drafter | None:
     """Returns the drafter of a job. Each rank has a whole draft model.
 
     Args:
         job: job with the model's name.
         limits: limits of the engine.
-        made: decoder of the engine.
+        served: model of the engine.
 
     Raises:
         ValueError: see `load_model`.
@@ -229,21 +229,21 @@ def _load_drafter(job: ModelSettings, limits: Limits, made: Decoder) -> Drafter 
         ImportError: see `load_model`.
     """
     if job.speculator is not None:
-        return load_speculator(job.speculator, made)
+        return load_speculator(job.speculator, served.decoder, served.params)
     if job.draft_model is None:
         return DRAFTERS[job.drafter]
     kind = detect_kind(pathlib.Path(job.draft_model))
     small = dataclasses.replace(job, model=job.draft_model, kind=kind, ranks=1, adapter=None, draft_model=None)
-    served = load_model(small, make_mesh({}, alone=True))
+    guessing = load_model(small, make_mesh({}, alone=True))
     sizes = limits_of(
-        served.decoder,
-        context=min(limits.context, served.decoder.context),
+        guessing.decoder,
+        context=min(limits.context, guessing.decoder.context),
         cache_bytes=int(job.cache_gib * 2**30),
         running=limits.running,
         buckets=limits.buckets,
         cache_dtype=limits.cache_dtype,
     )
-    return DraftModel(served.decoder, served.params, limits=sizes)
+    return DraftModel(guessing.decoder, guessing.params, limits=sizes)
 
 
 def load_text(job: ModelSettings) -> ModelText:
@@ -258,7 +258,7 @@ def load_text(job: ModelSettings) -> ModelText:
         run = find_run(path)
         assert run is not None
         return wrap_data_tokenizer(_load_run_tokenizer(run, read_json_object(run / "model.json")))
-    return _load_gguf_text(GGUFFile(path)) if job.kind == "gguf" else wrap_transformers_tokenizer(_load_tokenizer(path))
+    return _load_gguf_text(GGUFFile(path)) if job.kind == "gguf" else wrap_transformers_tokenizer(load_tokenizer(path))
 
 
 def _load_run_tokenizer(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
@@ -450,7 +450,13 @@ def _import_transformers(path: pathlib.Path) -> Any:
     return importlib.import_module("transformers")
 
 
-def _load_tokenizer(path: pathlib.Path) -> Any:
+def load_tokenizer(path: pathlib.Path) -> Any:
+    """Loads the tokenizer of a directory of transformers.
+
+    Raises:
+        OSError: a file is missing.
+        ImportError: transformers is missing. The message has the installation.
+    """
     transformers = _import_transformers(path)
     with name_file_in_errors(path, "its tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(path, config=_tokenizer_config(path), **_FILES_ALONE)
