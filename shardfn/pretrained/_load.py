@@ -344,14 +344,14 @@ def _load_gguf(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedMode
     text = _load_gguf_text(file)
     changes, inexact = _choose_batch_invariant(job)
     # Layers that are batch-invariant read blocks as they are. Ranks cut blocks only where codes are asked for.
-    blocks = bool(changes) and (job.weights is not None or (mesh.size == 1 and job.fit is None))
+    keep_codes = bool(changes) and (job.weights is not None or (mesh.size == 1 and job.fit is None))
     try:
         gpt_config(gguf_config(file))
     except ValueError as error:
         load_module = functools.partial(_load_weights, path.parent, job, gguf_file=path.name)
         return _load_unmodified(lambda axis: (load_module(), None), job, mesh, text, error)
     with name_file_in_errors(path, "its weights"):
-        config, params = gpt_from_gguf(file, dtype=DTYPES[job.dtype], blocks=blocks, **changes)
+        config, params = gpt_from_gguf(file, dtype=DTYPES[job.dtype], keep_codes=keep_codes, **changes)
     num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
     coded = f"{num} weights in the file's own codes" if num else ""
     size = gpt.num_params(config)
