@@ -15,7 +15,7 @@ from shardfn.core import make_mesh, progress, raise_all
 from shardfn.data import JSONLines
 from shardfn.inference import Decoder, Drafter, Engine, Ngram, Sampling, limits_of
 from shardfn.pretrained import ModelSettings, Problem, detect_kind, load_model
-from shardfn.speculators import Kind, HiddenRows
+from shardfn.speculators import HiddenRows, Kind
 from shardfn.waits import waiting
 
 _HELD = 20  # one row of so many is held out

@@ -12,9 +12,9 @@ import torch
 from shardfn import core
 from shardfn.inference import Context, Engine, Runner, decoder, hf_decoder, limits_of
 from shardfn.speculators import (
+    HiddenRows,
     RecurrentConfig,
     Speculator,
-    HiddenRows,
     apply,
     config_of,
     hidden_states,

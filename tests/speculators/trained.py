@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardfn.inference import Engine, Sampling
-from shardfn.speculators import Speculator, HiddenRows, config_of, hidden_states, train
+from shardfn.speculators import HiddenRows, Speculator, config_of, hidden_states, train
 from tests.inference.stories import Model, model
 from tests.inference.test_stories import KINDS
 
