@@ -160,7 +160,7 @@ def _find_differences(config: gpt.Config, kind: str) -> list[str]:
         if getattr(config, name) != getattr(back, name)
     ]
     for name in ("window", "rope"):
-        wanted, had = (_unify([getattr(kind, name) for kind in c.layer_kinds]) for c in (config, back))
+        wanted, had = (_unify([getattr(kind, name) for kind in c.layer_settings]) for c in (config, back))
         out += [] if wanted == had else [f"{name}={wanted!r}, but a {kind} has {had!r}"]
     return out
 
@@ -182,7 +182,7 @@ def _write_config(c: gpt.Config, kind: str) -> dict[str, Any]:
         )
         return told | {names[0]: 0.0} | dict.fromkeys(names[1:], c.dropout)
     told |= {"use_parallel_residual": c.parallel is not None} if kind == "gpt_neox" else {}
-    windows, ropes = ([getattr(k, name) for k in c.layer_kinds] for name in ("window", "rope"))
+    windows, ropes = ([getattr(k, name) for k in c.layer_settings] for name in ("window", "rope"))
     types = ["full_attention" if w is None else "sliding_attention" for w in windows]
     told["sliding_window"] = next((w for w in windows if w is not None), None)
     if kind not in ("llama", "mistral", "phi3", "gemma", "olmo2", "phi", "gpt_neox"):

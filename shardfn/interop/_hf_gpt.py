@@ -288,7 +288,7 @@ def _check_names(
         raise ValueError(f"{archive.directory} has tensors of several dtypes, {dtypes}. Pass dtype=.")
 
 
-class _Place(NamedTuple):
+class _LeafSource(NamedTuple):
     """A leaf of the parameters, or a layer of a stacked leaf."""
 
     leaf: Any
@@ -301,20 +301,20 @@ class _Place(NamedTuple):
         return tuple(self.leaf.shape) if self.layer is None else tuple(self.leaf.shape[1:])
 
 
-def _find_leaf(params: gpt.Params, config: gpt.Config, row: Row) -> list[_Place]:
+def _find_leaf(params: gpt.Params, config: gpt.Config, row: Row) -> list[_LeafSource]:
     """Returns the place of a row's leaf, or of each layer's, where None stands for a missing leaf."""
     if len(row.path) == 1:
-        return [_Place(params.get(row.path[0]))]
+        return [_LeafSource(params.get(row.path[0]))]
     blocks, name, num = params.get("blocks"), row.path[1], config.layers_a_block
     if not config.stacked:
-        return [_Place(p.get(name)) for p in blocks] if isinstance(blocks, list) else [_Place(None)]
+        return [_LeafSource(p.get(name)) for p in blocks] if isinstance(blocks, list) else [_LeafSource(None)]
     if not isinstance(blocks, dict):
-        return [_Place(None)]
+        return [_LeafSource(None)]
     names = [name if num == 1 else f"{i}.{name}" for i in range(num)]
-    return [_Place(blocks.get(names[i % num]), i // num) for i in range(config.num_layers)]
+    return [_LeafSource(blocks.get(names[i % num]), i // num) for i in range(config.num_layers)]
 
 
-def _check_leaves(leaves: dict[tuple[str, ...], list[_Place]], config: gpt.Config, table: list[Row]) -> None:
+def _check_leaves(leaves: dict[tuple[str, ...], list[_LeafSource]], config: gpt.Config, table: list[Row]) -> None:
     problems = []
     for row in table:
         shape, shapes = _leaf_shape(config, row), {place.shape for place in leaves[row.path]}

@@ -14,7 +14,7 @@ from shardfn import nn
 from shardfn.collectives import pvary
 from shardfn.core import fold_in, split
 
-from ._gpt_config import Config, LayerKind
+from ._gpt_config import Config, LayerSettings
 from ._gpt_experts import Along as Along
 from ._gpt_experts import Seen as Seen
 from ._gpt_experts import by_layer as by_layer
@@ -148,7 +148,7 @@ def rope_table(config: Config, rope: nn.Rope, positions_T: Tensor, dtype: torch.
     return rope.find_table(positions_T, config.head_dim, dtype=dtype, batch_invariant=config.batch_invariant)
 
 
-def causal_mask(kind: LayerKind) -> nn.Mask:
+def causal_mask(kind: LayerSettings) -> nn.Mask:
     """Returns the mask of a layer's tokens, which look back."""
     return nn.Causal() if kind.window is None else nn.Window(kind.window - 1)
 
