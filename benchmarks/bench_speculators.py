@@ -44,7 +44,7 @@ def main() -> None:
     places = range(0, len(ids) - room, max(1, (len(ids) - room) // args.prompts))
     prompts = [ids[at : at + room] for at in places][: args.prompts]
     drafters: dict[str, Drafter | None] = {"none": None, "n-grams": Ngram(), "suffixes": Suffix()}
-    drafters |= {pathlib.Path(x).name: speculators.load(x, made) for x in args.speculator}
+    drafters |= {pathlib.Path(x).name: speculators.load(x, made, params) for x in args.speculator}
     body = [
         f"{args.model}: {served.size:,} parameters; {len(prompts)} prompts of {room} tokens, {args.tokens} tokens each;"
         f" {args.rounds} rounds; one thread, processor time; load of the machine {os.getloadavg()[0]:.1f}"

@@ -1,6 +1,7 @@
 """Trees of sharded leaves as files, and back under any other mesh. All ranks write one format."""
 
 from ._job import save as save
+from ._match import ByKind as ByKind
 from ._restore import Restored as Restored, restore as restore
 from ._read_into import restore_tensors as restore_tensors
 from ._dcp import restore_dcp as restore_dcp, save_dcp as save_dcp

@@ -136,8 +136,8 @@ def speculate(job: SpeculateJob) -> int:
         states = States(torch.stack(hidden), training)
         how: dict[str, Any] = {"batch_size": job.batch, "learning_rate": job.learning_rate, "seed": job.seed}
         params = speculators.train(config, states, steps=job.steps, report=report, **how)
-    speculators.save(job.out, config, params, made)
-    drafters = {f"{job.kind} speculator": speculators.load(job.out, made), "n-grams": Ngram()}
+    speculators.save(job.out, config, params, made, served.params)
+    drafters = {f"{job.kind} speculator": speculators.load(job.out, made, served.params), "n-grams": Ngram()}
     for name, drafter in drafters.items():
         print(f"{name}: {_measure(made, served.params, drafter, prompts, job):.2f} accepted drafts a step")
     print(f"{job.out}: for shardfn generate --speculator {job.out}")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.core import P, PyTree, QuantizationPolicy, tree_leaves
+from shardfn.collectives import unshard
+from shardfn.core import P, PyTree, QuantizationPolicy, named_leaves, tree_leaves
 from shardfn.kernels import Activations
 from shardfn.models import gpt
 
@@ -44,6 +45,7 @@ class Decoder:
         expert_shape: number of layers with experts, and of a token's choices in each: `Engine(record_experts=True)`.
             (0, 0) if `outputs` has no experts.
         more_layouts: further layouts by name. `outputs`, `specs`, `pack` and `packed` are the layout "tp".
+        name_weights: function from parameters to the leaves by name. Names do not depend on `stacked`. Collective.
     """
 
     vocab: int
@@ -60,6 +62,7 @@ class Decoder:
     linear: Mapping[str, Linear] = dataclasses.field(default_factory=dict)
     expert_shape: tuple[int, int] = (0, 0)
     more_layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
+    name_weights: Callable[[PyTree], list[tuple[str, Any]]] = named_leaves
 
     @property
     def embeds(self) -> bool:
@@ -156,7 +159,12 @@ def decoder(
         linear=linear,
         expert_shape=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
         more_layouts=_list_more(config, tp, quantization, activations),
+        name_weights=functools.partial(_name_weights, config),
     )
+
+
+def _name_weights(config: gpt.Config, params: PyTree) -> list[tuple[str, Any]]:
+    return named_leaves(gpt.unstack_blocks(config, unshard(params) if config.stacked else params))
 
 
 # Fields that change no function of the weights, or change only how the function is computed.

@@ -21,7 +21,7 @@ from shardfn.kernels import GROUP, Activations, Quantization, pack_blocks, pack_
 from ._gpt_block import Along, block, causal_mask, norm, rope_table, score_arguments
 from ._gpt_config import Config
 from ._gpt_forward import compute_logits, name_head, scale_embeddings
-from ._gpt_leaves import Params, block_shapes, check_leaves, layers_of, specs
+from ._gpt_leaves import Params, block_shapes, check_leaves, specs, unstack_blocks
 
 
 class Decoded(NamedTuple):
@@ -226,11 +226,8 @@ def pack(config: Config, params: Params, *, axis: Axes = None, quantization: Qua
     check_leaves(config, params, axis)
     if config.batch_invariant:
         _check_batch_invariant(params, quantization)
+    params = unstack_blocks(config, params) | _tables_of_all(config, params)
     blocks = params["blocks"]
-    if config.stacked:
-        num = config.num_layers // config.layers_a_block
-        blocks = [p for i in range(num) for p in layers_of(config, {name: x[i] for name, x in blocks.items()})]
-    params = params | {"blocks": blocks, **_tables_of_all(config, params)}
     head = name_head(config)
     linear = [f"blocks.{i}.{name}" for i, p in enumerate(blocks) for name in p if name in _LINEAR]
     check_policy(quantization, [*linear, head], "pack")

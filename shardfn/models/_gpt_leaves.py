@@ -249,6 +249,22 @@ def stack_blocks(config: Config, params: Params, join: Callable[[Any], Any]) -> 
     return {**params, "blocks": {name: join([p[name] for p in groups]) for name in groups[0]}}
 
 
+def unstack_blocks(config: Config, params: Params) -> Params:
+    """Returns parameters whose blocks are a list of layers, the inverse of `stack_blocks` with `torch.stack`.
+
+    Parameters of a config without `stacked` are unchanged.
+
+    Args:
+        config: shape.
+        params: parameters as from `init`.
+    """
+    if not config.stacked:
+        return params
+    blocks, num = params["blocks"], config.num_layers // config.layers_a_block
+    each = (layers_of(config, {name: x[i] for name, x in blocks.items()}) for i in range(num))
+    return {**params, "blocks": [layer for layers in each for layer in layers]}
+
+
 def join_layers(layers: Sequence[Params]) -> Params:
     """Returns the leaves of layers as leaves of one block. Names of several layers begin with the layer's place.
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from shardfn.core import raise_all, tree_map
+from shardfn.core import raise_all
 
 from ._gpt_config import Config
-from ._gpt_leaves import Params, layers_of, stack_blocks
+from ._gpt_leaves import Params, stack_blocks, unstack_blocks
 
 
 def student(
@@ -49,19 +49,10 @@ def student(
     if keep is None:
         keep = [i for i in range(config.num_layers) if (i + 1) % every] if every > 0 else []
     _check_kept(config, keep, every)
-    layers = [
-        layer
-        for block in (_unstack_blocks(params["blocks"]) if config.stacked else params["blocks"])
-        for layer in layers_of(config, block)
-    ]
+    layers = unstack_blocks(config, params)["blocks"]
     made = _make_config(config, keep)
     out = {**params, "blocks": [layers[i] for i in keep]}
     return made, stack_blocks(made, out, torch.stack) if made.stacked else out
-
-
-def _unstack_blocks(blocks: Params) -> list[Params]:
-    num = len(next(iter(blocks.values())))
-    return [tree_map(lambda x, i=i: x[i], blocks) for i in range(num)]
 
 
 def _make_config(config: Config, keep: Sequence[int]) -> Config:

@@ -37,6 +37,7 @@ from ._gpt_leaves import leaf_shapes as leaf_shapes
 from ._gpt_leaves import num_params as num_params
 from ._gpt_leaves import specs as specs
 from ._gpt_leaves import stack_blocks as stack_blocks
+from ._gpt_leaves import unstack_blocks as unstack_blocks
 from ._gpt_loss import LogitsLoss as LogitsLoss
 from ._gpt_loss import cut_sequences as cut_sequences
 from ._gpt_loss import loss as loss

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardfn import core
-from shardfn.inference import Context, Engine, Runner, Sampling, decoder, hf_decoder, limits_of
+from shardfn.inference import Context, Engine, Runner, decoder, hf_decoder, limits_of
 from shardfn.speculators import (
     RecurrentConfig,
     Speculator,
@@ -22,16 +22,8 @@ from shardfn.speculators import (
     measure_acceptance,
     train,
 )
-from tests.inference.stories import Model, model
 from tests.inference.test_speculation import SIZES
-from tests.inference.test_stories import KINDS
-
-GREEDY = Sampling(max_tokens=12, temperature=0.0)
-
-
-@functools.cache
-def large() -> Model:
-    return model(**KINDS["gpt2"][0])
+from tests.speculators.trained import GREEDY, answers, large, trained
 
 
 @functools.cache
@@ -126,25 +118,12 @@ def test_other_parameters_are_refused() -> None:
 @pytest.mark.parametrize("kind", ["mlp", "lstm"])
 def test_a_trained_speculator_is_right_more_often(kind: Any) -> None:
     """On texts that the model draws, where each token follows from the token before."""
-    one = large()
-    rows = torch.tensor([(*prompt, *tokens) for prompt, tokens in _answers()])
-    states = States(torch.stack(list(hidden_states(one.decoder, one.params[0], rows))), rows)
-    config, losses = config_of(one.decoder, kind, num_heads=4), list[float]()
-    params = train(config, states, steps=150, learning_rate=1e-2, batch_size=8, report=lambda _, x: losses.append(x))
-    fresh = init(config, core.key(5))
-    prompts = [list(prompt) for prompt, _ in _answers()]
-    found = []
-    for each in (fresh, params):
-        engine = Engine(one.decoder, one.params[0], limits=SIZES, drafter=Speculator(config, each))
-        found.append(measure_acceptance(engine, prompts, GREEDY))
+    one, (drafter, losses) = large(), trained(kind)
+    fresh = Speculator(drafter.config, init(drafter.config, core.key(5)))
+    prompts = [list(prompt) for prompt, _ in answers()]
+    engines = [Engine(one.decoder, one.params[0], limits=SIZES, drafter=each) for each in (fresh, drafter)]
+    found = [measure_acceptance(engine, prompts, GREEDY) for engine in engines]
     assert losses[-1] < 0.5 * losses[0] and found[1] > found[0] + 0.2
-
-
-def _answers() -> list[tuple[tuple[int, ...], list[int]]]:
-    one = large()
-    prompts = [(a, b) for a in range(4) for b in range(4)]
-    made = Engine(one.decoder, one.params[0]).generate(prompts, replace(GREEDY, max_tokens=24))
-    return [(prompt, found.tokens) for prompt, found in zip(prompts, made, strict=True)]
 
 
 def test_training_refuses_too_few_rows() -> None:
