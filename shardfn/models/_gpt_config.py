@@ -35,7 +35,7 @@ _NUMBERS = ("norm_eps", "rope_base", "softcap", "logits_softcap", "attention_sca
 
 
 class LayerSettings(NamedTuple):
-    """Settings in which layers may differ.
+    """Settings that may differ between layers.
 
     Attributes:
         window: see `Config`.
@@ -60,8 +60,8 @@ class Config:
         d_ff: F. None is 4 D for gelu, and 8 D / 3 rounded up to a multiple of 64 for swiglu and geglu.
         max_len: longest sequence.
         norm: "layer" or "rms".
-        mlp: "gelu", in the form with tanh, "gelu_erf", with the error function, "swiglu", or "geglu", whose gate is
-            gelu.
+        mlp: "gelu", in the form with tanh, "gelu_erf", with the error function, "swiglu", or "geglu", with
+            gelu as the gate.
         position: "learned", "rope" or "alibi".
         tie_embeddings: whether the output layer is the embedding.
         bias: whether the projections, the gelu MLP and layer norm have biases. RMS norm, swiglu and the output layer
@@ -105,7 +105,7 @@ class Config:
         logits_softcap: bound of the logits. None: no bound.
         attention_scale: factor of q k. None is 1 / sqrt(K).
         embedding_scale: factor of the embeddings, such as sqrt(D) in Gemma. None is 1.
-        parallel: whether attention and MLP both read the block's input, and add to it: "one_norm", which both share, as
+        parallel: whether attention and MLP both read the block's input, and add to it: "one_norm", shared by both, as
             in Phi, or "two_norms", as in GPT-NeoX. None: the MLP reads the sum after attention.
         sinks: whether each query head has a learnt attention sink, as in gpt-oss.
         head_bias: whether the output layer has a bias, as in Phi.
@@ -183,7 +183,7 @@ class Config:
 
     @functools.cached_property
     def layer_settings(self) -> tuple[LayerSettings, ...]:
-        """Returns the settings of each layer in which layers may differ.
+        """Returns the settings of each layer that may differ between layers.
 
         Example:
             >>> sizes = {"vocab_size": 64, "num_layers": 2, "d_model": 32, "num_heads": 4}

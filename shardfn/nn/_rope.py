@@ -176,8 +176,8 @@ class YarnScaling:
     Attributes:
         factor: factor of long waves.
         original_max_len: longest sequence before the stretch.
-        fast: number of turns from which waves are not stretched.
-        slow: number of turns up to which waves are stretched by the whole factor.
+        fast: least number of turns of a wave that is not stretched.
+        slow: largest number of turns of a wave that is stretched by the whole factor.
         truncate: whether the ends of the passage are rounded to whole dims.
         attention_factor: factor of cosines and sines. None is 1 + ln(factor) / 10.
 
@@ -224,7 +224,7 @@ class YarnScaling:
         return out
 
     def _find_dim(self, turns: float, dims: int, base: float) -> float:
-        """Returns the dim whose wave has a number of turns in the original length."""
+        """Returns the dim of the wave with a number of turns in the original length."""
         return dims * math.log(self.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 
