@@ -60,8 +60,8 @@ class Config:
         d_ff: F. None is 4 D for gelu, and 8 D / 3 rounded up to a multiple of 64 for swiglu and geglu.
         max_len: longest sequence.
         norm: "layer" or "rms".
-        mlp: "gelu", in the form with tanh, "gelu_erf", with the error function, "swiglu", or "geglu", with
-            gelu as the gate.
+        mlp: "gelu", in the form with tanh, "gelu_erf", with the error function, "swiglu", or "geglu", with gelu as the
+            gate.
         position: "learned", "rope" or "alibi".
         tie_embeddings: whether the output layer is the embedding.
         bias: whether the projections, the gelu MLP and layer norm have biases. RMS norm, swiglu and the output layer
@@ -78,8 +78,8 @@ class Config:
         loss_tile: number of tokens whose logits are in memory at a time in the loss. None is all. Values are the same.
         norm_eps: term that norms add to the variance.
         rope_base: base of rotary positions. The longest wave is 2 pi rope_base tokens.
-        window: number of tokens that a token attends to, itself among them, as in Mistral. None is all tokens before.
-            A tuple has an entry for each layer, as in Gemma 2.
+        window: number of tokens that a token attends to, itself among them, as in Mistral. None is all tokens before. A
+            tuple has an entry for each layer, as in Gemma 2.
         layout: function from the number of tokens to a further mask, intersected with the other masks. Block-sparse
             attention is `functools.partial(nn.layouts.fixed, block=64)` with `attention=nn.BlockSparse()`. A mask that
             differs between heads has num_heads of them.

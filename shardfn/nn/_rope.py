@@ -2,10 +2,10 @@
 
 T tokens, H heads, K head dim, R rotated dims.
 
-Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864
-Chen et al., Extending Context Window via Positional Interpolation, 2023, https://arxiv.org/abs/2306.15595
-Peng et al., YaRN: Efficient Context Window Extension, 2023, https://arxiv.org/abs/2309.00071
-Dubey et al., The Llama 3 Herd of Models, 2024, https://arxiv.org/abs/2407.21783
+Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864 Chen et al., Extending Context Window via Positional
+Interpolation, 2023, https://arxiv.org/abs/2306.15595
+Peng et al., YaRN: Efficient Context Window Extension, 2023, https://arxiv.org/abs/2309.00071 Dubey et al., The Llama 3
+Herd of Models, 2024, https://arxiv.org/abs/2407.21783
 """
 
 import dataclasses
@@ -38,8 +38,7 @@ def rope_table(
         dtype: dtype of the result. Angles are always formed in float32 or better.
         frequencies: K/2 angles of a step from position to position, in place of the powers of `base`.
 
-    Returns:
-        cos_TK and sin_TK, for `rope`.
+    Returns: cos_TK and sin_TK, for `rope`.
 
     Raises:
         ValueError: `head_dim` is odd.
