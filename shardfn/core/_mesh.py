@@ -144,8 +144,8 @@ class Mesh:
         self.check_member()
         if self.closed:
             raise ValueError(
-                f"{self!r} is closed: nothing can be sent on it any more. Make another mesh, and the step on it anew;"
-                " or close this one later."
+                f"{self!r} is closed, so it cannot send anything. Make another mesh and build the step on it, or close"
+                " this mesh later."
             )
 
     @property

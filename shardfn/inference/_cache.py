@@ -38,8 +38,10 @@ def check_memory(kind: MemoryKind) -> MemoryKind:
         ValueError: a cache cannot be in this memory.
     """
     if kind not in TENSOR_KINDS:
-        hint = "; its dtype is Limits(cache_dtype=)" if kind in DTYPES else ""
-        raise ValueError(f"engine: cache={kind!r}; keys and values are kept on 'device' or 'host'{hint}.")
+        hint = ", a dtype: pass it as Limits(cache_dtype=)" if kind in DTYPES else ""
+        raise ValueError(
+            f"engine: cache must be 'device' or 'host', the memory of keys and values, got {kind!r}{hint}."
+        )
     return kind
 
 
@@ -173,7 +175,9 @@ class PagedAttention(nn.Local):
         del length
         mask = how.mask
         if not isinstance(mask, nn.Window) or mask.right != 0:
-            raise ValueError(f"a cache serves tokens that look back, by Causal() or a Window; not {mask}.")
+            raise ValueError(
+                f"a cache must have a mask that looks only back, such as Causal() or a Window, got {mask}."
+            )
         return self.attended(
             q_BTHK,
             k_BSGK,

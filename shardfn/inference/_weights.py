@@ -50,13 +50,13 @@ def make_zero(weights: MemoryKind, disk: Disk | None) -> Zero:
         ValueError: there is no such memory, or the directory is missing or has no effect.
     """
     if weights not in get_args(MemoryKind):
-        raise ValueError(f"engine: weights={weights!r}; they are kept on 'device', 'host' or 'disk'.")
+        raise ValueError(f"engine: weights must be 'device', 'host' or 'disk', got {weights!r}.")
     problem = find_directory_problem([weights], disk)
     if problem == "missing":
         raise ValueError("engine: weights='disk' has no directory. Give one: disk=sf.Disk('/path/to/a/fast/disk').")
     if problem == "idle":
         raise ValueError(
-            f"engine: disk={disk} has no effect with weights={weights!r}; leave it out, or weights='disk'."
+            f"engine: disk={disk} has no effect with weights={weights!r}. Leave disk out, or pass weights='disk'."
         )
     return Zero(params=weights, disk=disk, persist_elements=SMALL)
 

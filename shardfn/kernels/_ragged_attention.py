@@ -283,8 +283,8 @@ def _check_tables(
         i, b = wrong[0].tolist()
         s = int(sequences[i])
         raise ValueError(
-            f"tables[{s}, {b}] is {int(tables[s, b])}, which token {i} at position {int(positions[i])} reads; "
-            f"must be from 0 to {blocks - 1}: cache has {blocks} blocks"
+            f"tables[{s}, {b}] must be from 0 to {blocks - 1}, as cache has {blocks} blocks, got {int(tables[s, b])}"
+            f" for token {i} at position {int(positions[i])}"
         )
 
 

@@ -65,8 +65,8 @@ def _wrap_application(original: Any) -> Any:
             if path is not None and any(True for _ in sub.parameters()):
                 raise ValueError(
                     f"the forward of the module gives its part {path or 'itself'!r} to an autograd.Function"
-                    f" ({cls.__name__}), whose backward would run it with the weights that the module was made with."
-                    " Pass the Function tensors only; or call that part itself, under torch.utils.checkpoint if its"
+                    f" ({cls.__name__}). The backward would use the weights that the module was created with."
+                    " Pass only tensors to the Function. Or call the part itself, under torch.utils.checkpoint if the"
                     " saved tensors take too much memory."
                 )
         return unbound(original)(cls, *args, **kwargs)

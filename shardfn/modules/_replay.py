@@ -44,11 +44,13 @@ class ModuleReplay(Replacement):
         name, found = type(module).__name__, experts_in(module)
         if not found:
             raise ValueError(
-                f"replaying: this {name} has no experts that transformers looks up in its ExpertsInterface; call the"
-                " function itself, without choices."
+                f"replaying needs experts that transformers looks up in ExpertsInterface, but this {name} has none."
+                " Call the function itself, without choices."
             )
         if chosen.is_floating_point() or chosen.dtype == torch.bool:
-            raise TypeError(f"replaying: chosen is {chosen.dtype}; pass numbers of experts, as of rollout.expert_ids.")
+            raise TypeError(
+                f"replaying: chosen must be numbers of experts, such as rollout.expert_ids, got {chosen.dtype}."
+            )
         if chosen.ndim < 3 or chosen.shape[-2] != len(found):
             raise ValueError(
                 f"replaying: chosen has shape {tuple(chosen.shape)}, and {len(found)} layers of this {name} have"

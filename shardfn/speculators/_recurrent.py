@@ -173,8 +173,8 @@ def loss(config: RecurrentConfig, params: Params, batch: Mapping[str, Tensor], *
     S, D = hidden_BSD.shape[1:]
     if D != config.d_model or tokens_BS.shape[1] != S or S < n + 2:
         raise ValueError(
-            f"loss: hidden states are {tuple(hidden_BSD.shape)} of tokens {tuple(tokens_BS.shape)}; there must be a"
-            f" state of {config.d_model} numbers for each token, and {n + 2} tokens or more."
+            f"loss: hidden states must have {config.d_model} numbers for each of {n + 2} tokens or more, got the shape"
+            f" {tuple(hidden_BSD.shape)} for tokens of shape {tuple(tokens_BS.shape)}."
         )
     windows_BTN = tokens_BS[:, 1:].unfold(1, n + 1, 1)  # the tokens that each position reads, and the last label
     T = windows_BTN.shape[1]

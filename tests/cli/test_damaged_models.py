@@ -175,7 +175,7 @@ FILES: dict[str, tuple[Damage, str]] = {
     ),
     "a weight missing": (tensors(**{"model.norm": ...}), "model.norm.weight is missing"),
     "not finite": (tensors(**{"model.norm": float("nan")}), "its weights have values that are not finite"),
-    "a pickle": (pickled("pytorch_model.bin"), "has neither model.safetensors nor model.safetensors.index.json"),
+    "a pickle": (pickled("pytorch_model.bin"), "must have model.safetensors or model.safetensors.index.json"),
     "a pickle by another name": (pickled(WEIGHTS), "is no safetensors file, or was cut short"),
     "code": (coded, "contains custom code"),
     "a part missing": (indexed("model-2.safetensors"), "model-2.safetensors"),
@@ -225,7 +225,7 @@ RUN: dict[str, tuple[Damage, str]] = {
         config("model.json", model=MODEL | {"hidden_size": 16.0}),
         "hidden_size is 16.0; it must be an integer of 1 or more",
     ),
-    "tokenizer a number": (config("model.json", tokenizer=3), "tokenizer is 3; it must be 'bytes', or a file's name"),
+    "tokenizer a number": (config("model.json", tokenizer=3), "tokenizer must be 'bytes', or a file's name, got 3"),
     "tokenizer missing": (config("model.json", tokenizer="no.json"), "no.json"),
     "more layers": (
         config("model.json", model=MODEL | {"num_hidden_layers": 3}),

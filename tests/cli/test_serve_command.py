@@ -348,7 +348,7 @@ def test_under_torchrun(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["serve", str(model)]) == 2
-    assert "it starts its ranks itself; start it without torchrun, with --mesh tp=N" in capsys.readouterr().err
+    assert "must be started without torchrun: it starts the ranks itself" in capsys.readouterr().err
 
 
 def test_without_its_packages(

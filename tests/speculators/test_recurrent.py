@@ -70,7 +70,7 @@ def test_bad_batches_are_refused() -> None:
     config = CONFIGS["mlp"]
     params = init(config, core.key(0))
     for batch in (batch_of(config, length=4), batch_of(config) | {"hidden": torch.ones(4, 9, 11)}):
-        with pytest.raises(ValueError, match=r"a state of 10 numbers for each token, and 5 tokens or more"):
+        with pytest.raises(ValueError, match=r"hidden states must have 10 numbers for each of 5 tokens or more"):
             loss(config, params, batch)
     with pytest.raises(ValueError, match=r"kind must be one of mlp, lstm, got 'lstn'. Did you mean 'lstm'"):
         RecurrentConfig("lstn", vocab_size=13, d_model=10, num_layers=2, d_inner=6)  # pyright: ignore[reportArgumentType]
