@@ -164,7 +164,7 @@ def gpt_from_gguf(
         >>> _ = path.write_bytes(b"GGUF" + bytes([3, *[0] * 19]))
         >>> gpt_from_gguf(path)
         Traceback (most recent call last):
-        ValueError: ...empty.gguf: general.architecture is None; it must be one of ['llama', 'qwen2'].
+        ValueError: ...empty.gguf: general.architecture must be one of ['llama', 'qwen2'], got None.
     """
     file = path if isinstance(path, GGUFFile) else GGUFFile(path)
     settings = gguf_config(file)

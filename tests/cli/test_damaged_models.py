@@ -155,7 +155,7 @@ FILES: dict[str, tuple[Damage, str]] = {
     "an end outside": (config("config.json", eos_token_id=10**6), "eos_token_id has 1000000, which is not a token"),
     "ends a text": (
         config("generation_config.json", eos_token_id="2"),
-        "generation_config.json: eos_token_id is '2'; it must be a token, an integer, or a list of tokens",
+        "generation_config.json: eos_token_id must be a token, an integer, or a list of tokens, got '2'",
     ),
     "ends of texts": (config("generation_config.json", eos_token_id=[2, None]), "eos_token_id is [2, None]; it must"),
     "no base of positions": (
@@ -190,7 +190,7 @@ FILES: dict[str, tuple[Damage, str]] = {
 MODEL = interop.hf_config(CONFIG)
 RUN: dict[str, tuple[Damage, str]] = {
     "settings cut": (cut("model.json", 30), "model.json: its JSON cannot be read: Unterminated string"),
-    "settings a list": (edit("model.json", lambda _: b"[]"), "model.json has a list; it must have an object of JSON"),
+    "settings a list": (edit("model.json", lambda _: b"[]"), "model.json must have an object of JSON, got a list"),
     "no model": (config("model.json", model=...), "model.json has no ['model']"),
     "model a text": (config("model.json", model="x"), "model.json: its model cannot be read: AttributeError"),
     "no heads": (
