@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar, get_args
 
-from ._errors import did_you_mean
 from ._mesh import Mesh
 from ._spec import MemoryKind, P, find_directory_problem, is_device, is_disk
+from ._texts import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ from shardfn.engine import agree_on_step, comms_of, losing_no_peer, reshard
 from shardfn.engine.agreement import check_replicas
 from shardfn.memory import Pool, trim_heap
 
-from ._layout import Layout
+from ._layouts import Layout
 
 # Bytes of parameters that are packed at a time, if a leaf is not larger.
 TOGETHER = 16 << 20

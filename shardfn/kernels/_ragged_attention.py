@@ -19,13 +19,11 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int32, Shaped, UInt8
 from torch import Tensor
 
-from ._arguments import check_dtype, check_shape, check_written
+from ._arguments import check_dtype, check_shape, check_written, num_threads
 from ._build import function
 from ._chain import Arguments, KernelCall, addresses, are_dense
-from ._exponential import exponential, multiply_add, polynomial
-from ._num_threads import num_threads
+from ._fixed_bits import exponential, multiply_add, polynomial, sum_halves
 from ._op import EXACT, KernelOp
-from ._sums import sum_halves
 
 # The widest head.
 WIDEST = 256

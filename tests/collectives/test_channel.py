@@ -66,7 +66,7 @@ def test_from_rank_to_rank_messages_are_matched_by_their_tags() -> None:
         assert [torch.equal(c.result(), torch.arange(6.0).view(2, 3) * t) for t, c in zip((1, 2), coming, strict=True)]
         assert torch.equal(into[1], 2 * into[0]) and all(c.done() for c in coming)
     channel.close()
-    with pytest.raises(TransportError, match="communicator that has ended"):
+    with pytest.raises(TransportError, match="this communicator has ended"):
         channel.send(torch.ones(1), 1, 0)
 
 

@@ -50,7 +50,9 @@ def test_the_rows_of_a_stack_are_those_of_its_layers() -> None:
         ValueError, match=r"params\['layers'\] must have the kinds of the layers, \['0', '1'\], got \['0'\]"
     ):
         kinds.flat({"0": stacks[0]}, 0, 4)
-    with pytest.raises(ValueError, match=r"params\['layers'\]\['1'\] has \['bias'\]; the layers have"):
+    with pytest.raises(
+        ValueError, match=r"params\['layers'\]\['1'\] must have the parameters of the layers.*got \['bias'\]"
+    ):
         kinds.flat({"0": stacks[0], "1": {"bias": stacks[1]["bias"]}}, 0, 4)
 
 
