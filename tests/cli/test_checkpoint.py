@@ -121,7 +121,7 @@ def test_refusals_of_export_and_import(run: pathlib.Path, said: Said, tmp_path: 
     for words, text in (
         (
             ["export", tmp_path / "flat", tmp_path / "out"],
-            "must have leaves below params; it has ['w']. Save the state",
+            "must have leaves below params, got ['w']. Save the state",
         ),
         (["export", run, tmp_path / "file"], "file is a file, or lies below one: weights need a directory"),
         (["import", tmp_path / "nowhere", tmp_path / "new"], "no weights in .*nowhere, which does not exist"),
