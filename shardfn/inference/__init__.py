@@ -25,7 +25,7 @@ from ._schedule import Output as Output, advance as advance
 from ._digest import digest as digest, field_digests as field_digests, first_difference as first_difference
 from ._cache import CacheLayout as CacheLayout, PagedAttention as PagedAttention
 from ._cache import make_single_bodies as make_single_bodies
-from ._layout import Layout as Layout, Outputs as Outputs
+from ._layouts import Layout as Layout, Outputs as Outputs
 from ._decoder import Decoder as Decoder, decoder as decoder
 from ._hf_decoder import hf_decoder as hf_decoder
 from ._fit_codes import fit_quantization as fit_quantization

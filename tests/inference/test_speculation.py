@@ -257,5 +257,5 @@ class _Broken(Random):
 def test_a_draft_outside_the_vocabulary_is_refused() -> None:
     one = model(**KINDS["gpt2"][0])
     engine = Engine(one.decoder, one.params[0], limits=SIZES, runner=runner(), drafter=_Broken(13))
-    with pytest.raises(ValueError, match=r"the drafter proposed \(99, .*each from 0 to 12"):
+    with pytest.raises(ValueError, match=r"the drafter must propose .*each from 0 to 12, got \(99, "):
         engine.generate([[1, 2]], Sampling(max_tokens=9))
