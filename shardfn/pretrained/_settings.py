@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from shardfn.core import MemoryKind
-from shardfn.inference import Drafter, Ngram, Suffix
+from shardfn.inference import Drafter, Jacobi, Ngram, Suffix
 from shardfn.kernels import Activations, Quantization
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8", "fp8")
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DRAFTERS: Mapping[str, Drafter | None] = {"none": None, "ngram": Ngram(), "suffix": Suffix()}
+DRAFTERS: Mapping[str, Drafter | None] = {"none": None, "ngram": Ngram(), "suffix": Suffix(), "jacobi": Jacobi()}
 _DRAFTS = 15
 KINDS = {"run": "a run of examples/train_gpt.py", "files": "files of Hugging Face", "gguf": "a GGUF file"}
 
@@ -43,6 +43,8 @@ class ModelSettings:
         generation_config: source of defaults: "auto" takes values from the model's `generation_config.json`, and "none"
             ignores the file.
         recommended: values of sampling from this file, defaults for the user's.
+        reward_head: whether the first logit of the model is a reward.
+        classifies: whether a model of sequence classification may be loaded.
     """
 
     model: str
@@ -64,6 +66,8 @@ class ModelSettings:
     speculator: str | None = None
     generation_config: str = "auto"
     recommended: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    reward_head: bool = False
+    classifies: bool = False
 
     @property
     def drafts(self) -> int:
