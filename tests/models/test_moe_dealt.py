@@ -129,7 +129,7 @@ def sent_over_experts() -> list[tuple[int, int]]:
 
 
 def test_only_a_share_of_the_rows_travels_over_experts() -> None:
-    """Of all ranks together: a rank's tokens may choose experts of other ranks more or less often."""
+    """Summed over ranks, as the tokens of a rank may choose experts of other ranks more or less often."""
     found = sent_over_experts()
     calls, sent = torch.tensor(found).sum(0).unbind(-1)
     assert sent[0] == 2 * sent[1] > 0 and calls[0] == calls[1]
