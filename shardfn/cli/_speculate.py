@@ -15,7 +15,7 @@ from shardfn.core import make_mesh, progress, raise_all
 from shardfn.data import JSONLines
 from shardfn.inference import Decoder, Drafter, Engine, Ngram, Sampling, limits_of
 from shardfn.pretrained import ModelSettings, Problem, detect_kind, load_model
-from shardfn.speculators import Kind, States
+from shardfn.speculators import HiddenRows, Kind
 from shardfn.waits import waiting
 
 _HELD = 20  # one row of so many is held out
@@ -135,7 +135,7 @@ def speculate(job: SpeculateJob) -> int:
                     f"step {step + 1}: loss {loss / sum(config.step_weights):.3f} a draft", file=sys.stderr, flush=True
                 )
 
-        states = States(torch.stack(hidden), training)
+        states = HiddenRows(torch.stack(hidden), training)
         how: dict[str, Any] = {"batch_size": job.batch, "learning_rate": job.learning_rate, "seed": job.seed}
         params = speculators.train(config, states, steps=job.steps, report=report, **how)
     speculators.save(job.out, config, params, made, served.params)

@@ -25,7 +25,8 @@ from ._placement import (
 )
 from ._placement import GROUP_BYTES as GROUP_BYTES, GROUP as GROUP
 from ._placement import AnyQuantization as AnyQuantization, Placement as Placement, dtype_name as dtype_name
-from ._saved_hooks import saved_tensors_hooks as saved_tensors_hooks
+from ._saved import save_inputs as save_inputs, save_tensors as save_tensors
+from ._saved import saved_tensors_hooks as saved_tensors_hooks
 from ._policy import Dtypes as Dtypes, Policy as Policy
 from ._spec import TENSOR_KINDS as TENSOR_KINDS, MemoryKind as MemoryKind, is_device as is_device, is_disk as is_disk
 from ._spec import find_directory_problem as find_directory_problem, kind_when_loaded as kind_when_loaded
@@ -77,5 +78,5 @@ from ._ambient_rebind import (
     rebind_in_checkpoints as rebind_in_checkpoints,
     rebind_note as rebind_note,
 )
-from ._checkpoint_name import checkpoint_name as checkpoint_name, hearing_names as hearing_names
+from ._saved import checkpoint_name as checkpoint_name, hearing_names as hearing_names
 from ._ambient_rebind import check_recompute as check_recompute

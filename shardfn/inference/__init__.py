@@ -30,7 +30,8 @@ from ._fit_codes import fit_quantization as fit_quantization
 from ._runner import MemoryPlan as MemoryPlan, Runner as Runner, limits_of as limits_of
 from ._draft_model import DraftModel as DraftModel
 from ._detokenize import Detokenizer as Detokenizer, DecodeStream as DecodeStream, detokenizer as detokenizer
-from ._score import Score as Score
+from ._score import Score as Score, ScoredPrompt as ScoredPrompt, sum_tokens as sum_tokens
+from ._classify import Activation as Activation, Classes as Classes, Classifier as Classifier
 from ._results import Completion as Completion, Token as Token
 from ._processors import check_names as check_names
 from ._engine_core import EngineCore as EngineCore

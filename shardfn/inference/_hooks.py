@@ -23,6 +23,16 @@ def _return_empty(*given: Any) -> dict[Any, Any]:
     return {}
 
 
+def list_active(hooks: Sequence["EngineHooks"], name: str) -> list[Callable[..., Any]]:
+    """Returns the hooks of a name that do something.
+
+    Example:
+        >>> list_active([EngineHooks(), EngineHooks(before=print)], "before")
+        [<built-in function print>]
+    """
+    return [f for x in hooks if (f := getattr(x, name)) is not EngineHooks._field_defaults[name]]
+
+
 class EngineHooks(NamedTuple):
     """Hooks, pure functions of calls that are equal on all ranks. `EngineHooks()` is the identity.
 

@@ -64,9 +64,9 @@ def list_new_tokens(state: State, drawn: Sequence[int]) -> Iterator[SampledToken
     Tokens of logits that were not finite, and tokens after them, are left out.
     """
     for chunk, one, first in state.rows_in_flight():
-        how, own = one.request.sampling, chunk.own(drawn, first)
-        for row, p in chunk.valid(own):
-            token, place = own[row], p + 1
+        how = one.request.sampling
+        for _, p, token in chunk.read_rows(drawn, first):
+            place = p + 1
             if token < 0:
                 break
             if place >= len(one.tokens) and how.max_tokens:

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
@@ -75,19 +75,21 @@ class PrefillChunk:
     positions: Seq[int]
     drafts: DraftTree = NO_DRAFTS
 
-    def own(self, drawn: Seq[int], first: int) -> Seq[int]:
-        """Returns the chunk's tokens among the tokens of all rows of the plan, from the number of its first row on."""
-        return drawn[first : first + len(self.positions)]
+    def read_rows(self, drawn: Seq[int], first: int) -> Iterable[tuple[int, int, int]]:
+        """Returns the rows whose results follow only from known tokens: number, position and drawn token.
 
-    def valid(self, drawn: Seq[int]) -> list[tuple[int, int]]:
-        """Returns rows whose results follow only from known tokens, and their positions. A drawn draft is valid.
+        A draft that was drawn is known.
 
         Args:
-            drawn: drawn token for each of `positions`.
+            drawn: drawn token for each row of the plan.
+            first: number of the chunk's first row.
         """
-        known = len(self.positions) - len(self.drafts)
-        accepted = self.drafts.path(drawn[known - 1 :]) if len(self.drafts) else []
-        return [(row, self.positions[row]) for row in [*range(known), *(known + draft for draft in accepted)]]
+        own = drawn[first : first + len(self.positions)]
+        rows = zip(range(first, first + len(own)), self.positions, own, strict=True)
+        if not self.drafts.tokens:
+            return rows
+        known, found = len(own) - len(self.drafts), [*rows]
+        return found[:known] + [found[known + draft] for draft in self.drafts.path(own[known - 1 :])]
 
     def moves(self, accepted: int, drawn: Seq[int], slot: Callable[[int], int]) -> list[tuple[int, int]]:
         """Returns the slots of accepted drafts that other drafts come before, and the slots of their positions.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardfn import kernels
-from shardfn.core import raise_all
+from shardfn.core import raise_all, save_tensors
 
 from ._attention_backends import Local
 from ._masks import Mask, Window
@@ -63,8 +63,7 @@ class _ExactAttention(torch.autograd.Function):
         ctx.mark_non_differentiable(output[1])
         ctx.there = [x is not None for x in tensors]
         kept = [x for x in tensors if x is not None]
-        ctx.save_for_backward(*kept)
-        ctx.save_for_forward(*kept)
+        save_tensors(ctx, *kept)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:

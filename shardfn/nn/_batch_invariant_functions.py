@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardfn import kernels
+from shardfn.core import save_inputs, save_tensors
 
 from ._batch_invariant import AnyWeight, BatchInvariantWeight, wrong_dtype_error
 
@@ -166,8 +167,7 @@ class _Pointwise(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         del output
         _, ctx.partials, *xs = inputs
-        ctx.save_for_backward(*xs)
-        ctx.save_for_forward(*xs)
+        save_tensors(ctx, *xs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -218,8 +218,7 @@ class _Norm(torch.autograd.Function):
         del output
         x, w, b, ctx.eps, ctx.centered = inputs
         ctx.biased = b is not None
-        ctx.save_for_backward(x, w)
-        ctx.save_for_forward(x, w)
+        save_tensors(ctx, x, w)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -333,11 +332,7 @@ class _Softmax(torch.autograd.Function):
         weights = _compute_exponential(x - x.amax(-1, keepdim=True))
         return weights / batch_invariant_sum(weights)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        del output
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    setup_context = staticmethod(save_inputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:

@@ -18,7 +18,7 @@ from shardfn import core
 from shardfn.collectives import GlobalTensor
 from shardfn.engine import WeightedMean
 
-from ._completions import completion_mask, masked, mean_of_tokens, row_mean
+from ._completions import CompletionSpans, completion_mask, masked, mean_of_tokens, row_mean
 from ._shapes import check_lengths, check_numbers, check_shapes
 
 # Failures of a call of a function in Python: an exception, no result in time, an invalid result, the end of its
@@ -66,9 +66,9 @@ class Rollout(NamedTuple):
         return self.logprobs.shape[1]
 
     @property
-    def where(self) -> tuple[Tensor, Tensor, int, Tensor]:
-        """Returns the places of the answers, as in `completion_logprobs(logits, rollout.ids, *rollout.where)`."""
-        return self.prompts, self.lengths, self.width, self.places
+    def spans(self) -> CompletionSpans:
+        """Returns the location of the answers, as in `completion_logprobs(logits, rollout.ids, rollout.spans)`."""
+        return CompletionSpans(self.prompts, self.lengths, self.width, self.places)
 
     def tokens(self, row: int) -> tuple[list[int], list[int]]:
         """Returns the ids of a row's prompt and answer, with a tool's ids in the answer."""

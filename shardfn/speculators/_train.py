@@ -18,7 +18,7 @@ from ._config import SpeculatorConfig
 from ._loss import Params, init, loss
 
 
-class States(NamedTuple):
+class HiddenRows(NamedTuple):
     """Rows of tokens, and the hidden states of a frozen model for each token.
 
     Attributes:
@@ -32,7 +32,7 @@ class States(NamedTuple):
 
 def train(
     config: SpeculatorConfig,
-    states: States,
+    states: HiddenRows,
     *,
     steps: int,
     batch_size: int = 16,
@@ -63,7 +63,7 @@ def train(
     Example:
         >>> from shardfn.speculators import RecurrentConfig
         >>> config = RecurrentConfig("mlp", vocab_size=64, d_model=32, num_layers=2, d_inner=16)
-        >>> states = States(torch.ones(4, 9, 32), torch.zeros(4, 9, dtype=torch.int64))
+        >>> states = HiddenRows(torch.ones(4, 9, 32), torch.zeros(4, 9, dtype=torch.int64))
         >>> losses = []
         >>> params = train(config, states, steps=3, batch_size=2, report=lambda step, loss: losses.append(loss))
         >>> losses[2] < losses[0]

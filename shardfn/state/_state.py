@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn._torch import FakeTensor
-from shardfn.collectives import GlobalTensor
+from shardfn.collectives import GlobalTensor, list_blocks
 from shardfn.core import (
     DonatedError,
     PyTree,
@@ -107,11 +107,10 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     """
     leaves, treedef = tree_flatten(tree)
     owned = [x for x in leaves if isinstance(x, GlobalTensor)]
-    if donate:
-        given = [x.held for x in owned]
-    else:
+    given = list_blocks(owned)
+    if not donate:
         with torch.no_grad():
-            given = [copy_value(x.held, x.memory_kind) for x in owned]
+            given = [copy_value(x, leaf.memory_kind) for x, leaf in zip(given, owned, strict=True)]
     blocks = given
     if len(owned) < len(leaves):
         rest = iter(given)

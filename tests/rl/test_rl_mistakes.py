@@ -41,7 +41,7 @@ def sample(prompt: Any = (3, 4), sampling: Sampling = SAMPLING, **how: Any) -> r
 def logprobs(rollout: rl.Rollout, *, params: Any = None, key: Any = None) -> torch.Tensor:
     params = gpt.init(CONFIG, sf.key(0)) if params is None else params
     logits = gpt.apply(CONFIG, params, rollout.ids, key=key, index_B=torch.arange(len(rollout.ids)))
-    return rl.completion_logprobs(logits, rollout.ids, rollout.prompts, rollout.lengths, rollout.width)
+    return rl.completion_logprobs(logits, rollout.ids, rollout.spans)
 
 
 def _completions(completions: Any, **rest: Any) -> Any:

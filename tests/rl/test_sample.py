@@ -29,15 +29,15 @@ def loss(config: gpt.Config, params: Any, batch: Any, *, axis: str | None = None
     rollout, advantages = batch
     logits = gpt.apply(config, params, rollout.ids, axis=axis, **how)
     logits = sf.all_gather_invariant(logits, axis, dim=-1, size=config.vocab_size)
-    logprobs = rl.completion_logprobs(logits, rollout.ids, rollout.prompts, rollout.lengths, rollout.width)
+    logprobs = rl.completion_logprobs(logits, rollout.ids, rollout.spans)
     metrics = rl.policy_metrics(logprobs, rollout.logprobs, rollout.lengths)
     return rl.grpo(logprobs, rollout.logprobs, advantages, rollout.lengths), metrics
 
 
 def loss_at_answers(config: gpt.Config, params: Any, batch: Any) -> Any:
     rollout, advantages = batch
-    logits = gpt.apply(config, params, rollout.ids, at=rl.completion_positions(rollout.ids, *rollout.where))
-    logprobs = rl.logprobs_at(logits, rollout.ids, *rollout.where)
+    logits = gpt.apply(config, params, rollout.ids, at=rl.completion_positions(rollout.ids, rollout.spans))
+    logprobs = rl.logprobs_at(logits, rollout.ids, rollout.spans)
     metrics = rl.policy_metrics(logprobs, rollout.logprobs, rollout.lengths)
     return rl.grpo(logprobs, rollout.logprobs, advantages, rollout.lengths), metrics
 

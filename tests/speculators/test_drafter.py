@@ -12,9 +12,9 @@ import torch
 from shardfn import core
 from shardfn.inference import Context, Engine, Runner, decoder, hf_decoder, limits_of
 from shardfn.speculators import (
+    HiddenRows,
     RecurrentConfig,
     Speculator,
-    States,
     apply,
     config_of,
     hidden_states,
@@ -129,7 +129,7 @@ def test_a_trained_speculator_is_right_more_often(kind: Any) -> None:
 
 
 def test_training_refuses_too_few_rows() -> None:
-    config, states = made("mlp").config, States(torch.ones(2, 9, 24), torch.zeros(2, 9, dtype=torch.int64))
+    config, states = made("mlp").config, HiddenRows(torch.ones(2, 9, 24), torch.zeros(2, 9, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"batch_size must be at most the 2 rows, got 3"):
         train(config, states, steps=1, batch_size=3)
     with pytest.raises(ValueError, match=r"steps must be an integer of at least 1, got 0"):

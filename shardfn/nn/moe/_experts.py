@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardfn.collectives import axis_index, axis_size, pvary
-from shardfn.core import Axes, PyTree
+from shardfn.core import Axes, PyTree, save_inputs, save_tensors
 from shardfn.kernels import gated_silu_gradient
 from shardfn.nn import (
     batch_invariant_gated_silu,
@@ -50,11 +50,7 @@ class _GatedSilu(torch.autograd.Function):
     def forward(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        del output
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    setup_context = staticmethod(save_inputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -140,8 +136,7 @@ class _GatedProduct(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         del output
         *tensors, ctx.batch_invariant = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
+        save_tensors(ctx, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:

@@ -1,4 +1,7 @@
-"""Names for values, by which a policy chooses the values that are kept for the backward."""
+"""Values that autograd saves for the backward: their names in policies, the hooks in force, and the saving itself.
+
+torch sets the hooks by a public context, and returns them by a private call.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -7,7 +10,7 @@ from typing import Any
 from jaxtyping import Shaped
 from torch import Tensor
 
-from shardfn._torch import is_functorch_wrapped_tensor
+from shardfn._torch import is_functorch_wrapped_tensor, top_saved_hooks
 
 from ._ambient import Ambient
 
@@ -59,3 +62,34 @@ def hearing_names(hears: Hears) -> AbstractContextManager[Any]:
         h
     """
     return _HEARING.bound(hears)
+
+
+def saved_tensors_hooks(*, while_tracing: bool = True) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Returns the innermost hooks on tensors that autograd saves for the backward, as (pack, unpack).
+
+    None without hooks.
+
+    Args:
+        while_tracing: whether hooks count that torch leaves unused while a graph is captured.
+
+    Example:
+        >>> import torch
+        >>> with torch.autograd.graph.saved_tensors_hooks(abs, neg := lambda x: -x):
+        ...     saved_tensors_hooks() == (abs, neg)
+        True
+        >>> saved_tensors_hooks() is None
+        True
+    """
+    return top_saved_hooks(while_tracing)
+
+
+def save_inputs(ctx: Any, inputs: Any, output: Any) -> None:
+    """Saves all inputs of an `autograd.Function`, each a tensor, for the backward and the jvp: its `setup_context`."""
+    del output
+    save_tensors(ctx, *inputs)
+
+
+def save_tensors(ctx: Any, *tensors: Tensor | None) -> None:
+    """Saves tensors of an `autograd.Function` for the backward and for the jvp."""
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
