@@ -14,7 +14,7 @@ from shardfn import nn
 from shardfn.collectives import pvary
 from shardfn.core import fold_in, split
 
-from ._gpt_config import Config, LayerKind
+from ._gpt_config import Config, LayerSettings
 from ._gpt_experts import Along as Along
 from ._gpt_experts import Seen as Seen
 from ._gpt_experts import by_layer as by_layer
@@ -51,8 +51,8 @@ def block(
     """
     k1, k2 = (None, None) if key is None else split(key).unbind()
     table = _add_dropout(config, table, key, index_B)
-    h_BTD = _norm_part(config, along, p, "norm1", x_BTD)
-    y_BTD = _norm_part(config, along, p, "post1", _attend_tokens(config, along, p, h_BTD, table, rows_R))
+    h_BTD = _norm_part(config, along, p, _NORM1, x_BTD)
+    y_BTD = _norm_part(config, along, p, _POST1, _attend_tokens(config, along, p, h_BTD, table, rows_R))
     x_BTD = x_BTD if rows_R is None else x_BTD[:, rows_R]
     sum_BTD = x_BTD + dropout(config, along, k1, y_BTD, index_B)
     seen = None
@@ -61,12 +61,12 @@ def block(
     elif config.parallel == "one_norm":
         x_BTD = h_BTD if rows_R is None else h_BTD[:, rows_R]
     if "router" in p:
-        h_BTD = _norm_part(config, along, p, "norm2", x_BTD)
+        h_BTD = _norm_part(config, along, p, _NORM2, x_BTD)
         y_BTD, seen = mixture(config, along, p, h_BTD, bias_E, name, mask_BT, chosen_BTk, load=load)
         if "w_down" in p:
             mlp_BTD = _apply_mlp(config, along, p, h_BTD)
             y_BTD = mix_residual(config, along, p, y_BTD, mlp_BTD, h_BTD) if "mix" in p else y_BTD + mlp_BTD
-        y_BTD = _norm_part(config, along, p, "post2", y_BTD)
+        y_BTD = _norm_part(config, along, p, _POST2, y_BTD)
     else:
         feed = functools.partial(_feed_forward, config, along)
         # Only leaves of the MLP: a tiled function has all of its parameters gathered at once.
@@ -74,18 +74,19 @@ def block(
     return sum_BTD + dropout(config, along, k2, y_BTD, index_B), seen
 
 
-_FEED = ("norm2_w", "norm2_b", "post2_w", "post2_b", "w_gate", "w_up", "w_down", "b_up", "b_down")
+_NORM1, _NORM2, _POST1, _POST2 = ((f"{name}_w", f"{name}_b") for name in ("norm1", "norm2", "post1", "post2"))
+_FEED = (*_NORM2, *_POST2, "w_gate", "w_up", "w_down", "b_up", "b_down")
 
 
 def _feed_forward(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
-    y_BTD = _apply_mlp(config, along, p, _norm_part(config, along, p, "norm2", x_BTD))
-    return _norm_part(config, along, p, "post2", y_BTD)
+    y_BTD = _apply_mlp(config, along, p, _norm_part(config, along, p, _NORM2, x_BTD))
+    return _norm_part(config, along, p, _POST2, y_BTD)
 
 
-def _norm_part(config: Config, along: Along, p: Params, name: str, x_BTD: Tensor) -> Tensor:
+def _norm_part(config: Config, along: Along, p: Params, names: tuple[str, str], x_BTD: Tensor) -> Tensor:
     """Returns the input or the result of a part of the block after a norm. Without the norm, it is unchanged."""
-    w_D = p.get(f"{name}_w")
-    return x_BTD if w_D is None else norm(config, along, x_BTD, w_D, p.get(f"{name}_b"))
+    w, b = names
+    return norm(config, along, x_BTD, p[w], p.get(b)) if w in p else x_BTD
 
 
 def _attend_tokens(
@@ -148,7 +149,7 @@ def rope_table(config: Config, rope: nn.Rope, positions_T: Tensor, dtype: torch.
     return rope.find_table(positions_T, config.head_dim, dtype=dtype, batch_invariant=config.batch_invariant)
 
 
-def causal_mask(kind: LayerKind) -> nn.Mask:
+def causal_mask(kind: LayerSettings) -> nn.Mask:
     """Returns the mask of a layer's tokens, which look back."""
     return nn.Causal() if kind.window is None else nn.Window(kind.window - 1)
 

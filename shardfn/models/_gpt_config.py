@@ -35,7 +35,7 @@ _CHOICES = {
 _NUMBERS = ("norm_eps", "rope_base", "softcap", "logits_softcap", "attention_scale", "embedding_scale")
 
 
-class LayerKind(NamedTuple):
+class LayerSettings(NamedTuple):
     """Settings in which layers may differ.
 
     Attributes:
@@ -190,18 +190,18 @@ class Config:
         return self.mlp in ("swiglu", "geglu")
 
     @functools.cached_property
-    def layer_kinds(self) -> tuple[LayerKind, ...]:
+    def layer_settings(self) -> tuple[LayerSettings, ...]:
         """Returns the settings of each layer in which layers may differ.
 
         Example:
             >>> sizes = {"vocab_size": 64, "num_layers": 2, "d_model": 32, "num_heads": 4}
-            >>> [kind.window for kind in Config(**sizes, window=(8, None)).layer_kinds]
+            >>> [kind.window for kind in Config(**sizes, window=(8, None)).layer_settings]
             [8, None]
         """
         window, rope = self.window, self.rope if self.rope is not None else Rope(self.rope_base)
         windows = window if isinstance(window, tuple) else (window,) * self.num_layers
         ropes = rope if isinstance(rope, tuple) else (rope if self.position == "rope" else None,) * self.num_layers
-        return tuple(map(LayerKind, windows, ropes))
+        return tuple(map(LayerSettings, windows, ropes))
 
     @property
     def layers_a_block(self) -> int:
@@ -212,7 +212,7 @@ class Config:
         """
         if not self.stacked:
             return 1
-        every, kinds = self.experts.every if self.experts else 1, self.layer_kinds
+        every, kinds = self.experts.every if self.experts else 1, self.layer_settings
         periods = [k for k in range(every, len(kinds) + 1, every) if len(kinds) % k == 0]
         return next(k for k in periods if kinds == kinds[:k] * (len(kinds) // k))
 

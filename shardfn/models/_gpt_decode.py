@@ -109,7 +109,7 @@ def decode(
     if config.embedding_norm:
         x_TD = norm(config, along, x_TD, params["embed_norm_w"], params.get("embed_norm_b"))
     rotations = {rope: [params[name][positions_T] for name in names] for rope, names in _name_tables(config).items()}
-    kinds, swift = config.layer_kinds, config.swift
+    kinds, swift = config.layer_settings, config.swift
     bodies = bodies if swift is None else [bodies[swift.cache_layer(i)] for i in range(config.num_layers)]
     bodies = [
         body if kind.rope is None else _Rotating(body, *rotations[kind.rope])
@@ -318,7 +318,7 @@ def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:
 
 def _name_tables(config: Config) -> dict[nn.Rope, tuple[str, str]]:
     """Returns the names of the tables of each kind of rotary positions in the layers: cos and sin, cos1 and sin1, .."""
-    ropes = dict.fromkeys(kind.rope for kind in config.layer_kinds if kind.rope is not None)
+    ropes = dict.fromkeys(kind.rope for kind in config.layer_settings if kind.rope is not None)
     return {rope: (f"cos{i or ''}", f"sin{i or ''}") for i, rope in enumerate(ropes)}
 
 

@@ -27,7 +27,7 @@ from ._gpt_block import (
     score_arguments,
     weight,
 )
-from ._gpt_config import Config, LayerKind
+from ._gpt_config import Config, LayerSettings
 from ._gpt_experts import check_bias, join_seen
 from ._gpt_leaves import Params, check_blocks, layers_of
 from ._gpt_swift import SwiftKeys
@@ -171,13 +171,13 @@ def make_tables(
         more = more & nn.Segments(nn.whole_sequence(ids_BT, config.attention))
     impl = nn.BatchInvariant() if config.batch_invariant else config.attention
     shared = score_arguments(config, positions_T, dtype)
-    ropes = dict.fromkeys(kind.rope for kind in config.layer_kinds if kind.rope is not None)
+    ropes = dict.fromkeys(kind.rope for kind in config.layer_settings if kind.rope is not None)
     rotations = {rope: rope_table(config, rope, positions_T, dtype) for rope in ropes}
 
-    def make_table(kind: LayerKind) -> dict[str, Any]:
+    def make_table(kind: LayerSettings) -> dict[str, Any]:
         mask = causal_mask(kind) & more if config.causal else more
         own: dict[str, Any] = {} if kind.rope is None else {"table": rotations[kind.rope]}
         return {"how": nn.Attending(mask, impl), **shared, **own}
 
-    made = {kind: make_table(kind) for kind in dict.fromkeys(config.layer_kinds)}
-    return [made[kind] for kind in config.layer_kinds]
+    made = {kind: make_table(kind) for kind in dict.fromkeys(config.layer_settings)}
+    return [made[kind] for kind in config.layer_settings]

@@ -166,6 +166,16 @@ def block_shapes(config: Config, axis: Axes) -> PyTree:
     return tree_unflatten(tree_structure(_list_leaves(config)), shapes)
 
 
+def leaf_shapes(config: Config) -> PyTree:
+    """Returns the shape of each leaf, of unstacked blocks, as a tuple.
+
+    Example:
+        >>> leaf_shapes(Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4))["blocks"][0]["wq"]
+        (32, 32)
+    """
+    return tree_map(lambda leaf: leaf.shape, _list_leaves(config))
+
+
 def num_params(config: Config) -> int:
     """Returns the number of parameters.
 
@@ -224,7 +234,18 @@ def _list_leaves(config: Config) -> PyTree:
 
 
 def stack_blocks(config: Config, params: Params, join: Callable[[Any], Any]) -> Params:
-    """Returns parameters whose blocks are a dict, with `join` of each leaf of the config's blocks."""
+    """Returns parameters whose blocks are a dict, with `join` of each leaf of the config's blocks.
+
+    Args:
+        config: shape, with stacked blocks.
+        params: tree with a list of blocks, one for each layer.
+        join: function from the list of a leaf's layers to the stacked leaf, such as `torch.stack`.
+
+    Example:
+        >>> config = Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4, stacked=True)
+        >>> stack_blocks(config, {"blocks": [{"wq": 1}, {"wq": 2}]}, list)
+        {'blocks': {'wq': [1, 2]}}
+    """
     num = config.layers_a_block
     groups = [join_layers(params["blocks"][i : i + num]) for i in range(0, config.num_layers, num)]
     return {**params, "blocks": {name: join([p[name] for p in groups]) for name in groups[0]}}
