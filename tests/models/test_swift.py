@@ -2,9 +2,12 @@
 
 import dataclasses
 import functools
+import json
+import pathlib
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,6 +17,7 @@ from shardfn import distill, optim
 from shardfn.core import named_leaves, tree_map
 from shardfn.inference import CacheLayout, Engine, Sampling, decoder
 from shardfn.inference._cache import make_single_bodies
+from shardfn.interop import gpt_from_hf, gpt_to_hf, hf_config
 from shardfn.models import gpt
 from shardfn.models.gpt import Swift
 from shardfn.models.moe import Experts
@@ -132,7 +136,8 @@ def test_wanted_rows_through_later_layers_are_those_of_the_forward(name: str, ro
 def test_counted_prefill_is_that_of_the_formula() -> None:
     """All tokens pay for keys and values of each group, and only wanted rows for the rest of later layers."""
     T, L, first, group = 256, 8, 4, 2
-    base = gpt.Config(**GPT2 | {"num_layers": L, "d_model": 32, "max_len": T}, **LLAMA | {"num_kv_heads": 4})
+    sizes: dict[str, Any] = {**GPT2, **LLAMA, "num_layers": L, "d_model": 32, "max_len": T, "num_kv_heads": 4}
+    base = gpt.Config(**sizes)
     params = params_of(base)
 
     def count(config: gpt.Config, params: Any, rows: list[int]) -> int:
@@ -241,3 +246,33 @@ def test_an_engine_on_ranks_has_the_tokens_of_one() -> None:
     cut = Engine(decoder(config, tp="tp"), params, mesh=sf.make_mesh({"tp": 2})).generate(prompts, how)
     assert [x.tokens for x in alone] == [x.tokens for x in cut]
     assert [x.logprobs for x in alone] == [x.logprobs for x in cut]
+
+
+@pytest.mark.parametrize("changes", [{}, {"bias": "qkv", "per_head": True}])
+def test_files_are_read_as_written(tmp_path: pathlib.Path, changes: dict[str, Any]) -> None:
+    """Under the names of Arctic's models."""
+    config, params = with_swift("llama", **changes)
+    gpt_to_hf(tmp_path, config, params)
+    told = json.loads((tmp_path / "config.json").read_text())
+    kind = "qwen2_swiftkv" if changes else "llama_swiftkv"
+    assert (told["model_type"], told["num_key_value_layers"], told["key_value_group_size"]) == (kind, 1, 2)
+    names = [*safetensors.safe_open(tmp_path / "model.safetensors", "pt").keys()]
+    assert "model.layers.4.self_attn.q_proj_swiftkv.weight" in names and "model.norm_swiftkv.weight" in names
+    assert "model.layers.3.self_attn.k_proj_swiftkv.weight" in names
+    assert "model.layers.4.self_attn.k_proj_swiftkv.weight" not in names
+    same, read = gpt_from_hf(tmp_path, per_head=config.per_head)
+    assert same.swift == config.swift
+    assert torch.equal(gpt.apply(same, tree_map(lambda x: x.clone(), read), TOKENS), gpt.apply(config, params, TOKENS))
+
+
+def test_files_without_their_leaves_are_refused(tmp_path: pathlib.Path) -> None:
+    config, params = with_swift("llama")
+    gpt_to_hf(tmp_path, *gpt.drop_swift_kv(config, params))
+    told = hf_config(config)
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=r"model.layers.1.self_attn.k_proj_swiftkv.weight is missing"):
+        gpt_from_hf(tmp_path)
+    del told["num_key_value_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=r"model_type='llama_swiftkv' must have num_key_value_layers"):
+        gpt_from_hf(tmp_path)
