@@ -118,8 +118,9 @@ def decode(
     shared, x_1TD = score_arguments(config, positions_T, x_TD.dtype), x_TD[None]
     blocks, keys = params["blocks"], SwiftKeys(config, along, params)
     first = config.num_layers - 1 if swift is None else min(swift.first, config.num_layers - 1)
-    narrow = [_narrow_body(x, blocks[-1], rows_R, None if then else len(tokens_T)) for x in bodies[first:]]
-    is_narrow = None not in narrow
+    found = (_narrow_body(x, blocks[-1], rows_R, None if then else len(tokens_T)) for x in bodies[first:])
+    narrow = [x for x in found if x is not None]
+    is_narrow = len(narrow) == config.num_layers - first
     experts, states = list[Tensor](), [x_1TD]
     for i, (p, body, kind) in enumerate(zip(blocks, bodies, kinds, strict=True)):
         body = narrow[i - first] if is_narrow and i >= first else body
