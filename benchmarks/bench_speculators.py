@@ -29,7 +29,7 @@ from _report import publish, table
 from _small_gpt import LENGTH, train_small_gpt
 
 from shardfn import make_mesh, speculators
-from shardfn.inference import Decoder, Drafter, Engine, Ngram, Runner, Sampling, Suffix, decoder, limits_of
+from shardfn.inference import Decoder, Drafter, Engine, Jacobi, Ngram, Runner, Sampling, Suffix, decoder, limits_of
 from shardfn.models import gpt
 from shardfn.pretrained import ModelSettings, detect_kind, load_model
 
@@ -105,7 +105,7 @@ def _train_all(args: argparse.Namespace) -> Measured:
     """Returns a small model, and a speculator of each kind, trained here."""
     small = train_small_gpt(args.steps)
     made, rows = decoder(small.config), small.training[:: max(1, len(small.training) // args.rows)][: args.rows]
-    drafters: dict[str, Drafter | None] = {"none": None, "n-grams": Ngram(), "suffixes": Suffix()}
+    drafters: dict[str, Drafter | None] = {"none": None, "n-grams": Ngram(), "suffixes": Suffix(), "jacobi": Jacobi()}
     for kind in speculators.KINDS:
         config = speculators.config_of(made, kind, num_drafts=args.drafts, window=args.window)  # pyright: ignore
         hidden = torch.stack(list(speculators.hidden_states(made, small.params, rows, config.layers)))

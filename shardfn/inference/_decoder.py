@@ -16,10 +16,9 @@ from shardfn.kernels import Activations
 from shardfn.models import gpt
 
 from ._cache import CacheLayout
-from ._layout import Layout, Outputs
+from ._layouts import Layout, Outputs, make_sequence_layout
 from ._limits import DEFAULT_LAYOUT
 from ._low_rank import Linear, LowRank
-from ._sequence_layout import make_sequence_layout
 
 
 @dataclasses.dataclass(frozen=True)

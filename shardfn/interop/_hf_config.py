@@ -48,8 +48,9 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
     kind = told.get("model_type")
     if kind not in MODEL_TYPES:
         raise ValueError(
-            f"config.json: model_type={kind!r} is not one of {MODEL_TYPES}.{did_you_mean(str(kind), MODEL_TYPES)}"
-            " Any module of torch trains by from_module; module_from_hf reads its weights."
+            f"config.json: model_type must be one of {MODEL_TYPES}, got"
+            f" {kind!r}.{did_you_mean(str(kind), MODEL_TYPES)} To train another model of torch, use from_module, and"
+            " module_from_hf for its weights."
         )
     check_sizes(told)
     family = FAMILIES[kind]

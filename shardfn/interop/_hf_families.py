@@ -21,7 +21,7 @@ def _every_layer_slides(told: Told, i: int) -> bool:
 
 
 def _all_but_each(period: int, key: str = "") -> Callable[[Told, int], bool]:
-    """Returns the rule of layers of which each `period`-th attends to all tokens, or by the period under a key."""
+    """Returns a rule of windows: each `period`-th layer attends to all tokens. The key may have another period."""
     return lambda told, i: (i + 1) % (told.get(key) or period) != 0
 
 
@@ -47,7 +47,7 @@ class Family(NamedTuple):
         keys: names in `config.json` of the sizes and numbers of `Config`. The first name of several is written.
         defaults: values of names that a `config.json` lacks.
         settings: fields of `Config` of all models of the type.
-        must: values of names for which the model computes the same.
+        must: the only values of names with the same computation.
         names: names of the tensors of leaves, of a block's leaves after the block's name.
         acts: names of activations, and `mlp` of `Config` for each.
         block: name of a block in the file, with "{}" for its number.
@@ -208,7 +208,7 @@ _BLOOM_KEYS |= {"max_len": ("seq_length",), "norm_eps": ("layer_norm_epsilon",)}
 _BLOOM_KEYS |= {"tie_embeddings": ("tie_word_embeddings",)}
 
 
-# Types of which several fit a `Config`: the first is written.
+# Where several types fit a `Config`, the first is written.
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
         "GPT2LMHeadModel",

@@ -16,7 +16,7 @@ def read_rope(told: Told, types: Sequence[str], refused: list[str], *, layered: 
     Args:
         told: contents of `config.json`, with defaults.
         types: type of each layer.
-        refused: list to which unknown kinds of positions are added.
+        refused: list for unknown kinds of positions.
         layered: whether the types of layers have separate positions.
     """
     given = told.get("rope_parameters") or {}

@@ -150,7 +150,7 @@ def rope_table(config: Config, rope: nn.Rope, positions_T: Tensor, dtype: torch.
 
 
 def causal_mask(kind: LayerSettings) -> nn.Mask:
-    """Returns the mask of a layer's tokens, which look back."""
+    """Returns the mask of a layer's tokens. Tokens look back."""
     return nn.Causal() if kind.window is None else nn.Window(kind.window - 1)
 
 

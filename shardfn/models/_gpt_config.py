@@ -36,7 +36,7 @@ _NUMBERS = ("norm_eps", "rope_base", "softcap", "logits_softcap", "attention_sca
 
 
 class LayerSettings(NamedTuple):
-    """Settings in which layers may differ.
+    """Settings that may differ between layers.
 
     Attributes:
         window: see `Config`.
@@ -61,8 +61,8 @@ class Config:
         d_ff: F. None is 4 D for gelu, and 8 D / 3 rounded up to a multiple of 64 for swiglu and geglu.
         max_len: longest sequence.
         norm: "layer" or "rms".
-        mlp: "gelu", in the form with tanh, "gelu_erf", with the error function, "swiglu", or "geglu", whose gate is
-            gelu.
+        mlp: "gelu", in the form with tanh, "gelu_erf", with the error function, "swiglu", or "geglu", with gelu as the
+            gate.
         position: "learned", "rope" or "alibi".
         tie_embeddings: whether the output layer is the embedding.
         bias: whether the projections, the gelu MLP and layer norm have biases. RMS norm, swiglu and the output layer
@@ -79,8 +79,8 @@ class Config:
         loss_tile: number of tokens whose logits are in memory at a time in the loss. None is all. Values are the same.
         norm_eps: term that norms add to the variance.
         rope_base: base of rotary positions. The longest wave is 2 pi rope_base tokens.
-        window: number of tokens that a token attends to, itself among them, as in Mistral. None is all tokens before.
-            A tuple has an entry for each layer, as in Gemma 2.
+        window: number of tokens that a token attends to, itself among them, as in Mistral. None is all tokens before. A
+            tuple has an entry for each layer, as in Gemma 2.
         layout: function from the number of tokens to a further mask, intersected with the other masks. Block-sparse
             attention is `functools.partial(nn.layouts.fixed, block=64)` with `attention=nn.BlockSparse()`. A mask that
             differs between heads has num_heads of them.
@@ -106,7 +106,7 @@ class Config:
         logits_softcap: bound of the logits. None: no bound.
         attention_scale: factor of q k. None is 1 / sqrt(K).
         embedding_scale: factor of the embeddings, such as sqrt(D) in Gemma. None is 1.
-        parallel: whether attention and MLP both read the block's input, and add to it: "one_norm", which both share, as
+        parallel: whether attention and MLP both read the block's input, and add to it: "one_norm", shared by both, as
             in Phi, or "two_norms", as in GPT-NeoX. None: the MLP reads the sum after attention.
         sinks: whether each query head has a learnt attention sink, as in gpt-oss.
         head_bias: whether the output layer has a bias, as in Phi.
@@ -191,7 +191,7 @@ class Config:
 
     @functools.cached_property
     def layer_settings(self) -> tuple[LayerSettings, ...]:
-        """Returns the settings of each layer in which layers may differ.
+        """Returns the settings of each layer that may differ between layers.
 
         Example:
             >>> sizes = {"vocab_size": 64, "num_layers": 2, "d_model": 32, "num_heads": 4}

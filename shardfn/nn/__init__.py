@@ -5,7 +5,7 @@ from ._masks import Mask as Mask, Full as Full, Causal as Causal, Window as Wind
 from ._masks import Segments as Segments, segments as segments, Both as Both
 from ._block_layout import BlockLayout as BlockLayout
 from ._data_masks import Added as Added, Keys as Keys, Relative as Relative
-from ._pair_dropout import PairDropout as PairDropout
+from ._dropout import PairDropout as PairDropout
 from ._attention_backends import BlockSparse as BlockSparse
 from ._chunked import Chunked as Chunked
 from ._attention_backends import Local as Local

@@ -15,9 +15,9 @@ from shardfn.collectives import run_one_operation
 from shardfn.core import raise_all
 
 from ._attention_backends import DENSE, AttentionBackend, Dense, shard_rows, whole_length
+from ._dropout import PairDropout
 from ._masks import Causal, Full, Mask
 from ._online import OnlineScores
-from ._pair_dropout import PairDropout
 
 
 def attention(

@@ -17,7 +17,7 @@ from ._batch_invariant import AnyWeight, BatchInvariantWeight
 from ._batch_invariant_functions import gated_silu, gelu
 from ._parallel import affine, affines, check_block, enter_parallel, row_linear
 
-# From the gate, the gated branch and a weight, which may be batch-invariant, to the product.
+# From the gate, the gated branch and a weight, batch-invariant or not, to the product.
 Gate = Callable[[Tensor, Tensor, AnyWeight], Tensor]
 
 
@@ -27,7 +27,7 @@ def gated_gelu(gate_F: Float[Tensor, "*shape"], up_F: Float[Tensor, "*shape"], w
     Args:
         gate_F: gate.
         up_F: gated branch.
-        w: weight of a layer before, which decides whether gelu is batch-invariant.
+        w: weight of a layer before. With a batch-invariant weight, gelu is batch-invariant.
 
     Example:
         >>> import torch
@@ -57,7 +57,7 @@ def mlp(
         w_down_DF: second weight.
         b_up_F: first bias, or None.
         b_down_D: second bias, or None.
-        erf: whether gelu has the form with the error function, as in GPT-NeoX, which no batch-invariant weight takes.
+        erf: whether gelu has the form with the error function, as in GPT-NeoX. Not with batch-invariant weights.
         d_ff: F of the whole layer, needed where the axis has several ranks.
         axis: mesh axes along which F is cut: w_up[F_axis, D], w_down[D, F_axis]. None means a single device.
         sequence: T where x and the result are the rank's rows of the tokens (sequence parallelism).

@@ -313,6 +313,6 @@ def refuse_gradients(how: OnlineScores) -> None:
     wrong = [type(m).__name__ for m in how.mask.parts if any(t.requires_grad for t in m.tensors)]
     if wrong:
         raise ValueError(
-            f"attention: data of the masks {', '.join(wrong)} require a gradient, which only Dense() gives; detach"
-            " them, or take it."
+            f"attention: data of the masks {', '.join(wrong)} require a gradient, which only Dense() computes. Detach"
+            " the data, or use Dense()."
         )

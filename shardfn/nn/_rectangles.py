@@ -26,9 +26,9 @@ from shardfn._torch import DisableFuncTorch, disable_current_modes
 from shardfn.kernels import Given, Tiles, block_sparse_attention, block_sparse_attention_backward, is_native
 
 from ._data_masks import together
+from ._dropout import PairDropout
 from ._masks import NONE, SOME, Array, Full, Mask, Span
 from ._online import OnlineScores, Outer, Rows, absorb, factor, finish, gathered, tiles, transpose, wide
-from ._pair_dropout import PairDropout
 
 
 class HostTiles(NamedTuple):

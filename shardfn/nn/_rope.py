@@ -2,10 +2,10 @@
 
 T tokens, H heads, K head dim, R rotated dims.
 
-Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864
-Chen et al., Extending Context Window via Positional Interpolation, 2023, https://arxiv.org/abs/2306.15595
-Peng et al., YaRN: Efficient Context Window Extension, 2023, https://arxiv.org/abs/2309.00071
-Dubey et al., The Llama 3 Herd of Models, 2024, https://arxiv.org/abs/2407.21783
+Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864 Chen et al., Extending Context Window via Positional
+Interpolation, 2023, https://arxiv.org/abs/2306.15595
+Peng et al., YaRN: Efficient Context Window Extension, 2023, https://arxiv.org/abs/2309.00071 Dubey et al., The Llama 3
+Herd of Models, 2024, https://arxiv.org/abs/2407.21783
 """
 
 import dataclasses
@@ -38,8 +38,7 @@ def rope_table(
         dtype: dtype of the result. Angles are always formed in float32 or better.
         frequencies: K/2 angles of a step from position to position, in place of the powers of `base`.
 
-    Returns:
-        cos_TK and sin_TK, for `rope`.
+    Returns: cos_TK and sin_TK, for `rope`.
 
     Raises:
         ValueError: `head_dim` is odd.
@@ -176,8 +175,8 @@ class YarnScaling:
     Attributes:
         factor: factor of long waves.
         original_max_len: longest sequence before the stretch.
-        fast: number of turns from which waves are not stretched.
-        slow: number of turns up to which waves are stretched by the whole factor.
+        fast: least number of turns of a wave that is not stretched.
+        slow: largest number of turns of a wave that is stretched by the whole factor.
         truncate: whether the ends of the passage are rounded to whole dims.
         attention_factor: factor of cosines and sines. None is 1 + ln(factor) / 10.
 
@@ -224,7 +223,7 @@ class YarnScaling:
         return out
 
     def _find_dim(self, turns: float, dims: int, base: float) -> float:
-        """Returns the dim whose wave has a number of turns in the original length."""
+        """Returns the dim of the wave with a number of turns in the original length."""
         return dims * math.log(self.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 
