@@ -1,4 +1,4 @@
-"""A byte-level GPT of half a million parameters, trained in about a minute on the package's source; a part is held out."""
+"""A byte-level GPT of half a million parameters, trained in a minute on the package's source. A part is held out."""
 
 import dataclasses
 import functools
