@@ -30,8 +30,8 @@ def swift_loss(
 
         L = t^2 KL(softmax(teacher / t), softmax(student / t)) + hidden_weight * mean((h_student - h_teacher)^2)
 
-    h are the states that the head multiplies. The teacher reads the same leaves, without those of SwiftKV, under no
-    gradient. With `trainable=gpt.swift_trainable(config)` only the leaves of SwiftKV learn.
+    h are the states that the head multiplies. The teacher reads the same leaves, but not the leaves of SwiftKV, and
+    gets no gradient. With `trainable=gpt.swift_trainable(config)` only the leaves of SwiftKV learn.
 
     Args:
         config: model with `swift`.

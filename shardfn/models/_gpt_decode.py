@@ -162,7 +162,7 @@ class _LayerStates(NamedTuple):
         last_RD: states after the last norm.
         rows_R: rows.
         gather_tokens: see `decode`.
-        whole: number of states of all tokens. Later states are those of the rows.
+        whole: number of states of all tokens. Later states have only the rows.
     """
 
     states: list[Tensor]

@@ -4,7 +4,7 @@
     k, v    = n s_wk^T, n s_wv^T                       of each group of layers from l on
     q       = norm1(x) s_wq^T                          of each of these layers, from its own input
 
-The weights of the model stay as they are, under their names, so that the model without the path is the teacher.
+The weights of the model do not change, and keep their names, so that the model without the path is the teacher.
 """
 
 import dataclasses

@@ -157,7 +157,7 @@ def self_attention(
         norms: norms of queries and keys. Ranks that cut heads exchange the heads of joint norms.
         rows_R: tokens with wanted results, for a body from `Local.with_queries(rows_R)`, without a table. All
             tokens give their keys and values. None: all tokens.
-        keys: keys and values from `project_keys`, in place of those of x, without norms. wk and wv are not read. x may
+        keys: keys and values from `project_keys`, without norms, in place of keys of x. wk and wv are not read. x may
             have only some of the tokens then, for a body from `Local.with_queries`.
         axis: mesh axes along which heads are cut. None means a single device.
         sequence: T where x and the result are the rank's rows of the tokens (sequence parallelism).
