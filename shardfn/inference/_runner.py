@@ -33,7 +33,7 @@ from shardfn.transforms import jit
 from ._cache import DTYPES, PagedAttention, check_memory
 from ._decoder import Decoder
 from ._draw_rows import LogitsEdit, Top, draw_tokens, edit_logits, find_top, read_tops
-from ._layout import Layout
+from ._layouts import Layout
 from ._limits import Limits
 from ._low_rank import LowRank
 from ._peer_keywords import MEANT_BY_LIMITS
