@@ -5,7 +5,9 @@ operations on them that move a value (`store`, `prefetch`, successors, inputs an
 `shardfn.state`.
 """
 
-from typing import Protocol, cast, runtime_checkable
+import itertools
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -76,7 +78,17 @@ class Stored(StoredValue, Protocol):
         """Returns the same value as one dim."""
         ...
 
-    def load(self) -> Tensor:
+    def are_tensors(values: Sequence[Any]) -> TypeGuard[list[Tensor]]:
+    """Returns whether all values are tensors, on the device or the host.
+
+    Example:
+        >>> are_tensors([torch.zeros(2)]), are_tensors([torch.zeros(2), None])
+        (True, False)
+    """
+    return all(map(isinstance, values, itertools.repeat(Tensor)))
+
+
+def load(self) -> Tensor:
         """The whole value as a fresh host tensor; waits for it."""
         ...
 

@@ -1,13 +1,11 @@
 """From a step's annotations to the plan of each parameter tree that it meets."""
 
 import dataclasses
-import itertools
 import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from shardfn.collectives import GlobalTensor, list_blocks, list_sharded
 from shardfn.core import (
@@ -23,6 +21,7 @@ from shardfn.core import (
     Quantization,
     Sharding,
     Zero,
+    are_tensors,
     broadcast_prefix,
     chunk_bounds,
     find_directory_problem,
@@ -315,7 +314,7 @@ def _is_made_by(plan: Plan, leaves: list[Any]) -> bool:
     blocks = list_blocks(leaves)
     if [*map(_DTYPE, blocks)] != plan.leaf_dtypes:
         return False
-    if all(map(isinstance, blocks, itertools.repeat(Tensor))):
+    if are_tensors(blocks):
         return not plan.has_codes
     return all(x.quantization == leaf.places.quantization for x, leaf in zip(leaves, plan.leaves, strict=True))
 

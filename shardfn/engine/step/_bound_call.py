@@ -21,6 +21,7 @@ from shardfn.core import (
     Mesh,
     P,
     PyTree,
+    are_tensors,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -117,7 +118,7 @@ class _ArgumentLayout:
         for i, block in zip(self._sharded, list_blocks(leaves), strict=True):
             values[i] = block
         tensors = [values[i] for i in self._tensors]
-        if not all(map(isinstance, tensors, itertools.repeat(Tensor))) or not (
+        if not are_tensors(tensors) or not (
             self._layouts.match(tensors)
             and [*map(_LEAF_LAYOUT, leaves)] == self._leaf_layouts
             and all(x.mesh is mesh or x.mesh.is_like(mesh) for x, mesh in zip(leaves, self._meshes, strict=True))
