@@ -38,7 +38,7 @@ def serve_command(job: ServeJob) -> int:
 
         def load_front_text() -> Text:
             text = load_text(job.model)._replace(**changes)
-            return Text(text.encode, text.tokenizer, text.chat, text.plain, text.template)
+            return Text(text.encode, text.tokenizer, text.chat, text.plain, text.template, text.pair)
 
         end_start()  # from here on the first rank reports
         return serve(

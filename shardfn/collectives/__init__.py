@@ -22,6 +22,7 @@ from ._primitive import (
 )
 from ._ragged import ragged_all_to_all as ragged_all_to_all, ragged_exchange as ragged_exchange
 from ._exchange_rows import check_room as check_room, exchange_rows as exchange_rows
+from ._exchange_rows import all_gather_rows as all_gather_rows, psum_scatter_rows as psum_scatter_rows
 from ._exchange_rows import values_are_known as values_are_known
 from ._exchange_rows import arrived_rows as arrived_rows, rows_as as rows_as
 from ._primitives import ppermute as ppermute, ppermute_start as ppermute_start

@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardfn import core
 from shardfn.interop.leaves import Archive, ArchiveWriter, WrittenByFirst, gather_layer, gather_leaf
-from shardfn.interop.quantized import QuantizedArchive, open_archive
+from shardfn.interop.quantized import CodedArchive, open_archive
 from shardfn.kernels import BLOCK_BYTES, GROUP
 from shardfn.models import gpt
 
@@ -64,30 +64,33 @@ def gpt_from_hf(
     """
     config = gpt_config(read_config(directory), **changes)
     archive = open_archive(directory)
-    codes = archive.codes if keep_codes and isinstance(archive, QuantizedArchive) else {}
-    if keep_codes and (config.stacked or config.per_head):
-        raise ValueError(
-            f"gpt_from_hf(keep_codes=True) must have layers one by one and heads in one dim, got"
-            f" stacked={config.stacked}, per_head={config.per_head}."
-        )
-    return config, params_of_archive(archive, config, read_config(directory)["model_type"], dtype, codes)
+    return config, params_of_archive(archive, config, read_config(directory)["model_type"], dtype, keep_codes)
 
 
 def params_of_archive(
-    archive: Any, config: gpt.Config, kind: str, dtype: torch.dtype | None, codes: Collection[str] = ()
+    archive: Archive | CodedArchive, config: gpt.Config, kind: str, dtype: torch.dtype | None, keep_codes: bool
 ) -> gpt.Params:
     """Returns deferred parameters of a model from tensors under the names of transformers.
 
     Args:
-        archive: `Archive` of the files, or another mapping from names to shapes and dtypes with a method `box`.
+        archive: files of the model.
         config: config of the model.
         kind: model type of transformers, which has the layout.
         dtype: dtype of the parameters. None: the dtype of the tensors.
-        codes: names of weights that stay blocks of codes, of a `QuantizedArchive`.
+        keep_codes: whether weights of linear layers stay blocks of codes where the archive has codes.
 
     Raises:
-        ValueError: tensors are missing, left over, or of another shape or dtype. The message lists all.
+        ValueError: tensors are missing, left over, or of another shape or dtype. The message lists all. Or blocks of
+            codes are asked for a config without such layers.
     """
+    if keep_codes and (config.stacked or config.per_head):
+        raise ValueError(
+            "keep_codes=True must have layers one by one and heads in one dim, got"
+            f" stacked={config.stacked}, per_head={config.per_head}."
+        )
+    coded = archive if keep_codes and not isinstance(archive, Archive) else None
+    # The rows of an embedding are looked up, unless the table is the head, too.
+    floats = () if config.tie_embeddings else ("embed",)
     table = rows(config, kind)
     prefix = _name_prefix(archive, table)
     _check_names(archive, table, config, prefix, dtype)
@@ -95,8 +98,8 @@ def params_of_archive(
 
     def draw_leaf(row: Row, i: int | None = None) -> core.Draw:
         name = prefix(row.name if i is None else row.name.format(i))
-        if isinstance(archive, QuantizedArchive) and name in codes and row.path[-1] != "embed":
-            return _draw_blocks(archive, name)
+        if coded is not None and name in coded.codes and row.path[-1] not in floats:
+            return _draw_blocks(coded, name)
         shape = _leaf_shape(config, row)
         return core.Draw(
             lambda at: _read_block(archive, name, row, shape, at).to(made), shape, made, torch.device("cpu")
@@ -200,9 +203,7 @@ def _merge_heads(base: tuple[int, ...], at: int) -> tuple[int, ...]:
     return (*base[:at], base[at] * base[at + 1], *base[at + 2 :])
 
 
-def _read_block(
-    archive: Archive | QuantizedArchive, name: str, row: Row, shape: tuple[int, ...], slices: Slices
-) -> Tensor:
+def _read_block(archive: Archive | CodedArchive, name: str, row: Row, shape: tuple[int, ...], slices: Slices) -> Tensor:
     """Returns the part `slices` of a leaf, read from a box of the tensor."""
     box = [s.indices(n)[:2] for s, n in zip((*slices, *[slice(None)] * len(shape)), shape, strict=False)]
     box = [(lo, max(lo, hi)) for lo, hi in box]
@@ -226,7 +227,7 @@ def _read_block(
     return x.contiguous()
 
 
-def _draw_blocks(archive: QuantizedArchive, name: str) -> core.Draw:
+def _draw_blocks(archive: CodedArchive, name: str) -> core.Draw:
     """Returns the blocks of codes of a weight [N, K], uint8, that are read at their use."""
     n, k = archive[name].shape
     size = BLOCK_BYTES[archive.codes[name]]
@@ -259,7 +260,7 @@ def _stack_layers(layers: list[core.Draw]) -> core.Draw:
     return core.Draw(read_block, (len(layers), *like.shape), like.dtype, like.device)
 
 
-def _name_prefix(archive: Archive | QuantizedArchive, table: list[Row]) -> Callable[[str], str]:
+def _name_prefix(archive: Archive | CodedArchive, table: list[Row]) -> Callable[[str], str]:
     """Returns the prefix of names: files of a model without its head lack the model's name."""
     start = table[0].name.split(".")[0] + "."
     bare = not any(name.startswith(start) for name in archive)
@@ -267,7 +268,7 @@ def _name_prefix(archive: Archive | QuantizedArchive, table: list[Row]) -> Calla
 
 
 def _check_names(
-    archive: Archive | QuantizedArchive, table: list[Row], config: gpt.Config, prefix: Any, dtype: torch.dtype | None
+    archive: Archive | CodedArchive, table: list[Row], config: gpt.Config, prefix: Any, dtype: torch.dtype | None
 ) -> None:
     wanted = {prefix(r.name.format(i)): r for r in table for i in range(config.num_layers if len(r.path) == 2 else 1)}
     problems = [

@@ -28,17 +28,32 @@ from shardfn.core import (
     tree_map,
 )
 from shardfn.data import BPETokenizer, ByteTokenizer
-from shardfn.inference import Decoder, Drafter, DraftModel, Engine, Limits, decoder, hf_decoder, limits_of
+from shardfn.inference import (
+    Activation,
+    Classes,
+    Classifier,
+    Decoder,
+    Drafter,
+    DraftModel,
+    Engine,
+    Limits,
+    decoder,
+    hf_decoder,
+    limits_of,
+)
 from shardfn.interop import (
     GGUFFile,
     check_sizes,
+    classifier_from_hf,
     gguf_config,
     gpt_config,
     gpt_from_gguf,
     gpt_from_hf,
+    is_classifier,
     module_from_hf,
     without_weights,
 )
+from shardfn.interop.leaves import gather_leaf
 from shardfn.interop.quantized import can_decode, read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import load_peft
@@ -73,6 +88,7 @@ class LoadedModel(NamedTuple):
         coded: remark on weights in codes.
         plain: function that makes the decoder of the same weights without codes, for a single rank. None unless codes
             are fitted.
+        classifier: classification head, or None.
     """
 
     decoder: Decoder
@@ -82,6 +98,7 @@ class LoadedModel(NamedTuple):
     size: int
     coded: str = ""
     plain: Callable[[], Decoder] | None = None
+    classifier: Classifier | None = None
 
 
 def load_model(job: ModelSettings, mesh: Mesh) -> LoadedModel:
@@ -98,6 +115,13 @@ def load_model(job: ModelSettings, mesh: Mesh) -> LoadedModel:
     """
     path = pathlib.Path(job.model)
     made = _load_model(path, job, mesh)
+    if job.reward_head:
+        made = made._replace(classifier=_take_reward_head(made, path))
+    if made.classifier is not None and not job.classifies:
+        raise ValueError(
+            f"{path} is a model of sequence classification, which has no logits of tokens; serve it by shardfn serve,"
+            " or call LLM(...).classify"
+        )
     if made.text.size > made.decoder.vocab:
         raise ValueError(
             f"the tokenizer of {path} has {made.text.size} tokens, and the model has {made.decoder.vocab}. Take the"
@@ -249,6 +273,8 @@ def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelT
     settings = read_json_object(path / "config.json")
     check_sizes(settings, path / "config.json")
     changes, inexact = _choose_batch_invariant(job)
+    if is_classifier(settings):
+        return _load_classifier(path, job, mesh, text)
     if job.adapter is not None:  # its files name the module's own weights
         return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text)
     try:
@@ -269,19 +295,63 @@ def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelT
     return LoadedModel(_make_decoder(config, mesh, job), params, text, inexact, size, coded, _fit_decoder(config, job))
 
 
+def _load_classifier(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelText) -> LoadedModel:
+    """Loads a model of sequence classification with a decoder of `models.gpt`."""
+    if job.adapter is not None:
+        raise ValueError(f"{path} is a model of sequence classification, which takes no adapter; merge it first")
+    changes, inexact = _choose_batch_invariant(job)
+    settings = read_json_object(path / "config.json")
+    with name_file_in_errors(path, "its weights"):
+        config, params, weight_CD = classifier_from_hf(path, dtype=DTYPES[job.dtype], **changes)
+    classifier = Classifier(weight_CD, _read_classes(settings, path, len(weight_CD)))
+    made = _make_decoder(config, mesh, job)
+    size = _param_bytes(params)
+    return LoadedModel(made, params, text, inexact, size, plain=_fit_decoder(config, job), classifier=classifier)
+
+
+def _take_reward_head(made: LoadedModel, path: pathlib.Path) -> Classifier:
+    """Returns the first row of a model's head: its logit is a reward, as `rl` trains models of rewards. Collective."""
+    head = made.params.get("head") if isinstance(made.params, dict) else None
+    if made.classifier is not None or head is None or not head.dtype.is_floating_point:
+        text = f"{path} with --reward-head: its head must be a table of floats apart from the embeddings, whose first"
+        raise ValueError(f"{text} row gives the reward. Leave out --reward-head, or serve a model of rewards")
+    whole = gather_leaf(head)
+    return Classifier(whole[:1].float().clone(), Classes(("reward",), "identity"))
+
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "regression": "identity",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
+
+
+def _read_classes(settings: Mapping[str, Any], path: pathlib.Path, num: int) -> Classes:
+    """Returns the classes of a `config.json`: without `problem_type` a single class has a sigmoid, as at vLLM."""
+    names = settings.get("id2label") or {}
+    if not isinstance(names, Mapping) or (names and set(names) != {str(i) for i in range(num)}):
+        raise ValueError(f"{path / 'config.json'}: id2label must have the keys 0 to {num - 1}, got {sorted(names)}.")
+    kind = settings.get("problem_type")
+    if kind is not None and kind not in _ACTIVATIONS:
+        known = ", ".join(map(repr, _ACTIVATIONS))
+        raise ValueError(f"{path / 'config.json'}: problem_type must be one of {known}, or null, got {kind!r:.60}.")
+    labels = tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(num))
+    return Classes(labels, _ACTIVATIONS[kind] if kind else "sigmoid" if num == 1 else "softmax")
+
+
 def _load_gguf(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedModel:
     file = GGUFFile(path)
     text = _load_gguf_text(file)
     changes, inexact = _choose_batch_invariant(job)
     # Layers that are batch-invariant read blocks as they are. Ranks cut blocks only where codes are asked for.
-    blocks = bool(changes) and (job.weights is not None or (mesh.size == 1 and job.fit is None))
+    keep_codes = bool(changes) and (job.weights is not None or (mesh.size == 1 and job.fit is None))
     try:
         gpt_config(gguf_config(file))
     except ValueError as error:
         load_module = functools.partial(_load_weights, path.parent, job, gguf_file=path.name)
         return _load_unmodified(lambda axis: (load_module(), None), job, mesh, text, error)
     with name_file_in_errors(path, "its weights"):
-        config, params = gpt_from_gguf(file, dtype=DTYPES[job.dtype], blocks=blocks, **changes)
+        config, params = gpt_from_gguf(file, dtype=DTYPES[job.dtype], keep_codes=keep_codes, **changes)
     num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
     coded = f"{num} weights in the file's own codes" if num else ""
     size = gpt.num_params(config)

@@ -21,6 +21,7 @@ class ModelText(NamedTuple):
             template, `add_generation_prompt` and `continue_final_message`.
         ends: tokens that end a completion.
         template: source of the chat template.
+        pair: function from two texts to the ids of a prompt with both, or None.
     """
 
     size: int
@@ -31,6 +32,7 @@ class ModelText(NamedTuple):
     chat: Callable[..., str] | None = None
     ends: frozenset[int] = frozenset()
     template: str = ""
+    pair: Callable[[str, str], list[int]] | None = None
 
 
 def wrap_transformers_tokenizer(tokenizer: Any, ends: frozenset[int] = frozenset()) -> ModelText:
@@ -60,6 +62,7 @@ def wrap_transformers_tokenizer(tokenizer: Any, ends: frozenset[int] = frozenset
         chat=render_chat if tokenizer.chat_template else None,
         ends=ends | {*own},
         template=_find_template(tokenizer),
+        pair=lambda left, right: list(tokenizer(left, right)["input_ids"]),
     )
 
 

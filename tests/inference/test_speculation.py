@@ -47,6 +47,8 @@ DRAFTERS: dict[str, Callable[[Truth], Drafter]] = {
     "hidden states": lambda truth: Seeing(13, (1, 2)),
     "lstm speculator": lambda truth: speculator("lstm"),
     "mlp speculator": lambda truth: speculator("mlp"),
+    "eagle3 speculator": lambda truth: speculator("eagle3"),
+    "trained eagle3 speculator": lambda truth: trained("eagle3")[0],
     "trained lstm speculator": lambda truth: trained("lstm")[0],
     "bush": lambda truth: Bush(13, truth),
     "small model": lambda truth: draft_model(1, num_layers=1, max_len=28),

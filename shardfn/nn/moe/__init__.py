@@ -18,9 +18,9 @@ from ._exchange import (
     Exchange as Exchange,
     Local as Local,
     AllReduce as AllReduce,
-    AllToAll as AllToAll,
     GatherExperts as GatherExperts,
 )
+from ._all_to_all import AllToAll as AllToAll
 from ._exchange import apply as apply
 from ._exchange import residual as residual
 from ._exchange_cost import ExchangeBytes as ExchangeBytes, cheapest as cheapest, exchange_bytes as exchange_bytes
