@@ -78,17 +78,7 @@ class Stored(StoredValue, Protocol):
         """Returns the same value as one dim."""
         ...
 
-    def are_tensors(values: Sequence[Any]) -> TypeGuard[list[Tensor]]:
-    """Returns whether all values are tensors, on the device or the host.
-
-    Example:
-        >>> are_tensors([torch.zeros(2)]), are_tensors([torch.zeros(2), None])
-        (True, False)
-    """
-    return all(map(isinstance, values, itertools.repeat(Tensor)))
-
-
-def load(self) -> Tensor:
+    def load(self) -> Tensor:
         """The whole value as a fresh host tensor; waits for it."""
         ...
 
@@ -100,6 +90,16 @@ def load(self) -> Tensor:
 def as_stored(value: StoredValue) -> Stored | None:
     """Returns a value that is no tensor; None for a tensor."""
     return None if isinstance(value, Tensor) else cast(Stored, value)
+
+
+def are_tensors(values: Sequence[Any]) -> TypeGuard[list[Tensor]]:
+    """Returns whether all values are tensors, on the device or the host.
+
+    Example:
+        >>> are_tensors([torch.zeros(2)]), are_tensors([torch.zeros(2), None])
+        (True, False)
+    """
+    return all(map(isinstance, values, itertools.repeat(Tensor)))
 
 
 def load(value: StoredValue) -> Tensor:

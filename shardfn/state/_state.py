@@ -1,7 +1,6 @@
 """`TrainState`, the state that a step takes and returns, and the checks of a state that a user passes to a step."""
 
 import contextlib
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from shardfn.collectives import GlobalTensor, donate_blocks, list_blocks, list_s
 from shardfn.core import (
     DonatedError,
     PyTree,
+    are_tensors,
     as_html,
     columns,
     dtype_name,
@@ -120,7 +120,7 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     if len(owned) < len(leaves):
         rest = iter(given)
         blocks = [next(rest) if isinstance(x, GlobalTensor) else x for x in leaves]
-    held: list[Tensor] = [*itertools.compress(blocks, map(isinstance, blocks, itertools.repeat(Tensor)))]
+    held = blocks if are_tensors(blocks) else [x for x in blocks if isinstance(x, Tensor)]
     before = _read_versions(held)
     try:
         yield tree_unflatten(treedef, blocks)

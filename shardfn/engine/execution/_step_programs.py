@@ -8,7 +8,6 @@
 """
 
 import dataclasses
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import Agreed, GlobalTensor, StoppedError, list_blocks
-from shardfn.core import PyTree, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.core import PyTree, are_tensors, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.engine.agreement import Comms
 from shardfn.engine.loss import Finish, Jitted, ambient, finished, noting_exceptions, policy_in, put_in
 from shardfn.engine.plan import Plan, phase_of
@@ -192,8 +191,7 @@ class StepPrograms:
     def _run_graph(self, ready: Ready, comms: Comms, values: Sequence[Any], *, own: bool = False) -> ProgramResults:
         """Runs a graph on the values of its inputs; with `own`, its results share no memory with them."""
         program: CapturedProgram = ready.program
-        is_plain = all(map(isinstance, values, itertools.repeat(Tensor)))
-        flat: list[Tensor] = [*values] if is_plain else [as_graph_value(x) for x in values]
+        flat = [*values] if are_tensors(values) else [as_graph_value(x) for x in values]
         with self._naming(program.plan):
             outs = ready(comms, disk_of(program.plan), flat)
         return program.results(_separate_results(outs, flat) if own else outs)
@@ -371,13 +369,12 @@ class _TreeLayouts:
         """Returns structure, memories, shapes, strides and dtypes of a tree."""
         leaves, treedef = tree_flatten(tree)
         held, kinds = list_blocks(leaves), [*map(_MEMORY_KIND, leaves)]
-        is_plain = all(map(isinstance, held, itertools.repeat(Tensor)))
         last = self._last
-        if is_plain and last is not None and (treedef, kinds) == last[:2] and last[2].match(held):
+        if last is not None and are_tensors(held) and (treedef, kinds) == last[:2] and last[2].match(held):
             return last[3]
         shapes = ((tuple(x.shape), x.stride() if isinstance(x, Tensor) else None, x.dtype) for x in held)
         found = treedef, *kinds, *shapes
-        if is_plain:
+        if are_tensors(held):
             self._last = treedef, kinds, TensorLayouts(held), found
         return found
 
