@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import P, is_device, raise_all
-from shardfn.state import fetch, succeed
+from shardfn.core import P, raise_all
+from shardfn.state import fetch, lies_on_device, succeed
 
 
 class Argument(NamedTuple):
@@ -49,7 +49,7 @@ class Argument(NamedTuple):
     @property
     def away(self) -> bool:
         """Returns whether its block is kept elsewhere than on the device."""
-        return self.spec is not None and not is_device(self.given.memory_kind)
+        return self.spec is not None and not lies_on_device(self.given)
 
     @property
     def moves(self) -> bool:
