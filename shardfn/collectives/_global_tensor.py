@@ -345,8 +345,14 @@ _is_sharded = functools.partial(type.__instancecheck__, GlobalTensor)
 
 
 def donate_blocks(leaves: Iterable[GlobalTensor]) -> None:
-    """Consumes leaves, as `GlobalTensor.donate` does. A leaf that was consumed before stays so."""
+    """Consumes leaves, as `GlobalTensor.donate` does.
+
+    Raises:
+        DonatedError: a leaf was consumed before, or is there twice.
+    """
     for x in leaves:
+        if x._local is None:
+            x.donate()
         x._local = None
 
 
