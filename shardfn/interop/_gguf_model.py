@@ -164,7 +164,7 @@ def gpt_from_gguf(
         >>> _ = path.write_bytes(b"GGUF" + bytes([3, *[0] * 19]))
         >>> gpt_from_gguf(path)
         Traceback (most recent call last):
-        ValueError: ...empty.gguf: general.architecture is None; it must be one of ['llama', 'qwen2'].
+        ValueError: ...empty.gguf: general.architecture must be one of ['llama', 'qwen2'], got None.
     """
     file = path if isinstance(path, GGUFFile) else GGUFFile(path)
     settings = gguf_config(file)
@@ -182,7 +182,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     """
     kind = file.fields.get("general.architecture")
     if not isinstance(kind, str) or kind not in _TYPES:
-        raise ValueError(f"{file.path}: general.architecture is {kind!r:.60}; it must be one of {sorted(_TYPES)}.")
+        raise ValueError(f"{file.path}: general.architecture must be one of {sorted(_TYPES)}, got {kind!r:.60}.")
     missing = [f"{kind}.{name}" for name in _SETTINGS if f"{kind}.{name}" not in file.fields]
     missing += [] if "token_embd.weight" in file else ["the tensor token_embd.weight"]
     raise_all(ValueError, f"{file.path} has a {kind}, but lacks:", missing)

@@ -125,8 +125,11 @@ class QuantizedArchive(Mapping[str, SafetensorsEntry | QuantizedEntry]):
         are exact in float16 and groups are multiples of 32 consecutive inputs.
         """
         if self._codes is None:
-            found = {name: weight.find_codes() for name, weight in self._weights.items()}
-            self._codes = dict[str, Quantization]((name, x) for name, x in found.items() if x is not None)
+            codes: dict[str, Quantization] = {}
+            for name, weight in self._weights.items():
+                if (code := weight.find_codes()) is not None:
+                    codes[name] = code
+            self._codes = codes
         return self._codes
 
     def blocks(self, name: str, rows: Span, groups: Span) -> Tensor:

@@ -1,4 +1,4 @@
-"""Layout "sp" of a GPT: each rank computes a part of a step's tokens with whole weights (sequence parallelism).
+"""Layouts of a decoder over ranks: functions of a single rank's blocks, and the specs that cut the blocks.
 
     rows of this rank's tokens, all heads -- all_to_all --> rows of all tokens, this rank's heads: attention -- back -->
 
@@ -15,19 +15,55 @@ T tokens of all sequences, H query heads, G key and value heads, K head dim.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from shardfn import nn
 from shardfn.collectives import all_gather_invariant, all_to_all, take_own_block
-from shardfn.core import PyTree, QuantizationPolicy
+from shardfn.core import Axes, P, PyTree, QuantizationPolicy
 from shardfn.kernels import Activations
 from shardfn.models import gpt
 
-from ._layout import Layout, Outputs
 from ._low_rank import LowRank
+
+
+class Outputs(NamedTuple):
+    """Results of a decoder for T tokens, with R rows wanted.
+
+    Attributes:
+        logits: [R, V].
+        hidden: [R, D], the states that the head multiplies. None from a decoder without `embeds`.
+        experts: [T, m, k], the experts of each token in the m layers with experts. None from a decoder without
+            `expert_shape`.
+        state_after: function from a number of layers to the states of the rows after so many layers, [R, D], for
+            `Decoder.hidden_layers`. After all layers the states are `hidden`.
+    """
+
+    logits: Tensor
+    hidden: Tensor | None = None
+    experts: Tensor | None = None
+    state_after: Callable[[int], Tensor | None] = lambda layers: None
+
+
+class Layout(NamedTuple):
+    """Way in which a decoder is cut over the mesh. All layouts of a decoder read and write one KV cache.
+
+    Attributes:
+        outputs: function `outputs(weights, tokens, positions, rows, bodies, adapters)` of this rank's blocks of
+            `weights`, with a body of attention for each layer, with results equal on all ranks.
+        specs: compute specs of the parameters.
+        pack: function from this rank's blocks of the parameters to the weights that `outputs` takes.
+        packed: specs of the result of `pack`, a prefix tree.
+        tokens: mesh axis that cuts the tokens of a step, or None where each rank computes all tokens.
+    """
+
+    outputs: Callable[..., Outputs]
+    specs: PyTree
+    pack: Callable[[PyTree], PyTree]
+    packed: PyTree = P()
+    tokens: Axes = None
 
 
 def make_sequence_layout(

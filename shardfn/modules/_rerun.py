@@ -1,4 +1,8 @@
-"""Replayed choices of experts, in models of transformers: a layer's router takes given experts in place of the best.
+"""Forwards that run again: parts of a forward in the backward, and choices of experts that are given.
+
+Activation checkpointing by `torch.utils.checkpoint` calls a function a second time after the module's call has ended
+and the module's weights are back. The function then runs as a part of the call again. Other code with a use of the
+weights after the call is refused.
 
 A router chooses by `topk` of the scores [S, E] of the tokens. While a layer with experts runs, `topk` returns the given
 experts and the scores of these experts. The model's code makes weights of the scores: a replay has the weights and
@@ -7,8 +11,9 @@ gradients of the router's present parameters.
 S tokens of this rank, m layers with experts, k choices in each, E experts.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,11 +22,88 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardfn.core import named_modules
+from shardfn._torch import unbound
+from shardfn.core import Again, Ambient, Replaced, named_modules, rebind_ambient, rebind_in_checkpoints
 from shardfn.nn import moe
 
-from ._call import Forwards, ModuleRun, Replacement
+from ._call import Forwards, ModuleCall, ModuleRun, Replacement
 from ._experts import experts_in
+
+_CALLS = Ambient[ModuleCall]("calls of modules", by_thread=True)
+
+
+class Recomputation(Replacement):
+    """Lets checkpointed functions run later as parts of the call. Calls nest: the innermost is entered last."""
+
+    order = 30
+
+    @contextlib.contextmanager
+    def running(self, run: ModuleRun) -> Iterator[None]:
+        """Binds the call while open."""
+        # Names of torch are replaced for all threads; each thread looks in `_CALLS` for the thread's calls.
+        with _CALLS.bound(run.call), rebind_in_checkpoints(), _REFUSALS:
+            yield
+
+
+@rebind_ambient
+def _enter_same_calls() -> list[Again]:
+    return [run.again() for run in _CALLS.all]
+
+
+@functools.cache
+def _wrap_conversion(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `nn.Module.to` and similar: a forward may only ask for the present dtype and device."""
+
+    @functools.wraps(original)
+    def _apply_conversion(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        if any(run.converted(self, fn) for run in reversed(_CALLS.all)):
+            return self
+        return original(self, fn, recurse)
+
+    return _apply_conversion
+
+
+@functools.cache
+def _wrap_application(original: Any) -> Any:
+    """Wraps `autograd.Function.apply` to refuse parts of the module among the arguments.
+
+    The backward cannot find the call of the module, and would run the parts with the module's weights.
+    """
+
+    def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        for sub in _modules_in((args, kwargs)):
+            path = next((path for run in reversed(_CALLS.all) if (path := run.path_of(sub)) is not None), None)
+            if path is not None and any(True for _ in sub.parameters()):
+                raise ValueError(
+                    f"the forward of the module gives its part {path or 'itself'!r} to an autograd.Function"
+                    f" ({cls.__name__}). The backward would use the weights that the module was created with."
+                    " Pass only tensors to the Function. Or call the part itself, under torch.utils.checkpoint if the"
+                    " saved tensors take too much memory."
+                )
+        return unbound(original)(cls, *args, **kwargs)
+
+    return classmethod(apply_function)
+
+
+_REFUSALS = Replaced(
+    lambda: [(nn.Module, "_apply", _wrap_conversion), (torch.autograd.Function, "apply", _wrap_application)]
+)
+
+
+def _modules_in(value: Any) -> Iterator[nn.Module]:
+    """Yields the modules in arguments: directly, in containers, and behind methods and partial functions."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _modules_in(item)
+    elif isinstance(value, dict):
+        yield from _modules_in(list(value.values()))
+    elif isinstance(value, functools.partial):
+        yield from _modules_in((value.func, value.args, value.keywords))
+    elif isinstance(owner := getattr(value, "__self__", None), nn.Module):
+        yield owner
+
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 
@@ -44,11 +126,13 @@ class ModuleReplay(Replacement):
         name, found = type(module).__name__, experts_in(module)
         if not found:
             raise ValueError(
-                f"replaying: this {name} has no experts that transformers looks up in its ExpertsInterface; call the"
-                " function itself, without choices."
+                f"replaying needs experts that transformers looks up in ExpertsInterface, but this {name} has none."
+                " Call the function itself, without choices."
             )
         if chosen.is_floating_point() or chosen.dtype == torch.bool:
-            raise TypeError(f"replaying: chosen is {chosen.dtype}; pass numbers of experts, as of rollout.expert_ids.")
+            raise TypeError(
+                f"replaying: chosen must be numbers of experts, such as rollout.expert_ids, got {chosen.dtype}."
+            )
         if chosen.ndim < 3 or chosen.shape[-2] != len(found):
             raise ValueError(
                 f"replaying: chosen has shape {tuple(chosen.shape)}, and {len(found)} layers of this {name} have"
