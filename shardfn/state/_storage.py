@@ -305,7 +305,7 @@ class Likeness(NamedTuple):
 
     @staticmethod
     def of(x: GlobalTensor) -> "Likeness":
-        """That of a leaf's block."""
+        """Returns the likeness of a leaf's block."""
         return Likeness(torch.Size(x.held.shape), x.placement)
 
 
@@ -334,7 +334,7 @@ def as_graph_value(value: StoredValue) -> Tensor:
 
 
 def returned(x: Tensor, like: Likeness) -> StoredValue:
-    """Returns a result of a graph as a block with the shape and placement of the one before."""
+    """Returns a result of a graph as a block, with the shape and placement of the block before."""
     return _as_block(x, like, lambda: stored_of(x))
 
 

@@ -26,7 +26,7 @@ class Argument(NamedTuple):
         given: the value that the caller passed.
         spec: how a sharded leaf is cut, or None for the others.
         donated: whether the function may overwrite its memory.
-        position: that of its argument, counted from the first, which is 0.
+        position: number of the argument, from 0 on.
         block: the copy on the device of a block that is kept elsewhere, or None before, and for the others.
         on_host: whether the function sees the block in the memory of the host.
     """
@@ -81,7 +81,7 @@ def refuse_away(arguments: Sequence[Argument]) -> None:
 
 
 def taking_the_place_of(given: GlobalTensor, x: Tensor) -> GlobalTensor:
-    """Returns a result as the successor of a donated leaf: of its shape, its spec and its memory.
+    """Returns a result as the successor of a donated leaf: with the same shape, spec and memory.
 
     Host memory is written over, unless the result is in it already. On disk it is a new value, and the file of the
     value before is used again.

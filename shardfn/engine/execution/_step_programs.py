@@ -48,9 +48,9 @@ class StepPrograms:
 
     def __init__(self, parts: StepParts, jitted: Jitted | None) -> None:
         self.parts, self.eager, self._policy = parts, jitted is None, policy_in(parts.loss)
-        # Of a step, of gradients and of an update.
+        # For a step, gradients and an update.
         self._layouts = [_TreeLayouts() for _ in range(3)]
-        # Of `lower`, too, where calls are eager.
+        # For `lower`, too, where calls are eager.
         self.graphs = Graphs(jitted or Jitted(parts.loss))
 
     def step(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[Stepped]:
@@ -344,7 +344,7 @@ def _list_notes(parts: StepParts) -> dict[str, Any]:
 
 
 def _separate_results(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the results of a graph, each in memory that an update may write to: no input's, and no other result's.
+    """Returns the results of a graph, each in memory that an update may write to: not an input's memory, nor another result's.
 
     A gradient may be an input itself, or the gradient of two leaves, or one number for all elements.
     """

@@ -319,7 +319,7 @@ def _is_made_by(plan: Plan, leaves: list[Any]) -> bool:
     return all(x.quantization == leaf.places.quantization for x, leaf in zip(leaves, plan.leaves, strict=True))
 
 
-# Of all leaves at once: in C, without a bytecode for each.
+# For all leaves at once, in C, without a bytecode for each.
 _LEAF_LAYOUT = operator.attrgetter("spec", "mesh", "shape", "frozen", "memory_kind")
 _DTYPE = operator.attrgetter("dtype")
 

@@ -138,7 +138,7 @@ def _gather_blocks(
 
 @torch.no_grad()
 def blocks_for(plan: Plan, old: TrainState) -> list[Tensor]:
-    """This rank's block of each parameter, as the plan keeps it and in memory of its own. Collective."""
+    """This rank's block of each parameter, as the plan keeps it, in separate memory. Collective."""
     leaves = tree_leaves(widest(old))
     moved = reshard(leaves, [leaf.param for leaf in plan.leaves], mesh=plan.mesh)
     pairs = zip(moved, leaves, plan.leaves, strict=True)

@@ -278,7 +278,7 @@ def check_chunk_states(tree: PyTree, axes: tuple[str, ...]) -> None:
 def describe_rows(plan: Plan, batch: PyTree) -> tuple[str, tuple[int, ...]]:
     """Returns the description of a batch that ranks compare before a step. See `describe_batch`.
 
-    Canonical sums use that of a chunk.
+    Canonical sums use the description of a chunk.
 
     Raises:
         TypeError, ValueError: the batch does not fit the specs, or is not to be cut in this rank's chunks.
