@@ -344,7 +344,7 @@ def _list_notes(parts: StepParts) -> dict[str, Any]:
 
 
 def _separate_results(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the results of a graph, each in memory that an update may write to: not an input's memory, nor another result's.
+    """Returns the results of a graph in memory that an update may write to: shared with no input, and no other result.
 
     A gradient may be an input itself, or the gradient of two leaves, or one number for all elements.
     """
