@@ -139,6 +139,8 @@ class ReplicaSet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        # A task that was cancelled while it ended its ranks has left them here.
+        await asyncio.gather(*(workers.end() for workers in self._running.values()))
 
     def describe(self, end: ReplicaEnd) -> str:
         """Returns an end in words."""
@@ -168,8 +170,8 @@ class ReplicaSet:
                 elif not over.done():
                     over.set_result(end)
             finally:
-                del self._running[replica]
                 await workers.end()
+                del self._running[replica]
             if wait is None:
                 return
             text = f"is started again in {wait:g} s, {ends} of {self._settings.restarts} times in a row"
