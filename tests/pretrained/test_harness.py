@@ -61,7 +61,7 @@ def llm() -> Any:
     """A model of bytes, as an `LLM` has it."""
     made = decoder(CONFIG)
     limits = limits_of(made, running=4, buckets=(8,), cache_bytes=1 << 18)
-    engine = Engine(made, gpt.init(CONFIG, key(0)), limits=limits, tokenizer=ByteTokenizer())
+    engine = Engine(made, gpt.init(CONFIG, key(0)), limits=limits, tokenizer=ByteTokenizer(), eager_steps=10_000)
     return SimpleNamespace(engine=engine, text=wrap_data_tokenizer(ByteTokenizer()))
 
 
