@@ -27,7 +27,10 @@ def serve_command(job: ServeJob) -> int:
     """
     try:
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ValueError("it starts its ranks itself; start it without torchrun, with --mesh tp=N")
+            raise ValueError(
+                "shardfn serve must be started without torchrun: it starts the ranks itself, for example with --mesh"
+                " tp=2"
+            )
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
             raise ImportError(f"it needs {', '.join(missing)}, which is missing: pip install 'shardfn[serve]'")

@@ -219,8 +219,10 @@ class GlobalTensor:
         self._check_one()
         if self.mesh.device_mesh is None:
             if self.mesh.size > 1:
-                raise ValueError(f"a DTensor needs a DeviceMesh, which {self.mesh!r} lacks; make it of all ranks.")
-            raise ValueError("a DTensor needs a process group; with one rank use full_tensor().")
+                raise ValueError(
+                    f"a DTensor needs a DeviceMesh, but {self.mesh!r} has none. Make the mesh from all ranks."
+                )
+            raise ValueError("a DTensor needs a process group. With a single rank, use full_tensor().")
         placements: list[Any] = [Replicate()] * len(self.mesh.shape)
         for dim in range(len(self.shape)):
             axes = self.mesh.axes(self.spec.dim_axes(dim))
@@ -243,8 +245,9 @@ class GlobalTensor:
     def _check_one(self) -> None:
         if self.stacked:
             raise ValueError(
-                f"this leaf of shape {tuple(self.shape)} holds a stack of blocks of shape {tuple(self.local.shape)},"
-                " one a member of a population; take one by member(tree, i), or run this under torch.func.vmap."
+                f"this leaf of shape {tuple(self.shape)} has a block for each member of a population, stacked to the"
+                f" shape {tuple(self.local.shape)}. Take a member with member(tree, i), or run this under"
+                " torch.func.vmap."
             )
 
     def __repr__(self) -> str:
@@ -270,8 +273,9 @@ class GlobalTensor:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise TypeError(
-            "a leaf of a state is not written in place. Change values before step.init(params); of a state, make a new"
-            " leaf, x.with_block(block) of this rank's block x.local, and put it in: state._replace(params=...)."
+            "a leaf of a state cannot be written in place. Change values before step.init(params). To change a state,"
+            " make a new leaf x.with_block(block) from this rank's block x.local, and put the leaf into"
+            " state._replace(params=...)."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -439,7 +443,7 @@ def _flatten_leaf(x: GlobalTensor) -> tuple[list[Any], _Context]:
     held = x._local
     if not isinstance(held, Tensor | Absent) and isinstance(held, Stored):
         raise ValueError(
-            f"{x!r} is no tensor, so torch.func cannot differentiate or map it; sf.value_and_grad(f) reads it. Or keep"
+            f"torch.func cannot differentiate or map {x!r}, which is not a tensor. Use sf.value_and_grad(f), or keep"
             " the parameters in another memory: Zero(params='host')."
         )
     return [x.local if x.donated else x._local], (x.shape, x.spec, x.mesh, x.memory_kind, x.frozen)

@@ -12,11 +12,10 @@ from jaxtyping import Bool
 from ._detokenize import Detokenizer
 from ._draft_tree import DraftTree
 from ._drafters import Context
-from ._hooks import EngineHooks
+from ._hooks import Choice, Ends, EngineHooks, SampledToken, list_drawing_rows
 from ._matchers import Allowed, Compiler, Matcher, MatcherAhead
 from ._options import Rule
 from ._requests import Request, list_rules
-from ._sampled_tokens import Choice, Ends, SampledToken, list_drawing_rows
 from ._schedule import Output
 from ._state import State
 

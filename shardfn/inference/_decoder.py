@@ -16,10 +16,9 @@ from shardfn.kernels import Activations
 from shardfn.models import gpt
 
 from ._cache import CacheLayout
-from ._layout import Layout, Outputs
+from ._layouts import Layout, Outputs, make_sequence_layout
 from ._limits import DEFAULT_LAYOUT
 from ._low_rank import Linear, LowRank
-from ._sequence_layout import make_sequence_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +44,7 @@ class Decoder:
         expert_shape: number of layers with experts, and of a token's choices in each: `Engine(record_experts=True)`.
             (0, 0) if `outputs` has no experts.
         more_layouts: further layouts by name. `outputs`, `specs`, `pack` and `packed` are the layout "tp".
+        num_layers: number of layers, where some share a layer of the cache. None: as many as the cache has.
         name_weights: function from parameters to the leaves by name. Names do not depend on `stacked`. Collective.
     """
 
@@ -62,12 +62,18 @@ class Decoder:
     linear: Mapping[str, Linear] = dataclasses.field(default_factory=dict)
     expert_shape: tuple[int, int] = (0, 0)
     more_layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
+    num_layers: int | None = None
     name_weights: Callable[[PyTree], list[tuple[str, Any]]] = named_leaves
 
     @property
     def embeds(self) -> bool:
         """Returns whether `outputs` has the states that the head multiplies."""
-        return self.cache.layers in self.hidden_layers
+        return self.depth in self.hidden_layers
+
+    @property
+    def depth(self) -> int:
+        """Returns the number of layers."""
+        return self.cache.layers if self.num_layers is None else self.num_layers
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -147,13 +153,14 @@ def decoder(
     return Decoder(
         vocab=config.vocab_size,
         context=config.max_len,
-        cache=CacheLayout(config.num_layers, config.kv_heads, config.head_dim, tp),
+        cache=CacheLayout(config.num_cache_layers, config.kv_heads, config.head_dim, tp),
         specs=gpt.specs(config, tp=tp),
         outputs=compute_outputs,
         pack=pack,
         packed=gpt.packed_specs(config, tp=tp),
         batch_invariant=config.batch_invariant,
         hidden_layers=range(config.num_layers + 1),
+        num_layers=config.num_layers,
         hidden_size=config.d_model,
         digest=_digest_config(config),
         linear=linear,
@@ -172,6 +179,11 @@ _FREE = (
     *("max_len", "dropout", "attention_dropout", "stacked", "per_head", "attention", "loss_tile", "layout"),
     *("batch_invariant", "chunks", "experts"),
 )
+# Fields that count only where they are set, so that digests of models without them stay the same.
+_WHERE_SET = (
+    *("d_head", "rope", "qk_norm", "norm_place", "norm_plus_one", "softcap", "logits_softcap", "attention_scale"),
+    *("embedding_scale", "parallel", "sinks", "head_bias"),
+)
 
 
 def _digest_config(config: gpt.Config) -> str:
@@ -183,7 +195,11 @@ def _digest_config(config: gpt.Config) -> str:
         >>> _digest_config(config) == _digest_config(exact)
         True
     """
-    fields = {x.name: getattr(config, x.name) for x in dataclasses.fields(config) if x.name not in _FREE}
+    fields = {
+        x.name: getattr(config, x.name)
+        for x in dataclasses.fields(config)
+        if x.name not in _FREE and not (x.name in _WHERE_SET and getattr(config, x.name) == x.default)
+    }
     fields |= {"num_kv_heads": config.kv_heads, "d_ff": config.ff_dim, "num_experts": config.num_experts}
     return hashlib.blake2b(repr(sorted(fields.items())).encode(), digest_size=8).hexdigest()
 

@@ -12,13 +12,12 @@ from shardfn.engine import comms_of, losing_no_peer
 from ._digest import field_digests, first_difference
 from ._drafters import find_wanted_layers
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
-from ._hooks import EngineHooks, list_active
+from ._hooks import EngineHooks, Place, list_active, list_new_tokens
 from ._plan import StepPlan
 from ._requests import Request
 from ._results import Token
 from ._runner import Cache, Runner, StepResults
 from ._runner import Weights as ServedWeights
-from ._sampled_tokens import Place, list_new_tokens
 from ._schedule import Output, advance
 from ._speculate import Permit
 from ._state import State

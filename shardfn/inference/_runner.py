@@ -33,7 +33,7 @@ from shardfn.transforms import jit
 from ._cache import DTYPES, PagedAttention, check_memory
 from ._decoder import Decoder
 from ._draw_rows import LogitsEdit, Top, draw_tokens, edit_logits, find_top, read_tops
-from ._layout import Layout
+from ._layouts import Layout
 from ._limits import Limits
 from ._low_rank import LowRank
 from ._peer_keywords import MEANT_BY_LIMITS
@@ -289,7 +289,7 @@ class Runner:
         if like is not None:
             _check_alike(like, shapes.tree)
         elif self._by_leaf and not self._bound:
-            self._prefetch = shapes.ahead(self._decoder.cache.layers)
+            self._prefetch = shapes.ahead(self._decoder.depth)
             self._steps.clear()
         step = self._step_of(layout)
         kept = step.specs(shapes.tree)

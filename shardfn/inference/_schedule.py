@@ -159,12 +159,13 @@ _Stops = dict[tuple[str, int, int], str]  # by names, choices and positions
 def _settle_plan(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output], hidden: Tensor | None) -> None:
     """Takes the results of the plan in flight, also of requests that end by an event of this step."""
     for chunk, sequence, first in state.rows_in_flight():
-        known, ends, row = len(sequence.tokens), False, first
+        known, ends, rows = len(sequence.tokens), False, list[int]()
         for row, p, token in chunk.read_rows(drawn, first):
+            rows.append(row)
             if ends := _take_token(state, sequence, p + 1, token, row, stops, outputs):
                 break
-        if hidden is not None and len(sequence.tokens) > known:
-            sequence.hidden = hidden[row]
+        if hidden is not None and (num := len(sequence.tokens) - known):
+            sequence.states = (*sequence.states, *[hidden[row] for row in rows[-num:]])[-state.hidden_window :]
         drafts = len(chunk.drafts.tokens)
         accepted = max(0, len(sequence.tokens) - known - 1) if drafts else 0
         sequence.computed = chunk.start + chunk.count - drafts + accepted
@@ -256,7 +257,7 @@ def _renew_version(state: State, version: int) -> None:
         state.preempt(sequence)
         sequence.preempted = -1  # a waiting sequence may be admitted in this step
     for sequence in state.sequences.values():
-        sequence.contents, sequence.hidden = [], None
+        sequence.contents, sequence.states = [], ()
     state.pool.forget()
     state.version, state.pending = version, None
 

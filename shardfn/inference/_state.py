@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ._draft_tree import NO_DRAFTS, DraftTree
-from ._drafters import Context, Drafter
+from ._drafters import Context, Drafter, RejectionDrafter, find_hidden_window
 from ._limits import Limits
 from ._pool import BlockContent, BlockPool, PrefixScope
 from ._requests import Request
@@ -124,7 +124,7 @@ class Sequence:
     begun: bool = False
     preempted: int = -1  # last step of a preemption
     draft_length: DraftLength = field(default_factory=DraftLength)  # in its drafts
-    hidden: Tensor | None = None  # states behind the last token's draw, for a drafter that wants states
+    states: tuple[Tensor, ...] = ()  # behind the draws of the last tokens, for a drafter that wants states
 
     @property
     def reusable(self) -> int:
@@ -140,7 +140,7 @@ class Sequence:
         request = self.request
         salt = request.salt + request.adapter and repr((request.salt, request.adapter)).encode()
         own = self.serial, self.name, self.choice, self.tokens, self.prompt, salt, self.key
-        return Context(*own, request.sampling, self.hidden)
+        return Context(*own, request.sampling, self.states)
 
     def copy(self) -> "Sequence":
         """Returns a separate sequence, equal to this sequence."""
@@ -173,6 +173,8 @@ class State:
         cache_stats: counts of the cache's use so far.
         chain: eight bytes of all inputs and plans so far: equal on two ranks if these were equal.
         consumed: whether `advance` has taken this state.
+        hidden_window: most hidden states of a sequence that are kept for the drafter.
+        draft_block: number of drafts of each step for a drafter that sees rejected rows. 0: by `DraftLength`.
     """
 
     limits: Limits
@@ -196,6 +198,8 @@ class State:
     cache_stats: CacheStats = field(default_factory=CacheStats)
     chain: bytes = bytes(8)
     consumed: bool = False
+    hidden_window: int = 1
+    draft_block: int = 0
 
     @property
     def idle(self) -> bool:
@@ -336,7 +340,10 @@ def start(limits: Limits, tokenizer: bytes = b"", drafter: Drafter | None = None
     drafter = None if drafter is None else drafter.copy()
     data = tokenizer + (b"" if drafter is None else drafter.digest())
     chain = hashlib.blake2b(data, digest_size=8).digest() if data else bytes(8)
-    return State(limits, BlockPool(limits.blocks), tokenizer, drafter, chain=chain)
+    window = find_hidden_window(drafter)
+    block = drafter.block if isinstance(drafter, RejectionDrafter) else 0
+    pool = BlockPool(limits.blocks)
+    return State(limits, pool, tokenizer, drafter, chain=chain, hidden_window=window, draft_block=block)
 
 
 def draw_key(seed: int, choice: int) -> int:

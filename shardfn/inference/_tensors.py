@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
-from ._host_cache import HostCacheBlocks, find_host_blocks
+from ._cache import HostCacheBlocks, find_host_blocks
 from ._limits import Limits
 from ._low_rank import LowRank
 from ._options import Option

@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ._detokenize import DecodeStream, Detokenizer
-from ._hooks import EngineHooks
+from ._hooks import Choice, Ends, EngineHooks, SampledToken
 from ._requests import Request
-from ._sampled_tokens import Choice, Ends, SampledToken
 from ._schedule import Output
 
 

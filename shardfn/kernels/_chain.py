@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import num_threads
 from ._build import function, library
-from ._num_threads import num_threads
 from ._op import is_implementation_chosen, kernel_of
 
 _SOURCE = "_chain.cpp"

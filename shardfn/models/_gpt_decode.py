@@ -18,9 +18,11 @@ from shardfn.collectives import all_gather_invariant, axis_size
 from shardfn.core import Axes, P, PyTree, QuantizationPolicy, check_policy, find_quantization, named_leaves, raise_all
 from shardfn.kernels import GROUP, Activations, Quantization, pack_blocks, pack_rows, rotate
 
-from ._gpt_block import Along, block, norm, position_tables
+from ._gpt_block import Along, block, causal_mask, norm, rope_table, score_arguments
 from ._gpt_config import Config
+from ._gpt_forward import compute_logits, name_head, scale_embeddings
 from ._gpt_leaves import Params, block_shapes, check_leaves, specs, unstack_blocks
+from ._gpt_swift import SwiftKeys
 
 
 class Decoded(NamedTuple):
@@ -65,7 +67,7 @@ def decode(
         tokens_T: ids.
         positions_T: positions of each token in its sequence, below `max_len`.
         rows_R: tokens whose logits are wanted.
-        bodies: bodies of attention, one for each layer.
+        bodies: bodies of attention, one for each layer of the KV cache (`Config.num_cache_layers`).
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
         then: functions for weights of a batch-invariant config, by names such as "blocks.0.wq". Each is a
             `BatchInvariantWeight.then`.
@@ -92,44 +94,58 @@ def decode(
         ((1, 32), (3, 0, 0))
     """
     check_decodable(config)
-    if len(bodies) != config.num_layers:
-        raise ValueError(f"decode: {len(bodies)} bodies for num_layers={config.num_layers}. Pass one for each layer.")
+    if len(bodies) != config.num_cache_layers:
+        raise ValueError(
+            f"decode: {len(bodies)} bodies for {config.num_cache_layers} layers of the cache, of"
+            f" num_layers={config.num_layers}. Pass one for each."
+        )
     if config.batch_invariant:
         params = _make_batch_invariant_weights(config, params, axis, then, activations)
     config = _drop_losses(config)
     along = Along(axis)
-    x_TD = nn.embedding(tokens_T, params["embed"], vocab_size=config.vocab_size, axis=axis)
+    x_TD = scale_embeddings(config, nn.embedding(tokens_T, params["embed"], vocab_size=config.vocab_size, axis=axis))
     if config.position == "learned":
         x_TD = x_TD + params["position"][positions_T]
     if config.embedding_norm:
         x_TD = norm(config, along, x_TD, params["embed_norm_w"], params.get("embed_norm_b"))
-    if config.position == "rope":
-        cos_TK, sin_TK = params["cos"][positions_T], params["sin"][positions_T]
-        bodies, tables = [_Rotating(body, cos_TK, sin_TK) for body in bodies], {}
-    else:
-        tables = position_tables(config, positions_T, x_TD.dtype)
-    x_1TD = x_TD[None]
-    mask = nn.Causal() if config.window is None else nn.Window(config.window - 1)
-    *early, last = params["blocks"]
-    bodies, wanted = [*bodies], _narrow_last(bodies[-1], last, rows_R, None if then else len(tokens_T))
-    if wanted is not None:
-        bodies[-1] = wanted
+    rotations = {rope: [params[name][positions_T] for name in names] for rope, names in _name_tables(config).items()}
+    kinds, swift = config.layer_settings, config.swift
+    bodies = bodies if swift is None else [bodies[swift.cache_layer(i)] for i in range(config.num_layers)]
+    bodies = [
+        body if kind.rope is None else _Rotating(body, *rotations[kind.rope])
+        for body, kind in zip(bodies, kinds, strict=True)
+    ]
+    shared, x_1TD = score_arguments(config, positions_T, x_TD.dtype), x_TD[None]
+    blocks, keys = params["blocks"], SwiftKeys(config, along, params)
+    first = config.num_layers - 1 if swift is None else min(swift.first, config.num_layers - 1)
+    found = (_narrow_body(x, blocks[-1], rows_R, None if then else len(tokens_T)) for x in bodies[first:])
+    narrow = [x for x in found if x is not None]
+    is_narrow = len(narrow) == config.num_layers - first
     experts, states = list[Tensor](), [x_1TD]
-    for p, body in zip([*early, last], bodies, strict=True):
-        table, rows = tables | {"how": nn.Attending(mask, body)}, rows_R if body is wanted else None
+    for i, (p, body, kind) in enumerate(zip(blocks, bodies, kinds, strict=True)):
+        body = narrow[i - first] if is_narrow and i >= first else body
+        table = keys.add_to(shared | {"how": nn.Attending(causal_mask(kind), body)}, i, x_1TD)
+        rows = rows_R if is_narrow and i == first else None
+        if rows is not None and "keys" in table:  # all tokens have given their keys and values
+            x_1TD, rows = x_1TD[:, rows_R], None
         x_1TD, seen = block(config, along, None, p, x_1TD, table, None, None, rows_R=rows)
         experts += [] if seen is None else [seen.experts]
         states.append(x_1TD)
-    x_RD = gather_tokens(x_1TD[0])[rows_R] if wanted is None else x_1TD[0]
+    x_RD = x_1TD[0] if is_narrow else gather_tokens(x_1TD[0])[rows_R]
     x_RD = norm(config, along, x_RD, params["norm_w"], params.get("norm_b"))
-    own_RV = nn.column_linear(x_RD, params[_get_head(config)], features=config.vocab_size, axis=axis)
+    own_RV = compute_logits(config, params, x_RD, along)
     logits_RV = all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size)
     experts_Tmk = torch.stack(experts, 1) if experts else tokens_T.new_zeros(len(tokens_T), 0, 0)
-    return Decoded(logits_RV, x_RD, experts_Tmk, _LayerStates(states, x_RD, rows_R, gather_tokens))
+    return Decoded(
+        logits_RV,
+        x_RD,
+        experts_Tmk,
+        _LayerStates(states, x_RD, rows_R, gather_tokens, first + 1 if is_narrow else len(states)),
+    )
 
 
-def _narrow_last(body: nn.AttentionBackend, p: Params, rows_R: Tensor, num: int | None) -> nn.Local | None:
-    """Returns the body of the last layer for only the wanted tokens, or None where the layer computes all tokens.
+def _narrow_body(body: nn.AttentionBackend, p: Params, rows_R: Tensor, num: int | None) -> nn.Local | None:
+    """Returns the body of a late layer for only the wanted tokens, or None where the layer computes all tokens.
 
     Adapters and records of experts need all `num` tokens.
     """
@@ -146,16 +162,20 @@ class _LayerStates(NamedTuple):
         last_RD: states after the last norm.
         rows_R: rows.
         gather_tokens: see `decode`.
+        whole: number of states of all tokens. Later states have only the rows.
     """
 
     states: list[Tensor]
     last_RD: Tensor
     rows_R: Tensor
     gather_tokens: Callable[[Tensor], Tensor]
+    whole: int
 
     def __call__(self, layers: int) -> Tensor:
         if layers == len(self.states) - 1:
             return self.last_RD
+        if layers >= self.whole:
+            return self.states[layers][0]
         return self.gather_tokens(self.states[layers][0])[self.rows_R]
 
 
@@ -187,7 +207,7 @@ class _Rotating(nn.Local):
 
 
 def _rotate_heads(x_1THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    if x_1THK.dtype != torch.float32:
+    if x_1THK.dtype != torch.float32 or cos_TK.shape[-1] < x_1THK.shape[-1]:
         return nn.rope(x_1THK, cos_TK, sin_TK)
     return rotate(x_1THK[0], cos_TK, sin_TK)[None]
 
@@ -227,7 +247,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, quantization: Qua
         _check_batch_invariant(params, quantization)
     params = unstack_blocks(config, params) | _tables_of_all(config, params)
     blocks = params["blocks"]
-    head = _get_head(config)
+    head = name_head(config)
     linear = [f"blocks.{i}.{name}" for i, p in enumerate(blocks) for name in p if name in _LINEAR]
     check_policy(quantization, [*linear, head], "pack")
     _check_quantization(
@@ -274,7 +294,7 @@ def _check_quantization(config: Config, leaves: Params, axis: Axes, policy: Quan
     """Refuses quantization where layers do not read them, and where ranks would have other groups than one rank."""
     for name, x in leaves.items():
         kind, quantization = name.rpartition(".")[2], find_quantization(policy, name)
-        if x.dtype == torch.uint8 and not (config.batch_invariant and kind in (*_LINEAR, _get_head(config))):
+        if x.dtype == torch.uint8 and not (config.batch_invariant and kind in (*_LINEAR, name_head(config))):
             raise ValueError(
                 f"pack: {name} is quantized, which only linear layers of Config(batch_invariant=True) read. Decode it."
             )
@@ -294,23 +314,29 @@ def _check_quantization(config: Config, leaves: Params, axis: Axes, policy: Quan
 def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:
     """Returns the specs of the result of `pack`."""
     tree: Any = specs(dataclasses.replace(config, stacked=False), tp=tp)
-    return tree | dict.fromkeys(("cos", "sin") if config.position == "rope" else (), P())
+    return tree | dict.fromkeys((name for names in _name_tables(config).values() for name in names), P())
+
+
+def _name_tables(config: Config) -> dict[nn.Rope, tuple[str, str]]:
+    """Returns the names of the tables of each kind of rotary positions in the layers: cos and sin, cos1 and sin1, .."""
+    ropes = dict.fromkeys(kind.rope for kind in config.layer_settings if kind.rope is not None)
+    return {rope: (f"cos{i or ''}", f"sin{i or ''}") for i, rope in enumerate(ropes)}
 
 
 def _tables_of_all(config: Config, params: Params) -> Params:
     """Returns the rotations of all positions, computed once, as they are much work for one token."""
-    if config.position != "rope":
-        return {}
-    embed = params["embed"]
+    embed, out = params["embed"], {}
     # On "meta" torch imports its compiler for the functions of a table, so the shapes are those of one position.
     num, device = (1, "cpu") if embed.is_meta else (config.max_len, embed.device)
-    table = position_tables(config, torch.arange(num, device=device), embed.dtype)["table"]
-    if embed.is_meta:
-        table = [x.new_empty(config.max_len, *x.shape[1:], device="meta") for x in table]
-    return dict(zip(("cos", "sin"), table, strict=True))
+    for rope, names in _name_tables(config).items():
+        table = rope_table(config, rope, torch.arange(num, device=device), embed.dtype)
+        if embed.is_meta:
+            table = [x.new_empty(config.max_len, *x.shape[1:], device="meta") for x in table]
+        out |= dict(zip(names, table, strict=True))
+    return out
 
 
-_LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down", "router", "mix")
+_LINEAR = ("wq", "wk", "wv", "s_wq", "s_wk", "s_wv", "wo", "w_up", "w_gate", "w_down", "router", "mix")
 # Small layers that decide on experts, never in codes.
 _GATES = ("router", "mix")
 # Whose inputs tensor parallelism cuts.
@@ -326,16 +352,12 @@ def _pack_weight(name: str, weight: Tensor, shape: tuple[int, ...], quantization
     return pack_rows(matrix, None if name in _GATES else quantization)
 
 
-def _get_head(config: Config) -> str:
-    return "embed" if config.tie_embeddings else "head"
-
-
 def _make_batch_invariant_weights(
     config: Config, params: Params, axis: Axes, then: Mapping[str, nn.Then], activations: Activations | None
 ) -> Params:
     """Returns packed leaves as weights of layers."""
     shapes: Any = block_shapes(config, axis)
-    head = _get_head(config)
+    head = name_head(config)
 
     def get_weight(panels: Tensor, block: Any, name: str) -> nn.BatchInvariantWeight:
         how: Any = {"then": then.get(name), "activations": activations}
@@ -349,7 +371,9 @@ def _make_batch_invariant_weights(
 
 
 def linear_sizes(config: Config) -> dict[str, tuple[int, int]]:
-    """Returns inputs and outputs of the linear layers inside blocks, routers left out, by the names of their weights.
+    """Returns inputs and outputs of the linear layers inside blocks, by the names of their weights.
+
+    Routers are left out, and the keys and queries that SwiftKV replaces.
 
     Example:
         >>> sizes = linear_sizes(Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4))
@@ -359,8 +383,9 @@ def linear_sizes(config: Config) -> dict[str, tuple[int, int]]:
     shapes: Any = block_shapes(config, None)
     sizes = {}
     for i, own in enumerate(shapes["blocks"]):
+        unread = (*_GATES, *(("wq", "wk", "wv") if "s_wq" in own else ()))
         for name in _LINEAR:
-            if name in own and name not in _GATES:
+            if name in own and name not in unread:
                 shape = own[name].shape
                 outs = 1 if name == "wo" else len(shape) - 1
                 sizes[f"blocks.{i}.{name}"] = math.prod(shape[outs:]), math.prod(shape[:outs])

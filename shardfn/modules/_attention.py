@@ -424,8 +424,8 @@ class Windows:
         found = sorted(w for w in self.made if w is not None)
         if len(found) > 1:
             raise ValueError(
-                f"{type(module).__name__} has no window of its own, and masks of the model have windows of {found}; one"
-                " window is supported there."
+                f"all masks of a model must have one window where a layer has no window, as {type(module).__name__}"
+                f" here. Got windows of {found}."
             )
         return found[0] if found else None
 

@@ -129,8 +129,7 @@ def load_model(job: ModelSettings, mesh: Mesh) -> LoadedModel:
         )
     if wrong := sorted(x for x in made.text.ends if not 0 <= x < made.decoder.vocab):
         raise ValueError(
-            f"{path}: eos_token_id has {wrong[0]}, which is not a token of the model; it must be from 0 to"
-            f" {made.decoder.vocab - 1}."
+            f"{path}: eos_token_id must be a token of the model, from 0 to {made.decoder.vocab - 1}, got {wrong[0]}."
         )
     if made.plain is None:
         return made
@@ -264,7 +263,7 @@ def load_text(job: ModelSettings) -> ModelText:
 def _load_run_tokenizer(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
     name = given.get("tokenizer")
     if not isinstance(name, str):
-        raise ValueError(f"{run / 'model.json'}: tokenizer is {name!r:.60}; it must be 'bytes', or a file's name.")
+        raise ValueError(f"{run / 'model.json'}: tokenizer must be 'bytes', or a file's name, got {name!r:.60}.")
     with name_file_in_errors(run / name, "its tokenizer"):
         return ByteTokenizer() if name == "bytes" else BPETokenizer.load(run / name)
 
@@ -344,14 +343,14 @@ def _load_gguf(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedMode
     text = _load_gguf_text(file)
     changes, inexact = _choose_batch_invariant(job)
     # Layers that are batch-invariant read blocks as they are. Ranks cut blocks only where codes are asked for.
-    blocks = bool(changes) and (job.weights is not None or (mesh.size == 1 and job.fit is None))
+    keep_codes = bool(changes) and (job.weights is not None or (mesh.size == 1 and job.fit is None))
     try:
         gpt_config(gguf_config(file))
     except ValueError as error:
         load_module = functools.partial(_load_weights, path.parent, job, gguf_file=path.name)
         return _load_unmodified(lambda axis: (load_module(), None), job, mesh, text, error)
     with name_file_in_errors(path, "its weights"):
-        config, params = gpt_from_gguf(file, dtype=DTYPES[job.dtype], blocks=blocks, **changes)
+        config, params = gpt_from_gguf(file, dtype=DTYPES[job.dtype], keep_codes=keep_codes, **changes)
     num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
     coded = f"{num} weights in the file's own codes" if num else ""
     size = gpt.num_params(config)
@@ -378,8 +377,8 @@ def _load_unmodified(
         raise error from problem
     if made.cache.heads % mesh.size:
         raise ValueError(
-            f"{job.model} has {made.cache.heads} key heads, which {mesh.size} ranks do not divide; take --mesh tp=N"
-            " with an N that does"
+            f"the ranks must divide the key heads of {job.model}, got {mesh.size} ranks and {made.cache.heads} heads."
+            " Pass --mesh tp=N with such an N."
         ) from problem
     inexact = "" if made.batch_invariant else "some of the model's own layers are not"
     plain = None if job.fit is None else lambda: of_model()[0]
@@ -391,7 +390,9 @@ def _load_run(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedModel
     assert run is not None
     given = read_json_object(run / "model.json")
     if missing := [name for name in ("model", "per_head", "tokenizer") if name not in given]:
-        raise ValueError(f"{run / 'model.json'} has no {missing}; it has {sorted(given)}. Train again to write it.")
+        raise ValueError(
+            f"{run / 'model.json'} must have {missing}, got {sorted(given)}. Train again to write the file."
+        )
     changes, inexact = _choose_batch_invariant(job)
     with name_file_in_errors(run / "model.json", "its model"):
         check_sizes(given["model"], run / "model.json")
@@ -534,7 +535,7 @@ def _stop_tokens(path: pathlib.Path) -> frozenset[int]:
     value = read_json_object(path).get("eos_token_id") if path.is_file() else None
     tokens = [] if value is None else value if isinstance(value, list) else [value]
     if any(type(x) is not int for x in tokens):
-        raise ValueError(f"{path}: eos_token_id is {value!r:.60}; it must be a token, an integer, or a list of tokens.")
+        raise ValueError(f"{path}: eos_token_id must be a token, an integer, or a list of tokens, got {value!r:.60}.")
     return frozenset(tokens)
 
 

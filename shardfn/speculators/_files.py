@@ -8,22 +8,21 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from shardfn.core import PyTree, did_you_mean, raise_all
+from shardfn.core import PyTree, raise_all
 from shardfn.inference import Decoder
 
-from ._config import RecurrentConfig, list_misfits
-from ._drafter import Speculator, check_params
-from ._recurrent import Params
+from ._config import SpeculatorConfig, config_from, list_misfits
+from ._drafter import Speculator
+from ._loss import Params, check_params
 from ._target import LeafDigest, digest_weights, list_other_weights
 
 CONFIG, TENSORS = "config.json", "model.safetensors"
 _FORMAT = "shardfn-speculator"
 _OF_MODEL = ("model_digest", "model_weights")
-_FIELDS = {x.name: x.type for x in dataclasses.fields(RecurrentConfig)}
 
 
 def save(
-    directory: str | os.PathLike[str], config: RecurrentConfig, params: Params, decoder: Decoder, model_params: PyTree
+    directory: str | os.PathLike[str], config: SpeculatorConfig, params: Params, decoder: Decoder, model_params: PyTree
 ) -> None:
     """Writes a speculator of a model. Files of the same names are replaced once the new files are whole.
 
@@ -96,7 +95,7 @@ def load(directory: str | os.PathLike[str], decoder: Decoder, model_params: PyTr
     return made
 
 
-def _read_config(path: pathlib.Path) -> tuple[RecurrentConfig, str, dict[str, LeafDigest]]:
+def _read_config(path: pathlib.Path) -> tuple[SpeculatorConfig, str, dict[str, LeafDigest]]:
     """Returns the shape, and the digests of the model's config and weights."""
     try:
         about: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -107,11 +106,9 @@ def _read_config(path: pathlib.Path) -> tuple[RecurrentConfig, str, dict[str, Le
         raise ValueError(
             f"{path} has the format {kind!r:.40}, and must have {_FORMAT!r}. Give a speculator's directory."
         )
-    known = {*_FIELDS, "format", *_OF_MODEL}
-    problems = [f"{name} is missing" for name in sorted(known - set(about))]
-    problems += [f"{name} is unknown.{did_you_mean(name, known)}" for name in sorted(set(about) - known)]
-    raise_all(ValueError, f"{path}:", problems)
-    weights = about["model_weights"]
+    raise_all(ValueError, f"{path}:", [f"{name} is missing" for name in _OF_MODEL if name not in about])
+    del about["format"]
+    digest, weights = (about.pop(name) for name in _OF_MODEL)
     try:
         leaves = {name: LeafDigest(int(size), str(values)) for name, (size, values) in weights.items()}
     except (AttributeError, TypeError, ValueError) as error:
@@ -119,6 +116,6 @@ def _read_config(path: pathlib.Path) -> tuple[RecurrentConfig, str, dict[str, Le
             f"{path}: model_weights must have a size and a digest for each leaf, got {weights!r:.60}. Train again."
         ) from error
     try:
-        return RecurrentConfig(**{name: about[name] for name in _FIELDS}), str(about["model_digest"]), leaves
+        return config_from(about), str(digest), leaves
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -124,6 +124,27 @@ def test_greedy_tokens_are_those_of_gpt(given: pathlib.Path, capsys: pytest.Capt
 
 
 @pytest.mark.nightly
+def test_models_with_swiftkv(
+    given: pathlib.Path, run: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files of Hugging Face, and a run, with the tokens of the model's own forward."""
+    config, params = gpt.add_swift_kv(*interop.gpt_from_hf(given, batch_invariant=True), first=1)
+    shutil.copytree(given, tmp_path / "files")
+    interop.gpt_to_hf(tmp_path / "files", config, params)
+    [row] = generated(capsys, tmp_path / "files", "one two three", "--temperature", 0, "--max-tokens", 6)
+    want = greedy(config, params, [1, 3, 4, 5], 6)
+    assert row["tokens"] == want[: want.index(2) + 1 if 2 in want else 6]
+    small, params = gpt.add_swift_kv(CONFIG, gpt.init(CONFIG, core.key(0)), first=1)
+    shutil.copytree(run, tmp_path / "run")
+    told = json.loads((run / "model.json").read_text()) | {"model": interop.hf_config(small)}
+    (tmp_path / "run/model.json").write_text(json.dumps(told))
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    save(tmp_path / "run/checkpoints", params, 3, at="params")
+    [row] = generated(capsys, tmp_path / "run", "ab", "--temperature", 0, "--max-tokens", 6)
+    assert row["tokens"] == greedy(small, params, list(b"ab"), 6)
+
+
+@pytest.mark.nightly
 def test_other_models_run_by_their_own_code(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer_of(WORDS).save_pretrained(tmp_path)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -193,7 +214,9 @@ def test_codes_fitted_to_a_text(run: pathlib.Path, tmp_path: pathlib.Path, capsy
     [want] = inference.Engine(inference.decoder(config, quantization="int4"), params).generate([list(b"abc")], greedily)
     assert (row["tokens"], row["logprobs"]) == (want.tokens, want.logprobs)
     assert generated(capsys, *how)[0]["logprobs"] != row["logprobs"]
-    assert f"--fit {empty} has no tokens; give a text like those of prompts." in refused(capsys, *how, "--fit", empty)
+    assert f"--fit {empty} --fit must be a text with tokens, similar to the prompts, got no tokens in" in refused(
+        capsys, *how, "--fit", empty
+    )
 
 
 @pytest.mark.nightly
@@ -393,7 +416,7 @@ def test_a_prompt_longer_than_the_context(given: pathlib.Path, capsys: pytest.Ca
         ("text", "is a file of b'text'..., and no GGUF file"),
         ("empty", "has neither config.json nor model.json; it has no files"),
         ("untokenized", "has no tokenizer"),
-        ("unchatty", "--chat: the tokenizer of .* has no chat template"),
+        ("unchatty", "--chat needs a chat template, but the tokenizer of .* has none"),
         ("larger", "the tokenizer of .* has 12 tokens, and the model has 11"),
         ("unknown", "MambaForCausalLM cannot be served: its layers keep a state"),
         ("incomplete", "model.layers.1.mlp.up_proj.weight is missing"),
@@ -497,7 +520,7 @@ def test_other_models_draw_the_same_tokens_on_several_ranks(tmp_path: pathlib.Pa
         several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         assert output(sys.executable, *several, *args, "--mesh", f"tp={ranks}") == alone
     four = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4]
-    with pytest.raises(AssertionError, match="has 6 key heads, which 4 ranks do not divide; take --mesh tp=N with"):
+    with pytest.raises(AssertionError, match=r"got 4 ranks and 6 heads. Pass --mesh tp=N with"):
         output(sys.executable, *four, *args)
 
 

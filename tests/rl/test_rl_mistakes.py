@@ -73,7 +73,7 @@ def spoilt() -> Any:
 
 MISTAKES = [
     Mistake("dropout is active in the actor", with_dropout,
-            ValueError, "check_first_ratios: row 0 has at token 0 log probability ... by version 0; ... tokens differ",
+            ValueError, "Row 0 has ... at token 0 in training, but ... by version 0. ... tokens differ",
             "Turn dropout off in the actor (module.eval() before from_module, or no key)"),
     Mistake("the prompt fills the context", lambda: sample(range(12)),
             ValueError, "prompts[1] has 12 tokens and answers have up to 4, together 16; the rows have 12",

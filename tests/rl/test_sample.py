@@ -142,9 +142,9 @@ def test_mistakes_are_named() -> None:
         words = re.escape(f"{name} is {value}; answers would be drawn from another distribution")
         with pytest.raises(ValueError, match=words):
             rl.sample(engine, [[1]], Sampling(**{name: value}), key=sf.key(0))
-    with pytest.raises(ValueError, match=r"sample: the sampling has a grammar.*Take grammar=None"):
+    with pytest.raises(ValueError, match=r"sample: the sampling must have no grammar.*Pass grammar=None"):
         rl.sample(engine, [[1]], Sampling(max_tokens=2, grammar=Grammar.regex("a*")), key=sf.key(0))
-    with pytest.raises(ValueError, match=r"prompts\[1\] has 20 tokens and answers have up to 7, together 27; the rows"):
+    with pytest.raises(ValueError, match=r"got 20 tokens in prompts\[1\] and up to 7 in answers, together 27"):
         rl.sample(engine, [[1], [2] * 20], SAMPLING, key=sf.key(0))
     with pytest.raises(TypeError, match=r"sample: key is 3.*sf.key\(3\)"):
         rl.sample(engine, [[1]], SAMPLING, key=3)  # pyright: ignore[reportArgumentType]
