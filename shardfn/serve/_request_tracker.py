@@ -284,7 +284,7 @@ class RequestTracker:
     def _send_request(self, name: str, call: ClientRequest, request: Request) -> bool:
         """Sends a request to a replica, and returns whether a replica is up."""
         assert self._limits is not None
-        # Of a replica's blocks only prefixes of one adapter and one salt are shared.
+        # Requests share the blocks of prefixes only within an adapter and a salt.
         scope = PrefixScope(0, request.adapter, self._limits.cache_dtype, request.salt)
         keys = list_prefix_keys(request.prompt, self._limits.block, scope)
         hits = [None if x is None else x.table.count_hits(keys) for x in self._replicas]
