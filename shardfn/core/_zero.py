@@ -384,7 +384,7 @@ class Zero:
             hint = did_you_mean(foreign[0], axes) if foreign else ""
             raise ValueError(f"{given}: the secondary axis must be of those along which leaves are cut.{hint}")
         if set(self.near) == set(axes):
-            raise ValueError(f"{given} has no effect: there is no other axis to spare. Name the near ones alone.")
+            raise ValueError(f"{given} has no effect, because it names all axes. Name only the axes within a node.")
 
     def _check_memory(self) -> None:
         kinds = get_args(MemoryKind)

@@ -80,7 +80,7 @@ class Adapters:
             raise ValueError(f"an adapter named {name!r} is there. Remove it first, or give the new one another name.")
         if not self._decoder.linear:
             raise ValueError(
-                f"adapter {name!r}: adapters are served by batch-invariant decoders alone, and this one is not."
+                f"adapter {name!r} needs a batch-invariant decoder, but this decoder is not batch-invariant."
             )
         try:
             made = make_adapter(*given, self._decoder.linear)

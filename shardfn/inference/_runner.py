@@ -513,8 +513,9 @@ def _check_cache(decoder: Decoder, limits: Limits, leaves: list[Any]) -> None:
     if decoder.batch_invariant and wide != (limits.cache_dtype == "float64"):
         own = "float64" if wide else "not float64"
         raise ValueError(
-            f"engine: parameters are {own}, and limits.cache_dtype is {limits.cache_dtype!r}: logits would not be those"
-            " of one forward. Take limits_of(decoder, cache_dtype='float64') for float64, and for it alone."
+            f"engine: limits.cache_dtype must be 'float64' for parameters in float64, and only then, got"
+            f" {limits.cache_dtype!r} for {own}. Otherwise logits would differ from a single forward. Pass"
+            " limits_of(decoder, cache_dtype=...)."
         )
 
 

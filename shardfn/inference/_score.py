@@ -64,7 +64,9 @@ def read_choices(prompts: Iterable[Sequence[int]], choices: Iterable[Iterable[Se
         if not prompt:
             raise ValueError(f"score: prompt {i} has no tokens. Begin with a token such as the tokenizer's bos token.")
         if empty := [j for j, choice in enumerate(several) if not choice]:
-            raise ValueError(f"score: choice {empty[0]} of prompt {i} has no tokens, so it is no continuation.")
+            raise ValueError(
+                f"score: a choice must have at least one token, but choice {empty[0]} of prompt {i} is empty."
+            )
     return [ScoredPrompt(prompt, several) for prompt, several in zip(made, listed, strict=True)]
 
 

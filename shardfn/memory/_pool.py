@@ -163,7 +163,7 @@ class Pool:
         """
         place = pathlib.Path(directory)
         if not place.is_dir():
-            raise FileNotFoundError(f"{place} is no directory: nothing was committed there.")
+            raise FileNotFoundError(f"{place} is not a directory, so nothing was committed there.")
         pool, chosen = cls.__new__(cls), _Options(**options)
         with locked(place, *_USE, PoolInUseError) as lock:
             path, step, entries = _choose_manifest(place, step)

@@ -314,7 +314,7 @@ def _apply_embedding(input: Any, weight: Any, *options: Any, norm_type: float = 
     if any(x is not None and x is not False for x in (*options, *named.values())) or not isinstance(
         weight, BatchInvariantWeight
     ):
-        raise TypeError("embedding of an BatchInvariantWeight takes the indices and the weight alone.")
+        raise TypeError("embedding of a BatchInvariantWeight expected only the indices and the weight.")
     return weight.rows(input)
 
 

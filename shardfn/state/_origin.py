@@ -58,8 +58,8 @@ def check_origins(mesh: Mesh, control: AnyControl, place: pathlib.Path, told: di
     if worlds - {mesh.size}:
         there = max(worlds - {mesh.size})
         raise ValueError(
-            f"the state under {place.parent} was written by {there} ranks, this job has {mesh.size}. A rank's directory"
-            f" holds that rank's blocks alone: resume it on {there} ranks."
+            f"the state under {place.parent} must be resumed on {there} ranks, by which it was written, got"
+            f" {mesh.size} ranks. The directory of a rank has only that rank's blocks."
         )
     raise_all(
         ValueError,

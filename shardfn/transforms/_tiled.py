@@ -57,8 +57,8 @@ def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> C
     check_order("remat", f)
     if dim < 0 or (tiles is not None and tiles < 1):
         raise ValueError(
-            f"tiled(dim={dim}, tiles={tiles}): dim counts from the front, since tensors of other numbers of dims are"
-            " cut along it, and there is at least one tile."
+            "tiled: dim must be 0 or more, because the tensors may have different numbers of dims, and tiles must be"
+            f" at least 1, got dim={dim} and tiles={tiles}."
         )
     again = remat(f)
 

@@ -128,7 +128,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: pathlib.Path) -> None:
 
     refused("more experts than layers have", lambda place: None, num_experts=[2, 2])
     refused(
-        "is no weight of expert 0", lambda place: torch.save({NATIVE.format(0, 1, "w"): torch.ones(2)}, first(place))
+        "is not a weight of expert 0", lambda place: torch.save({NATIVE.format(0, 1, "w"): torch.ones(2)}, first(place))
     )
     refused("has 'note', and is to have tensors", lambda place: torch.save({"note": "x"}, first(place)))
     refused(

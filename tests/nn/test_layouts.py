@@ -181,7 +181,7 @@ def test_refusals_of_layouts() -> None:
 def test_rows_without_blocks_are_asked_for() -> None:
     blocks = np.eye(4, dtype=bool)
     blocks[2] = False
-    with pytest.raises(ValueError, match=r"1 rows have no block, the first at \(2,\).*allow_empty=True"):
+    with pytest.raises(ValueError, match=r"1 rows have none, the first at \(2,\).*allow_empty=True"):
         nn.BlockLayout(blocks, 2)
     layout = nn.BlockLayout(blocks, 2, allow_empty=True)
     assert layout.count((0, 8), (0, 8)) == 12

@@ -92,7 +92,7 @@ def find_checkpoint(directory: pathlib.Path, tag: str | None) -> pathlib.Path:
             raise FileNotFoundError(f"{directory} has no file 'latest' that names a checkpoint. Pass tag=.")
         tag = tags[0].read_text().strip()
     if not _TAG.fullmatch(tag) or tag in (".", ".."):
-        raise ValueError(f"{tag!r} is no name of a checkpoint in {directory}.")
+        raise ValueError(f"{directory} has no checkpoint with the name {tag!r}.")
     place = directory / tag
     if not place.is_dir():
         found = sorted(p.name for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else []
@@ -108,7 +108,7 @@ def load_file(path: pathlib.Path) -> Any:
         raise ValueError(f"{path} is no file of a checkpoint: {str(problem).splitlines()[0]}") from problem
     odd = [x for x in names if x not in _INERT]
     if odd:
-        raise ValueError(f"{path} has objects of {', '.join(odd)}, which are no tensors. It is not opened.")
+        raise ValueError(f"{path} has objects that are not tensors, {', '.join(odd)}, so the file is not opened.")
     try:
         with torch.serialization.safe_globals([(_Inert, x) for x in names]):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -131,7 +131,9 @@ def load_optimizers(place: pathlib.Path) -> list[dict[str, Any]]:
         if found:
             files[int(found[1])] = path
     if not files:
-        raise ValueError(f"{place} has no states of a ZeRO optimizer: stage 0 keeps weights alone in a form of ours.")
+        raise ValueError(
+            f"{place} has no states of a ZeRO optimizer. Stage 0 saves only weights, and the states in another form."
+        )
     missing = sorted(set(range(len(files))) - set(files))
     if missing:
         raise FileNotFoundError(f"{place} has no optimizer states of ranks {missing}.")
@@ -349,7 +351,10 @@ def _read_state(path: pathlib.Path, shape: torch.Size | None) -> Tensor:
     if tensor is not found:
         return tensor.float().clone()
     if shape is None:
-        raise FileNotFoundError(f"{path} is flat, and no *_model_states.pt beside has its shape. Copy them there.")
+        raise FileNotFoundError(
+            f"{path} is flat, and needs a *_model_states.pt with the shapes in the same directory. Copy the files"
+            " there."
+        )
     if tensor.numel() != shape.numel():
         raise ValueError(f"{path} has {tensor.numel()} elements, and its parameter is {tuple(shape)}.")
     return tensor.float().reshape(shape).clone()
