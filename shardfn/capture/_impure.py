@@ -23,7 +23,7 @@ _CACHE: Any = type(functools.lru_cache(len))
 
 
 class Drawn(Exception):
-    """Raised where a function draws numbers. Has the generator's name and, where known, the line."""
+    """Error for a function that draws numbers, with the name of the generator and, if known, the line."""
 
 
 @contextlib.contextmanager

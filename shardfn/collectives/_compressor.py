@@ -124,7 +124,7 @@ class Compress(Protocol):
     """`(x, memory, whole=, donate=) -> (codes, memory)`."""
 
     def __call__(self, x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
-        """Compresses."""
+        """Returns the codes of a tensor."""
         ...
 
 

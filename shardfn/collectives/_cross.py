@@ -178,7 +178,7 @@ class _Message:
         return self.numel * self.dtype.itemsize
 
     def add(self, crossing: LeafCrossing, box: Box) -> None:
-        """Adds a part."""
+        """Adds a box of elements to the message."""
         self.parts.append((crossing, box))
         self.numel += _box_numel(box)
 

@@ -163,7 +163,7 @@ class _StackOfProgram(threading.local):
         return values
 
     def put(self, values: list[Any]) -> None:
-        """Replaces the list."""
+        """Replaces the list of bound values."""
         this_program().put(self._name, values)
         self.forget()
 
@@ -181,7 +181,7 @@ class _StackOfThread(threading.local):
         return self.values
 
     def put(self, values: list[Any]) -> None:
-        """Replaces the list."""
+        """Replaces the list of bound values."""
         self.values = values
 
 

@@ -30,7 +30,7 @@ def is_device(kind: str) -> bool:
 
 
 def is_disk(kind: str) -> bool:
-    """Returns whether a value of this memory kind lies on disk, where it is no tensor and is never overwritten."""
+    """Returns whether a value of this memory kind is on disk, where a value is not a tensor and never overwritten."""
     return kind == "disk"
 
 

@@ -23,7 +23,7 @@ _ROWS = 5  # the argument of `_START` that has the number of rows
 
 
 def exact_rows(gm: GraphModule) -> GraphModule:
-    """Gives exchanges exactly the rows that come, in place of the most that may, where all users allow shorter values.
+    """Lets exchanges return only the received rows, instead of the largest possible number, if all users allow it.
 
     For example, a rank of a mixture of experts that gets 700 of at most 4096 rows computes 700. Values with the mark
     `arrived_rows` have the rows that came by the table, and so have values made row by row. Such values may be shorter

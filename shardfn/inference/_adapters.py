@@ -44,7 +44,7 @@ class Adapters:
 
     @property
     def hooks(self) -> EngineHooks:
-        """Returns the hooks."""
+        """Returns the engine hooks that select the adapter of each row."""
         return EngineHooks(columns=lambda state, plan: {"low": self.of(plan)})
 
     @property
@@ -89,7 +89,7 @@ class Adapters:
         self._keep_adapters(self._names | {name: made})
 
     def remove(self, name: str) -> None:
-        """Forgets an adapter.
+        """Removes an adapter from the engine.
 
         Raises:
             ValueError: the name is unknown, or a request in progress has the adapter.

@@ -45,7 +45,7 @@ class Classes(NamedTuple):
 
 
 class Classifier(NamedTuple):
-    """Classification head, as of a `...ForSequenceClassification` of transformers or of a reward model.
+    """Classification head of a `...ForSequenceClassification` of transformers, or of a reward model.
 
     Attributes:
         weight_CD: weights, a row for each class.

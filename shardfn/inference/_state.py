@@ -284,7 +284,7 @@ class State:
         insort(self.waiting.setdefault(sequence.request.priority, []), sequence.serial)
 
     def leave_line(self, sequence: Sequence) -> None:
-        """Takes a waiting sequence out of the line."""
+        """Removes a waiting sequence from the queue."""
         priority = sequence.request.priority
         lane = self.waiting[priority]
         del lane[bisect_left(lane, sequence.serial)]

@@ -276,7 +276,7 @@ def fetching(fetch: Callable[[LeafBook, int], Tensor]) -> AbstractContextManager
 
 
 def packs_leaves(pack: Any) -> bool:
-    """Returns whether a saved-tensor hook is that of `keep_out_of_graph`."""
+    """Returns whether a saved-tensor hook is the hook of `keep_out_of_graph`."""
     return isinstance(getattr(pack, "__self__", None), LeafBook)
 
 

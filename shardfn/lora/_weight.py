@@ -118,7 +118,7 @@ class LowRankWeight(core.MetadataTensor):
         return made
 
     def whole(self) -> Tensor:
-        """Returns the sum."""
+        """Returns the base weight plus the product of the adapter's matrices."""
         return self.weight + self.scale * (self.left @ self.right)
 
     def with_parts(self, f: Callable[[Tensor], Tensor]) -> "LowRankWeight":

@@ -172,7 +172,7 @@ class BatchInvariantWeight(Weight):
         return y if bias is None else y + bias
 
     def rows(self, index: Tensor) -> Float[Tensor, "*batch k"]:
-        """Returns rows of the weight [N, K], as of a table of embeddings.
+        """Returns rows of the weight [N, K] by index, for example embeddings of tokens.
 
         With panels, indices must be from 0 to N - 1.
         """
@@ -186,7 +186,7 @@ class BatchInvariantWeight(Weight):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """`linear` and `embedding`.
+        """Computes `linear` and `embedding` with this weight. Refuses other functions of torch.
 
         Raises:
             TypeError: for other functions.

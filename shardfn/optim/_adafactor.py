@@ -252,7 +252,7 @@ class _Factored:
 
 
 class _FactoredLeaf(NamedTuple):
-    """A leaf.
+    """Leaf with the dims over which second moments are factored.
 
     Attributes:
         shape: shape of the whole.

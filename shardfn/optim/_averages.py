@@ -152,7 +152,7 @@ class _AverageParams:
 
 
 class EmaState(NamedTuple):
-    """Average.
+    """Running average of updates.
 
     Attributes:
         count: int32, 0-d: steps taken.

@@ -151,7 +151,7 @@ def dtype_of_squares(leaves: Iterable[Tensor]) -> torch.dtype:
 
 
 def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = None) -> Float[Tensor, ""]:
-    """Returns the norm of a whole tree, as of a single vector.
+    """Returns the norm of all elements of a tree, as if the tree were a single vector.
 
     Euclidean, the sum of absolute values, or the largest absolute value.
 

@@ -50,7 +50,7 @@ class MessageRules(NamedTuple):
 
 
 class ParsedRequest(NamedTuple):
-    """A body, checked.
+    """Request body whose fields have been checked.
 
     Attributes:
         model: name of the model that the client has given.

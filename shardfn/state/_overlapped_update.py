@@ -186,7 +186,7 @@ class Promised:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Number of bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     def flat(self) -> Stored:

@@ -28,7 +28,7 @@ class Wait:
         self.start = time.monotonic()
 
     def update(self, num: int = 1) -> None:
-        """Counts finished parts."""
+        """Adds to the number of finished parts."""
         self.done += num
 
     def end(self) -> None:
