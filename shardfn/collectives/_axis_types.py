@@ -75,7 +75,7 @@ class AxisTypeMode(NotingMode):
         self._around: list[Any] = []
 
     def __enter__(self) -> "AxisTypeMode":
-        """Starts to track the axes along which values differ between ranks."""
+        """Starts to track differences between ranks by mesh axis."""
         around = interception()
         around.__enter__()
         self._around.append(around)

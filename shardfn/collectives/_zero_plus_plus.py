@@ -322,7 +322,7 @@ class QuantizedReduce:
 
     def all_reduce(self, flat: Tensor) -> Pending[Tensor]:
         """Refuses whole gradients: they are not quantised."""
-        raise AssertionError("a gradient that is summed whole does not travel in a code")
+        raise AssertionError("a gradient that is summed whole cannot be sent quantized")
 
 
 class Relayed(Pending[Tensor]):

@@ -356,8 +356,8 @@ class Zero:
         given = [f"{name} ({why})" for name, (is_given, why) in wrong.items() if is_given]
         if given:
             raise ValueError(
-                f"Zero(reduction='canonical') with {', '.join(given)}: sums would be taken in another order for each"
-                " number of ranks. Leave these out, or the reduction."
+                f"Zero(reduction='canonical') does not support {', '.join(given)}, because the order of a sum would"
+                " depend on the number of ranks. Leave these options or the reduction out."
             )
 
     @property

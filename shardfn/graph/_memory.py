@@ -32,7 +32,7 @@ from ._values import phases_of, storage_of, tensors_of, where_of, written_by
 
 @dataclasses.dataclass
 class Block:
-    """Piece of memory, with the first and the last node at which it is alive.
+    """Piece of memory, alive from a first to a last node.
 
     Attributes:
         nbytes: size.

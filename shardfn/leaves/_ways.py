@@ -35,13 +35,14 @@ class Memories(NamedTuple):
 
 
 class Manner(NamedTuple):
-    """The choices of a leaf's routes that its placements leave open.
+    """Settings of a leaf's routes that its placements do not determine.
 
     Attributes:
-        far: the axes of the first hop where it is gathered in two. A gradient in code is summed along them last.
-        gather_quantization: (bits, elements that share a scale) in which it is gathered. None: in the dtype that the
-            loss sees.
-        reduce_quantization: the same for its gradient, if that arrives in rows.
+        far: axes of the first hop, if the leaf is gathered in two hops. A quantized gradient is summed along these axes
+            last.
+        gather_quantization: (bits, elements that share a scale) of the gathered leaf. None: the dtype that the loss
+            sees.
+        reduce_quantization: (bits, elements that share a scale) of the gradient, if the gradient arrives in rows.
         unreduced: axes of the batch along which the gradient stays a summand, which the optimizer reduces.
     """
 

@@ -248,7 +248,7 @@ def wrong_dtype_error(begin: str) -> TypeError:
 
 
 def rank_node(w: BatchInvariantWeight, inputs: int, axis: Axes) -> BatchInvariantWeight:
-    """Returns the rank's block of a weight with cut inputs, with the block's chunks of the whole weight.
+    """Returns this rank's block of a weight whose inputs are cut, summed in the same chunks as the whole weight.
 
     Args:
         w: the block, [N, K_axis].

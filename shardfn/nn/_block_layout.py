@@ -56,7 +56,8 @@ class BlockLayout(Mask):
         if len(empty) and not self.allow_empty:
             raise ValueError(
                 "BlockLayout: each row of blocks needs at least one block, for example the block on the diagonal, but"
-                f" {len(empty)} rows have none, the first at {tuple(map(int, empty[0]))}. Or pass allow_empty=True."
+                f" {len(empty)} rows are without one, the first at {tuple(map(int, empty[0]))}. Or pass"
+                " allow_empty=True."
             )
 
     def __eq__(self, other: object) -> bool:

@@ -230,7 +230,7 @@ class Causal(Window):
 
 @dataclasses.dataclass(frozen=True)
 class Prefix(Mask):
-    """Causal mask in which every token also sees the first `length` tokens: a prefix language model.
+    """Causal mask with a visible prefix: every token also sees the first `length` tokens (prefix language model).
 
     Attributes:
         length: tokens of the prefix.

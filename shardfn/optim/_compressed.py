@@ -50,7 +50,7 @@ class Averaging:
 
     @property
     def over(self) -> tuple[str, ...]:
-        """Returns the mesh axes over which gradients are averaged."""
+        """Returns the mesh axes of the average."""
         return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis or ())
 
     def of(self, share: Share) -> "Averaging":

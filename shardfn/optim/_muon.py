@@ -138,7 +138,7 @@ def default_dims(x: Tensor) -> MatrixDims:
 
 
 def all_matrices(params: base.Params) -> core.PyTree:
-    """Returns the dims of rows and columns for every leaf of a tree in which all leaves are matrices."""
+    """Returns the dims of rows and columns for every leaf of a tree of matrices."""
     return core.tree_map(default_dims, params)
 
 

@@ -487,7 +487,7 @@ def _load_gguf_text(file: GGUFFile) -> ModelText:
 
 def _load_gguf_tokenizer(path: pathlib.Path) -> Any:
     if importlib.util.find_spec("gguf") is None:
-        raise ImportError(f"{path}: transformers reads its tokenizer by a package that is missing: pip install gguf")
+        raise ImportError(f"{path}: transformers needs the package gguf to read its tokenizer: pip install gguf")
     transformers = _import_transformers(path)
     with name_file_in_errors(path, "its tokenizer"):  # AutoTokenizer would read the whole file, for a config
         return transformers.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)

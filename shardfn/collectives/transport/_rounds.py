@@ -65,7 +65,7 @@ _MASK, _ZERO = (1 << _BITS) - 1, 1 << (_BITS - 1)
 
 
 class Kind(enum.IntEnum):
-    """Kinds of rounds in which ranks agree.
+    """Kinds of rounds of an agreement between ranks.
 
     EXCHANGE: exchange of a number, within a call. GATHER: gather of an object, within a call. INNER: agreement within a
     call. CALL: agreement at the beginning of a call.
