@@ -108,7 +108,7 @@ def write_files(
             if not taken:
                 known = _write_plan(place, plan, read, known, beside)
             done(plan.bytes)
-            # The device finishes this file while the next one is written.
+            # The device finishes this file while the next file is written.
             return _FileOutcome(known, taken, settling.submit(place.settle, plan.name) if durable else None)
 
         running = [writers.submit(core.adopting(write_file), plan) for plan in plans]
@@ -500,7 +500,7 @@ def save(
 
 
 def step_of(tree: core.PyTree, step: int | None) -> int:
-    """Returns the number of a checkpoint: the one given, or the state's.
+    """Returns the number of a checkpoint: the given number, or the state's.
 
     Raises:
         ValueError: both are missing.

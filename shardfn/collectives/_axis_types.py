@@ -391,7 +391,7 @@ def _recording_gradients() -> bool:
 def _is_differentiable(x: Tensor) -> bool:
     """Returns whether a gradient may be wanted.
 
-    Inside torch.func any tensor of floats may have one at an outer level.
+    Inside torch.func any tensor of floats may have a tangent at an outer level.
     """
     if not (x.is_floating_point() or x.is_complex()):
         return False

@@ -31,7 +31,7 @@ def exact_rows(gm: GraphModule) -> GraphModule:
 
         "each"     row i of the result is made of row i of the operands, as of pointwise ops
         "places"   row i of the result is made of the rows that row i of the second operand names
-        "first"    row i of the result is made of row i of the first operand; the others are whole
+        "first"    row i of the result is made of row i of the first operand; other operands are whole
         "sum"      a sum over groups of rows, which fill the operands up to the rows in use
         "sent"     only the rows that other operands name are read
         "like"     the result has the number of rows of the second operand

@@ -164,7 +164,7 @@ class _Recent:
     def _touch_leaf(self, leaf: int, nbytes: int) -> None:
         self._total += nbytes - self._recent.pop(leaf, 0)
         self._recent[leaf] = nbytes
-        # All other values were used after the oldest value. The oldest stays only while the others fit the budget.
+        # All other values were used after the oldest value. The oldest value stays only while all fit the budget.
         while self._recent and self._total - next(iter(self._recent.values())) > self._budget:
             self._total -= self._recent.popitem(last=False)[1]
 

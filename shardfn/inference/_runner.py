@@ -173,7 +173,7 @@ class StepResults(NamedTuple):
 
 
 class Runner:
-    """Graphs of a decoder, one for each bucket. A runner holds neither weights nor cache.
+    """Graphs of a decoder, a graph for each bucket. A runner holds neither weights nor cache.
 
     Args:
         decoder: model.

@@ -343,7 +343,7 @@ def start(limits: Limits, tokenizer: bytes = b"", drafter: Drafter | None = None
 
 
 def draw_key(seed: int, choice: int) -> int:
-    """Returns the key of a choice's draws. The key and a token's position give the one uniform number of the draw.
+    """Returns the key of a choice's draws. The key and a token's position give the uniform number of the draw.
 
     Example:
         >>> draw_key(7, 0) == draw_key(7, 0), draw_key(7, 0) == draw_key(7, 1)

@@ -123,8 +123,8 @@ def gpt_to_hf(
 ) -> None:
     """Writes a model so that `transformers.AutoModelForCausalLM.from_pretrained(directory)` has the same logits.
 
-    Leaves are gathered in sequence, stacked ones layer by layer. The first rank writes. Collective over the mesh of the
-    leaves.
+    Leaves are gathered in sequence, stacked leaves layer by layer. The first rank writes. Collective over the mesh of
+    the leaves.
 
     Args:
         directory: directory for the files, made if missing.

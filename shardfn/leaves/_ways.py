@@ -144,7 +144,7 @@ def _way_in(kept: Placement, used: Placement, manner: Manner) -> list[Placement]
 
 
 def _way_out(sent: Placement, summed: Placement, state: Placement, manner: Manner) -> list[Placement]:
-    """Summed to rows, if these are cut along axes of the batch alone, then over the others, or summed whole, then cut.
+    """Returns the stops of a gradient: summed to rows, if the batch cuts the rows, or summed whole and then cut.
 
     All stops have the dtype that is sent; sums of codes are in float32.
     """

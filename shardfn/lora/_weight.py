@@ -34,7 +34,7 @@ class Site:
         entries: keys of the path.
         shape: global shape.
         spec: spec of the leaf.
-        stacked: whether layers are gathered one at a time (`Sharding`).
+        stacked: whether layers are gathered in sequence (`Sharding`).
         rank: r.
         alpha: the numerator of the scale.
         full: whether a copy of the whole leaf is trained, in place of an adapter.

@@ -1,4 +1,4 @@
-"""Directories that one process owns at a time. The kernel releases a directory at any end of the process."""
+"""Directories that a single process owns at a time. The kernel releases a directory at any end of the process."""
 
 import contextlib
 import os

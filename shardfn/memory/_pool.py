@@ -178,10 +178,10 @@ class Pool:
 
     @staticmethod
     def steps(directory: str | os.PathLike[str]) -> tuple[int, ...]:
-        """Returns the steps of the commits that can be opened, the last one first.
+        """Returns the steps of the commits that can be opened, the last commit first.
 
         Raises:
-            DamagedError: a manifest differs from the one that was written.
+            DamagedError: a manifest differs from the written manifest.
         """
         return tuple(manifest.read(path)[0] for path in manifest.commits(pathlib.Path(directory)))
 
@@ -190,7 +190,7 @@ class Pool:
         """Returns the `about=` of the last commit without opening the pool. Empty without a commit.
 
         Raises:
-            DamagedError: the manifest differs from the one that was written.
+            DamagedError: the manifest differs from the written manifest.
         """
         return manifest.about(pathlib.Path(directory))
 
@@ -416,7 +416,7 @@ def _named_files(directory: pathlib.Path) -> set[str] | None:
 
 
 def _choose_manifest(directory: pathlib.Path, step: int | None) -> tuple[pathlib.Path, int, dict[str, Any]]:
-    """Returns the manifest of a step, or the last one."""
+    """Returns the manifest of a step, or the last manifest."""
     manifest.load(directory)  # raises without a commit
     found = [(path, *manifest.read(path)) for path in manifest.commits(directory)]
     for path, at, entries in found:

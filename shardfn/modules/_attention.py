@@ -189,7 +189,7 @@ _CALL = Ambient[RoutedCall]("attention of a module's call", by_thread=True)
 
 
 def none_attends() -> None:
-    """Marks the running call as one whose layers with attention are all on other ranks."""
+    """Marks the running call: all layers with attention are on other ranks."""
     call = _CALL.innermost()
     if call is not None:
         call.attends = False

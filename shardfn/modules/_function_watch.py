@@ -175,7 +175,7 @@ def _embed_dense(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Gives a dense gradient with the same values where a sparse one is requested."""
+    """Gives a dense gradient with the same values where a sparse gradient is requested."""
     del sparse
     _check_embedding("embedding", max_norm, scale_grad_by_freq)
     return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, False)

@@ -87,7 +87,7 @@ def fused(
 
 
 def pad_for_fused(columns: Columns) -> Iterator[Columns]:
-    """Yields the columns in one or several forms for a fused kernel, and writes ends back after each.
+    """Yields the columns in all forms for a fused kernel, and writes ends back after each.
 
     Args:
         columns: a list for each role, gradients last. Leaves are contiguous, and on a single device. All have the same

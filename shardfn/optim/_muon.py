@@ -79,7 +79,7 @@ class NewtonSchulz:
         a, b, c = self.coefficients
         tall = x.shape[0] > x.shape[1]
         y = wide(x.mT if tall else x)
-        # In the wide dtype: a gradient below the range of a narrow one would become zero.
+        # In the wide dtype: a gradient below the range of a narrow dtype would become zero.
         y = y / (torch.linalg.vector_norm(y) + self.eps)
         y = y if self.dtype is None else y.to(self.dtype)
         for _ in range(self.steps):

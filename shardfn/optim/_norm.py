@@ -223,7 +223,7 @@ def large_square(x: Tensor) -> Float[Tensor, ""]:
 def over_blocks(
     local: Shaped[Tensor, "num_leaves *rest"], specs: list[P], reduce: Callable[..., Tensor] | None = None
 ) -> Shaped[Tensor, "num_leaves *rest"]:
-    """Returns the sum (or another `reduce`) over blocks, of one or a few numbers a leaf.
+    """Returns the sum (or another `reduce`) over blocks, of a few numbers a leaf.
 
     One call for each set of axes.
     """

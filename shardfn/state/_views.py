@@ -45,7 +45,7 @@ def _read_stored(value: StoredValue) -> Stored:
 
 
 def _stack_of(rows: Sequence[Tensor]) -> Tensor | None:
-    """Returns the tensor whose rows these are, in their order, and which has no others."""
+    """Returns the tensor whose rows these are, in their order, if the tensor has no other rows."""
     whole = rows[0]._base
     if whole is None or whole.shape != (len(rows), *rows[0].shape) or not whole.is_contiguous():
         return None

@@ -1,10 +1,10 @@
-"""`read_deepspeed`: DeepSpeed's checkpoints, ZeRO stages 1 to 3 and universal ones, as whole named tensors.
+"""`read_deepspeed`: DeepSpeed's checkpoints, ZeRO stages 1 to 3 and universal checkpoints, as whole named tensors.
 
 DeepSpeed's files are pickles, opened by torch's unpickler for weights, with tensors and plain containers as the result.
 The few classes of DeepSpeed in between become objects that do nothing, and any other name is refused.
 
     stage 1, 2   ranks' flat partitions, in sequence, are the group; parameters lie in it in order
-    stage 3      a parameter is cut in equal pieces, one per rank, the last ones padded
+    stage 3      a parameter is cut in equal pieces, a piece per rank, the last pieces padded
     universal    a file for each parameter and each of its states; flat where stage 3 wrote it
 """
 
@@ -207,7 +207,7 @@ def read_flat_groups(optim: Mapping[str, Any]) -> list[_Flat]:
 def _read_stage_three(optim: Mapping[str, Any]) -> list[_Flat]:
     inner = optim["optimizer_state_dict"].get("state", {})
     parts = [_read_flat(x, inner.get(number) or {}) for number, x in enumerate(optim["fp32_flat_groups"])]
-    # A state that one flat group lacks is too short when joined, which the cut detects.
+    # A state that a flat group lacks is too short when joined, which the cut detects.
     names = {name for part in parts for name in part.states}
     whole = {name: torch.cat([part.states[name] for part in parts if name in part.states]) for name in names}
     return [_Flat(max([0, *(part.step for part in parts)]), whole)]
