@@ -171,6 +171,11 @@ _FREE = (
     *("max_len", "dropout", "attention_dropout", "stacked", "per_head", "attention", "loss_tile", "layout"),
     *("batch_invariant", "chunks", "experts"),
 )
+# Fields that count only where they are set, so that digests of models without them stay the same.
+_WHERE_SET = (
+    *("d_head", "rope", "qk_norm", "norm_place", "norm_plus_one", "softcap", "logits_softcap", "attention_scale"),
+    *("embedding_scale", "parallel", "sinks", "head_bias"),
+)
 
 
 def _digest_config(config: gpt.Config) -> str:
@@ -182,7 +187,11 @@ def _digest_config(config: gpt.Config) -> str:
         >>> _digest_config(config) == _digest_config(exact)
         True
     """
-    fields = {x.name: getattr(config, x.name) for x in dataclasses.fields(config) if x.name not in _FREE}
+    fields = {
+        x.name: getattr(config, x.name)
+        for x in dataclasses.fields(config)
+        if x.name not in _FREE and not (x.name in _WHERE_SET and getattr(config, x.name) == x.default)
+    }
     fields |= {"num_kv_heads": config.kv_heads, "d_ff": config.ff_dim, "num_experts": config.num_experts}
     return hashlib.blake2b(repr(sorted(fields.items())).encode(), digest_size=8).hexdigest()
 

@@ -1,11 +1,11 @@
-"""Weights of transformers' GPT-2, Llama, Mistral, Qwen2 and BLOOM as parameters of `models.gpt`, and back."""
+"""Weights of decoders of transformers, such as Qwen3 and Gemma 3, as parameters of `models.gpt`, and back."""
 
 import json
 import os
 import pathlib
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ._layouts import Row, empty_for, rows
 Slices = tuple[slice, ...]
 
 # Entries of older files: buffers without information, and heads equal to the embedding.
-_PASSED_OVER = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|attention\.mask$")
+_PASSED_OVER = re.compile(r"\.(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|attention\.mask$")
 
 
 def gpt_from_hf(
@@ -98,7 +98,8 @@ def params_of_archive(
 
     def draw_leaf(row: Row, i: int | None = None) -> core.Draw:
         name = prefix(row.name if i is None else row.name.format(i))
-        if coded is not None and name in coded.codes and row.path[-1] not in floats:
+        alone = row.pick is None and row.span is None and row.path[-1] not in floats
+        if coded is not None and name in coded.codes and alone:
             return _draw_blocks(coded, name)
         shape = _leaf_shape(config, row)
         return core.Draw(
@@ -108,8 +109,8 @@ def params_of_archive(
     params: dict[str, Any] = {row.path[0]: draw_leaf(row) for row in table if len(row.path) == 1}
     per_block = [row for row in table if len(row.path) == 2]
     layers = [{row.path[1]: draw_leaf(row, i) for row in per_block} for i in range(config.num_layers)]
-    params["blocks"] = {n: _stack_layers([x[n] for x in layers]) for n in layers[0]} if config.stacked else layers
-    return params
+    params["blocks"] = layers
+    return gpt.stack_blocks(config, params, _stack_layers) if config.stacked else params
 
 
 def gpt_to_hf(
@@ -156,9 +157,7 @@ def gpt_to_hf(
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for row in sorted(table, key=lambda row: len(row.path)):
         for i in range(config.num_layers if len(row.path) == 2 else 1):
-            x = leaves[row.path]
-            as_it_is = (x[i] if isinstance(x, list) else x).dtype
-            entries[row.name.format(i)] = dtype or as_it_is, row.shape
+            entries[row.name.format(i)] = dtype or leaves[row.path][i].leaf.dtype, row.shape
     first = next(iter(entries.values()))[0]
     text = json.dumps(values | {"dtype": str(first).removeprefix("torch.")}, indent=2)
     with WrittenByFirst(
@@ -179,8 +178,8 @@ def _yield_tensors(
     for i in range(config.num_layers if per_block else 1):
         target = None
         for row in group:
-            x = leaves[row.path]
-            one = gather_leaf(x) if not per_block else gather_leaf(x[i]) if isinstance(x, list) else gather_layer(x, i)
+            leaf, place = leaves[row.path][i]
+            one = gather_leaf(leaf) if place is None else gather_layer(leaf, place)
             target = empty_for(row, dtype or one.dtype) if target is None else target
             row.of(target).copy_(one.reshape(row.base))
         assert target is not None
@@ -216,7 +215,8 @@ def _read_block(archive: Archive | CodedArchive, name: str, row: Row, shape: tup
     wanted: list[tuple[int, int]] = [(0, 0)] * len(row.view)
     kept = [d for d in range(len(row.view)) if row.pick is None or d != row.pick[0]]
     for d, span in zip(row.order, inner, strict=True):
-        wanted[kept[d]] = span
+        start = row.span[1] if row.span is not None and row.span[0] == kept[d] else 0
+        wanted[kept[d]] = start + span[0], start + span[1]
     if row.pick is not None:
         wanted[row.pick[0]] = row.pick[1], row.pick[1] + 1
     x = archive.box(name, wanted, row.view)
@@ -289,26 +289,41 @@ def _check_names(
         raise ValueError(f"{archive.directory} has tensors of several dtypes, {dtypes}. Pass dtype=.")
 
 
-def _find_leaf(params: gpt.Params, config: gpt.Config, row: Row) -> Any:
-    """Returns the leaf of a row, a list of layers' leaves without a stack, or None if missing."""
+class _LeafSource(NamedTuple):
+    """A leaf of the parameters, or a layer of a stacked leaf."""
+
+    leaf: Any
+    layer: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        if self.leaf is None:
+            return None
+        return tuple(self.leaf.shape) if self.layer is None else tuple(self.leaf.shape[1:])
+
+
+def _find_leaf(params: gpt.Params, config: gpt.Config, row: Row) -> list[_LeafSource]:
+    """Returns the place of a row's leaf, or of each layer's, where None stands for a missing leaf."""
     if len(row.path) == 1:
-        return params.get(row.path[0])
-    blocks, name = params.get("blocks"), row.path[1]
-    if config.stacked:
-        return blocks.get(name) if isinstance(blocks, dict) else None
-    found = [p.get(name) for p in blocks] if isinstance(blocks, list) else [None]
-    return None if None in [x if x is None else 0 for x in found] else found
+        return [_LeafSource(params.get(row.path[0]))]
+    blocks, name, num = params.get("blocks"), row.path[1], config.layers_a_block
+    if not config.stacked:
+        return [_LeafSource(p.get(name)) for p in blocks] if isinstance(blocks, list) else [_LeafSource(None)]
+    if not isinstance(blocks, dict):
+        return [_LeafSource(None)]
+    names = [name if num == 1 else f"{i}.{name}" for i in range(num)]
+    return [_LeafSource(blocks.get(names[i % num]), i // num) for i in range(config.num_layers)]
 
 
-def _check_leaves(leaves: dict[tuple[str, ...], Any], config: gpt.Config, table: list[Row]) -> None:
+def _check_leaves(leaves: dict[tuple[str, ...], list[_LeafSource]], config: gpt.Config, table: list[Row]) -> None:
     problems = []
     for row in table:
-        x, shape = leaves[row.path], _leaf_shape(config, row)
-        stacked = config.stacked and len(row.path) == 2
-        shape = (config.num_layers, *shape) if stacked else shape
-        shapes = {tuple(y.shape) for y in x} if isinstance(x, list) else {None if x is None else tuple(x.shape)}
-        if shapes != {shape}:
-            problems.append(f"params/{'/'.join(row.path)} is {sorted(map(str, shapes))}, but {shape} by the config")
+        shape, shapes = _leaf_shape(config, row), {place.shape for place in leaves[row.path]}
+        num = config.num_layers // config.layers_a_block
+        lengths = {len(p.leaf) for p in leaves[row.path] if p.layer is not None and p.leaf is not None}
+        if shapes != {shape} or lengths - {num}:
+            found = sorted(map(str, shapes)) if not lengths - {num} else f"of {sorted(lengths)} layers, not {num}"
+            problems.append(f"params/{'/'.join(row.path)} is {found}, but {shape} by the config")
     core.raise_all(
         ValueError, "gpt_to_hf: these leaves do not fit. Pass the config that they were made with:", problems
     )

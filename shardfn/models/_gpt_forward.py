@@ -14,8 +14,20 @@ from shardfn import nn
 from shardfn.collectives import axis_size
 from shardfn.core import split
 
-from ._gpt_block import Along, Seen, Wrap, block, by_layer, dropout, norm, position_tables, weight
-from ._gpt_config import Config
+from ._gpt_block import (
+    Along,
+    Seen,
+    Wrap,
+    block,
+    by_layer,
+    causal_mask,
+    dropout,
+    norm,
+    rope_table,
+    score_arguments,
+    weight,
+)
+from ._gpt_config import Config, LayerSettings
 from ._gpt_experts import check_bias, join_seen
 from ._gpt_leaves import Params, check_blocks, layers_of
 
@@ -44,20 +56,20 @@ def compute_hidden(
     if axis_size(along.axis) > 1:
         check_blocks(config, params, along.axis)
     x_BTD = embed_tokens(config, params, tokens_BT, positions_T, along)
-    table = make_table(config, positions_T, x_BTD.dtype, batch.get("segment_ids"))
+    tables = make_tables(config, positions_T, x_BTD.dtype, batch.get("segment_ids"))
     keys = [None] * (config.num_layers + 1) if key is None else split(key, config.num_layers + 1).unbind()
     x_BTD = dropout(config, along, keys[-1], x_BTD, index_B)
     run = wrap(functools.partial(block, config, along, tile, load=load))
     if config.stacked:
         x_BTD, seen = _scan_blocks(
-            config, run, params["blocks"], x_BTD, table, keys[:-1], index_B, bias, mask_BT, chosen
+            config, run, params["blocks"], x_BTD, tables, keys[:-1], index_B, bias, mask_BT, chosen
         )
     else:
         found = list[Seen]()
         for i, (p, k) in enumerate(zip(params["blocks"], keys[:-1], strict=True)):
             own = (None if x is None or "router" not in p else x[len(found)] for x in (bias, chosen))
             bias_E, chosen_BTk = own
-            x_BTD, one = run(p, x_BTD, table, k, index_B, bias_E, f"blocks.{i}", mask_BT, chosen_BTk)
+            x_BTD, one = run(p, x_BTD, tables[i], k, index_B, bias_E, f"blocks.{i}", mask_BT, chosen_BTk)
             found += [] if one is None else [one]
         seen = join_seen(config, found)
     return norm(config, along, x_BTD, params["norm_w"], params.get("norm_b")), seen
@@ -68,7 +80,7 @@ def _scan_blocks(
     block: Callable[..., Any],
     blocks: Params,
     x_BTD: Tensor,
-    table: Any,
+    tables: Sequence[Any],
     keys: Sequence[Tensor | None],
     index_B: Tensor | None,
     bias: Any,
@@ -83,7 +95,7 @@ def _scan_blocks(
         seen, more = None, ("blocks", mask_BT, own_chosen)
         for i, p in enumerate(layers_of(config, leaves)):
             key = None if own_keys is None else own_keys[i]
-            x_BTD, seen = block(p, x_BTD, table, key, index_B, take_bias, *more)
+            x_BTD, seen = block(p, x_BTD, tables[i], key, index_B, take_bias, *more)
         return x_BTD, seen
 
     return nn.scan(run_block, x_BTD, (blocks, keyed, bias, chosen))
@@ -105,7 +117,9 @@ def get_positions(config: Config, tokens_BT: Tensor) -> Tensor:
 
 
 def embed_tokens(config: Config, params: Params, tokens_BT: Tensor, positions_T: Tensor, along: Along) -> Tensor:
-    x_BTD = nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, **along._asdict())
+    x_BTD = scale_embeddings(
+        config, nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, **along._asdict())
+    )
     if config.position == "learned":
         whole = not config.attention.axes
         table_TD = params["position"]
@@ -115,14 +129,23 @@ def embed_tokens(config: Config, params: Params, tokens_BT: Tensor, positions_T:
     return x_BTD
 
 
-def get_head(config: Config, params: Params) -> Any:
-    return params["embed" if config.tie_embeddings else "head"]
+def name_head(config: Config) -> str:
+    """Returns the name of the leaf of the output layer."""
+    return "embed" if config.tie_embeddings else "head"
 
 
-def compute_logits(config: Config, params: Params, x_BTD: Tensor, along: Along) -> Tensor:
-    return nn.column_linear(
-        x_BTD, weight(config, get_head(config, params)), features=config.vocab_size, **along._asdict()
-    )
+def scale_embeddings(config: Config, x_D: Tensor) -> Tensor:
+    """Returns the embeddings after their factor."""
+    return x_D if config.embedding_scale is None else x_D * config.embedding_scale
+
+
+def compute_logits(config: Config, params: Params, x_D: Tensor, along: Along) -> Tensor:
+    """Returns the rank's logits of states after the last norm."""
+    w_VD, b_V = weight(config, params[name_head(config)]), params.get("head_b")
+    logits_V = nn.column_linear(x_D, w_VD, b_V, features=config.vocab_size, **along._asdict())
+    if config.logits_softcap is None:
+        return logits_V
+    return nn.softcap(logits_V, config.logits_softcap, batch_invariant=config.batch_invariant)
 
 
 def take_rows(config: Config, along: Along, x_BTD: Tensor, at_BS: Tensor) -> Tensor:
@@ -135,14 +158,24 @@ def take_rows(config: Config, along: Along, x_BTD: Tensor, at_BS: Tensor) -> Ten
     return x_BTD.gather(1, at_BS[..., None].expand(-1, -1, x_BTD.shape[-1]))
 
 
-def make_table(config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None) -> dict[str, Any]:
-    """Returns attention's arguments for positions and documents: of this rank's tokens and all heads."""
-    causal = nn.Causal() if config.window is None else nn.Window(config.window - 1)
-    mask = causal if config.causal else nn.Full()
+def make_tables(
+    config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None
+) -> list[dict[str, Any]]:
+    """Returns attention's arguments of each layer, for positions and documents: of this rank's tokens and all heads."""
+    more: nn.Mask = nn.Full()
     if config.layout is not None:
-        mask = mask & config.layout(nn.whole_length(config.attention, len(positions_T)))
-    mask = mask if ids_BT is None else mask & nn.Segments(nn.whole_sequence(ids_BT, config.attention))
-    how: dict[str, Any] = {
-        "how": nn.Attending(mask, nn.BatchInvariant() if config.batch_invariant else config.attention)
-    }
-    return how | position_tables(config, positions_T, dtype)
+        more = more & config.layout(nn.whole_length(config.attention, len(positions_T)))
+    if ids_BT is not None:
+        more = more & nn.Segments(nn.whole_sequence(ids_BT, config.attention))
+    impl = nn.BatchInvariant() if config.batch_invariant else config.attention
+    shared = score_arguments(config, positions_T, dtype)
+    ropes = dict.fromkeys(kind.rope for kind in config.layer_settings if kind.rope is not None)
+    rotations = {rope: rope_table(config, rope, positions_T, dtype) for rope in ropes}
+
+    def make_table(kind: LayerSettings) -> dict[str, Any]:
+        mask = causal_mask(kind) & more if config.causal else more
+        own: dict[str, Any] = {} if kind.rope is None else {"table": rotations[kind.rope]}
+        return {"how": nn.Attending(mask, impl), **shared, **own}
+
+    made = {kind: make_table(kind) for kind in dict.fromkeys(config.layer_settings)}
+    return [made[kind] for kind in config.layer_settings]

@@ -17,7 +17,7 @@ from shardfn.engine import WeightedMean
 
 from ._gpt_block import Along, Seen, Wrap
 from ._gpt_config import Config
-from ._gpt_forward import compute_hidden, compute_logits, get_head
+from ._gpt_forward import compute_hidden, compute_logits, name_head
 from ._gpt_leaves import Params
 
 # From logits and a batch to a loss, in place of the cross entropy.
@@ -266,7 +266,7 @@ def compute_mean(
         pair = nn.cross_entropy_sum(logits_BTV, targets_BT, axis=along.axis, vocab_size=config.vocab_size)
     else:
         options: dict[str, Any] = {"vocab_size": config.vocab_size, **along._asdict()}
-        pair = nn.tiled_cross_entropy(x_BTD, get_head(config, params), targets_BT, tile=config.loss_tile, **options)
+        pair = nn.tiled_cross_entropy(x_BTD, params[name_head(config)], targets_BT, tile=config.loss_tile, **options)
     return _add_balance(WeightedMean(*pair) if weighted else pair[0] / pair[1].clamp(min=1), extra)
 
 

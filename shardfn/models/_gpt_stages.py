@@ -9,7 +9,7 @@ from shardfn.core import Axes, split
 
 from ._gpt_block import Along, Seen, Wrap, block, by_layer, dropout, norm
 from ._gpt_config import Config
-from ._gpt_forward import compute_logits, embed_tokens, get_positions, make_table, take_rows
+from ._gpt_forward import compute_logits, embed_tokens, get_positions, make_tables, take_rows
 from ._gpt_leaves import Params, layers_of
 from ._gpt_loss import LogitsLoss, check_of_logits, check_untiled, compute_mean, is_weighted, shift_targets, shifted
 
@@ -119,14 +119,14 @@ def stages_and_seen(
     def run_layer(
         p: Params, h: dict[str, Tensor], key: Tensor | None = None, bias_E: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Seen | None]:
-        table = make_table(config, h["position"], h["x"].dtype, h.get("segment_ids"))
+        tables = make_tables(config, h["position"], h["x"].dtype, h.get("segment_ids"))
         cut, x_BTD, index_B, seen = get_along(len(h["position"])), h["x"], h.get("index"), None
         routes_mBTk = h.get("routes")
         more = "blocks", h.get("mask"), None if routes_mBTk is None else routes_mBTk[0]
         layers = layers_of(config, p)
         keys = [key] if len(layers) == 1 or key is None else split(key, len(layers)).unbind()
-        for own, k in zip(layers, keys * len(layers) if key is None else keys, strict=True):
-            x_BTD, seen = block(config, cut, None, own, x_BTD, table, k, index_B, bias_E, *more)
+        for i, (own, k) in enumerate(zip(layers, keys * len(layers) if key is None else keys, strict=True)):
+            x_BTD, seen = block(config, cut, None, own, x_BTD, tables[i], k, index_B, bias_E, *more)
         share = {} if seen is None else {"balance": h["balance"] + seen.loss / len(config.expert_layers)}
         share |= {} if routes_mBTk is None else {"routes": routes_mBTk.roll(-1, 0)}
         return h | {"x": x_BTD} | share, seen

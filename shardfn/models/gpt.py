@@ -33,8 +33,10 @@ from ._gpt_forward import compute_logits as _compute_logits
 from ._gpt_forward import take_rows as _take_rows
 from ._gpt_leaves import Params as Params
 from ._gpt_leaves import init as init
+from ._gpt_leaves import leaf_shapes as leaf_shapes
 from ._gpt_leaves import num_params as num_params
 from ._gpt_leaves import specs as specs
+from ._gpt_leaves import stack_blocks as stack_blocks
 from ._gpt_leaves import unstack_blocks as unstack_blocks
 from ._gpt_loss import LogitsLoss as LogitsLoss
 from ._gpt_loss import cut_sequences as cut_sequences
