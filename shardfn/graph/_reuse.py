@@ -10,10 +10,9 @@ from shardfn.collectives import Sizes
 
 from ._edit import reorder_graph, revalue
 from ._hazards import Memory, is_random
-from ._moves import is_fetch
 from ._ops import ALL_GATHER, TO_DEVICE
 from ._prefetch import gathered_bytes
-from ._transfers import is_gather, is_start, is_wait, wait_of
+from ._transfers import is_fetch, is_gather, is_start, is_wait, wait_of
 
 
 def value_numbers(memory: Memory) -> dict[Node, int]:

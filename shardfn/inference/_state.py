@@ -17,7 +17,7 @@ from ._drafters import Context, Drafter, RejectionDrafter, find_hidden_window
 from ._limits import Limits
 from ._pool import BlockContent, BlockPool, PrefixScope
 from ._requests import Request
-from ._stats import CacheStats, SpeculationStats
+from ._results import CacheStats, SpeculationStats
 
 _FIRST, _LONGEST_PAUSE = 4, 5
 

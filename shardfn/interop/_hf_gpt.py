@@ -68,7 +68,7 @@ def gpt_from_hf(
 
 
 def params_of_archive(
-    archive: Archive | CodedArchive, config: gpt.Config, kind: str, dtype: torch.dtype | None, keep_codes: bool
+    archive: Archive | CodedArchive, config: gpt.Config, kind: str, dtype: torch.dtype | None, keep_codes: bool = False
 ) -> gpt.Params:
     """Returns deferred parameters of a model from tensors under the names of transformers.
 

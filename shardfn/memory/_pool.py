@@ -22,10 +22,9 @@ from shardfn.core import Pending, PerMesh
 
 from . import _manifest as manifest
 from ._disk import DiskTensor, DiskWriter
-from ._errors import PoolInUseError
 from ._host import PAGE
 from ._io import Checksums, Io, check_sizes, why_not_direct
-from ._lock import locked, unlock
+from ._lock import PoolInUseError, locked, unlock
 from ._slots import Slot, Slots
 from ._traced import TracedPool
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardfn.collectives import axis_size, pmax, psum, summed_inside
 from shardfn.core import Axes
 
-from ._linear import rank_classes, rank_index
+from ._layers import rank_classes, rank_index
 from ._online import wide
 from ._parallel import enter_parallel
 

@@ -21,8 +21,8 @@ from shardfn.models import gpt
 from shardfn.optim import GradientTransformation
 from shardfn.transforms import ShardedStep, TrainState, WeightedMean, sharded_step
 
-from ._load import load_tokenizer
 from ._text import wrap_transformers_tokenizer
+from ._tokenizers import load_tokenizer
 
 _ZERO = Zero(stage=3)
 Prompt = str | Sequence[dict[str, str]] | Sequence[int]
@@ -245,7 +245,7 @@ def _policy_loss(
     policy = params["policy"] if lora is None else lora.apply(params["base"], params["lora"])
 
     def logprobs_of(branch: PyTree) -> Tensor:
-        return rl.completion_logprobs(gpt.apply(config, branch, rollout.ids), rollout.ids, *rollout.where)
+        return rl.completion_logprobs(gpt.apply(config, branch, rollout.ids), rollout.ids, rollout.spans)
 
     logprobs, reference = logprobs_of(policy), dict[str, Any]()
     if beta:

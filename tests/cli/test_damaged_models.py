@@ -19,7 +19,7 @@ from shardfn.checkpoint import save
 from shardfn.cli import main
 from shardfn.cli._serve_rank import _warm_up
 from shardfn.models import gpt
-from shardfn.pretrained._load import load_text
+from shardfn.pretrained._tokenizers import load_text
 from tests.cli.test_serve_command import CONFIG, LIMIT, ROOT, SMALL, hugging_face, job_of
 
 pytest.importorskip("transformers")
@@ -191,7 +191,7 @@ MODEL = interop.hf_config(CONFIG)
 RUN: dict[str, tuple[Damage, str]] = {
     "settings cut": (cut("model.json", 30), "model.json: its JSON cannot be read: Unterminated string"),
     "settings a list": (edit("model.json", lambda _: b"[]"), "model.json must have an object of JSON, got a list"),
-    "no model": (config("model.json", model=...), "model.json has no ['model']"),
+    "no model": (config("model.json", model=...), "model.json must have ['model'], got"),
     "model a text": (config("model.json", model="x"), "model.json: its model cannot be read: AttributeError"),
     "no heads": (
         config("model.json", model=MODEL | {"num_attention_heads": 0}),

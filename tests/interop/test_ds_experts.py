@@ -226,7 +226,7 @@ def test_states_of_the_optimizer_have_the_names_of_one_rank(tmp_path: pathlib.Pa
     (place / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(FileNotFoundError, match=r"no optimizer states of ranks \[2\]"):
         interop.read_deepspeed_experts(str(tmp_path), "tag")
-    with pytest.raises(ValueError, match="read it by read_deepspeed_experts"):
+    with pytest.raises(ValueError, match="Read the checkpoint with read_deepspeed_experts"):
         interop.read_deepspeed(str(tmp_path), "tag")
 
 

@@ -139,7 +139,8 @@ def load_optimizers(place: pathlib.Path) -> list[dict[str, Any]]:
         raise FileNotFoundError(f"{place} has no optimizer states of ranks {missing}.")
     optims = [load_file(files[rank])["optimizer_state_dict"] for rank in range(len(files))]
     count = optims[0]["partition_count"]
-    if (max(count) if isinstance(count, list) else count) != len(files):
+    count = max(count) if isinstance(count, list) else count
+    if count != len(files):
         raise FileNotFoundError(
             f"{place} must have the optimizer states of all {count} ranks that have written, got {len(files)}."
         )
