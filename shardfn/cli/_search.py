@@ -23,6 +23,7 @@ B batch, t tokens of a rank, D model, K head dim, F ffn, V vocabulary, L layers.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 from shardfn.core import progress, raise_all
@@ -268,6 +269,6 @@ def _most_tokens(setup: Setup, settings: LongSettings, room: int) -> int:
 
 
 def _block_grads(c: gpt.Config) -> int:
-    """Returns the number of parameters of one block."""
-    one, two = (gpt.num_params(dataclasses.replace(c, num_layers=n)) for n in (1, 2))
-    return two - one
+    """Returns the number of parameters of the largest block: blocks with experts may be few, and differ."""
+    blocks = gpt.leaf_shapes(c)["blocks"]
+    return max(sum(math.prod(shape) for shape in block.values()) for block in blocks)
