@@ -32,7 +32,7 @@ _OPTIONAL = ("num_kv_heads", "d_ff", "d_head", "window", "softcap", "logits_soft
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Published model.
+    """Published model that `--model NAME` finds.
 
     Attributes:
         config: config of the model.
@@ -212,7 +212,7 @@ _FIGURES: Mapping[str, Callable[[JobPlan], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Published run.
+    """Published training run, for example the hardware and the measured speed.
 
     Attributes:
         setup: settings of the run.

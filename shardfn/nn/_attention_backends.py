@@ -70,7 +70,7 @@ class Local(abc.ABC):
 
     @property
     def lengths(self) -> frozenset[int]:
-        """Returns the stated numbers of tokens of the whole sequence."""
+        """Returns the lengths of the whole sequence that the body and its inner bodies were given."""
         return frozenset()
 
     def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
@@ -198,7 +198,7 @@ class Ring:
 
     @property
     def lengths(self) -> frozenset[int]:
-        """Returns the stated numbers of tokens of the whole sequence."""
+        """Returns the lengths of the whole sequence that the body and its inner bodies were given."""
         return frozenset() if self.length is None else frozenset({self.length})
 
     def rows(self, length: int) -> Rows:
@@ -252,7 +252,7 @@ class Ulysses:
 
     @property
     def lengths(self) -> frozenset[int]:
-        """Returns the stated numbers of tokens of the whole sequence."""
+        """Returns the lengths of the whole sequence that the body and its inner bodies were given."""
         return self.inner.lengths | (frozenset() if self.length is None else {self.length})
 
     @property
