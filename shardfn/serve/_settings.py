@@ -77,7 +77,7 @@ class Settings:
             raise ValueError(f"port must be from 0 to 65535, got {self.port}.")
         names = (self.name, *self.adapters)
         if len(set(names)) < len(names) or not all(names):
-            raise ValueError(f"the model and its adapters are named {names}. Give each a name of its own.")
+            raise ValueError(f"the model and its adapters must have different names, got {names}.")
         words = {"pooling": POOLINGS, "tool_call_parser": TOOL_PARSERS, "reasoning_parser": REASONING_PARSERS}
         for name, known in words.items():
             if (value := getattr(self, name)) not in known:
@@ -91,8 +91,8 @@ class Settings:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         if not self.loopback and not self.keys:
             raise ValueError(
-                f"host is {self.host}, which other machines reach, and there are no keys: each of them could use the"
-                " model. Give a file of keys, or listen on 127.0.0.1."
+                f"a server that other machines can reach needs a file of keys, got host {self.host} without keys. Pass"
+                " a file of keys, or listen on 127.0.0.1."
             )
 
     @property

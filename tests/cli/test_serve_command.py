@@ -307,7 +307,7 @@ def test_a_model_that_a_rank_refuses(model: pathlib.Path) -> None:
             "--draft-model and --drafter ngram are 2 drafters; leave all but one of them out",
         ),
         ("--api-key-file nowhere", "--api-key-file nowhere: there is no such file"),
-        ("--host 0.0.0.0", "host is 0.0.0.0, which other machines reach, and there are no keys"),
+        ("--host 0.0.0.0", "needs a file of keys, got host 0.0.0.0 without keys"),
         ("--port 99999", "port must be from 0 to 65535, got 99999"),
         ("--chat-template {model}/model.json --max-body-mib 0", "max_body must be above 0, got 0"),
     ],
