@@ -517,8 +517,8 @@ class ShardedStep(Transform):
 
         Args:
             state: the state.
-            batches: this rank's batches, cut as for the step. Ranks may have different numbers of batches, the last batch
-                may be shorter, and a rank may have no batch.
+            batches: this rank's batches, cut as for the step. Ranks may have different numbers of batches, the last
+                batch may be shorter, and a rank may have no batch.
             metrics: `metrics(params, batch) -> {name: value}`, and with `has_state` `metrics(params, model_state,
                 batch)`. A value is a `WeightedMean`, or a scalar that is a mean over the rows of the batch. Default:
                 the step's loss as "loss", and its aux. Pass the same function object each time, so that its captures
