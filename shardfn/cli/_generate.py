@@ -229,6 +229,8 @@ def _stream_completion(ready: PreparedRun) -> int:
         drawn += token.token is not None
         if writes:
             print(token.text, end="", flush=sys.stdout.isatty())
+            if sys.stdout.isatty():
+                os.environ["TQDM_DISABLE"] = "1"  # a bar of a capture would overwrite the text's line
     if writes:
         print(flush=True)
     return drawn
