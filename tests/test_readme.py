@@ -97,6 +97,7 @@ DOCS = [
     "docs/loggers.md",
     "docs/lora.md",
     "docs/speculators.md",
+    "docs/swiftkv.md",
     "docs/frozen.md",
     "docs/rlhf.md",
     *DESIGN,

@@ -289,7 +289,7 @@ class Runner:
         if like is not None:
             _check_alike(like, shapes.tree)
         elif self._by_leaf and not self._bound:
-            self._prefetch = shapes.ahead(self._decoder.cache.layers)
+            self._prefetch = shapes.ahead(self._decoder.depth)
             self._steps.clear()
         step = self._step_of(layout)
         kept = step.specs(shapes.tree)

@@ -14,6 +14,7 @@ from shardfn.models import gpt
 from ._hf_families import FAMILIES, Family, has_rope
 from ._hf_rope import read_rope, write_rope
 from ._hf_sizes import check_sizes
+from ._hf_swift import join_swift, split_swift
 
 MODEL_TYPES = tuple(FAMILIES)
 
@@ -43,6 +44,7 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
         >>> gpt_config(told, stacked=True).max_len
         1024
     """
+    told, swift = split_swift(told)
     kind = told.get("model_type")
     if kind not in MODEL_TYPES:
         raise ValueError(
@@ -71,7 +73,7 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
         ropes = read_rope(told, types, refused, layered=family.layered)
         fields |= _rope_fields([r if kind != "smollm3" or has_rope(told, i) else None for i, r in enumerate(ropes)])
     raise_all(ValueError, f"config.json: this {kind} has parts that models.gpt lacks:", refused)
-    return gpt.Config(**{**fields, **changes})
+    return gpt.Config(**{**fields, **swift, **changes})
 
 
 def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, Any]:
@@ -168,6 +170,10 @@ def _find_differences(config: gpt.Config, kind: str) -> list[str]:
 
 def _write_config(c: gpt.Config, kind: str) -> dict[str, Any]:
     """Returns the contents of `config.json` of a config, for a model type that may not fit."""
+    return join_swift(_write_family(c, kind), c.swift)
+
+
+def _write_family(c: gpt.Config, kind: str) -> dict[str, Any]:
     family = FAMILIES[kind]
     values: dict[str, Any] = {name: getattr(c, name) for name in family.keys}
     values |= {"num_kv_heads": c.kv_heads, "d_ff": c.ff_dim, "d_head": c.head_dim}

@@ -63,6 +63,7 @@ from ._parallel import (
     rank_tokens as rank_tokens,
 )
 from ._self_attention import AttentionWeights as AttentionWeights, HeadNorms as HeadNorms, Heads as Heads
+from ._self_attention import KeyValues as KeyValues, project_keys as project_keys
 from ._self_attention import fused_self_attention as fused_self_attention, self_attention as self_attention
 from ._products import Product as Product, product_of as product_of
 from ._products import Trilinear as Trilinear, derivative as derivative

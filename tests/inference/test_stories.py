@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from shardfn.inference import Limits, Runner
+from shardfn.models.gpt import Swift
 from shardfn.models.moe import Experts
 from tests.inference.stories import Story, check, model, run, stories
 
@@ -24,6 +25,7 @@ KINDS: dict[str, tuple[dict[str, Any], Limits]] = {
         LLAMA | {"experts": Experts(num=16, top_k=8, d_ff=9)},
         replace(LIMITS, block=3, buckets=(2, 7), running=4),
     ),
+    "swift": (LLAMA | {"num_layers": 5, "swift": Swift(first=1, group=2)}, LIMITS),
 }
 _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 _QUICK = settings(derandomize=True, deadline=None, database=None, suppress_health_check=[*_SLOW])
