@@ -243,7 +243,7 @@ def _policy_loss(
     policy = params["policy"] if lora is None else lora.apply(params["base"], params["lora"])
 
     def logprobs_of(branch: PyTree) -> Tensor:
-        return rl.completion_logprobs(gpt.apply(config, branch, rollout.ids), rollout.ids, *rollout.where)
+        return rl.completion_logprobs(gpt.apply(config, branch, rollout.ids), rollout.ids, rollout.spans)
 
     logprobs, reference = logprobs_of(policy), dict[str, Any]()
     if beta:
