@@ -206,7 +206,7 @@ class LayeredFunction:
             flat |= self.kinds.flat(stack, span.start, span.num)
         except ValueError as error:
             hint = " A loss of blocks of layers is for pipeline_module." if whole else ""
-            raise ValueError(f"{error}{hint}.") from None
+            raise ValueError(f"{error}{hint}") from None
         run = PartialForward(self, span, draws, forward)
         return self._function.run(draws, flat, None, args, kwargs, run.call)[0]
 
