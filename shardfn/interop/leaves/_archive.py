@@ -15,7 +15,14 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from shardfn import checkpoint, core
+from shardfn import core
+from shardfn.checkpoint import (
+    SAFETENSORS_DTYPES,
+    SafetensorsEntry,
+    read_box,
+    safetensors_entries,
+    safetensors_header,
+)
 from shardfn.memory import Bytes, DamagedError, as_bytes
 
 INDEX = ".safetensors.index.json"
