@@ -427,7 +427,12 @@ def _multiply_scores(
         if how.sinks_H is not None:
             sinks_H1 = how.sinks_H.to(s_BHTS.dtype)[:, None, None].expand(*s_BHTS.shape[:-1], 1)
             s_BHTS = torch.cat([s_BHTS, sinks_H1], -1)
-        p_BHTS = s_BHTS.softmax(-1)[..., : k_BHSK.shape[2]]
+        if bias is None:
+            p_BHTS = s_BHTS.softmax(-1)
+        else:  # numbers of -inf may leave a row without keys, and torch's softmax of such a row is nan
+            empty = (s_BHTS == -math.inf).all(-1, keepdim=True)
+            p_BHTS = s_BHTS.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+        p_BHTS = p_BHTS[..., : k_BHSK.shape[2]]
         return ((p_BHTS if scales is None else p_BHTS * scales) @ v_BHSK).to(qkv[0].dtype)
 
 

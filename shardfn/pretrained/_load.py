@@ -257,7 +257,7 @@ def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelT
         return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text)
     try:
         with name_file_in_errors(path / "config.json", "its model"):
-            gpt_config(settings)
+            gpt_config(settings, **changes)
     except ValueError as error:
         return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text, error)
     with name_file_in_errors(path, "its weights"):
