@@ -18,7 +18,7 @@ from ._drafters import HiddenStateDrafter as HiddenStateDrafter, HiddenWindowDra
 from ._suffix_drafter import Suffix as Suffix
 from ._events import Add as Add, Cancel as Cancel, Clock as Clock, Drain as Drain, Event as Event
 from ._events import Stop as Stop, Weights as Weights
-from ._pool import BlockPool as BlockPool
+from ._pool import BlockPool as BlockPool, PrefixScope as PrefixScope, list_prefix_keys as list_prefix_keys
 from ._state import State as State, start as start
 from ._plan import StepPlan as StepPlan
 from ._schedule import Output as Output, advance as advance
