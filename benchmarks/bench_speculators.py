@@ -3,7 +3,7 @@
     shardfn speculate RUN text.jsonl --kind lstm --out lstm
     python benchmarks/bench_speculators.py RUN held_out.txt --speculator lstm mlp --out results/speculators.md
 
-Or without a model: a small GPT and a speculator of each kind are trained here, in about three minutes.
+Or without a model: a small GPT and a speculator of each kind are trained here, in about four minutes.
 
     python benchmarks/bench_speculators.py
 
@@ -157,7 +157,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48, help="drawn tokens of each prompt")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=250, help="of training, without a model")
+    parser.add_argument("--steps", type=int, default=600, help="of training, without a model")
     parser.add_argument("--rows", type=int, default=1200, help="rows of 128 tokens for speculators, without a model")
     parser.add_argument("--window", type=int, default=8, help="of EAGLE-3, without a model")
     parser.add_argument("--out", help="write the table there")

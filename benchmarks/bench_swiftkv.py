@@ -1,6 +1,6 @@
 """SwiftKV of a small GPT: divergence from the model without before and after distillation, and time of a prompt.
 
-    python benchmarks/bench_swiftkv.py --first 3 --group 1
+    python benchmarks/bench_swiftkv.py --first 2
 
 The model is trained on the package's own source, and SwiftKV on the same rows. On held-out rows the divergence is the
 mean over tokens of KL(model, model with SwiftKV), and agreement the part of tokens whose most probable successor is the
@@ -91,10 +91,10 @@ def _time_prompts(
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=3)
+    parser.add_argument("--first", type=int, default=2)
     parser.add_argument("--group", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=250, help="of the model")
-    parser.add_argument("--distill-steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=600, help="of the model")
+    parser.add_argument("--distill-steps", type=int, default=300)
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a timed prompt")
     parser.add_argument("--rounds", type=int, default=9)

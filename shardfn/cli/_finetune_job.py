@@ -162,7 +162,7 @@ def _read_settings(path: str | None) -> dict[str, Any]:
     try:
         settings = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"--config {path} is no TOML: {error}.") from error
+        raise ValueError(f"--config must be a TOML file, got {path}: {error}.") from error
     fields = {field.name: field for field in dataclasses.fields(FinetuneJob)[2:]}
     problems, out = [], {}
     for key, value in settings.items():

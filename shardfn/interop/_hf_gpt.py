@@ -68,7 +68,7 @@ def gpt_from_hf(
 
 
 def params_of_archive(
-    archive: Archive | CodedArchive, config: gpt.Config, kind: str, dtype: torch.dtype | None, keep_codes: bool
+    archive: Archive | CodedArchive, config: gpt.Config, kind: str, dtype: torch.dtype | None, keep_codes: bool = False
 ) -> gpt.Params:
     """Returns deferred parameters of a model from tensors under the names of transformers.
 
@@ -125,8 +125,8 @@ def gpt_to_hf(
 ) -> None:
     """Writes a model so that `transformers.AutoModelForCausalLM.from_pretrained(directory)` has the same logits.
 
-    Leaves are gathered in sequence, stacked ones layer by layer. The first rank writes. Collective over the mesh of the
-    leaves.
+    Leaves are gathered in sequence, stacked leaves layer by layer. The first rank writes. Collective over the mesh of
+    the leaves.
 
     Args:
         directory: directory for the files, made if missing.

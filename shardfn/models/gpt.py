@@ -1,4 +1,4 @@
-"""A transformer of one stack: GPT-2, Llama and, with `causal=False`, BERT's encoder are settings of one `Config`.
+"""A transformer of one stack: GPT-2, Llama, Gemma and, with `causal=False`, BERT's encoder are settings of a `Config`.
 
 B batch, T tokens, D model, H heads, G key and value heads, K head dim, F ffn, V vocabulary.
 

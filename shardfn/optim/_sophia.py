@@ -57,17 +57,14 @@ def sophia(
         m = b1 m + (1 - b1) g;   u = clip(m / (1 - b1^t) / max(gamma h, eps), clip_threshold)
         p = p - lr (u + weight_decay p)
 
-    After the first step, and then after each `update_interval` steps, one more gradient is for the estimate: of the
+    After the first step, and then after each `update_interval` steps, a further gradient is for the estimate: of the
     same loss with labels that are drawn from the model's own distribution (Gauss-Newton-Bartlett). This gradient moves
     no parameter:
 
         h = b2 h + (1 - b2) num_samples g_sampled^2
 
     Both losses are steps with the same optimizer and the same state, so no part of a step knows of Sophia:
-
-        if is_hessian_step(state.opt_state):
-            state, _ = sampled_step(state, batch)
-        state, metrics = step(state, batch)
+    `sf.switch_step(step, sampled_step)` makes the step of a batch, and before it the other where one is due.
 
     States are elementwise: every ZeRO stage and memory is possible. The names and defaults are optax's, except for
     `num_samples`.

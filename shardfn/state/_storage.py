@@ -78,13 +78,13 @@ def codes_of(value: StoredValue) -> StoredValue:
 
 
 def with_codes(value: StoredValue, codes: StoredValue, kind: MemoryKind) -> StoredValue:
-    """Returns a value in codes like another one, with these codes in a memory: the inverse of `codes_of`."""
+    """Returns a value in codes like another value, with these codes in a memory: the inverse of `codes_of`."""
     assert isinstance(value, QuantizedBlocks) and isinstance(codes, Tensor)
     return value.with_blocks(codes, kind)
 
 
 def apart(value: StoredValue, at: Placement, pool: AnyPool | None) -> StoredValue:
-    """Returns a value with a place of its own: slices and stacks of others are written anew."""
+    """Returns a value with a place of its own: slices and stacks of other values are written again."""
     if not isinstance(value, StoredSlice | StoredStack):
         return value
     with on_host():
@@ -116,6 +116,11 @@ def start_move(
 def lies_on_disk(x: Any) -> bool:
     """Returns whether a leaf of a tree is a `GlobalTensor` that is kept on disk."""
     return isinstance(x, GlobalTensor) and is_disk(x.memory_kind)
+
+
+def lies_on_device(x: GlobalTensor) -> bool:
+    """Returns whether a leaf is kept in the device's memory."""
+    return is_device(x.memory_kind)
 
 
 def common_kind(kinds: Iterable[MemoryKind]) -> MemoryKind:
@@ -201,7 +206,7 @@ class Successor:
     """The writer of the new value of a leaf, row by row: of the same shape, dtype and place as the value before.
 
     A tensor is overwritten where it lies; with `beside=True` the new value is a host tensor of its own. A value on disk
-    is not touched, and the new value is another one. All rows are written once, and the rows of one `write` must not
+    is not touched, and the new value is another value. All rows are written once, and the rows of one `write` must not
     change until it is done. Then comes `finish`.
 
     Args:
@@ -300,7 +305,7 @@ class Likeness(NamedTuple):
 
     @staticmethod
     def of(x: GlobalTensor) -> "Likeness":
-        """That of a leaf's block."""
+        """Returns the likeness of a leaf's block."""
         return Likeness(torch.Size(x.held.shape), x.placement)
 
 
@@ -311,7 +316,7 @@ def graph_inputs(leaves: Sequence[GlobalTensor], device: torch.device) -> list[T
         if lies_on_disk(x):
             out.append(torch.empty(1, dtype=torch.int64))
         else:
-            out += fakes([as_graph_value(x.held)], device if is_device(x.memory_kind) else "cpu")
+            out += fakes([as_graph_value(x.held)], device if lies_on_device(x) else "cpu")
     return out
 
 
@@ -329,7 +334,7 @@ def as_graph_value(value: StoredValue) -> Tensor:
 
 
 def returned(x: Tensor, like: Likeness) -> StoredValue:
-    """Returns a result of a graph as a block with the shape and placement of the one before."""
+    """Returns a result of a graph as a block with the shape and placement of the previous block."""
     return _as_block(x, like, lambda: stored_of(x))
 
 

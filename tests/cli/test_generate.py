@@ -416,7 +416,7 @@ def test_a_prompt_longer_than_the_context(given: pathlib.Path, capsys: pytest.Ca
         ("text", "is a file of b'text'..., and no GGUF file"),
         ("empty", "has neither config.json nor model.json; it has no files"),
         ("untokenized", "has no tokenizer"),
-        ("unchatty", "--chat needs a chat template, but the tokenizer of .* has none"),
+        ("unchatty", "--chat needs a tokenizer with a chat template, got the tokenizer of"),
         ("larger", "the tokenizer of .* has 12 tokens, and the model has 11"),
         ("unknown", "MambaForCausalLM cannot be served: its layers keep a state"),
         ("incomplete", "model.layers.1.mlp.up_proj.weight is missing"),

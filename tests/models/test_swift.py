@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardfn as sf
 from shardfn import distill, optim
 from shardfn.core import named_leaves, tree_map
-from shardfn.inference import CacheLayout, Engine, Sampling, decoder
+from shardfn.inference import CacheLayout, Engine, Sampling, decoder, limits_of
 from shardfn.inference._cache import make_single_bodies
 from shardfn.interop import gpt_from_hf, gpt_to_hf, hf_config
 from shardfn.models import gpt
@@ -240,12 +240,16 @@ def test_training_on_ranks_equals_one_device(name: str, axes: dict[str, int]) ->
 @pytest.mark.nightly
 @distributed(world=2)
 def test_an_engine_on_ranks_has_the_tokens_of_one() -> None:
+    """By heads, and by tokens where a step has 7 of them or more."""
     config, params = with_swift("llama", batch_invariant=True)
     how, prompts = Sampling(max_tokens=9, temperature=0.7, seed=1), [[1, 2, 3, 4, 5], [7, 8]]
     alone = Engine(decoder(config), params, mesh=sf.make_mesh(alone=True)).generate(prompts, how)
-    cut = Engine(decoder(config, tp="tp"), params, mesh=sf.make_mesh({"tp": 2})).generate(prompts, how)
-    assert [x.tokens for x in alone] == [x.tokens for x in cut]
-    assert [x.logprobs for x in alone] == [x.logprobs for x in cut]
+    made = decoder(config, tp="tp")
+    for layouts in ((("tp", 1),), (("tp", 1), ("sp", 7))):
+        limits = limits_of(made, layouts=layouts, buckets=(2, 8), running=4)
+        cut = Engine(made, params, mesh=sf.make_mesh({"tp": 2}), limits=limits).generate(prompts, how)
+        assert [x.tokens for x in alone] == [x.tokens for x in cut]
+        assert [x.logprobs for x in alone] == [x.logprobs for x in cut]
 
 
 @pytest.mark.parametrize("changes", [{}, {"bias": "qkv", "per_head": True}])

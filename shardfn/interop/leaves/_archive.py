@@ -1,4 +1,4 @@
-"""Weights in safetensors files, one or several with an index, as Hugging Face stores them: read and written in parts.
+"""Weights in safetensors files of Hugging Face, several files with an index: read and written in parts.
 
 Only the bytes of a requested box of a tensor are read, including gaps of less than a page between runs.
 https://github.com/huggingface/safetensors
