@@ -95,6 +95,7 @@ DOCS = [
     "docs/training_loop.md",
     "docs/loggers.md",
     "docs/lora.md",
+    "docs/recurrent.md",
     "docs/speculators.md",
     "docs/frozen.md",
     "docs/rlhf.md",
