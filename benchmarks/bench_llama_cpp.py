@@ -144,7 +144,7 @@ def serve_shardfn(model: str, activations: str) -> Answer:
     from shardfn.interop import gpt_from_gguf
 
     torch.set_num_threads(1)
-    config, params = gpt_from_gguf(model, blocks=True, batch_invariant=True)
+    config, params = gpt_from_gguf(model, keep_codes=True, batch_invariant=True)
     rounding: Any = None if activations == "float32" else activations
     made = decoder(config, quantization="int4", activations=rounding)
     limits = limits_of(made, context=CONTEXT, cache_bytes=1 << 30)

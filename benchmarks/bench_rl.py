@@ -115,8 +115,8 @@ def _run(size: dict[str, Any]) -> list[Iteration]:
 
     def loss(params: Any, batch: Any) -> Any:
         x, advantages = batch
-        logits = gpt.apply(config, params, x.ids, at=rl.completion_positions(x.ids, *x.where))
-        logprobs = rl.logprobs_at(logits, x.ids, *x.where)
+        logits = gpt.apply(config, params, x.ids, at=rl.completion_positions(x.ids, x.spans))
+        logprobs = rl.logprobs_at(logits, x.ids, x.spans)
         return rl.grpo(logprobs, x.logprobs, advantages, x.lengths, epsilon_high=0.28)
 
     inner = sf.jit(loss) if size["jit"] else loss

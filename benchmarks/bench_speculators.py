@@ -44,7 +44,7 @@ def main() -> None:
     places = range(0, len(ids) - room, max(1, (len(ids) - room) // args.prompts))
     prompts = [ids[at : at + room] for at in places][: args.prompts]
     drafters: dict[str, Drafter | None] = {"none": None, "n-grams": Ngram(), "suffixes": Suffix()}
-    drafters |= {pathlib.Path(x).name: speculators.load(x, made) for x in args.speculator}
+    drafters |= {pathlib.Path(x).name: speculators.load(x, made, params) for x in args.speculator}
     body = [
         f"{args.model}: {served.size:,} parameters; {len(prompts)} prompts of {room} tokens, {args.tokens} tokens each;"
         f" {args.rounds} rounds; one thread, processor time; load of the machine {os.getloadavg()[0]:.1f}"
@@ -63,9 +63,9 @@ def main() -> None:
                 assert found == runs["none"][0][2], each
         rows = [_row(each, runs[each][1:], runs["none"][1:]) for each in drafters]
         head = ("drafter", "accepted drafts a step", "speed over none", "quartiles", "s, least")
-        bound = _bound([one for one in runs["none"][0][2]], args.heads)
+        bound = _bound([one for one in runs["none"][0][2]], args.drafts)
         body.append(
-            f"## {name}\n\n{table(head, rows)}\n\nbound of {args.heads} drafts by the model's certainty: {bound:.2f}"
+            f"## {name}\n\n{table(head, rows)}\n\nbound of {args.drafts} drafts by the model's certainty: {bound:.2f}"
         )
     publish("Speculators", "\n\n".join(body), out=args.out)
 
@@ -96,7 +96,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("text")
     parser.add_argument("--speculator", nargs="+", default=[], metavar="DIR")
-    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=96, help="drawn tokens of each prompt")
     parser.add_argument("--rounds", type=int, default=3)

@@ -55,7 +55,7 @@ LIMITS = {
     "apart, anew, alike, likewise, meanwhile": 0.12,
     EXAMPLES: 2,
     RULES: 29,
-    SEMICOLONS: 8.2,
+    SEMICOLONS: 3.6,
 }
 FLOORS = {EXAMPLES, RULES}
 # First words of a function's name that are neither a verb nor a noun.

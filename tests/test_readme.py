@@ -49,6 +49,7 @@ DOCS = [
     "docs/install.md",
     "docs/ten_lines.md",
     "docs/finetune.md",
+    "docs/pretrain.md",
     "docs/examples.md",
     "docs/from_fsdp2.md",
     "docs/from_jax.md",

@@ -74,9 +74,8 @@ def loss_of(config, trained, beta, params, batch):
 
 def sums(config, params, answers):
     """The log probability of each answer."""
-    width = answers["ids"].shape[1]
-    where = answers["prompts"], answers["lengths"], width
-    return rl.completion_logprobs(gpt.apply(config, params, answers["ids"]), answers["ids"], *where).sum(1)
+    spans = rl.CompletionSpans(answers["prompts"], answers["lengths"], answers["ids"].shape[1])
+    return rl.completion_logprobs(gpt.apply(config, params, answers["ids"]), answers["ids"], spans).sum(1)
 
 
 def rows(pairs, length):

@@ -138,10 +138,10 @@ def loss(config, trained, beta, params, batch):
     policy, reference = trained.both(params)
     rollout = batch["rollout"]
     logits = gpt.apply(config, policy, rollout.ids)
-    logprobs = rl.completion_logprobs(logits, rollout.ids, *rollout.where)
+    logprobs = rl.completion_logprobs(logits, rollout.ids, rollout.spans)
     with torch.no_grad():
-        before = rl.completion_logprobs(gpt.apply(config, reference, rollout.ids), rollout.ids, *rollout.where)
-        entropies = rl.completion_entropies(logits, *rollout.where)
+        before = rl.completion_logprobs(gpt.apply(config, reference, rollout.ids), rollout.ids, rollout.spans)
+        entropies = rl.completion_entropies(logits, rollout.spans)
     drawn = rollout.logprobs, rollout.lengths
     metrics = rl.policy_metrics(logprobs, *drawn, ref_logprobs_BT=before) | rl.rollout_metrics(
         rollout, batch["advantages"]

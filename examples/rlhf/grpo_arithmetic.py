@@ -128,18 +128,18 @@ def empty(rows, behind):
 
 
 def old_logprobs(params, rollout):
-    return rl.completion_logprobs(gpt.apply(CONFIG, params["actor"], rollout.ids), rollout.ids, *rollout.where)
+    return rl.completion_logprobs(gpt.apply(CONFIG, params["actor"], rollout.ids), rollout.ids, rollout.spans)
 
 
 def loss(beta, params, batch):
     rollout, old = batch["rollout"], batch["old"]
     logits = gpt.apply(CONFIG, params["actor"], rollout.ids)
-    logprobs = rl.completion_logprobs(logits, rollout.ids, *rollout.where)
+    logprobs = rl.completion_logprobs(logits, rollout.ids, rollout.spans)
     with torch.no_grad():
         reference = rl.completion_logprobs(
-            gpt.apply(CONFIG, params["reference"], rollout.ids), rollout.ids, *rollout.where
+            gpt.apply(CONFIG, params["reference"], rollout.ids), rollout.ids, rollout.spans
         )
-        entropies = rl.completion_entropies(logits, *rollout.where)
+        entropies = rl.completion_entropies(logits, rollout.spans)
     how = {
         "ref_logprobs_BT": reference,
         "sampling_logprobs_BT": rollout.logprobs,

@@ -118,10 +118,10 @@ def step_of(args, mesh, models, configs=CONFIGS):
 def before(params, rollout):
     """For each token the critic's value, the reference's log probability, and the divergence from the reference."""
     logits, reference = (gpt.apply(CONFIG, params[name], rollout.ids) for name in ("actor", "reference"))
-    divergences = rl.completion_divergences(logits, reference, *rollout.where)
+    divergences = rl.completion_divergences(logits, reference, rollout.spans)
     return (
         values_of(params["critic"], rollout),
-        rl.completion_logprobs(reference, rollout.ids, *rollout.where),
+        rl.completion_logprobs(reference, rollout.ids, rollout.spans),
         divergences,
     )
 
@@ -139,12 +139,12 @@ def learnt_from(rollout, values=None, reference=None, divergences=None, beta=0.0
 def of_actor(params, batch):
     rollout = batch["rollout"]
     logits = gpt.apply(CONFIG, params["actor"], rollout.ids)
-    logprobs = rl.completion_logprobs(logits, rollout.ids, *rollout.where)
+    logprobs = rl.completion_logprobs(logits, rollout.ids, rollout.spans)
     drawn = rollout.logprobs, rollout.lengths
     metrics = rl.policy_metrics(logprobs, *drawn, ref_logprobs_BT=batch["reference"]) | rl.rollout_metrics(rollout)
     metrics["divergence"] = rl.token_mean(batch["divergences"], rollout.lengths)
     with torch.no_grad():
-        metrics["entropy"] = rl.token_mean(rl.completion_entropies(logits, *rollout.where), rollout.lengths)
+        metrics["entropy"] = rl.token_mean(rl.completion_entropies(logits, rollout.spans), rollout.lengths)
     return rl.ppo_policy(logprobs, rollout.logprobs, batch["advantages"], rollout.lengths), metrics
 
 
@@ -155,7 +155,7 @@ def of_critic(params, batch):
 
 def values_of(params, rollout):
     values = gpt.apply(VALUES, params, rollout.ids)[..., 0]
-    return rl.completion_values(values, *rollout.where)
+    return rl.completion_values(values, rollout.spans)
 
 
 def arguments(text):

@@ -72,7 +72,7 @@ def reward(prompt, answer):
 def loss(params, batch):
     rollout = batch["rollout"]
     logits = gpt.apply(CONFIG, params, rollout.ids)
-    logprobs = rl.completion_logprobs(logits, rollout.ids, *rollout.where)  # of the letters that the model drew
+    logprobs = rl.completion_logprobs(logits, rollout.ids, rollout.spans)  # of the letters that the model drew
     metrics = rl.policy_metrics(logprobs, rollout.logprobs, rollout.lengths) | rl.rollout_metrics(
         rollout, batch["advantages"]
     )

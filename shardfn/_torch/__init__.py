@@ -91,4 +91,4 @@ from ._process_groups import (
     on_one_thread as on_one_thread,
     registered_group as registered_group,
 )
-from ._refusals import in_other_words as in_other_words
+from ._version import in_other_words as in_other_words

@@ -1,9 +1,30 @@
-"""The versions of torch that shardfn runs on, checked when the package is imported."""
+"""The versions of torch that shardfn runs on, checked at the import, and errors of torch in other words."""
 
+import contextlib
 import re
 import warnings
+from collections.abc import Iterator, Sequence
 
 import torch
+
+
+@contextlib.contextmanager
+def in_other_words(parts: Sequence[str], message: str) -> Iterator[None]:
+    """Turns a RuntimeError with one of some parts in the text into a ValueError with a message.
+
+    Example:
+        >>> with in_other_words(["saved tensor hooks"], "leave out the checkpoint."):
+        ...     raise RuntimeError("torch.func does not support saved tensor hooks")
+        Traceback (most recent call last):
+        ValueError: leave out the checkpoint.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(part in str(error) for part in parts):
+            raise
+        raise ValueError(message) from error
+
 
 # The oldest and the newest minor of torch against which `_names.py` was checked.
 OLDEST, NEWEST = (2, 11), (2, 14)

@@ -12,4 +12,4 @@ from ._capture import (
 from ._copies import Copy as Copy, Written as Written, alias as alias, node_of as node_of, steps_after as steps_after
 from ._copies import find_alias as find_alias, traced_once as traced_once
 from ._fakes import fake as fake, fakes as fakes
-from ._plumbing import in_plumbing as in_plumbing, plumbing as plumbing
+from ._fakes import in_plumbing as in_plumbing, plumbing as plumbing

@@ -1,4 +1,4 @@
-"""Tensors without data, with corrected results where torch's fake results differ from the kernels' results.
+"""Tensors without data, and operations of the engine that are not a part of the transformed function.
 
 A captured graph relies on shapes, dtypes and strides. For example, a `view` of a result runs only if the result has the
 strides that the capture saw. So `Fakes` gives the kernels' layouts for the operations whose fake results in torch
@@ -6,14 +6,36 @@ differ. The op table (`shardfn/graph/_ops.py`) lists the operations.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn._torch import FakeTensorMode
-from shardfn.core import frozen, is_frozen
+from shardfn.core import Ambient, frozen, is_frozen
 from shardfn.graph import find_op
+
+# By thread: another thread may run the function's operations at the same time.
+_PLUMBING = Ambient[None]("the engine is at work", by_thread=True)
+
+
+def plumbing() -> AbstractContextManager[None]:
+    """Marks the operations inside as the engine's, such as transfers of a leaf. Such operations differ from run to run.
+
+    Example:
+        >>> with plumbing():
+        ...     in_plumbing()
+        True
+        >>> in_plumbing()
+        False
+    """
+    return _PLUMBING.bound(None)
+
+
+def in_plumbing() -> bool:
+    """Returns whether the engine is at work."""
+    return bool(_PLUMBING)
 
 
 class Fakes(FakeTensorMode):

@@ -17,7 +17,8 @@ from shardfn.engine import agree_on_step, comms_of, losing_no_peer, told_before
 from shardfn.state import check_alive
 
 from ._contents import contents, mesh_of
-from ._read_into import ReadKeywords, read_into
+from ._match import ReadKeywords
+from ._read_into import read_into
 
 
 def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -> None:
@@ -77,7 +78,7 @@ def restore_dcp(directory: str | os.PathLike[str], like: PyTree, **options: Unpa
     Args:
         directory: directory of the checkpoint.
         like: as `restore` expects the tree.
-        **options: `at`, `rename`, `partial`, `cast`, `donate`, `pool`, as for `restore`. Names are DCP's keys.
+        **options: `at`, `rename`, `keep`, `partial`, `cast`, `donate`, `pool`, as for `restore`. Names are DCP's keys.
 
     Returns:
         The tree.

@@ -11,7 +11,7 @@ import torch
 from shardfn.collectives import pieces
 from shardfn.memory import DamagedError, host_empty
 
-from ._located import located
+from ._located import find_checkpoint
 from ._manifest import Manifest, StoredLeaf, nbytes
 from ._place import read_manifest
 from ._read import ChunkReader, dtype_of
@@ -60,7 +60,7 @@ def verify(directory: str | os.PathLike[str], step: int | None = None) -> Verifi
         >>> verify(directory).step
         7
     """
-    place = located(directory, step)
+    place = find_checkpoint(directory, step)
     manifest = read_manifest(place)
     problems: list[str] = []
     with ChunkReader(place, manifest) as reader:
@@ -98,7 +98,7 @@ def inspect(directory: str | os.PathLike[str], step: int | None = None) -> str:
         >>> print(inspect(directory).splitlines()[-1])
         ['w']  (3, 2)  float32  24  1 chunk
     """
-    place = located(directory, step)
+    place = find_checkpoint(directory, step)
     manifest = read_manifest(place)
     total = sum(nbytes(x.shape, x.itemsize) for x in manifest.leaves.values())
     mesh = ", ".join(f"{axis} {size}" for axis, size in manifest.mesh.items()) or "one device"
@@ -135,7 +135,7 @@ def stored(directory: str | os.PathLike[str], step: int | None = None) -> dict[s
         >>> {path: tuple(x.shape) for path, x in stored(directory).items()}
         {"['w']": (3, 2)}
     """
-    leaves = read_manifest(located(directory, step)).leaves
+    leaves = read_manifest(find_checkpoint(directory, step)).leaves
     return {path: torch.empty(x.shape, dtype=dtype_of(x), device="meta") for path, x in leaves.items()}
 
 
@@ -165,7 +165,7 @@ def read_leaves(
         >>> dict(read_leaves(directory, ["['w']"]))
         {"['w']": tensor([1., 1.])}
     """
-    place = located(directory, step)
+    place = find_checkpoint(directory, step)
     manifest = read_manifest(place)
     with ChunkReader(place, manifest) as reader:
         for path in paths:
@@ -201,7 +201,7 @@ def diff(
         >>> diff(directory, directory, steps=(1, 2))
         [Difference(path="['n']", what='1 of 1 elements differ', largest=1.0)]
     """
-    places = located(first, steps[0]), located(second, steps[1])
+    places = find_checkpoint(first, steps[0]), find_checkpoint(second, steps[1])
     a, b = (read_manifest(p) for p in places)
     out: list[Difference] = []
     with ChunkReader(places[0], a) as one, ChunkReader(places[1], b) as other:

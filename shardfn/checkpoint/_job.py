@@ -296,8 +296,8 @@ def prepare(
             comms.control.gather(None)  # the draft is gone before ranks raise
         blind = [str(rank) for rank, own in enumerate(seen) if not own]
         raise ValueError(
-            f"{store} of rank 0 is not the one that ranks {', '.join(blind)} see: it is local to a machine. All"
-            " ranks write into one checkpoint; give them a directory on a file system that they share."
+            f"all ranks must see the same directory of checkpoints, but ranks {', '.join(blind)} do not see {store} of"
+            " rank 0. The directory is local to a machine. Pass a directory on a file system that all ranks share."
         )
     boxes = owned([(x.shape, x.dtype.itemsize if x.same_as is None else 0, x.spec) for x in leaves], mesh)
     boxes = [b for b in boxes if leaves[b.leaf].same_as is None]

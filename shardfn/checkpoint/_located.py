@@ -54,7 +54,7 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
     return store_of(directory).steps()
 
 
-def located(directory: str | os.PathLike[str], step: int | None = None) -> Location:
+def find_checkpoint(directory: str | os.PathLike[str], step: int | None = None) -> Location:
     """Returns the checkpoint at a directory, or in the directory.
 
     Args:

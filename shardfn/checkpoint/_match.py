@@ -8,13 +8,14 @@ params['blocks'][3]['w'] [a, b]       params['blocks']['w'] of shape [L, a, b]: 
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
 from shardfn.collectives import Box
-from shardfn.core import did_you_mean
+from shardfn.core import did_you_mean, explains_fields
+from shardfn.memory import Pool
 
 from ._manifest import Manifest, StoredLeaf
 from ._read import BoxReader, dtype_of
@@ -22,6 +23,61 @@ from ._read import BoxReader, dtype_of
 # From the path of a leaf in the tree to the path in the checkpoint. None: the leaf keeps its value.
 Rename = Callable[[str], str | None]
 _INDEX = re.compile(r"\[(\d+)\]", re.ASCII)
+
+
+class ReadKeywords(TypedDict, total=False):
+    """Options for filling a tree from a checkpoint. `restore` documents each option.
+
+    Attributes:
+        at: a prefix of the tree's paths.
+        rename: function from a path of the tree to the name in the source. None: the leaf keeps its value.
+        keep: prefixes of paths. Leaves there keep their values.
+        partial: whether leaves that only one side has are ignored.
+        cast: whether values may be rounded to a leaf's dtype.
+        donate: whether the memory of the tree is reused. The tree cannot be used afterwards.
+        pool: pool for leaves on disk of an abstract tree.
+    """
+
+    at: str
+    rename: "Rename | ByKind | None"
+    keep: str | Sequence[str]
+    partial: bool
+    cast: bool
+    donate: bool
+    pool: Pool | None
+
+
+class ByKind(NamedTuple):
+    """Finds the states of an optimizer by their fields, at any place in the chain: `restore(..., rename=ByKind())`.
+
+    For example, the moments `count, mu, nu` of Adam are found when the new optimizer has a clip in front of Adam, or a
+    wrapper around Adam. States that the checkpoint lacks are initialized. States that the new optimizer lacks are left
+    out. Both are logged.
+
+    Attributes:
+        otherwise: function from a path of the tree to the path in the checkpoint, for all other leaves. Default: the
+            same path.
+    """
+
+    otherwise: Rename | None = None
+
+
+@explains_fields(by_kind="rename=checkpoint.ByKind()")
+class ReadOptions(NamedTuple):
+    """The options of `ReadKeywords`, with their defaults."""
+
+    at: str = ""
+    rename: Rename | ByKind | None = None
+    keep: str | Sequence[str] = ()
+    partial: bool = False
+    cast: bool = False
+    donate: bool = True
+    pool: Pool | None = None
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Returns the prefixes of `keep`."""
+        return (self.keep,) if isinstance(self.keep, str) else (*self.keep,)
 
 
 class Recuts(Protocol):
@@ -102,16 +158,12 @@ class Source(NamedTuple):
             reader.box(self.leaves[0], box, out, check=check)
 
 
-def matched(
+def match_leaves(
     targets: Sequence[Target],
     manifest: Manifest,
-    at: str,
     rename: Rename | None,
-    *,
-    partial: bool,
-    cast: bool,
-    but: Recuts,
-    keep: Sequence[str] = (),
+    options: ReadOptions,
+    recuts: Recuts,
     left: Sequence[str] = (),
 ) -> tuple[list[Source | None], list[str]]:
     """Returns the source of each leaf of the tree, None for leaves that keep their values, and the problems found.
@@ -119,40 +171,31 @@ def matched(
     Args:
         targets: the leaves of the tree.
         manifest: manifest of the checkpoint.
-        at: the prefix of the tree's paths.
-        rename: paths of the tree -> paths of the checkpoint.
-        partial: whether leaves that only one side has are ignored.
-        cast: whether values may be rounded.
-        but: leaves to skip, because other code converts them.
-        keep: prefixes of paths. Leaves there keep the current values, and the checkpoint's leaves are ignored.
+        rename: function from paths of the tree to paths of the checkpoint.
+        options: other options for reading.
+        recuts: leaves to skip, because other code converts them.
         left: leaves of the checkpoint that are left out.
     """
+    keep = options.kept
     problems = [
         f"keep={k!r} begins no path of the tree" for k in keep if not any(t.path.startswith(k) for t in targets)
     ]
-    sources = [None if i in but.at else source_of(t, manifest, rename) for i, t in enumerate(targets)]
-    used = but.paths.union(path for x in sources if isinstance(x, Source) for path in x.paths)
+    sources = [None if i in recuts.at else source_of(t, manifest, rename) for i, t in enumerate(targets)]
+    used = recuts.paths.union(path for x in sources if isinstance(x, Source) for path in x.paths)
     free = [p for p in manifest.leaves if p not in used and p not in left]
     out: list[Source | None] = []
     for target, found in zip(targets, sources, strict=True):
         out.append(None if isinstance(found, str) else found)
         if isinstance(found, str):
-            if not partial:
+            if not options.partial:
                 problems.append(f"{target.path} is not in the checkpoint, as {found}.{did_you_mean(found, free)}")
         elif found is not None:
-            problems += _find_mismatch(target, found, cast)
-    extra = [p for p in free if p.startswith(at) and not p.startswith(tuple(keep))]
-    if not partial:
+            problems += _find_mismatch(target, found, options.cast)
+    extra = [p for p in free if p.startswith(options.at) and not p.startswith(keep)]
+    if not options.partial:
         problems += _layers_left(sources)
         problems += [f"{p} of the checkpoint has no place in the tree" for p in extra]
     return out, problems
-
-
-def keep_remat_results(rename: Rename | None, keep: Sequence[str]) -> Rename | None:
-    """Returns `rename`, with None for the paths under `keep`."""
-    if not keep:
-        return rename
-    return lambda path: None if path.startswith(tuple(keep)) else path if rename is None else rename(path)
 
 
 def remedy(
@@ -160,44 +203,44 @@ def remedy(
     sources: Sequence[Source | None],
     manifest: Manifest,
     at: str,
-    but: Recuts,
+    recuts: Recuts,
     kinds: Kinds,
 ) -> str:
     """Returns the arguments of `restore` that would read a checkpoint with other leaves than the tree.
 
     Args:
         targets: the leaves of the tree.
-        sources: sources as `matched` found them.
+        sources: sources as `match_leaves` found them.
         manifest: manifest of the checkpoint.
         at: the prefix of the tree's paths.
-        but: leaves to skip, because other code converts them.
+        recuts: leaves to skip, because other code converts them.
         kinds: the states of the optimizer, paired by their fields.
     """
-    used = but.paths.union(path for x in sources if x is not None for path in x.paths)
+    used = recuts.paths.union(path for x in sources if x is not None for path in x.paths)
     extra = [p for p in manifest.leaves if p not in used and p.startswith(at)]
     pairs = zip(targets, sources, strict=True)
-    missing = [t.path for i, (t, x) in enumerate(pairs) if x is None and i not in but.at]
+    missing = [t.path for i, (t, x) in enumerate(pairs) if x is None and i not in recuts.at]
     moved = _find_prefixes(missing, set(extra))
     if moved is not None and len(missing) == len(extra):
         old, new = moved
         return (
-            f" The leaves that are missing are there under another path, since the tree is built otherwise; read them"
-            f" from there: restore(..., rename=lambda path: path.replace({old!r}, {new!r}, 1))."
+            " The checkpoint has the missing leaves under another path. Pass"
+            f" rename=lambda path: path.replace({old!r}, {new!r}, 1)."
         )
     if not missing and not extra:
         return ""
     if all(path.startswith("opt_state") for path in [*missing, *extra]):
-        how = "keep='opt_state') keeps the fresh state of this one" if missing else "partial=True) passes over them"
-        goes_on = f" restore(..., by_kind=True) reads the states that both have: {kinds.text()}."
+        by_kind = f" rename=checkpoint.ByKind() reads the states that both sides have: {kinds.text()}."
+        other = "keep='opt_state' keeps" if missing else "partial=True ignores the checkpoint's states, and keeps"
         return (
-            f" Only states of the optimizer differ, so that it is another one.{goes_on if kinds.keeps_some else ''}"
-            " Or restore into a state of a step with the optimizer of the checkpoint, name each path by"
-            f" restore(..., rename=), or restore(..., {how}, and reads all else."
+            f" Only states of the optimizer differ.{by_kind if kinds.keeps_some else ''} {other} the new states of the"
+            " tree, and reads all other leaves. To continue with the checkpoint's optimizer, pass a state of a step"
+            " with that optimizer."
         )
     return (
-        " Leaves of another path are read by restore(..., rename=), a function from a path of the tree to one of the"
-        " checkpoint. Leaves that only one side has are passed over by restore(..., partial=True), and those of the"
-        " tree then keep their values."
+        " If leaves have another path in the checkpoint, pass rename=, a function from a path of the tree to a path of"
+        " the checkpoint. partial=True ignores leaves that only one side has, and such leaves of the tree keep their"
+        " values."
     )
 
 
@@ -234,13 +277,13 @@ def is_lossless(src: torch.dtype, dst: torch.dtype) -> bool:
 
 def source_of(target: Target, manifest: Manifest, rename: Rename | None) -> Source | str | None:
     """Returns the source of a leaf, or None if `rename` leaves it out, or the path that the checkpoint lacks."""
-    path = asked(target.parts, rename)
+    path = find_path(target.parts, rename)
     if path is None:
         return None
     if path in manifest.leaves:
         return Source((path,), (manifest.leaves[path],))
     for row, layer in _stack_candidates(target.parts):
-        found = asked(layer, rename)
+        found = find_path(layer, rename)
         leaf = None if found is None else manifest.leaves.get(found)
         if found is not None and leaf is not None and leaf.shape[1:] == target.shape and row < (*leaf.shape, 0)[0]:
             return Source((found,), (leaf,), row=row)
@@ -251,7 +294,7 @@ def source_of(target: Target, manifest: Manifest, rename: Rename | None) -> Sour
     return path
 
 
-def asked(parts: Sequence[str], rename: Rename | None) -> str | None:
+def find_path(parts: Sequence[str], rename: Rename | None) -> str | None:
     """Returns the path in the checkpoint of a leaf of the tree, or None if `rename` leaves it out."""
     path = "".join(parts).removeprefix(".")
     return path if rename is None else rename(path)
@@ -270,7 +313,7 @@ def _find_layers(target: Target, k: int, manifest: Manifest, rename: Rename | No
         return None
     paths = []
     for i in range(target.shape[0] + 1):
-        path = asked((*target.parts[:k], f"[{i}]", *target.parts[k:]), rename)
+        path = find_path((*target.parts[:k], f"[{i}]", *target.parts[k:]), rename)
         if path is None or path not in manifest.leaves:
             break
         paths.append(path)

@@ -1,53 +1,21 @@
 """Reads a tree's leaves from other sources than our checkpoints, such as tensors in memory, as `restore` does."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor
 
 from shardfn import core
 from shardfn.collectives import Box
-from shardfn.engine import comms_of, losing_no_peer, told_before
-from shardfn.memory import Pool
+from shardfn.engine import comms_of, told_before
 from shardfn.state import check_alive
 
 from ._contents import mesh_of
 from ._manifest import DTYPES, Manifest, StoredChunk, StoredLeaf
-from ._match import Rename, matched
+from ._match import ReadKeywords, ReadOptions
 from ._read import BoxReader
-from ._restore import LeafTask, donate_all, nowhere, read_all, targets_of
-
-
-class ReadKeywords(TypedDict, total=False):
-    """Options for filling a tree, as for `restore`.
-
-    Attributes:
-        at: a prefix of the tree's paths.
-        rename: function from a path of the tree to the name in the source. None: the leaf keeps its value.
-        partial: whether leaves that only one side has are ignored.
-        cast: whether values may be rounded to a leaf's dtype.
-        donate: whether the memory of the tree is reused. The tree cannot be used afterwards.
-        pool: pool for leaves on disk of an abstract tree.
-    """
-
-    at: str
-    rename: Rename | None
-    partial: bool
-    cast: bool
-    donate: bool
-    pool: Pool | None
-
-
-class ReadOptions(NamedTuple):
-    """The same options with their defaults."""
-
-    at: str = ""
-    rename: Rename | None = None
-    partial: bool = False
-    cast: bool = False
-    donate: bool = True
-    pool: Pool | None = None
+from ._restore import fill_tree, plan_reads
 
 
 class LeafReader(BoxReader, Protocol):
@@ -70,27 +38,12 @@ def read_into(like: core.PyTree, opened: Callable[[], LeafReader], what: str, op
     Raises:
         TypeError: there is no such option.
     """
-    for name in options.keys() - {*ReadOptions._fields}:
-        takes = f" It takes {', '.join(ReadOptions._fields)}."
-        raise TypeError(f"there is no argument {name!r}.{core.did_you_mean(name, ReadOptions._fields) or takes}")
+    chosen = ReadOptions(**options)
     check_alive(like, abstract=True)
-    mesh = mesh_of(like)
-    comms = comms_of(mesh)
-    at, rename, partial, cast, donate, pool = ReadOptions(**options)
-    with told_before(comms.control):
+    with told_before(comms_of(mesh_of(like)).control):
         reader = opened()
-        leaves, treedef = core.tree_flatten(like)
-        targets = targets_of(like, at)
-        sources, problems = matched(targets, reader.manifest(), at, rename, partial=partial, cast=cast, but=_NoRecuts())
-        problems = problems or nowhere(targets, leaves, sources, pool, frozenset())
-        core.raise_all(ValueError, f"{what} does not fit:", problems)
-    with losing_no_peer(comms), torch.no_grad():
-        tasks = [LeafTask(*x, mesh, pool, donate) for x in zip(leaves, sources, strict=True)]
-        out = read_all(tasks, frozenset(), reader, check=False)
-        if donate:
-            donate_all(leaves, out)
-        comms.control.exchange(0)  # all ranks have an error, or none has
-    return core.tree_unflatten(treedef, out)
+        plan = plan_reads(like, reader.manifest(), chosen, what)
+    return fill_tree(like, plan, reader, chosen.donate)
 
 
 def make_whole_leaf(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredLeaf:
@@ -107,7 +60,7 @@ def restore_tensors(tensors: Mapping[str, Tensor], like: core.PyTree, **options:
     Args:
         tensors: tensors by path, such as `params['w']`, equal on all ranks. Memory-mapped tensors are possible.
         like: as `restore` expects the tree.
-        **options: `at`, `rename`, `partial`, `cast`, `donate`, `pool`, as for `restore`.
+        **options: `at`, `rename`, `keep`, `partial`, `cast`, `donate`, `pool`, as for `restore`.
 
     Returns:
         The tree.
@@ -141,10 +94,3 @@ class _Tensors(NamedTuple):
     def box(self, leaf: StoredLeaf, box: Box, out: Tensor, *, check: bool = True) -> None:
         del check  # there are no digests
         out.copy_(self.tensors[leaf.chunks[0].file].detach()[tuple(slice(lo, hi) for lo, hi in box)])
-
-
-class _NoRecuts:
-    """No leaf is converted."""
-
-    at: frozenset[int] = frozenset()
-    paths: frozenset[str] = frozenset()

@@ -21,18 +21,18 @@ new run with P = 2 get the mean of 4 old errors.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardfn import collectives, core
-from shardfn.optim import is_compressing
+from shardfn.optim import is_compressing, rebalance_residuals
 
 from ._manifest import Manifest, StoredLeaf
-from ._match import Rename, Source, Target, asked, source_of
-from ._read import BoxReader, ChunkReader, dtype_of
+from ._match import Rename, Source, Target, find_path, source_of
+from ._read import BoxReader, dtype_of
 
 _FIELDS = collectives.Residual._fields
 
@@ -239,7 +239,6 @@ def _is_residual(x: Any) -> bool:
 
 # This loses the rounding errors that ranks have not sent yet.
 _WITHOUT = "let errors begin at 0: rename=lambda path: None if '.residual' in path else path"
-Rebalance = Callable[[core.PyTree, core.PyTree], core.PyTree]
 
 
 class _Node(NamedTuple):
@@ -288,7 +287,7 @@ class ReshardedState(NamedTuple):
     residuals: list[StoredResidual]
     problems: list[str]
 
-    def apply(self, leaves: Sequence[Any], reader: ChunkReader, rebalance: Rebalance) -> list[Any]:
+    def apply(self, leaves: Sequence[Any], reader: BoxReader) -> list[Any]:
         """Returns the leaves of the tree, with the converted leaves of the states."""
         out = list(leaves)
         for i in self.zeros:
@@ -297,7 +296,7 @@ class ReshardedState(NamedTuple):
             for i, new in zip(x.at, x.read(reader), strict=True):
                 out[i] = new
         for node in self.nodes:
-            new = _rebalance_node(node, reader, rebalance)
+            new = _rebalance_node(node, reader)
             out[node.first : node.first + len(new)] = new
         return out
 
@@ -320,7 +319,7 @@ def _recut_state(
     out: ReshardedState, state: Any, first: int, targets: Sequence[Target], manifest: Manifest, rename: Rename | None
 ) -> ReshardedState:
     here = range(first, first + len(targets))
-    names = [asked(t.parts, rename) for t in targets]
+    names = [find_path(t.parts, rename) for t in targets]
     found = [None if name is None else manifest.leaves.get(name) for name in names]
     node = _Node(state, first, core.tree_unflatten(core.tree_flatten(state)[1], here), found)
     codes, residual = ({*core.tree_leaves(getattr(node.index, f, ()))} for f in ("codes", "residual"))
@@ -414,12 +413,12 @@ def _zeros_like(like: Any) -> Any:
     return collectives.GlobalTensor(block, like.shape, like.spec, like.mesh)
 
 
-def _rebalance_node(node: _Node, reader: ChunkReader, rebalance: Rebalance) -> list[Any]:
+def _rebalance_node(node: _Node, reader: BoxReader) -> list[Any]:
     old = [_read_whole(x, leaf, reader) for x, leaf in zip(core.tree_leaves(node.like), node.found, strict=True)]
-    return core.tree_leaves(rebalance(core.tree_unflatten(core.tree_flatten(node.like)[1], old), node.like))
+    return core.tree_leaves(rebalance_residuals(core.tree_unflatten(core.tree_flatten(node.like)[1], old), node.like))
 
 
-def _read_whole(like: Any, leaf: StoredLeaf | None, reader: ChunkReader) -> Tensor:
+def _read_whole(like: Any, leaf: StoredLeaf | None, reader: BoxReader) -> Tensor:
     if leaf is None:  # codes, which are dropped
         return torch.zeros(tuple(like.shape), dtype=like.dtype)
     out = torch.empty(leaf.shape, dtype=dtype_of(leaf))

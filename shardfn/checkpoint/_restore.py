@@ -27,6 +27,7 @@ from shardfn.core import (
     Stored,
     StoredValue,
     a_kind,
+    explains_keywords,
     progress,
     raise_all,
     tree_flatten,
@@ -37,13 +38,13 @@ from shardfn.core import (
 )
 from shardfn.engine import agree_on_step, comms_of, is_abstract, losing_no_peer, told_before
 from shardfn.memory import DiskTensor, Pool, host_empty
-from shardfn.optim import AverageParamsState, LookaheadState, MasterState, ScheduleFreeState, rebalance_residuals
+from shardfn.optim import AverageParamsState, LookaheadState, MasterState, ScheduleFreeState
 from shardfn.state import check_alive, empty_block, lies_on_disk
 
 from ._contents import as_codes, from_codes, mesh_of
-from ._located import check_directory, located
+from ._located import check_directory, find_checkpoint
 from ._manifest import Manifest
-from ._match import Rename, Source, Target, keep_remat_results, matched, remedy, source_of
+from ._match import ByKind, ReadOptions, Rename, Source, Target, match_leaves, remedy, source_of
 from ._place import read_manifest
 from ._read import BoxReader, ChunkReader
 from ._reshard_residuals import reshard_residuals
@@ -137,27 +138,22 @@ def match_kinds(targets: Sequence[Target], there: Iterable[str]) -> KindMatch:
     return KindMatch(moved, tuple(s for s in old if s.fields not in both), problems)
 
 
-def copying(
+def _read_copies(
     like: PyTree, targets: Sequence[Target], manifest: Manifest, rename: Rename | None, *, partial: bool
 ) -> Rename | None:
     """Returns `rename`, extended so that kept copies of parameters are read from the checkpoint's parameters.
 
     An average or master copies begin as the parameters that `step.init` was given. If parameters are read from a
     checkpoint, the copies must begin as the read parameters. Else the next step would restore the first parameters.
-
-    Args:
-        like: the tree.
-        targets: leaves.
-        manifest: manifest of the checkpoint.
-        rename: function from a path of the tree to one of the checkpoint. None: the leaf keeps its value.
-        partial: whether leaves that the checkpoint lacks keep their values.
     """
     nodes = tree_leaves(like, is_leaf=lambda x: isinstance(x, tuple(_COPIES)))
-    own = {id(x) for node in nodes if type(node) in _COPIES for x in tree_leaves(getattr(node, _COPIES[type(node)]))}
+    copies = {id(x) for node in nodes if type(node) in _COPIES for x in tree_leaves(getattr(node, _COPIES[type(node)]))}
     fresh: set[str] = set()
     for target, x in zip(targets, tree_leaves(like), strict=True):
-        found = source_of(target, manifest, rename) if id(x) in own else target.path
-        if found is None or (partial and found == target.path and id(x) in own):
+        if id(x) not in copies:
+            continue
+        found = source_of(target, manifest, rename)
+        if found is None or (partial and found == target.path):
             at = max(k for k, part in enumerate(target.parts) if part.startswith(".") and part[1:] in _COPIES.values())
             fresh.add("".join(target.parts[: at + 1]).removeprefix("."))
     if not fresh:
@@ -217,8 +213,8 @@ def _show_states(states: Sequence[OptimizerState], fields: frozenset[str]) -> st
 
 log = logging.getLogger("shardfn.checkpoint")
 _UNEQUAL = (
-    "restore(by_kind=True) cannot pair states of the optimizer, since the checkpoint has another number of states. Name"
-    " their paths by rename= in place of by_kind=:"
+    "ByKind needs as many states of a kind in the checkpoint as in the tree. Pass a function as rename= that returns"
+    " each state's path:"
 )
 # For a leaf on disk or on a device: bytes that are in memory at a time.
 _PIECE = 32 << 20
@@ -250,21 +246,91 @@ class LeafTask(NamedTuple):
     donate: bool
 
 
+class NoRecuts(NamedTuple):
+    """Converts no leaf: see `ReshardedState`."""
+
+    at: frozenset[int] = frozenset()
+    paths: frozenset[str] = frozenset()
+    problems: tuple[str, ...] = ()
+
+    def apply(self, leaves: list[Any], reader: BoxReader) -> list[Any]:
+        del reader
+        return leaves
+
+
+class ReadPlan(NamedTuple):
+    """A tree that fits a checkpoint, with the source of each leaf."""
+
+    tasks: list[LeafTask]
+    recuts: Any
+
+    def read(self, reader: BoxReader) -> list[Any]:
+        """Returns the leaves with the checkpoint's values."""
+        return self.recuts.apply(_read_leaves(self.tasks, self.recuts.at, reader), reader)
+
+
+def plan_reads(
+    like: PyTree,
+    manifest: Manifest,
+    options: ReadOptions,
+    what: str,
+    find_recuts: Callable[..., Any] = lambda *_: NoRecuts(),
+) -> ReadPlan:
+    """Finds the source of each leaf of a tree. No value is read.
+
+    Args:
+        like: the tree, with leaves of bytes in place of quantized leaves.
+        manifest: manifest of the checkpoint.
+        options: options for reading.
+        what: name of the checkpoint in messages.
+        find_recuts: function with the arguments of `reshard_residuals`, which finds the leaves to convert.
+
+    Raises:
+        ValueError: leaves do not fit. The message lists all.
+    """
+    leaves, targets = tree_leaves(like), find_targets(like, options.at)
+    kinds, rename, left = match_kinds(targets, manifest.leaves), options.rename, []
+    if by_kind := isinstance(rename, ByKind):
+        raise_all(ValueError, _UNEQUAL, kinds.problems)
+        left = [path for path in manifest.leaves if kinds.leaves_out(path)]
+        rename = kinds.rename(rename.otherwise)
+    rename = _keep_paths(rename, options.kept)
+    if not options.at:
+        rename = _read_copies(like, targets, manifest, rename, partial=options.partial)
+    recuts = find_recuts(like, targets, manifest, rename)
+    sources, problems = match_leaves(targets, manifest, rename, options, recuts, left)
+    problems += recuts.problems
+    helps = problems and options.rename is None and not options.partial
+    how = remedy(targets, sources, manifest, options.at, recuts, kinds) if helps else ""
+    problems = problems or _find_unplaced(targets, leaves, sources, options.pool, recuts.at)
+    raise_all(ValueError, f"{what} does not fit.{how} They differ in:", problems)
+    if by_kind:
+        log.info("restoring by kind: %s", kinds.text())
+    mesh = mesh_of(like)
+    tasks = [LeafTask(x, s, mesh, options.pool, options.donate) for x, s in zip(leaves, sources, strict=True)]
+    return ReadPlan(tasks, recuts)
+
+
+def _keep_paths(rename: Rename | None, keep: tuple[str, ...]) -> Rename | None:
+    """Returns `rename`, with None for the paths under `keep`."""
+    if not keep:
+        return rename
+    return lambda path: None if path.startswith(keep) else path if rename is None else rename(path)
+
+
+@explains_keywords(by_kind="rename=checkpoint.ByKind()", check="nothing, digests are always compared")
 def restore(
     directory: str | os.PathLike[str],
     like: PyTree,
     *,
     step: int | None = None,
     at: str = "",
-    rename: Rename | None = None,
+    rename: Rename | ByKind | None = None,
     keep: str | Sequence[str] = (),
-    by_kind: bool = False,
     partial: bool = False,
     cast: bool = False,
     donate: bool = True,
-    check: bool = True,
     pool: Pool | None = None,
-    rebalance: Callable[[PyTree, PyTree], PyTree] = rebalance_residuals,
 ) -> Restored:
     """Reads a checkpoint into a tree like this one. Collective over the mesh of the leaves.
 
@@ -278,22 +344,17 @@ def restore(
             tree without memory.
         step: the checkpoint of a run; default the newest.
         at: a prefix of the tree's paths, such as "params" for `state.params`.
-        rename: function from a path of the tree to the path in the checkpoint. None: the leaf keeps the current value.
+        rename: function from a path of the tree to the path in the checkpoint. If the function returns None, the leaf
+            keeps the current value. `ByKind()` finds the states of an optimizer by their fields, for an optimizer with
+            additional rules, such as a clip, a schedule or `apply_if_finite`.
         keep: prefixes of paths, such as "opt_state" to continue with another optimizer. Leaves there keep the values in
             `like`, and the checkpoint's leaves are ignored. Copies of parameters in a new state of the optimizer, such
             as master copies and averages, are made of the parameters that are read.
-        by_kind: whether states of the optimizer are found by fields, at any place in the chain. Useful for an optimizer
-            with additional rules, such as a clip, a schedule or `apply_if_finite`. States that the checkpoint lacks are
-            initialized, and states that this optimizer lacks are left out. Both are logged.
         partial: whether leaves that only one side has are ignored. Such leaves of `like` stay unchanged.
         cast: whether values may be rounded to a leaf's dtype. Casts that lose nothing are always made.
         donate: whether the memory of `like` is reused. `like` cannot be used afterwards. If False, the result has
             separate memory.
-        check: whether chunks that are read completely are compared with the digests. `verify` compares all chunks.
         pool: pool for leaves on disk of an abstract tree. The leaves of other trees stay in the tree's pool.
-        rebalance: converts the state of a compressing optimizer if the number of ranks has changed:
-            `partial(optim.rebalance_residuals, compressor=...)` for another compressor than `sign`. Whole leaves are
-            needed in memory.
 
     Returns:
         The tree, and the values that were saved as `user`.
@@ -321,49 +382,39 @@ def restore(
             f"restore expected a tree of tensors, got {a_kind(like)}. Write restore(directory, step.init(params))."
         )
     check_alive(like, abstract=True)
-    mesh = mesh_of(like)
-    comms = comms_of(mesh)
+    comms = comms_of(mesh_of(like))
+    options = ReadOptions(at, rename, keep, partial, cast, donate, pool)
     with told_before(comms.control):
-        place = located(directory, step)
+        place = find_checkpoint(directory, step)
         manifest = read_manifest(place)
-        wanted, treedef = tree_flatten(like)
-        like = tree_map(as_codes, like)
-        leaves = tree_leaves(like)
-        targets = targets_of(like, at)
-        kept = [keep] if isinstance(keep, str) else keep
-        kinds, given = match_kinds(targets, manifest.leaves), rename
-        if by_kind:
-            raise_all(ValueError, _UNEQUAL, kinds.problems)
-            rename = kinds.rename(rename)
-        rename = (
-            copying(like, targets, manifest, keep_remat_results(rename, kept), partial=partial) if not at else rename
-        )
-        recuts = reshard_residuals(like, targets, manifest, rename)
-        left = [path for path in manifest.leaves if by_kind and kinds.leaves_out(path)]
-        sources, problems = matched(
-            targets, manifest, at, rename, partial=partial, cast=cast, but=recuts, keep=kept, left=left
-        )
-        problems += recuts.problems
-        helps = problems and given is None and not by_kind and not partial
-        how = remedy(targets, sources, manifest, at, recuts, kinds) if helps else ""
-        problems = problems or nowhere(targets, leaves, sources, pool, recuts.at)
-        raise_all(ValueError, f"the checkpoint {place} does not fit.{how} They differ in:", problems)
-    if by_kind:
-        log.info("restoring by kind: %s", kinds.text())
+        plan = plan_reads(tree_map(as_codes, like), manifest, options, f"the checkpoint {place}", reshard_residuals)
     agree_on_step(comms.control, "checkpoint.restore", (f"{place.name}, step {manifest.step}", ()))
-    with losing_no_peer(comms), torch.no_grad(), ChunkReader(place, manifest) as reader:
-        out = read_all(
-            [LeafTask(*x, mesh, pool, donate) for x in zip(leaves, sources, strict=True)], recuts.at, reader, check
-        )
-        out = recuts.apply(out, reader, rebalance)
-        out = [from_codes(x, y) for x, y in zip(out, wanted, strict=True)]
-        if donate:
-            donate_all(wanted, out)
-        comms.control.exchange(0)  # all ranks have an error, or none has
-        return Restored(tree_unflatten(treedef, out), manifest.step, manifest.user, reader.read_bytes)
+    with ChunkReader(place, manifest) as reader:
+        return Restored(fill_tree(like, plan, reader, donate), manifest.step, manifest.user, reader.read_bytes)
 
 
-def read_all(tasks: Sequence[LeafTask], but: frozenset[int], reader: BoxReader, check: bool) -> list[Any]:
+def fill_tree(like: PyTree, plan: ReadPlan, reader: BoxReader, donate: bool) -> Any:
+    """Returns a tree with the values of a checkpoint. All ranks have an error, or none has.
+
+    Args:
+        like: the tree.
+        plan: the sources of the leaves.
+        reader: reader of the checkpoint.
+        donate: whether leaves that have been replaced are marked as donated.
+    """
+    leaves, treedef = tree_flatten(like)
+    comms = comms_of(mesh_of(like))
+    with losing_no_peer(comms), torch.no_grad():
+        rows = zip(plan.read(reader), leaves, plan.tasks, strict=True)
+        out = [x if task.like is y else from_codes(x, y) for x, y, task in rows]
+        for x, new in zip(leaves, out, strict=True):
+            if donate and isinstance(x, GlobalTensor) and x is not new and not x.donated:
+                x.donate()
+        comms.control.exchange(0)
+    return tree_unflatten(treedef, out)
+
+
+def _read_leaves(tasks: Sequence[LeafTask], but: frozenset[int], reader: BoxReader) -> list[Any]:
     """Returns the leaves with the checkpoint's values, except `but`. Leaves tied in the checkpoint stay tied."""
     # Taken before any donation, while all blocks are alive and the ids distinct.
     blocks = [id(t.like.held if isinstance(t.like, GlobalTensor) else t.like) for t in tasks]
@@ -378,18 +429,19 @@ def read_all(tasks: Sequence[LeafTask], but: frozenset[int], reader: BoxReader, 
             continue
         key = block, None if task.source is None else task.source._replace(paths=())
         if key not in seen:
-            seen[key] = _fill_leaf(task._replace(donate=task.donate and block not in written), reader, check)
+            seen[key] = _fill_leaf(task._replace(donate=task.donate and block not in written), reader)
             written.add(block)
         out.append(seen[key])
     return out
 
 
-def targets_of(like: PyTree, at: str) -> list[Target]:
+def find_targets(like: PyTree, at: str) -> list[Target]:
+    """Returns path, shape and dtype of each leaf of a tree."""
     pairs = zip(tree_path_parts(like), tree_leaves(like), strict=True)
     return [Target((at, *parts), tuple(x.shape), x.dtype) for parts, x in pairs]
 
 
-def nowhere(
+def _find_unplaced(
     targets: Sequence[Target], leaves: Sequence[Any], sources: Sequence[Source | None], pool: Pool | None, but: Any
 ) -> list[str]:
     """Returns problems: leaves without a value, or without a place."""
@@ -409,59 +461,52 @@ def _is_empty(x: Any) -> bool:
     return isinstance(held, Tensor) and is_abstract([held])
 
 
-def _fill_leaf(task: LeafTask, reader: BoxReader, check: bool) -> Any:
+def _fill_leaf(task: LeafTask, reader: BoxReader) -> Any:
     """Returns a leaf with the values of the source."""
     x, source = task.like, task.source
     if source is None:
         return x
     if not isinstance(x, GlobalTensor):
         out = torch.empty(x.shape, dtype=x.dtype, device=task.mesh.device if _is_empty(x) else x.device)
-        _fill_tensor(reader, source, tuple((0, n) for n in x.shape), out, check)
+        _fill_tensor(reader, source, tuple((0, n) for n in x.shape), out)
         return out
     box = blocks_of(tuple(x.shape), x.spec, x.mesh)[x.mesh.rank]
     held: StoredValue | None = None if x.donated else x.held
     if lies_on_disk(x):
         pool = held.pool if isinstance(held, DiskTensor) else task.pool
-        block: StoredValue = _read_to_disk(reader, source, box, x.dtype, pool, check)
+        block: StoredValue = _read_to_disk(reader, source, box, x.dtype, pool)
     elif task.donate and isinstance(held, Tensor) and not _is_empty(x):
         block = x.donate()  # from here on the leaf may be partly written
-        _fill_tensor(reader, source, box, block, check)
+        _fill_tensor(reader, source, box, block)
     else:
         shape = tuple(hi - lo for lo, hi in box)
         block = empty_block(shape, x.dtype, x.memory_kind, x.mesh.device)
-        _fill_tensor(reader, source, box, block, check)
+        _fill_tensor(reader, source, box, block)
     return x.with_block(block)
 
 
-def _fill_tensor(reader: BoxReader, source: Source, box: Box, out: Any, check: bool) -> None:
+def _fill_tensor(reader: BoxReader, source: Source, box: Box, out: Any) -> None:
     """Reads into a tensor: directly, or through a host tensor of the checkpoint's dtype."""
     if out.device.type == "cpu" and out.dtype == source.dtype:
-        source.read(reader, box, out, check=check)
+        source.read(reader, box, out)
         return
     staging = host_empty(tuple(out.shape), source.dtype)
-    source.read(reader, box, staging, check=check)
+    source.read(reader, box, staging)
     out.copy_(staging)
 
 
-def _read_to_disk(reader: BoxReader, source: Source, box: Box, dtype: torch.dtype, pool: Any, check: bool) -> Stored:
+def _read_to_disk(reader: BoxReader, source: Source, box: Box, dtype: torch.dtype, pool: Any) -> Stored:
     """Reads a block to the disk, a few rows at a time."""
     shape = tuple(hi - lo for lo, hi in box)
     if not shape or not torch.Size(shape).numel():
         out = host_empty(shape, dtype)
-        _fill_tensor(reader, source, box, out, check)
+        _fill_tensor(reader, source, box, out)
         return pool.write(out).result()
     writer = pool.writer(shape, dtype)
     rows = max(1, _PIECE // (torch.Size(shape[1:]).numel() * source.dtype.itemsize))
     for lo in range(0, shape[0], rows):
         hi = min(lo + rows, shape[0])
         out = host_empty((hi - lo, *shape[1:]), dtype)
-        _fill_tensor(reader, source, ((box[0][0] + lo, box[0][0] + hi), *box[1:]), out, check)
+        _fill_tensor(reader, source, ((box[0][0] + lo, box[0][0] + hi), *box[1:]), out)
         writer.write(lo, out).result()
     return writer.finish()
-
-
-def donate_all(leaves: Sequence[Any], out: Sequence[Any]) -> None:
-    """Marks the replaced leaves as donated."""
-    for x, new in zip(leaves, out, strict=True):
-        if isinstance(x, GlobalTensor) and x is not new and not x.donated:
-            x.donate()

@@ -143,8 +143,8 @@ def _lora_targets(module: Any) -> tuple[list[str], bool]:
     own = {kinds[path] for path in paths}
     if len(own) != 1:
         raise ValueError(
-            f"--lora: the layers of a {type(module).__name__} are of the kinds {sorted(own)}, and one of Linear or"
-            " Conv1D is needed; write the run with sf.lora.LoRA.of (docs/lora.md)."
+            f"--lora must find a layer of the kind Linear or Conv1D, got a {type(module).__name__} with layers of the"
+            f" kinds {sorted(own)}. Write the run with sf.lora.LoRA.of (docs/lora.md)."
         )
     return [f"^{re.escape(path)}\\.weight$" for path in paths], own == {"Conv1D"}
 

@@ -87,7 +87,7 @@ class FinetuneJob:
         known = 1
         for size in given.values():
             known *= max(size, 1)
-        return {axis: _world_size() // known if size == -1 else size for axis, size in ({"dp": 1} | given).items()}
+        return {axis: world_size() // known if size == -1 else size for axis, size in ({"dp": 1} | given).items()}
 
 
 # These settings change no number of the run, and a resumed run may change them.
@@ -230,7 +230,7 @@ def _parse_source(text: str) -> tuple[str, float | None]:
 
 
 def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
-    sizes, world, before = _parse_sizes(job.mesh), _world_size(), True
+    sizes, world, before = _parse_sizes(job.mesh), world_size(), True
     for axis, size in sizes:
         if axis not in _AXES:
             before = False
@@ -297,5 +297,6 @@ def _parse_sizes(text: str) -> list[tuple[str, Any]]:
     return out
 
 
-def _world_size() -> int:
+def world_size() -> int:
+    """Returns the number of ranks that torchrun has started."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -120,9 +120,8 @@ def encode_row(
         made = _encode_text(tokenizer, "", row["text"], learn)
     if vocab_size is not None and max(made["tokens"], default=0) >= vocab_size:
         raise ValueError(
-            f"token ids must be below {vocab_size}, the size of the model's vocabulary, got {max(made['tokens'])}; use"
-            f" the model's own"
-            " tokenizer."
+            f"token ids must be below {vocab_size}, the size of the model's vocabulary, got {max(made['tokens'])}. Use"
+            " the tokenizer of the model."
         )
     return {name: ids[:length] for name, ids in made.items()}
 

@@ -144,7 +144,7 @@ class ExpertsPlan:
 
 def matrices(config: gpt.Config) -> int:
     """Returns the matrices of an MLP or an expert."""
-    return 2 if config.mlp == "gelu" else 3
+    return 3 if config.is_gated else 2
 
 
 def widths(config: gpt.Config) -> list[int]:
@@ -268,7 +268,7 @@ def activation_bytes(setup: Setup) -> Activations:
     block = tokens * _block_bytes(setup)
     ends = 2 * tokens * size * c.d_model  # the last norm's input and the output layer's
     logits = tokens * -(-c.vocab_size // setup.axis("tp")) * _LOGIT_BYTES
-    widest = tokens * size * ((2 if c.mlp == "gelu" else 3) * -(-max(widths(c)) // setup.axis("tp")) + 2 * c.d_model)
+    widest = tokens * size * ((3 if c.is_gated else 2) * -(-max(widths(c)) // setup.axis("tp")) + 2 * c.d_model)
     line, layers = pipeline(setup), stage_layers(setup)
     kept, busy = (tokens * size * c.d_model, block + widest) if setup.remat else (block, widest)
     per_chunk = layers // line.num_chunks * kept
@@ -282,7 +282,7 @@ def activation_bytes(setup: Setup) -> Activations:
 def _block_bytes(setup: Setup) -> int:
     """Returns the bytes that one block keeps for each token."""
     c, size = setup.config, setup.bytes_of.params
-    features = math.ceil((2 if c.mlp == "gelu" else 4) * mean_width(c))
+    features = math.ceil((4 if c.is_gated else 2) * mean_width(c))
     heads, kv_heads = setup.heads_on_a_rank
     masks = 2 * c.d_model if c.dropout else 0
     rows = math.ceil(row_copies(c) * c.d_model)  # whole: tensor parallelism cuts the experts' features

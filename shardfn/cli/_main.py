@@ -23,6 +23,8 @@ from ._generate import generate
 from ._generate_job import add_generate_arguments, parse_generate
 from ._models import recipe, recipe_json, recipe_text
 from ._plan import JobPlan, plan
+from ._pretrain import pretrain
+from ._pretrain_job import add_pretrain_arguments, parse_pretrain
 from ._report import (
     advice_text,
     dump,
@@ -147,6 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_plan_arguments(commands.add_parser("plan", help=about, description=about))
     about = "Fine-tunes a causal model of transformers on JSON lines; under torchrun on several ranks."
     add_finetune_arguments(commands.add_parser("finetune", help=about, description=about))
+    about = "Trains a GPT on text by a TOML file; under torchrun on several ranks."
+    add_pretrain_arguments(commands.add_parser("pretrain", help=about, description=about))
     about = "Completes prompts by a model of Hugging Face, a GGUF file, or a run of examples/train_gpt.py."
     add_generate_arguments(commands.add_parser("generate", help=about, description=about))
     about = "Evaluates a model by tasks of lm-evaluation-harness. Numbers do not depend on batches, threads or ranks."
@@ -207,6 +211,8 @@ def _check_command(args: argparse.Namespace) -> Callable[[], int] | None:
     """Returns a command that loads a model, after a check of the arguments, or None for other commands."""
     if args.command == "finetune":
         return functools.partial(finetune, parse_job(args))
+    if args.command == "pretrain":
+        return functools.partial(pretrain, parse_pretrain(args), plan_only=args.plan)
     if args.command == "eval":
         return functools.partial(eval_command, args)
     if args.command == "generate":

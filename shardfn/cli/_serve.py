@@ -25,7 +25,10 @@ def serve_command(job: ServeJob) -> int:
     """
     try:
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ValueError("it starts its ranks itself; start it without torchrun, with --mesh tp=N")
+            raise ValueError(
+                "shardfn serve must be started without torchrun: it starts the ranks itself, for example with --mesh"
+                " tp=2"
+            )
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
             raise ImportError(f"it needs {', '.join(missing)}, which is missing: pip install 'shardfn[serve]'")
@@ -38,7 +41,7 @@ def serve_command(job: ServeJob) -> int:
 
         def load_front_text() -> Text:
             text = load_text(job.model)._replace(**changes)
-            return Text(text.encode, text.tokenizer, text.chat, text.plain, text.template)
+            return Text(text.encode, text.tokenizer, text.chat, text.plain, text.template, text.pair)
 
         end_start()  # from here on the first rank reports
         return serve(

@@ -72,6 +72,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     text = "adapters of peft for requests whose model is NAME; may be repeated; float32 alone"
     add("--adapter", action="append", default=[], metavar="NAME=DIR", help=text)
     add("--pooling", choices=POOLINGS, default="last", help="of embeddings: the last token's state, or the mean")
+    text = "the model's first logit is a reward, as examples/rlhf/chat_reward.py trains it: for /v1/score and /classify"
+    add("--reward-head", action="store_true", help=text)
     add("--mesh", default="", metavar="tp=N", help="ranks, which the command starts (default tp=1)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
     add_weights_arguments(parser)
@@ -105,8 +107,17 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     if problems:
         raise ValueError("; ".join(problems))
     assert isinstance(ranks, int)
-    names = ("context", "cache_gib", "dtype", "drafter", "draft_model", "speculator", "generation_config")
-    given = {name: getattr(args, name) for name in names} | {"recommended": recommended}
+    names = (
+        "context",
+        "cache_gib",
+        "dtype",
+        "drafter",
+        "draft_model",
+        "speculator",
+        "generation_config",
+        "reward_head",
+    )
+    given = {name: getattr(args, name) for name in names} | {"recommended": recommended, "classifies": True}
     adapters = dict(pair.split("=", 1) for pair in args.adapter)
     given["adapter"] = next(iter(adapters.values()), None)
     model = ModelSettings(model=args.model, kind=kind, ranks=ranks, **given, **weights)
@@ -182,5 +193,6 @@ def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
         kinds = [kind for kind in pair if kind not in (None, "device")]
         options |= {option: ",".join(map(str, kinds))} if kinds else {}
     flat = [str(x) for pair in options.items() for x in pair]
+    flat += ["--reward-head"] if model.reward_head else []
     flat += [f"--adapter={name}={place}" for name, place in job.adapters.items()]
     return [python, "-m", "shardfn.cli._serve_rank", str(end), model.model, *flat]

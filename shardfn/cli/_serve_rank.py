@@ -6,11 +6,12 @@ import socket
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch.distributed as dist
 
 from shardfn.core import RankError, make_mesh
-from shardfn.inference import Engine, limits_of
+from shardfn.inference import Classifier, Engine, limits_of
 from shardfn.memory import DamagedError
 from shardfn.pretrained import AXIS, describe_engine, load_model, make_engine
 from shardfn.serve import Ready, run_worker
@@ -33,8 +34,8 @@ def main(argv: Sequence[str]) -> int:
     end = socket.socket(fileno=args.socket)
     try:
         job = parse_serve(args)
-        engine, ready = _warm_up(job)
-        run_worker(engine, end, ready)
+        engine, ready, classifier = _warm_up(job)
+        run_worker(engine, end, ready, classifier)
         return 0
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("RANK", "0") == "0":
@@ -49,8 +50,11 @@ def main(argv: Sequence[str]) -> int:
             dist.destroy_process_group()
 
 
-def _warm_up(job: ServeJob) -> tuple[Engine, Ready]:
-    """Returns an engine with the first captured graphs. `run_worker` captures the others once the front asks."""
+def _warm_up(job: ServeJob) -> tuple[Engine, Ready, Classifier | None]:
+    """Returns an engine with the first captured graphs, and the classification head.
+
+    `run_worker` captures the other graphs once the front asks.
+    """
     ranks, model = job.model.ranks, job.model
     mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
     with waiting("reading", model.model):
@@ -72,8 +76,11 @@ def _warm_up(job: ServeJob) -> tuple[Engine, Ready]:
     width = _embedding_width(engine, model.model) if embeds else 0
     lines = describe_engine(model, served, engine, drafter)
     end_start()
-    left = engine.graphs.num_left
-    return engine, Ready(limits, served.text.ends, served.text.size, grammars, lines, width, graphs_left=left)
+    more: Any = {"graphs_left": engine.graphs.num_left}
+    if served.classifier is not None:
+        more |= {"classes": served.classifier.classes, "generates": False}
+    ready = Ready(limits, served.text.ends, served.text.size, grammars, lines, width, **more)
+    return engine, ready, served.classifier
 
 
 def _embedding_width(engine: Engine, path: str) -> int:

@@ -15,7 +15,7 @@ from shardfn.core import make_mesh, progress, raise_all
 from shardfn.data import JSONLines
 from shardfn.inference import Decoder, Drafter, Engine, Ngram, Sampling, limits_of
 from shardfn.pretrained import ModelSettings, Problem, detect_kind, load_model
-from shardfn.speculators import Kind, States
+from shardfn.speculators import HiddenRows, Kind
 from shardfn.waits import waiting
 
 _HELD = 20  # one row of so many is held out
@@ -32,7 +32,7 @@ class SpeculateJob:
         out: directory of the speculator.
         kind: kind of the speculator.
         width: width of the speculator, or None for the model's.
-        heads: number of guessed tokens.
+        drafts: number of guessed tokens.
         steps: number of steps.
         batch: rows of a step.
         length: tokens of a row.
@@ -46,7 +46,7 @@ class SpeculateJob:
     out: str
     kind: Kind
     width: int | None = None
-    heads: int = 4
+    drafts: int = 4
     steps: int = 1000
     batch: int = 16
     length: int = 128
@@ -55,7 +55,7 @@ class SpeculateJob:
     seed: int = 0
 
 
-_COUNTS = ("heads", "steps", "batch", "length", "tokens", "width")
+_COUNTS = ("drafts", "steps", "batch", "length", "tokens", "width")
 
 
 def add_speculate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,9 +65,9 @@ def add_speculate_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "text", metavar="TEXT", help="JSON lines with a text each, {'text': ...}, or a plain text; best the model's own"
     )
-    add("--kind", choices=speculators.KINDS, default="lstm", help="the cell of the speculator (default %(default)s)")
+    add("--kind", choices=speculators.KINDS, default="lstm", help="the kind of the speculator (default %(default)s)")
     add("--out", required=True, metavar="DIR", help="the directory for the speculator, for --speculator DIR")
-    add("--heads", type=int, default=of.heads, metavar="N", help="guessed tokens (default %(default)s)")
+    add("--drafts", type=int, default=of.drafts, metavar="N", help="guessed tokens (default %(default)s)")
     add("--width", type=int, metavar="N", help="the width of the speculator (default: the model's)")
     add("--steps", type=int, default=of.steps, metavar="N", help="(default %(default)s)")
     add("--batch", type=int, default=of.batch, metavar="N", help="rows of a step (default %(default)s)")
@@ -91,8 +91,8 @@ def parse_speculate(args: argparse.Namespace) -> SpeculateJob:
         value = getattr(args, name)
         if value is not None and value < 1:
             problems.append(f"--{name} must be at least 1, got {value}")
-    if args.length < args.heads + 2:
-        problems.append(f"--length must be at least {args.heads + 2}, --heads and two more, got {args.length}")
+    if args.length < args.drafts + 2:
+        problems.append(f"--length must be at least {args.drafts + 2}, --drafts and two more, got {args.length}")
     if not args.learning_rate > 0:
         problems.append(f"--lr must be above 0, got {args.learning_rate}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -115,29 +115,31 @@ def speculate(job: SpeculateJob) -> int:
     with waiting("reading", job.model.model):
         served = load_model(job.model, make_mesh({}, alone=True))
     made = served.decoder
-    config = speculators.config_of(made, job.kind, d_inner=job.width, num_heads=job.heads)
+    config = speculators.config_of(made, job.kind, d_inner=job.width, num_drafts=job.drafts)
     rows = _read_rows(job, made, served.text.plain)
     held = max(1, len(rows) // _HELD)
     training, prompts = rows[:-held], rows[-held:][:_PROMPTS, : job.length // 2].tolist()
     say = progress(total=len(training), desc="hidden states", unit="row")
     hidden = []
     with say:
-        for states in speculators.hidden_states(made, served.params, training):
+        for states in speculators.hidden_states(made, served.params, training, config.layers):
             hidden.append(states)
             say.update()
     with progress(total=job.steps, desc="training", unit="step") as bar:
 
         def report(step: int, loss: float) -> None:
             bar.update()
-            bar.set_postfix(loss=f"{loss / job.heads:.3f}")
+            bar.set_postfix(loss=f"{loss / sum(config.step_weights):.3f}")
             if bar.disable and (step + 1) % max(1, job.steps // 5) == 0:
-                print(f"step {step + 1}: loss {loss / job.heads:.3f} a head", file=sys.stderr, flush=True)
+                print(
+                    f"step {step + 1}: loss {loss / sum(config.step_weights):.3f} a draft", file=sys.stderr, flush=True
+                )
 
-        states = States(torch.stack(hidden), training)
+        states = HiddenRows(torch.stack(hidden), training)
         how: dict[str, Any] = {"batch_size": job.batch, "learning_rate": job.learning_rate, "seed": job.seed}
         params = speculators.train(config, states, steps=job.steps, report=report, **how)
-    speculators.save(job.out, config, params, made)
-    drafters = {f"{job.kind} speculator": speculators.load(job.out, made), "n-grams": Ngram()}
+    speculators.save(job.out, config, params, made, served.params)
+    drafters = {f"{job.kind} speculator": speculators.load(job.out, made, served.params), "n-grams": Ngram()}
     for name, drafter in drafters.items():
         print(f"{name}: {_measure(made, served.params, drafter, prompts, job):.2f} accepted drafts a step")
     print(f"{job.out}: for shardfn generate --speculator {job.out}")

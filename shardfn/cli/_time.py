@@ -235,15 +235,16 @@ def _head_imbalance(setup: Setup) -> float:
     """Returns the work of the rank with the most heads, divided by the mean of the ranks along tp."""
     c, tp = setup.config, setup.axis("tp")
     more = setup.heads_on_a_rank[0] * tp / c.num_heads - 1
-    attention = 12.0 * c.d_model * (c.d_model + c.kv_heads * c.head_dim + setup.seq)
+    wide = c.num_heads * c.head_dim
+    attention = 12.0 * (c.d_model * (wide + c.kv_heads * c.head_dim) + wide * setup.seq)
     return 1 + more * c.num_layers * attention / _flops_per_token(c, setup.seq)
 
 
 def _block_flops_per_token(c: gpt.Config, seq: int) -> float:
-    """Returns the operations per token of all blocks: 6 per weight, and 12 D T per block for attention."""
-    kv = c.kv_heads * c.head_dim
-    weights = 2 * c.d_model * (c.d_model + kv) + matrices(c) * c.d_model * mean_width(c) + router_weights(c)
-    return c.num_layers * (6.0 * weights + 12.0 * c.d_model * seq)
+    """Returns the operations per token of all blocks: 6 per weight, and 12 H K T per block for attention."""
+    wide, kv = c.num_heads * c.head_dim, c.kv_heads * c.head_dim
+    weights = 2 * c.d_model * (wide + kv) + matrices(c) * c.d_model * mean_width(c) + router_weights(c)
+    return c.num_layers * (6.0 * weights + 12.0 * wide * seq)
 
 
 def _flops_per_token(c: gpt.Config, seq: int) -> float:

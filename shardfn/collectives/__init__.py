@@ -3,6 +3,7 @@
 from ._axis_group import axis_index as axis_index, axis_size as axis_size
 from ._axis_group import (
     bind_mesh as bind_mesh,
+    bind_mesh_of_graph as bind_mesh_of_graph,
     current_mesh as current_mesh,
     mesh_as_now as mesh_as_now,
     noting_meshes as noting_meshes,
@@ -21,6 +22,7 @@ from ._primitive import (
 )
 from ._ragged import ragged_all_to_all as ragged_all_to_all, ragged_exchange as ragged_exchange
 from ._exchange_rows import check_room as check_room, exchange_rows as exchange_rows
+from ._exchange_rows import all_gather_rows as all_gather_rows, psum_scatter_rows as psum_scatter_rows
 from ._exchange_rows import values_are_known as values_are_known
 from ._exchange_rows import arrived_rows as arrived_rows, rows_as as rows_as
 from ._primitives import ppermute as ppermute, ppermute_start as ppermute_start
@@ -103,4 +105,5 @@ from .transport import (
     text_hash as text_hash,
 )
 from ._global_tensor import GlobalTensor as GlobalTensor, local as local, shard as shard, unshard as unshard
-from ._global_tensor import absent as absent, member as member, stack as stack, transforming as transforming
+from ._global_tensor import absent as absent, list_blocks as list_blocks, member as member, stack as stack
+from ._global_tensor import transforming as transforming

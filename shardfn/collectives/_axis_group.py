@@ -37,10 +37,16 @@ _ONE_RANK = Mesh({}, torch.device("cpu"))
 @contextlib.contextmanager
 def bind_mesh(mesh: Mesh) -> Iterator[Mesh]:
     """Binds `mesh`, to which the axis names of collectives refer."""
-    for seen in _SEEN.all:
-        seen.append(mesh)
-    with _MESH.bound(mesh), core.rebind_in_checkpoints():
+    with bind_mesh_of_graph(mesh), core.rebind_in_checkpoints():
         yield mesh
+
+
+def bind_mesh_of_graph(mesh: Mesh) -> AbstractContextManager[Mesh]:
+    """Binds `mesh` around a captured graph, which recomputes nothing by `torch.utils.checkpoint`."""
+    if _SEEN:
+        for seen in _SEEN.all:
+            seen.append(mesh)
+    return _MESH.bound(mesh)
 
 
 def this_mesh(mesh: Mesh) -> AbstractContextManager[Mesh]:

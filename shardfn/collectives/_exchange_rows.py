@@ -1,4 +1,4 @@
-"""Exchanges of rows whose numbers all ranks know: `exchange_rows`, and `check_room`, which compares them with the room.
+"""Exchanges, gathers and sums of rows whose numbers all ranks know, and `check_room`, which compares numbers with room.
 
 `ragged_all_to_all` compares the numbers of the ranks in a separate message. Here the caller has gathered a table of the
 numbers, so that every rank finds the same places, and the same rows without room, without a message.
@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import has_side_effect
 
 from shardfn._torch import FakeTensor, functorch
-from shardfn.core import Axes, raise_all
+from shardfn.core import Axes, raise_all, save_tensors
 
 from ._axis_group import AxisGroup, axis_group_along
 from ._axis_type_mode import run_one_operation
@@ -70,8 +70,7 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         del output
-        ctx.save_for_backward(inputs[1])
-        ctx.save_for_forward(inputs[1])
+        save_tensors(ctx, inputs[1])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -130,20 +129,73 @@ def exchange_rows(
         >>> exchange_rows(torch.tensor([5, 6, 7]), torch.tensor([[2]]), "ep", rows=3)
         tensor([5, 6, 0])
     """
-    line = axis_group_along(axis)
-    n = 1 if line is None else line.size
-    if tuple(sizes.shape) != (n, n):
-        raise ValueError(f"exchange_rows: sizes must have shape ({n}, {n}) along {axis!r}, got {tuple(sizes.shape)}.")
-    if rows is None and not values_are_known(x, sizes):
-        raise ValueError(
-            "exchange_rows(rows=None) returns all rows that come, whose number a capture or a vmap cannot know. Give"
-            " rows=, the most that may come."
-        )
+    line = _line_of("exchange_rows", x, sizes, axis, rows, square=True)
     return run_one_operation(_exchange_by_table, x, sizes, line, rows, along=axis)
 
 
+def all_gather_rows(
+    x: Shaped[Tensor, "..."], sizes: Int64[Tensor, " n"], axis: Axes, *, rows: int | None = None
+) -> Shaped[Tensor, "..."]:
+    """Returns the first `sizes[i]` rows of `x` of every rank i, one rank after another: `V -> V`.
+
+        NCCL: all_gather of unequal parts.
+
+        [a .] [A B]  =>  [a A B] [a A B]        with sizes [1, 2]
+
+    Transpose: `psum_scatter_rows`. Rows of `x` that stay have the gradient zero.
+
+    When: ranks work on the rows of all ranks, and the numbers of rows are data. Where shapes say the numbers, use
+    `all_gather`.
+
+    Args:
+        x: `[rows here, ...]`.
+        sizes: number of rows of each index along `axis`, the same on all ranks.
+        axis: axis as in `exchange_rows`.
+        rows: number of rows of the result, as in `exchange_rows`.
+
+    Raises:
+        ValueError: as `exchange_rows`.
+
+    Example:
+        >>> all_gather_rows(torch.tensor([5, 6, 7]), torch.tensor([2]), "tp", rows=3)
+        tensor([5, 6, 0])
+    """
+    line = _line_of("all_gather_rows", x, sizes, axis, rows)
+    return run_one_operation(_gather_by_sizes, x, sizes, line, rows, along=axis)
+
+
+def psum_scatter_rows(
+    x: Shaped[Tensor, "..."], sizes: Int64[Tensor, " n"], axis: Axes, *, rows: int | None = None
+) -> Shaped[Tensor, "..."]:
+    """Returns the sum over ranks of this rank's rows: the first `sizes[0]` rows are rank 0's, and so on: `V -> V`.
+
+        NCCL: reduce_scatter of unequal parts.
+
+        [a b c] [A B C]  =>  [a+A] [b+B c+C]        with sizes [1, 2]
+
+    The sum goes in the order of ranks. Transpose: `all_gather_rows`.
+
+    When: each rank has a summand of the rows of all ranks, and the numbers of rows are data.
+
+    Args:
+        x: `[rows of all ranks, ...]`.
+        sizes: number of rows of each index along `axis`, the same on all ranks.
+        axis: axis as in `exchange_rows`.
+        rows: number of rows of the result, as in `exchange_rows`.
+
+    Raises:
+        ValueError: as `exchange_rows`.
+
+    Example:
+        >>> psum_scatter_rows(torch.tensor([5, 6, 7]), torch.tensor([2]), "tp", rows=3)
+        tensor([5, 6, 0])
+    """
+    line = _line_of("psum_scatter_rows", x, sizes, axis, rows)
+    return run_one_operation(_scatter_by_sizes, x, sizes, line, rows, along=axis)
+
+
 def check_room(
-    sizes: Int64[Tensor, "n n"],
+    sizes: Int64[Tensor, "m n"],
     room: Int64[Tensor, " n"],
     axis: Axes,
     *,
@@ -153,7 +205,7 @@ def check_room(
     """Raises on all ranks if more rows come to a rank than the rank has room for, in a captured step, too.
 
     Args:
-        sizes: the table, as in `exchange_rows`.
+        sizes: the table, as in `exchange_rows`, from any number of sources.
         room: the rows of each index's result.
         axis: axis as in `exchange_rows`.
         name: name of the exchange, for the message.
@@ -183,14 +235,55 @@ def values_are_known(*tensors: Tensor) -> bool:
     return not any(isinstance(x, FakeTensor) or functorch.is_batchedtensor(x) for x in tensors)
 
 
-def _exchange_by_table(x: Tensor, sizes: Tensor, line: AxisGroup | None, rows: int | None) -> Tensor:
-    here = 0 if line is None else line.index
+def _line_of(name: str, x: Tensor, sizes: Tensor, axis: Axes, rows: int | None, *, square: bool = False) -> AxisGroup:
+    """Returns the ranks along `axis`, after a check of the numbers."""
+    line = axis_group_along(axis) or AxisGroup.alone()
+    wanted = (line.size, line.size) if square else (line.size,)
+    if tuple(sizes.shape) != wanted:
+        raise ValueError(f"{name}: sizes must have shape {wanted} along {axis!r}, got {tuple(sizes.shape)}.")
+    if rows is None and not values_are_known(x, sizes):
+        raise ValueError(
+            f"{name}(rows=None) returns all rows that come, whose number a capture or a vmap cannot know. Give rows=,"
+            " the most that may come."
+        )
+    return line
+
+
+def _exchange_by_table(x: Tensor, sizes: Tensor, line: AxisGroup, rows: int | None) -> Tensor:
+    leaving, coming = sizes.detach()[line.index], sizes.detach()[:, line.index]
+    return _move_rows(x, line, (_starts_of(leaving), leaving), (_starts_of(coming), coming), rows)
+
+
+def _gather_by_sizes(x: Tensor, sizes: Tensor, line: AxisGroup, rows: int | None) -> Tensor:
     sizes = sizes.detach()
-    leaving, coming = sizes[here], sizes[:, here]
+    return _move_rows(x, line, _same_for_all(sizes, line), (_starts_of(sizes), sizes), rows)
+
+
+def _scatter_by_sizes(x: Tensor, sizes: Tensor, line: AxisGroup, rows: int | None) -> Tensor:
+    sizes = sizes.detach()
+    return _move_rows(x, line, (_starts_of(sizes), sizes), _same_for_all(sizes, line), rows, added=True)
+
+
+# Where rows for each rank, or from each rank, begin, and the numbers of these rows.
+_Places = tuple[Tensor, Tensor]
+
+
+def _starts_of(sizes: Tensor) -> Tensor:
+    return sizes.cumsum(0) - sizes
+
+
+def _same_for_all(sizes: Tensor, line: AxisGroup) -> _Places:
+    """Returns the places of this rank's rows, which go to every rank or are summed."""
+    return torch.zeros_like(sizes), sizes[line.index].expand_as(sizes).contiguous()
+
+
+def _move_rows(
+    x: Tensor, line: AxisGroup, leaving: _Places, coming: _Places, rows: int | None, *, added: bool = False
+) -> Tensor:
     if rows is None:
-        rows = int(coming.sum())
-    call = Call("ragged_all_to_all", line or AxisGroup.alone(), size=rows, concat_size=x.shape[0])
-    return bind(x, call, leaving.cumsum(0) - leaving, leaving, coming.cumsum(0) - coming, coming)
+        rows = int(coming[1][0] if added else coming[1].sum())
+    call = Call("ragged_all_to_all", line, size=rows, concat_size=x.shape[0])
+    return bind(x, call, *leaving, *coming)
 
 
 _LIBRARY.define("check_room(Tensor sizes, Tensor room, str name, str axes, str remedy) -> ()")

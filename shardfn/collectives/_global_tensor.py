@@ -6,6 +6,8 @@ stay a single member's: `stack` makes such leaves, `member` takes a member out.
 """
 
 import contextlib
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -217,8 +219,10 @@ class GlobalTensor:
         self._check_one()
         if self.mesh.device_mesh is None:
             if self.mesh.size > 1:
-                raise ValueError(f"a DTensor needs a DeviceMesh, which {self.mesh!r} lacks; make it of all ranks.")
-            raise ValueError("a DTensor needs a process group; with one rank use full_tensor().")
+                raise ValueError(
+                    f"a DTensor needs a DeviceMesh, but {self.mesh!r} has none. Make the mesh from all ranks."
+                )
+            raise ValueError("a DTensor needs a process group. With a single rank, use full_tensor().")
         placements: list[Any] = [Replicate()] * len(self.mesh.shape)
         for dim in range(len(self.shape)):
             axes = self.mesh.axes(self.spec.dim_axes(dim))
@@ -241,8 +245,9 @@ class GlobalTensor:
     def _check_one(self) -> None:
         if self.stacked:
             raise ValueError(
-                f"this leaf of shape {tuple(self.shape)} holds a stack of blocks of shape {tuple(self.local.shape)},"
-                " one a member of a population; take one by member(tree, i), or run this under torch.func.vmap."
+                f"this leaf of shape {tuple(self.shape)} has a block for each member of a population, stacked to the"
+                f" shape {tuple(self.local.shape)}. Take a member with member(tree, i), or run this under"
+                " torch.func.vmap."
             )
 
     def __repr__(self) -> str:
@@ -268,8 +273,9 @@ class GlobalTensor:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise TypeError(
-            "a leaf of a state is not written in place. Change values before step.init(params); of a state, make a new"
-            " leaf, x.with_block(block) of this rank's block x.local, and put it in: state._replace(params=...)."
+            "a leaf of a state cannot be written in place. Change values before step.init(params). To change a state,"
+            " make a new leaf x.with_block(block) from this rank's block x.local, and put the leaf into"
+            " state._replace(params=...)."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -309,6 +315,23 @@ for _name in (
     "float",
 ):
     setattr(GlobalTensor, f"__{_name}__", _make_refusal(f"__{_name}__"))
+
+
+def list_blocks(leaves: Sequence[GlobalTensor]) -> list[StoredValue]:
+    """Returns the block of each leaf in stored form, as `GlobalTensor.held`. Steps ask this of hundreds of leaves.
+
+    Raises:
+        DonatedError: a step has consumed a leaf.
+
+    Example:
+        >>> list_blocks([GlobalTensor(torch.ones(2), torch.Size([2]), P(), Mesh({}, torch.device("cpu")))])
+        [tensor([1., 1.])]
+    """
+    blocks: list[Any] = [*map(_BLOCK, leaves)]
+    return [x.held for x in leaves] if any(map(operator.is_, blocks, itertools.repeat(None))) else blocks
+
+
+_BLOCK = operator.attrgetter("_local")
 
 
 def shard(x: Tensor, spec: P, mesh: Mesh) -> GlobalTensor:
@@ -420,7 +443,7 @@ def _flatten_leaf(x: GlobalTensor) -> tuple[list[Any], _Context]:
     held = x._local
     if not isinstance(held, Tensor | Absent) and isinstance(held, Stored):
         raise ValueError(
-            f"{x!r} is no tensor, so torch.func cannot differentiate or map it; sf.value_and_grad(f) reads it. Or keep"
+            f"torch.func cannot differentiate or map {x!r}, which is not a tensor. Use sf.value_and_grad(f), or keep"
             " the parameters in another memory: Zero(params='host')."
         )
     return [x.local if x.donated else x._local], (x.shape, x.spec, x.mesh, x.memory_kind, x.frozen)

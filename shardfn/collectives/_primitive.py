@@ -271,8 +271,7 @@ class _Collective(torch.autograd.Function):
         _, ctx.call, *operands = inputs
         ctx.line, ctx.program = current_call_site(), core.this_program()
         if operands:
-            ctx.save_for_backward(*operands)
-            ctx.save_for_forward(*operands)
+            core.save_tensors(ctx, *operands)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

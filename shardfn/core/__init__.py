@@ -3,9 +3,9 @@
 # First, as the other imports may fail with another torch.
 from shardfn._torch import check_torch as check_torch
 from ._describe import describe as describe, is_own as is_own
-from ._errors import DonatedError as DonatedError, RankError as RankError
-from ._errors import count_nonfinite as count_nonfinite, raise_nonfinite as raise_nonfinite
-from ._errors import (
+from ._texts import DonatedError as DonatedError, RankError as RankError
+from ._texts import count_nonfinite as count_nonfinite, raise_nonfinite as raise_nonfinite
+from ._texts import (
     a_kind as a_kind,
     did_you_mean as did_you_mean,
     first_of as first_of,
@@ -25,7 +25,8 @@ from ._placement import (
 )
 from ._placement import GROUP_BYTES as GROUP_BYTES, GROUP as GROUP
 from ._placement import AnyQuantization as AnyQuantization, Placement as Placement, dtype_name as dtype_name
-from ._saved_hooks import saved_tensors_hooks as saved_tensors_hooks
+from ._saved import save_inputs as save_inputs, save_tensors as save_tensors
+from ._saved import saved_tensors_hooks as saved_tensors_hooks
 from ._policy import Dtypes as Dtypes, Policy as Policy
 from ._spec import TENSOR_KINDS as TENSOR_KINDS, MemoryKind as MemoryKind, is_device as is_device, is_disk as is_disk
 from ._spec import find_directory_problem as find_directory_problem, kind_when_loaded as kind_when_loaded
@@ -48,19 +49,19 @@ from ._draw import draw_shapes as draw_shapes
 from ._draw import full as full, normal as normal, normal_block as normal_block, ones as ones
 from ._draw import stack_draws as stack_draws
 from ._draw import uniform as uniform, uniform_block as uniform_block, zeros as zeros
-from ._frozen_parameter import frozen as frozen, is_frozen as is_frozen
-from ._module_names import named_buffers as named_buffers, named_modules as named_modules
-from ._module_names import named_parameters as named_parameters, state_names as state_names
-from ._module_names import is_compiled as is_compiled, uncompiled as uncompiled
+from ._modules import frozen as frozen, is_frozen as is_frozen
+from ._modules import named_buffers as named_buffers, named_modules as named_modules
+from ._modules import named_parameters as named_parameters, state_names as state_names
+from ._modules import is_compiled as is_compiled, uncompiled as uncompiled
 from ._metadata import METADATA as METADATA, MetadataTensor as MetadataTensor
 from ._program_flags import op_by_op as op_by_op, runs_op_by_op as runs_op_by_op
 from ._progress import progress as progress
 from ._mesh import PerMesh as PerMesh
-from ._pending import Pending as Pending
-from ._tracing import serialize_tracing as serialize_tracing
+from ._stored_value import Pending as Pending
+from ._program_flags import serialize_tracing as serialize_tracing
 from ._stored_value import Absent as Absent, Stored as Stored, StoredValue as StoredValue
 from ._stored_value import as_stored as as_stored, load as load, read_rows as read_rows
-from ._display import as_html as as_html, columns as columns, size as size
+from ._texts import as_html as as_html, columns as columns, size as size
 from ._ambient import (
     Ambient as Ambient,
     OfProgram as OfProgram,
@@ -77,5 +78,5 @@ from ._ambient_rebind import (
     rebind_in_checkpoints as rebind_in_checkpoints,
     rebind_note as rebind_note,
 )
-from ._checkpoint_name import checkpoint_name as checkpoint_name, hearing_names as hearing_names
+from ._saved import checkpoint_name as checkpoint_name, hearing_names as hearing_names
 from ._ambient_rebind import check_recompute as check_recompute

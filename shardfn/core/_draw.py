@@ -18,9 +18,9 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from ._ambient import Ambient
-from ._frozen_parameter import COPIES, frozen, is_frozen
 from ._key import threefry2x32
 from ._metadata import MetadataTensor
+from ._modules import COPIES, frozen, is_frozen
 from ._tree import tree_map
 
 Device = torch.device | str | None

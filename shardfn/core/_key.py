@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int, Int32, Int64
 from torch import Tensor
 
-from ._errors import a_kind
+from ._texts import a_kind
 
 MASK = 0xFFFFFFFF
 _PARITY = 0x1BD11BDA

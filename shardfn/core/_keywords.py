@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from ._errors import a_kind, did_you_mean
+from ._texts import a_kind, did_you_mean
 
 A = ParamSpec("A")
 R = TypeVar("R")

@@ -272,18 +272,16 @@ def _check_ranks(mesh: DeviceMesh) -> None:
     ranks, world = mesh.mesh.flatten().tolist(), dist.get_world_size()
     if ranks != list(range(world)):
         raise ValueError(
-            f"the DeviceMesh has the ranks {ranks}, this program has {world}: a step runs on all of them, in order."
-            f" Pass the whole mesh, of ranks 0 to {world - 1}, as init_device_mesh makes it; its other axes need not be"
-            " in any spec."
+            f"a DeviceMesh must have all {world} ranks of the program in order, got {ranks}. Pass the whole mesh, of"
+            f" ranks 0 to {world - 1}, as init_device_mesh makes it. Specs need not use all axes of the mesh."
         )
 
 
 def _make_single_rank_mesh() -> Mesh:
     if (world := num_launched()) > 1:
         raise ValueError(
-            f"there is no mesh, so this would be one of {world} runs that know nothing of one another: the program has"
-            f" {world} ranks. Pass mesh=sf.make_mesh(); or, for a computation of this rank alone, mesh=sf.make_mesh("
-            "alone=True)."
+            f"the program has {world} ranks, but no mesh, so each rank would run alone. Pass mesh=sf.make_mesh(). For a"
+            " computation of this rank only, pass mesh=sf.make_mesh(alone=True)."
         )
     return Mesh({}, _local_device(None))
 

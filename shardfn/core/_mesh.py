@@ -21,9 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn._torch import default_timeout, on_one_thread
 
-from ._display import as_html
-from ._errors import did_you_mean
 from ._groups import MadeGroups, NamedGroups, end_lost, end_with, name_of
+from ._texts import as_html, did_you_mean
 
 # The most ranks that a drawing of a mesh shows.
 MOST_DRAWN = 1024
@@ -144,8 +143,8 @@ class Mesh:
         self.check_member()
         if self.closed:
             raise ValueError(
-                f"{self!r} is closed: nothing can be sent on it any more. Make another mesh, and the step on it anew;"
-                " or close this one later."
+                f"{self!r} is closed, so it cannot send anything. Make another mesh and build the step on it, or close"
+                " this mesh later."
             )
 
     @property

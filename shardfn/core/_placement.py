@@ -20,9 +20,9 @@ from typing import Any, get_args
 
 import torch
 
-from ._errors import did_you_mean
 from ._mesh import Mesh, all_coords
 from ._spec import MemoryKind, P, Quantization, block_slices
+from ._texts import did_you_mean
 
 # A code of leaves on the wire, (bits, elements that share a scale), or a code of frozen leaves.
 AnyQuantization = tuple[int, int] | Quantization

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._errors import did_you_mean, raise_all
+from ._texts import did_you_mean, raise_all
 
 _ALLOWED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

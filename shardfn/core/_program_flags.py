@@ -1,8 +1,24 @@
-"""The mode of a forward: `step.evaluate` runs modules in eval mode and leaves dropout out."""
+"""Modes of a thread: evaluation, ops that run one by one, and traces that run for a single thread at a time."""
 
+import threading
 from contextlib import AbstractContextManager
 
 from ._ambient import Ambient
+
+_LOCK = threading.RLock()
+
+
+def serialize_tracing() -> AbstractContextManager[object]:
+    """Makes other threads wait with traces and compiles while the context is open: torch replaces functions then.
+
+    Nothing inside may wait for other ranks: their threads may trace in another order, which would deadlock.
+
+    Example:
+        >>> with serialize_tracing(), serialize_tracing():
+        ...     pass
+    """
+    return _LOCK
+
 
 _EVALUATION = Ambient[None]("evaluation", by_thread=True)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 
 import optree
 
-from ._errors import did_you_mean, raise_all
+from ._texts import did_you_mean, raise_all
 
 # jaxtyping has a PyTree too, but requires JAX.
 PyTree = Any

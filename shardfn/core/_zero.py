@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar, get_args
 
-from ._errors import did_you_mean
 from ._mesh import Mesh
 from ._spec import MemoryKind, P, find_directory_problem, is_device, is_disk
+from ._texts import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Travel:
     def __post_init__(self) -> None:
         if self.reduce in ("each", "once"):
             raise ValueError(
-                f"Travel(reduce={self.reduce!r}): reduce chooses in how many bits gradients travel; the time for those"
-                f" of microbatches is Pace(accumulate={self.reduce!r})."
+                f"Travel(reduce={self.reduce!r}): reduce must be the format of sent gradients, such as 'int8'. To set"
+                f" when gradients of microbatches are reduced, pass Pace(accumulate={self.reduce!r})."
             )
         for name in ("gather", "reduce"):
             how = getattr(self, name)

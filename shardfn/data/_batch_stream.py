@@ -320,10 +320,10 @@ class Stream:
         ended = [rank for rank, (count,) in enumerate(agreed.sizes) if not count]
         if self._ends == "together":
             raise core.RankError(
-                f"the stream has ended on rank{'s' * (len(ended) > 1)} {', '.join(map(str, ended))} after {self.next}"
-                f" batches of pass {self.passes}, and not on the other ranks. Give all ranks the same number of batches"
-                " (pad the shards, or cut the stream by sf.data.OwnExamples and drop_last=True); or end each pass with"
-                " the shortest one: Stream(..., ends='first')."
+                f"all ranks must have equally many batches, but the stream has ended on rank{'s' * (len(ended) > 1)}"
+                f" {', '.join(map(str, ended))} after {self.next} batches of pass {self.passes}. Pad the shards, cut"
+                " the stream with sf.data.OwnExamples and drop_last=True, or end each pass with the shortest stream:"
+                " Stream(..., ends='first')."
             )
         return False
 

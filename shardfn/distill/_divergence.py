@@ -155,14 +155,14 @@ def _check_settings(direction: str, temperature: float, beta: float | None) -> f
 def _check_block(classes: int, axis: Axes, vocab_size: int | None) -> None:
     if vocab_size is None:
         raise ValueError(
-            f"distill.logits(axis={axis!r}): vocab_size is missing, got {classes} classes of this rank; pass the number"
-            " of all classes."
+            f"distill.logits(axis={axis!r}) needs vocab_size, the number of all classes, got only the {classes}"
+            " classes of this rank."
         )
     start, stop = rank_range(vocab_size, axis)
     if classes != stop - start:
         raise ValueError(
-            f"distill.logits(axis={axis!r}, vocab_size={vocab_size}): got {classes} classes, and this rank's are"
-            f" {start} to {stop}; pass its block of the logits, as apply(axis={axis!r}) returns it."
+            f"distill.logits(axis={axis!r}, vocab_size={vocab_size}) must get the classes {start} to {stop} of this"
+            f" rank, got {classes} classes. Pass this rank's block of the logits, as apply(axis={axis!r}) returns it."
         )
 
 

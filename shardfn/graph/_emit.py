@@ -21,12 +21,11 @@ from shardfn._torch import OpOverload
 from shardfn.kernels import KernelChain, without_dispatch
 from shardfn.memory import on_host
 
-from ._chains import ChainRegion, with_chains
+from ._chains import ChainRegion, list_needed, reads, whole_views, with_chains
 from ._moves import memory_of
 from ._ops import op_of
 from ._regions import Region, is_view
 from ._values import overwritten, part_of, storage_of, tensors_of
-from ._view_chains import list_needed, reads, whole_views
 
 _FILE = "<shardfn graph "
 _LOOKS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)

@@ -13,8 +13,8 @@ from ._edit import reorder_graph
 from ._hazards import Memory
 from ._moves import memory_of
 from ._ops import WAIT, op_of
+from ._reuse import value_numbers
 from ._transfers import start_of
-from ._value_numbering import value_numbers
 from ._values import tensors_of
 
 _START = torch.ops.shardfn.ragged_all_to_all_start.default

@@ -11,10 +11,9 @@ from torch.fx import GraphModule, Node
 from shardfn.core import dtype_name
 
 from ._exact_rows import balanced_shares
-from ._leaves import sources
 from ._moves import MemoryMove, made_bytes, memory_of, moves
 from ._ops import ROWS_TO_DEVICE, TO_DEVICE, op_of
-from ._transfers import Transfer, transfers
+from ._transfers import Transfer, sources, transfers
 from ._values import phases_of, storage_of, tensors_of, where_of, written_by
 
 # Lifetimes of the memory of a captured step: when the graph, run in order, allocates and frees each piece.

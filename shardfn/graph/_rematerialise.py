@@ -13,8 +13,8 @@ from torch.fx import Graph, GraphModule, Node
 from ._cost import node_bytes, node_flops
 from ._edit import abstract_value, finish, revalue
 from ._hazards import Memory, dependences, is_random
+from ._reuse import value_numbers
 from ._transfers import is_start, is_wait, start_of
-from ._value_numbering import value_numbers
 from ._values import phases_of
 
 # Plans that run parts of the forward again: the activations that such a plan can compute, with inputs and costs.

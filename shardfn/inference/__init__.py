@@ -12,7 +12,7 @@ from ._requests import SAMPLING_OPTIONS as SAMPLING_OPTIONS, encode_sampling as 
 from ._stats import CacheStats as CacheStats, EngineStats as EngineStats, SpeculationStats as SpeculationStats
 from ._draft_tree import DraftTree as DraftTree
 from ._drafters import BatchDrafter as BatchDrafter, Context as Context, Drafter as Drafter, Ngram as Ngram
-from ._drafters import HiddenStateDrafter as HiddenStateDrafter
+from ._drafters import HiddenStateDrafter as HiddenStateDrafter, HiddenWindowDrafter as HiddenWindowDrafter
 from ._suffix_drafter import Suffix as Suffix
 from ._events import Add as Add, Cancel as Cancel, Clock as Clock, Drain as Drain, Event as Event
 from ._events import Stop as Stop, Weights as Weights
@@ -23,14 +23,15 @@ from ._schedule import Output as Output, advance as advance
 from ._digest import digest as digest, field_digests as field_digests, first_difference as first_difference
 from ._cache import CacheLayout as CacheLayout, PagedAttention as PagedAttention
 from ._cache import make_single_bodies as make_single_bodies
-from ._layout import Layout as Layout, Outputs as Outputs
+from ._layouts import Layout as Layout, Outputs as Outputs
 from ._decoder import Decoder as Decoder, decoder as decoder
 from ._hf_decoder import hf_decoder as hf_decoder
 from ._fit_codes import fit_quantization as fit_quantization
 from ._runner import MemoryPlan as MemoryPlan, Runner as Runner, limits_of as limits_of
 from ._draft_model import DraftModel as DraftModel
 from ._detokenize import Detokenizer as Detokenizer, DecodeStream as DecodeStream, detokenizer as detokenizer
-from ._score import Score as Score
+from ._score import Score as Score, ScoredPrompt as ScoredPrompt, sum_tokens as sum_tokens
+from ._classify import Activation as Activation, Classes as Classes, Classifier as Classifier
 from ._results import Completion as Completion, Token as Token
 from ._processors import check_names as check_names
 from ._engine_core import EngineCore as EngineCore

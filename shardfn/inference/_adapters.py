@@ -115,7 +115,7 @@ class Adapters:
         """
         if not isinstance(name, str) or name not in self._names:
             hint = did_you_mean(name, self._names) if isinstance(name, str) else ""
-            raise ValueError(f"adapter is {name!r}; the engine has {self.names}.{hint}")
+            raise ValueError(f"adapter must be one of {self.names}, got {name!r}.{hint}")
         return self._names[name]
 
     def of(self, plan: StepPlan) -> LowRank | None:

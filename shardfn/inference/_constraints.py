@@ -12,11 +12,10 @@ from jaxtyping import Bool
 from ._detokenize import Detokenizer
 from ._draft_tree import DraftTree
 from ._drafters import Context
-from ._hooks import EngineHooks
+from ._hooks import Choice, Ends, EngineHooks, SampledToken, list_drawing_rows
 from ._matchers import Allowed, Compiler, Matcher, MatcherAhead
 from ._options import Rule
 from ._requests import Request, list_rules
-from ._sampled_tokens import Choice, Ends, SampledToken, list_drawing_rows
 from ._schedule import Output
 from ._state import State
 
@@ -40,13 +39,14 @@ class Constraints:
     @property
     def hooks(self) -> EngineHooks:
         """Returns the hooks."""
-        return EngineHooks(
+        hooks = EngineHooks(
             admit=self.compile,
             begin=self.begin,
-            ends=lambda drawn, ends: self.take(drawn),
             take=self.drop,
             columns=lambda state, plan: {"allowed": self.allowed(state, len(plan.rows))},
         )
+        # Without a tokenizer there are no grammars.
+        return hooks if self._detokenizer is None else hooks._replace(ends=lambda drawn, ends: self.take(drawn))
 
     def prepare(self) -> None:
         """Makes the compiler, a second of work where the vocabulary is large.
@@ -108,7 +108,7 @@ class Constraints:
 
     def drop(self, outputs: Sequence[Output]) -> None:
         """Forgets the choices that have ended."""
-        for output in outputs:
+        for output in outputs if self._matchers or self._ruled else ():
             if output.finish_reason is not None:
                 for kept in (self._matchers, self._ahead, self._after, self._ruled):
                     kept.pop((output.name, output.choice), None)

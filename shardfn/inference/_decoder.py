@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.core import P, PyTree, QuantizationPolicy, tree_leaves
+from shardfn.collectives import unshard
+from shardfn.core import P, PyTree, QuantizationPolicy, named_leaves, tree_leaves
 from shardfn.kernels import Activations
 from shardfn.models import gpt
 
 from ._cache import CacheLayout
-from ._layout import Layout, Outputs
+from ._layouts import Layout, Outputs, make_sequence_layout
 from ._limits import DEFAULT_LAYOUT
 from ._low_rank import Linear, LowRank
-from ._sequence_layout import make_sequence_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Decoder:
         expert_shape: number of layers with experts, and of a token's choices in each: `Engine(record_experts=True)`.
             (0, 0) if `outputs` has no experts.
         more_layouts: further layouts by name. `outputs`, `specs`, `pack` and `packed` are the layout "tp".
+        name_weights: function from parameters to the leaves by name. Names do not depend on `stacked`. Collective.
     """
 
     vocab: int
@@ -60,6 +61,7 @@ class Decoder:
     linear: Mapping[str, Linear] = dataclasses.field(default_factory=dict)
     expert_shape: tuple[int, int] = (0, 0)
     more_layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
+    name_weights: Callable[[PyTree], list[tuple[str, Any]]] = named_leaves
 
     @property
     def embeds(self) -> bool:
@@ -156,13 +158,23 @@ def decoder(
         linear=linear,
         expert_shape=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
         more_layouts=_list_more(config, tp, quantization, activations),
+        name_weights=functools.partial(_name_weights, config),
     )
+
+
+def _name_weights(config: gpt.Config, params: PyTree) -> list[tuple[str, Any]]:
+    return named_leaves(gpt.unstack_blocks(config, unshard(params) if config.stacked else params))
 
 
 # Fields that change no function of the weights, or change only how the function is computed.
 _FREE = (
     *("max_len", "dropout", "attention_dropout", "stacked", "per_head", "attention", "loss_tile", "layout"),
     *("batch_invariant", "chunks", "experts"),
+)
+# Fields that count only where they are set, so that digests of models without them stay the same.
+_WHERE_SET = (
+    *("d_head", "rope", "qk_norm", "norm_place", "norm_plus_one", "softcap", "logits_softcap", "attention_scale"),
+    *("embedding_scale", "parallel", "sinks", "head_bias"),
 )
 
 
@@ -175,7 +187,11 @@ def _digest_config(config: gpt.Config) -> str:
         >>> _digest_config(config) == _digest_config(exact)
         True
     """
-    fields = {x.name: getattr(config, x.name) for x in dataclasses.fields(config) if x.name not in _FREE}
+    fields = {
+        x.name: getattr(config, x.name)
+        for x in dataclasses.fields(config)
+        if x.name not in _FREE and not (x.name in _WHERE_SET and getattr(config, x.name) == x.default)
+    }
     fields |= {"num_kv_heads": config.kv_heads, "d_ff": config.ff_dim, "num_experts": config.num_experts}
     return hashlib.blake2b(repr(sorted(fields.items())).encode(), digest_size=8).hexdigest()
 

@@ -92,7 +92,7 @@ def _encode_sequence(sequence: Sequence) -> Iterator[tuple[str, bytes]]:
     for name in ("arrived", "key", "scored", "computed", "recorded", "begun", "preempted", "draft_length"):
         yield f"{of}.{name}", repr(getattr(sequence, name)).encode()
     yield f"{of}.tokens", sequence.tokens.tobytes()
-    yield f"{of}.hidden", b"" if sequence.hidden is None else sequence.hidden.cpu().numpy().tobytes()
+    yield f"{of}.states", b"".join([x.cpu().numpy().tobytes() for x in sequence.states])
     yield f"{of}.blocks", _encode_ints(sequence.blocks)
     yield f"{of}.contents", b"".join(map(_encode_content, sequence.contents))
 

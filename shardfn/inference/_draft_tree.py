@@ -31,8 +31,8 @@ class DraftTree:
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents) or not all(-1 <= p < i for i, p in enumerate(self.parents)):
             raise ValueError(
-                f"parents are {self.parents}, of tokens {self.tokens}; each token has one, -1 or the place of a token"
-                " before it."
+                "each token of a draft must have one parent: -1, or the index of an earlier token. Got the parents"
+                f" {self.parents} of the tokens {self.tokens}."
             )
 
     @classmethod

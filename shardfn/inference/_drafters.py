@@ -36,8 +36,9 @@ class Context(NamedTuple):
         salt: salt of the request, with its adapter. Texts of different salts are kept separate.
         key: key of the draws.
         sampling: sampling of the request.
-        hidden: hidden states behind the last token's draw, after each layer that the drafter wants, concatenated. None
-            for a drafter that wants no states, and before the first draw of a request.
+        states: hidden states behind the draws of the last tokens, oldest first, each after the layers that the drafter
+            wants, concatenated. At most `hidden_window` of them. Empty for a drafter that wants no states, and before
+            the first draw of a request.
     """
 
     serial: int
@@ -48,7 +49,12 @@ class Context(NamedTuple):
     salt: bytes = b""
     key: int = 0
     sampling: Sampling = Sampling()
-    hidden: Float32[Tensor, " d"] | None = None
+    states: tuple[Float32[Tensor, " d"], ...] = ()
+
+    @property
+    def hidden(self) -> Float32[Tensor, " d"] | None:
+        """Returns the hidden states behind the last token's draw, or None."""
+        return self.states[-1] if self.states else None
 
 
 class Drafter(Protocol):
@@ -90,7 +96,7 @@ class BatchDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class HiddenStateDrafter(Drafter, Protocol):
-    """Drafter that sees hidden states of the model, as `Context.hidden`."""
+    """Drafter that sees hidden states of the model, as `Context.hidden`: those behind the last token's draw."""
 
     @property
     def wants_hidden(self) -> tuple[int, ...]:
@@ -98,6 +104,16 @@ class HiddenStateDrafter(Drafter, Protocol):
 
         For example (2, 6): the states after two layers, and after all of six layers.
         """
+        ...
+
+
+@runtime_checkable
+class HiddenWindowDrafter(HiddenStateDrafter, Protocol):
+    """Drafter that sees the hidden states of several tokens, as `Context.states`."""
+
+    @property
+    def hidden_window(self) -> int:
+        """Returns the most states of a sequence that the drafter wants, at least 1."""
         ...
 
 
@@ -111,6 +127,16 @@ def find_wanted_layers(drafter: Drafter | None) -> tuple[int, ...]:
     if drafter is None:  # Python compares the attributes of a protocol at each call, in each step of an engine
         return ()
     return tuple(drafter.wants_hidden) if isinstance(drafter, HiddenStateDrafter) else ()
+
+
+def find_hidden_window(drafter: Drafter | None) -> int:
+    """Returns the most hidden states of a sequence that a drafter wants.
+
+    Example:
+        >>> find_hidden_window(Ngram())
+        1
+    """
+    return drafter.hidden_window if isinstance(drafter, HiddenWindowDrafter) else 1
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def find_top(logits_RV: Tensor, step: StepTensors) -> tuple[Tensor, ...]:
 
 def read_tops(plan: StepPlan, top: tuple[Tensor, ...]) -> list[Top]:
     """Returns the most probable tokens that each row wants, without tokens that the model excludes."""
-    if not any(one.top_logprobs for one in plan.sampling):
+    if plan.histories is None or not any(one.top_logprobs for one in plan.sampling):
         return []
     rows = zip(plan.sampling, *(x[: plan.num_rows].tolist() for x in top), strict=True)
     return [

@@ -112,7 +112,7 @@ class Embeddings:
     def take(self, outputs: Sequence[Output]) -> None:
         """Adds the states of a plan's rows. Requests without a last token are forgotten at their end."""
         states, self._hidden = None if self._hidden is None else self._hidden.cpu(), None
-        for output in outputs:
+        for output in outputs if self._pooled else ():
             if output.name in self._pooled and output.row is not None:
                 assert states is not None
                 self._pooled[output.name].take(states[output.row])

@@ -12,13 +12,12 @@ from shardfn.engine import comms_of, losing_no_peer
 from ._digest import field_digests, first_difference
 from ._drafters import find_wanted_layers
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
-from ._hooks import EngineHooks
+from ._hooks import EngineHooks, Place, list_active, list_new_tokens
 from ._plan import StepPlan
 from ._requests import Request
 from ._results import Token
 from ._runner import Cache, Runner, StepResults
 from ._runner import Weights as ServedWeights
-from ._sampled_tokens import Place, list_new_tokens
 from ._schedule import Output, advance
 from ._speculate import Permit
 from ._state import State
@@ -57,6 +56,7 @@ class EngineCore:
         self, runner: Runner, params: PyTree, state: State, hooks: Sequence[EngineHooks], permit: Permit
     ) -> None:
         self._runner, self._state, self._hooks, self._permit = runner, state, hooks, permit
+        self._active = {name: list_active(hooks, name) for name in EngineHooks._fields}
         self._versions: dict[int, ServedWeights] = {0: runner.pack_weights(params)}
         self._cache = runner.empty_cache()
         self._events: list[Event] = []
@@ -184,15 +184,15 @@ class EngineCore:
     def _run_step(self) -> list[Token]:
         drawn = self._tokens_in_flight
         events, self._events, self._adding = [*self._events, *self._find_stops(drawn)], [], {}
-        for x in self._hooks:
-            x.before(self._state)
+        for before in self._active["before"]:
+            before(self._state)
         states = None if self._results is None else self._results.states
         self._state, plan, outputs = advance(self._state, events, drawn, self._permit, states)
-        for x in self._hooks:
-            x.moved(self._state.moves if plan is None else plan.moves)
-        found = [self._make_token(output) for output in outputs]
-        for x in self._hooks:
-            x.take(outputs)
+        for moved in self._active["moved"]:
+            moved(self._state.moves if plan is None else plan.moves)
+        found = self._make_tokens(outputs)
+        for take in self._active["take"]:
+            take(outputs)
         self._results = None
         reachable = self._state.version, self._state.pending
         self._versions = {v: w for v, w in self._versions.items() if v in reachable}
@@ -203,12 +203,12 @@ class EngineCore:
 
     def _launch_plan(self, plan: StepPlan) -> None:
         self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
-        columns = {k: v for x in self._hooks for k, v in x.columns(self._state, plan).items()}
+        columns = {k: v for f in self._active["columns"] for k, v in f(self._state, plan).items()}
         columns["states"] = find_wanted_layers(self._state.drafter)
         self._results = self._runner.run(self._versions[plan.version], self._cache, plan, **columns)
         self._cache = self._results.cache
-        for x in self._hooks:
-            x.ran(plan, self._results)
+        for ran in self._active["ran"]:
+            ran(plan, self._results)
 
     @property
     def _tokens_in_flight(self) -> list[int]:
@@ -217,23 +217,31 @@ class EngineCore:
 
     def _find_stops(self, drawn: Sequence[int]) -> list[Stop]:
         """Returns the events by which texts end with the tokens of the last plan."""
+        if not self._active["ends"]:
+            return []
         tokens, ends = list(list_new_tokens(self._state, drawn)), dict[Place, str]()
-        for x in self._hooks:
-            ends |= x.ends(tokens, ends)
+        for find_ends in self._active["ends"]:
+            ends |= find_ends(tokens, ends)
         return [Stop(self._next_number + i, *place, reason) for i, (place, reason) in enumerate(ends.items())]
 
     @property
     def _next_number(self) -> int:
         return self._state.number + len(self._events)
 
-    def _make_token(self, out: Output) -> Token:
-        logprob, top = None, ()
-        if out.row is not None:
-            assert self._results is not None
-            logprob, tops = self._results.logprobs[out.row], self._results.top
-            top = tops[out.row] if tops else ()
-        more: dict[str, Any] = {k: v for x in self._hooks for k, v in x.fields(out).items()} | {"top": top}
-        return Token(out.name, out.choice, out.position, out.token, logprob, out.version, out.finish_reason, **more)
+    def _make_tokens(self, outputs: Sequence[Output]) -> list[Token]:
+        """Returns the tokens of the outputs of the plan in flight."""
+        fields, results, found = self._active["fields"], self._results, list[Token]()
+        tops = [] if results is None else results.top
+        for out in outputs:
+            name, choice, position, token, row, version, reason = out
+            logprob, more = None, {k: v for f in fields for k, v in f(out).items()} if fields else {}
+            if row is not None:
+                assert results is not None
+                logprob = results.logprobs[row]
+                if tops:
+                    more["top"] = tops[row]
+            found.append(Token(name, choice, position, token, logprob, version, reason, **more))
+        return found
 
 
 def compare_states(state: State, mesh: Mesh) -> None:

@@ -12,11 +12,10 @@ from jaxtyping import Int16
 from torch import Tensor
 
 from ._decoder import Decoder
-from ._hooks import EngineHooks
+from ._hooks import Choice, EngineHooks
 from ._limits import Limits
 from ._plan import StepPlan
 from ._runner import StepResults
-from ._sampled_tokens import Choice
 from ._schedule import Output
 from ._state import State
 

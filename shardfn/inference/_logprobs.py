@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shardfn import kernels
+from shardfn.core import save_inputs
 from shardfn.memory import capturing
 
 
@@ -64,11 +65,7 @@ class _LogProbs(torch.autograd.Function):
         how = {"temperature": none, "top_k": none.long(), "top_p": one, "min_p": none}
         return kernels.draw(x, none, **how, targets=targets)[1]
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        del output
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    setup_context = staticmethod(save_inputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:

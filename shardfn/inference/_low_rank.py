@@ -87,7 +87,9 @@ class LowRank(NamedTuple):
         if joins:
             x = all_gather_invariant(x, axis, dim=-1, size=found.a.shape[2])
         if x.numel() // x.shape[-1] != len(self.order):
-            raise ValueError(f"{name} sees {x.numel() // x.shape[-1]} rows of {len(self.order)}; it cannot be adapted.")
+            raise ValueError(
+                f"{name} cannot have an adapter: it sees {x.numel() // x.shape[-1]} rows of {len(self.order)}."
+            )
         b = take_own_block(found.b, axis, dim=1) if cut else found.b
         rows = x.reshape(-1, x.shape[-1]).float()[self.order]
         thin = grouped_product(rows, found.a, self.counts, transposed=True, batch_invariant=True)

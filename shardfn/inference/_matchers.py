@@ -168,8 +168,8 @@ class Compiler:
             raise ImportError("grammars are compiled by llguidance, which is missing: pip install 'shardfn[text]'")
         if detokenizer.bytes_of is None:
             raise ValueError(
-                "grammar: the texts of this tokenizer's tokens depend on their neighbours; a grammar needs a vocabulary"
-                " of byte level, byte fallback or metaspace."
+                "grammar needs a vocabulary of byte level, byte fallback or metaspace, but the text of a token of this"
+                " tokenizer depends on the tokens next to it."
             )
         self._library: Any = importlib.import_module("llguidance")
         self._vocab = vocab

@@ -1,5 +1,7 @@
 """The plan of a step: flat arrays of sizes by the bucket, so that each bucket has one graph."""
 
+import itertools
+import operator
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -118,14 +120,16 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int, moves:
         >>> list(plan.tables), list(plan.lengths), list(plan.rows), list(plan.places)
         ([3, 0, 0, 0, 0, 0], [3, 1, 1], [2, 0], [3, 0])
     """
-    columns = _Columns()
-    for s, chunk in enumerate(chunks):
-        columns.take(s, chunk, limits)
+    columns, num_decodes = _Columns(), _count_decodes(chunks)
+    columns.add_decodes([chunk.sequence for chunk in chunks[:num_decodes]], limits)
+    for s in range(num_decodes, len(chunks)):
+        columns.take(s, chunks[s], limits)
     num_tokens, num_rows = len(columns.tokens), len(columns.rows)
-    wanted = [(chunk, row) for chunk in chunks for row in range(len(chunk.positions))]
     adapters = tuple([chunk.sequence.request.adapter for chunk in chunks])
     bucket = limits.bucket_of(num_tokens)
-    arrays, histories = columns.padded(bucket, limits), _make_histories(wanted, limits.wanted(bucket), limits.context)
+    arrays, histories = columns.padded(bucket, limits), (None, None)
+    if any(map(_EXTENDED, columns.sampling)):
+        histories = _make_histories(chunks, limits.wanted(bucket), limits.context)
     return StepPlan(
         *(step, version, bucket, num_tokens, num_rows, *arrays, tuple(columns.sampling), *histories),
         adapters=adapters if any(adapters) else (),
@@ -133,6 +137,16 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int, moves:
         moves=tuple(moves),
         layout=limits.layout_of(bucket, adapters=any(adapters)),
     )
+
+
+def _count_decodes(chunks: Seq[Rows]) -> int:
+    """Returns the number of first chunks with only the last known token of a sequence."""
+    num = 0
+    for sequence, count, _, drafts in chunks:
+        if count != 1 or drafts.tokens or sequence.computed != len(sequence.tokens) - 1:
+            break
+        num += 1
+    return num
 
 
 class _Columns:
@@ -145,24 +159,35 @@ class _Columns:
         self.sampling: list[Sampling] = []
         self.branches: list[tuple[int, tuple[int, ...]]] = []
 
+    def add_decodes(self, sequences: Seq[Sequence], limits: Limits) -> None:
+        """Adds the first rows of a plan: the last known token of each sequence, column by column."""
+        num, width, block = len(sequences), limits.width, limits.block
+        self.tokens.extend([x.tokens[-1] for x in sequences])
+        self.positions.extend(map(_COMPUTED, sequences))
+        self.sequences.extend(range(num))
+        self.tables.frombytes(bytes(num * width * self.tables.itemsize))
+        for at, (position, blocks) in enumerate(zip(self.positions, map(_BLOCKS, sequences), strict=True)):
+            self.slots.append(blocks[position // block] * block + position % block)
+            self.tables[at * width : at * width + len(blocks)] = array("i", blocks)
+        self.lengths.extend([p + 1 for p in self.positions])
+        self.rows.extend(range(num))
+        self.keys.extend(map(_KEY, sequences))
+        self.places.extend(self.lengths)
+        self.targets.extend(itertools.repeat(-1, num))
+        self.sampling.extend([x.request.sampling for x in sequences])
+
     def take(self, number: int, chunk: Rows, limits: Limits) -> None:
         """Adds the rows of a sequence, which has this number in the plan."""
         sequence, count, wanted, drafts = chunk
         begin, end, known = sequence.computed, sequence.computed + count, sequence.tokens
         blocks, block = sequence.blocks, limits.block
-        if count == 1:
-            self.tokens.append(known[begin])
-            self.positions.append(begin)
-            self.sequences.append(number)
-            self.slots.append(blocks[begin // block] * block + begin % block)
-        else:
-            if drafts.branches:
-                self.branches.append((len(self.tokens) + count - len(drafts), drafts.parents))
-            self.tokens.extend(array("i", known[begin:end]))
-            self.tokens.extend(array("i", drafts.tokens))
-            self.positions.extend(wanted if drafts.branches else range(begin, end))
-            self.sequences.extend([number] * count)
-            self.slots.extend([blocks[p // block] * block + p % block for p in range(begin, end)])
+        if drafts.branches:
+            self.branches.append((len(self.tokens) + count - len(drafts), drafts.parents))
+        self.tokens.extend(array("i", known[begin:end]))
+        self.tokens.extend(array("i", drafts.tokens))
+        self.positions.extend(wanted if drafts.branches else range(begin, end))
+        self.sequences.extend([number] * count)
+        self.slots.extend([blocks[p // block] * block + p % block for p in range(begin, end)])
         self.tables.fromlist(blocks)
         _pad_arrays(limits.width * (number + 1), 0, self.tables)
         self.lengths.append(end)
@@ -188,15 +213,13 @@ class _Columns:
         )
 
 
-def _make_histories(rows: Seq[tuple[Rows, int]], num: int, context: int) -> tuple[array | None, array | None]:
+def _make_histories(chunks: Seq[Rows], num: int, context: int) -> tuple[array, array]:
     """Returns the tokens before the places of rows with penalties, and the number of prompt tokens among them.
 
     See `StepPlan`.
     """
-    if not any(chunk.sequence.request.sampling.extended for chunk, _ in rows):
-        return None, None
     histories, prompts = _make_empty_histories(num, context)
-    for i, (chunk, row) in enumerate(rows):
+    for i, (chunk, row) in enumerate([(x, row) for x in chunks for row in range(len(x.positions))]):
         if not chunk.sequence.request.sampling.penalised:
             continue
         before = chunk.before(row)
@@ -230,6 +253,11 @@ def find_wanted(sequence: Sequence, count: int) -> range:
     if sequence.scored < sequence.prompt - 1:
         return range(max(sequence.computed, sequence.scored), end)
     return range(end - 1 if end == len(sequence.tokens) else end, end)
+
+
+# Of all sequences at once: in C, without a bytecode for each.
+_COMPUTED, _BLOCKS, _KEY = (operator.attrgetter(name) for name in ("computed", "blocks", "key"))
+_EXTENDED = operator.attrgetter("extended")
 
 
 def _pad_arrays(size: int, value: int, *arrays: array) -> None:

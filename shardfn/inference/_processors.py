@@ -12,9 +12,8 @@ from typing import Any
 from shardfn.core import did_you_mean
 
 from ._draw_rows import LogitsEdit, Processor
-from ._hooks import EngineHooks
+from ._hooks import EngineHooks, list_drawing_rows
 from ._requests import Request
-from ._sampled_tokens import list_drawing_rows
 from ._state import State
 
 

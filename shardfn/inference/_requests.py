@@ -1,6 +1,7 @@
 """Requests, and the one table of their options, from which admission, rows, kernels and the server follow."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -149,7 +150,7 @@ class Sampling:
     logits_processors: tuple[str, ...] = option((), Names(16, 256), http="strings")
     skip_special_tokens: bool = option(True, check_flag, http="flag")
 
-    @property
+    @functools.cached_property
     def extended(self) -> bool:
         """Returns whether the request needs the graph with penalties, biases and the most probable tokens."""
         return self.penalised or bool(self.logit_bias) or self.top_logprobs > 0

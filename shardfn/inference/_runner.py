@@ -33,12 +33,12 @@ from shardfn.transforms import jit
 from ._cache import DTYPES, PagedAttention, check_memory
 from ._decoder import Decoder
 from ._draw_rows import LogitsEdit, Top, draw_tokens, edit_logits, find_top, read_tops
-from ._layout import Layout
+from ._layouts import Layout
 from ._limits import Limits
 from ._low_rank import LowRank
 from ._peer_keywords import MEANT_BY_LIMITS
 from ._plan import StepPlan, make_padding
-from ._tensors import StepTensors, make_tensors
+from ._tensors import RowOptions, StepTensors, make_tensors
 from ._weights import WeightSource, count_bytes, drop_copies, find_packed_shapes, make_zero, pack_leafwise
 
 Cache = list[GlobalTensor]
@@ -222,6 +222,7 @@ class Runner:
         # By layout, further results, and whether the step is captured.
         self._steps: dict[tuple[str, _Further, bool], Sharded] = {}
         self._bound: dict[Any, BoundCall] = {}
+        self._options = RowOptions()
         self._eager_steps, self._eager_calls = eager_steps, collections.Counter[Any]()
 
     def _step_of(self, layout: str, further: "_Further" = (), *, captured: bool = True) -> Sharded:
@@ -371,7 +372,8 @@ class Runner:
         """
         if plan.moves:
             cache = list(self._decoder.cache.move(cache, plan.moves))
-        step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, host_cache=self._host_cache)
+        how: dict[str, Any] = {"host_cache": self._host_cache, "options": self._options}
+        step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, **how)
         kind: dict[str, Any] = {"hidden": hidden, "routed": routed, "edited": bool(edits), "states": states}
         further = list_further(**kind)
         key = _find_graph_key(plan.layout, plan.bucket, step, further)

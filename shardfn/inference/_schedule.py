@@ -22,7 +22,7 @@ from torch import Tensor
 from shardfn.core import DonatedError
 
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
-from ._plan import Rows, StepPlan, find_wanted, make_plan
+from ._plan import StepPlan, make_plan
 from ._pool import extend_contents
 from ._select import select_chunks
 from ._speculate import Permit, add_drafts, take_drafts
@@ -98,10 +98,10 @@ def advance(
     _settle_plan(state, drawn, stops, outputs, hidden)
     for event in events:
         _take_event(state, event, outputs)
-    _finish_sequences(state, [s for s in state.sequences.values() if _is_late(s, state.time)], "deadline", outputs)
+    _finish_sequences(state, _list_late(state), "deadline", outputs)
     if state.pending is not None and not any(s.begun for s in state.sequences.values()):
         _renew_version(state, state.pending)
-    chunks = [Rows(s, count, find_wanted(s, count)) for s, count in select_chunks(state)]
+    chunks = select_chunks(state)
     chunks = chunks if state.drafter is None else add_drafts(state, chunks, cut)
     plan = make_plan(chunks, state.limits, state.step, state.version, state.moves) if chunks else None
     state.moves = [] if chunks else state.moves
@@ -115,14 +115,14 @@ def _check_step(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
     """Checks events and drawn tokens. All checks precede all changes."""
     if state.consumed:
         raise DonatedError("This state was advanced before. Advance its successor, or a copy: state.copy().")
-    rows = sum(len(chunk.positions) for chunk in state.flight)
+    rows = sum([len(chunk.positions) for chunk in state.flight])
     if len(drawn) != rows:
         raise ValueError(
             f"drawn must have {rows} tokens, one for each wanted row of the plan in flight, got {len(drawn)}."
         )
-    for i, token in enumerate(drawn):
-        if not -1 <= token < state.limits.vocab:
-            raise ValueError(f"drawn[{i}] must be from 0 to {state.limits.vocab - 1}, or -1, got {token}.")
+    if drawn and not -1 <= min(drawn) <= max(drawn) < state.limits.vocab:
+        i, token = next((i, token) for i, token in enumerate(drawn) if not -1 <= token < state.limits.vocab)
+        raise ValueError(f"drawn[{i}] must be from 0 to {state.limits.vocab - 1}, or -1, got {token}.")
     names, version = set[str](), state.version if state.pending is None else state.pending
     for i, event in enumerate(events):
         if event.number != state.number + i:
@@ -148,7 +148,7 @@ def _is_drawn(state: State, stop: Stop, drawn: Seq[int]) -> bool:
     """Returns whether the plan in flight draws the token of a stop."""
     for chunk, one, first in state.rows_in_flight():
         if (one.name, one.choice) == (stop.name, stop.choice):
-            places = [p + 1 for _, p in chunk.valid(chunk.own(drawn, first))]
+            places = [p + 1 for _, p, _ in chunk.read_rows(drawn, first)]
             return stop.at in places and stop.at >= len(one.tokens)
     return False
 
@@ -159,17 +159,19 @@ _Stops = dict[tuple[str, int, int], str]  # by names, choices and positions
 def _settle_plan(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output], hidden: Tensor | None) -> None:
     """Takes the results of the plan in flight, also of requests that end by an event of this step."""
     for chunk, sequence, first in state.rows_in_flight():
-        known, own, ends, row = len(sequence.tokens), chunk.own(drawn, first), False, 0
-        for row, p in chunk.valid(own):
-            if ends := _take_token(state, sequence, p + 1, own[row], first + row, stops, outputs):
+        known, ends, rows = len(sequence.tokens), False, list[int]()
+        for row, p, token in chunk.read_rows(drawn, first):
+            rows.append(row)
+            if ends := _take_token(state, sequence, p + 1, token, row, stops, outputs):
                 break
-        if hidden is not None and len(sequence.tokens) > known:
-            sequence.hidden = hidden[first + row]
-        accepted = max(0, len(sequence.tokens) - known - 1)
-        sequence.computed = chunk.start + chunk.count - len(chunk.drafts) + accepted
+        if hidden is not None and (num := len(sequence.tokens) - known):
+            sequence.states = (*sequence.states, *[hidden[row] for row in rows[-num:]])[-state.hidden_window :]
+        drafts = len(chunk.drafts.tokens)
+        accepted = max(0, len(sequence.tokens) - known - 1) if drafts else 0
+        sequence.computed = chunk.start + chunk.count - drafts + accepted
         _record_blocks(state, sequence)
-        if len(chunk.drafts):
-            take_drafts(state, sequence, chunk, accepted, own)
+        if drafts:
+            take_drafts(state, sequence, chunk, accepted, drawn[first : first + len(chunk.positions)])
         if ends:
             state.remove(sequence)
     state.flight = []
@@ -180,7 +182,7 @@ def _take_token(
 ) -> bool:
     """Appends or scores one token, and returns whether the choice ends with the token."""
     sampling, known, finish = sequence.request.sampling, sequence.tokens, None
-    stop = stops.get((sequence.name, sequence.choice, place))
+    stop = stops.get((sequence.name, sequence.choice, place)) if stops else None
     if token < 0 or stop == "error":
         finish = "error"
     elif place < len(known):
@@ -194,13 +196,10 @@ def _take_token(
             finish = "stop"
         elif len(known) - sequence.prompt == sampling.max_tokens:
             finish = "length"
-    failed = finish == "error"
-    outputs.append(
-        Output(
-            *(sequence.name, sequence.choice, place, None if failed else token, None if failed else row),
-            *(state.version, finish),
-        )
-    )
+    if finish == "error":
+        outputs.append(_make_end(sequence.name, sequence.choice, state, finish, place))
+    else:
+        outputs.append(Output(sequence.name, sequence.choice, place, token, row, state.version, finish))
     return finish is not None
 
 
@@ -242,9 +241,10 @@ def _finish_sequences(state: State, sequences: list[Sequence], reason: str, outp
         state.remove(sequence)
 
 
-def _is_late(sequence: Sequence, time: int) -> bool:
-    deadline = sequence.request.deadline
-    return deadline is not None and deadline <= time
+def _list_late(state: State) -> list[Sequence]:
+    """Returns the sequences whose deadline has come."""
+    now, found = state.time, state.sequences.values()
+    return [s for s in found if (deadline := s.request.deadline) is not None and deadline <= now]
 
 
 def _make_end(name: str, choice: int, state: State, reason: str, position: int = 0) -> Output:
@@ -257,7 +257,7 @@ def _renew_version(state: State, version: int) -> None:
         state.preempt(sequence)
         sequence.preempted = -1  # a waiting sequence may be admitted in this step
     for sequence in state.sequences.values():
-        sequence.contents, sequence.hidden = [], None
+        sequence.contents, sequence.states = [], ()
     state.pool.forget()
     state.version, state.pending = version, None
 

@@ -6,14 +6,14 @@ prompts.
 
 from heapq import merge
 
-from ._plan import find_wanted
+from ._plan import Rows, find_wanted
 from ._pool import extend_contents
 from ._state import Sequence, State
 
 Chunks = list[tuple[Sequence, int]]
 
 
-def select_chunks(state: State) -> Chunks:
+def select_chunks(state: State) -> list[Rows]:
     """Returns the chunks of the next plan, decodes first.
 
     Every decoding sequence has its token in the plan. Prompts share the rest of the budget in order. The first sequence
@@ -23,20 +23,20 @@ def select_chunks(state: State) -> Chunks:
     state.running.sort(key=state.rank)
     decodes = _reserve_decode_blocks(state)
     prompts = _select_prefill_chunks(state, decodes)
-    return [(sequence, 1) for sequence in decodes] + _trim_to_bucket(state, len(decodes), prompts)
-
-
-def _is_decoding(sequence: Sequence) -> bool:
-    return sequence.computed == len(sequence.tokens) - 1
+    chunks = [Rows(sequence, 1, range(sequence.computed, sequence.computed + 1)) for sequence in decodes]
+    if not prompts:
+        return chunks
+    return chunks + [Rows(s, num, find_wanted(s, num)) for s, num in _trim_to_bucket(state, len(decodes), prompts)]
 
 
 def _reserve_decode_blocks(state: State) -> list[Sequence]:
     """Gives each decoding sequence the block of its next token. Preemption from the end of the order makes room."""
     pool, block, decodes = state.pool, state.limits.block, []
     for sequence in state.running[:]:
-        if not sequence.blocks or sequence.computed != len(sequence.tokens) - 1:
+        computed, blocks = sequence.computed, sequence.blocks
+        if not blocks or computed != len(sequence.tokens) - 1:
             continue
-        if len(sequence.blocks) * block <= sequence.computed:
+        if len(blocks) * block <= computed:
             while not pool.available and sequence.blocks:
                 state.preempt(state.running[-1])  # the asker, if last in order
             if not sequence.blocks:
@@ -48,7 +48,7 @@ def _reserve_decode_blocks(state: State) -> list[Sequence]:
 
 def _select_prefill_chunks(state: State, decodes: list[Sequence]) -> Chunks:
     """Returns the chunks of prompts of running and waiting sequences, in order. Victims leave `decodes`."""
-    prefills = [sequence for sequence in state.running if not _is_decoding(sequence)]
+    prefills = [sequence for sequence in state.running if sequence.computed != len(sequence.tokens) - 1]
     chunks: Chunks = []
     used = extra = 0  # tokens in chunks, and wanted rows beyond a single row for each running sequence
     blocked = False

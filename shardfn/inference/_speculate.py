@@ -109,8 +109,7 @@ def _check_proposal(state: State, proposal: Seq[int] | DraftTree, most: int) -> 
     vocab = state.limits.vocab
     if len(drafts) > most or not all(0 <= token < vocab for token in drafts.tokens):
         raise ValueError(
-            f"the drafter proposed {drafts.tokens}; it may propose at most {most} tokens here, each from 0 to"
-            f" {vocab - 1}."
+            f"the drafter must propose at most {most} tokens here, each from 0 to {vocab - 1}, got {drafts.tokens}."
         )
     return drafts
 

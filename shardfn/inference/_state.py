@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ._draft_tree import NO_DRAFTS, DraftTree
-from ._drafters import Context, Drafter
+from ._drafters import Context, Drafter, find_hidden_window
 from ._limits import Limits
 from ._pool import BlockContent, BlockPool, PrefixScope
 from ._requests import Request
@@ -75,19 +75,21 @@ class PrefillChunk:
     positions: Seq[int]
     drafts: DraftTree = NO_DRAFTS
 
-    def own(self, drawn: Seq[int], first: int) -> Seq[int]:
-        """Returns the chunk's tokens among the tokens of all rows of the plan, from the number of its first row on."""
-        return drawn[first : first + len(self.positions)]
+    def read_rows(self, drawn: Seq[int], first: int) -> Iterable[tuple[int, int, int]]:
+        """Returns the rows whose results follow only from known tokens: number, position and drawn token.
 
-    def valid(self, drawn: Seq[int]) -> list[tuple[int, int]]:
-        """Returns rows whose results follow only from known tokens, and their positions. A drawn draft is valid.
+        A draft that was drawn is known.
 
         Args:
-            drawn: drawn token for each of `positions`.
+            drawn: drawn token for each row of the plan.
+            first: number of the chunk's first row.
         """
-        known = len(self.positions) - len(self.drafts)
-        accepted = self.drafts.path(drawn[known - 1 :]) if len(self.drafts) else []
-        return [(row, self.positions[row]) for row in [*range(known), *(known + draft for draft in accepted)]]
+        own = drawn[first : first + len(self.positions)]
+        rows = zip(range(first, first + len(own)), self.positions, own, strict=True)
+        if not self.drafts.tokens:
+            return rows
+        known, found = len(own) - len(self.drafts), [*rows]
+        return found[:known] + [found[known + draft] for draft in self.drafts.path(own[known - 1 :])]
 
     def moves(self, accepted: int, drawn: Seq[int], slot: Callable[[int], int]) -> list[tuple[int, int]]:
         """Returns the slots of accepted drafts that other drafts come before, and the slots of their positions.
@@ -122,7 +124,7 @@ class Sequence:
     begun: bool = False
     preempted: int = -1  # last step of a preemption
     draft_length: DraftLength = field(default_factory=DraftLength)  # in its drafts
-    hidden: Tensor | None = None  # states behind the last token's draw, for a drafter that wants states
+    states: tuple[Tensor, ...] = ()  # behind the draws of the last tokens, for a drafter that wants states
 
     @property
     def reusable(self) -> int:
@@ -138,7 +140,7 @@ class Sequence:
         request = self.request
         salt = request.salt + request.adapter and repr((request.salt, request.adapter)).encode()
         own = self.serial, self.name, self.choice, self.tokens, self.prompt, salt, self.key
-        return Context(*own, request.sampling, self.hidden)
+        return Context(*own, request.sampling, self.states)
 
     def copy(self) -> "Sequence":
         """Returns a separate sequence, equal to this sequence."""
@@ -171,6 +173,7 @@ class State:
         cache_stats: counts of the cache's use so far.
         chain: eight bytes of all inputs and plans so far: equal on two ranks if these were equal.
         consumed: whether `advance` has taken this state.
+        hidden_window: most hidden states of a sequence that are kept for the drafter.
     """
 
     limits: Limits
@@ -194,6 +197,7 @@ class State:
     cache_stats: CacheStats = field(default_factory=CacheStats)
     chain: bytes = bytes(8)
     consumed: bool = False
+    hidden_window: int = 1
 
     @property
     def idle(self) -> bool:
@@ -334,7 +338,8 @@ def start(limits: Limits, tokenizer: bytes = b"", drafter: Drafter | None = None
     drafter = None if drafter is None else drafter.copy()
     data = tokenizer + (b"" if drafter is None else drafter.digest())
     chain = hashlib.blake2b(data, digest_size=8).digest() if data else bytes(8)
-    return State(limits, BlockPool(limits.blocks), tokenizer, drafter, chain=chain)
+    window = find_hidden_window(drafter)
+    return State(limits, BlockPool(limits.blocks), tokenizer, drafter, chain=chain, hidden_window=window)
 
 
 def draw_key(seed: int, choice: int) -> int:

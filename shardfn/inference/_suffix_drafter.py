@@ -131,9 +131,9 @@ class Suffix:
     def __post_init__(self) -> None:
         for name, low in (("depth", _KEY), ("places", 1), ("most_tokens", 0)):
             if type(value := getattr(self, name)) is not int or value < low:
-                raise ValueError(f"{name} is {value!r}; it must be an integer of at least {low}.")
+                raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}.")
         if not self.factor > 0 or not 0 <= self.least <= 1:
-            raise ValueError(f"factor is {self.factor} and least is {self.least}; they must be above 0, and 0 to 1.")
+            raise ValueError(f"factor must be above 0, and least from 0 to 1, got {self.factor} and {self.least}.")
         self._own: dict[int, Index] = {}  # by sequence, follows from the tokens
         self._texts: OrderedDict[int, tuple[bytes, array]] = OrderedDict()  # of ended requests, with their salts
         self._index: dict[bytes, Index] = {}  # by salt; follows from the texts

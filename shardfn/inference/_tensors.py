@@ -1,5 +1,6 @@
 """A plan as tensors, of sizes that follow only from its bucket."""
 
+import operator
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
-from ._host_cache import HostCacheBlocks, find_host_blocks
+from ._cache import HostCacheBlocks, find_host_blocks
 from ._limits import Limits
 from ._low_rank import LowRank
 from ._options import Option
@@ -71,6 +72,23 @@ class StepTensors(NamedTuple):
     host_blocks: HostCacheBlocks | None = None
 
 
+class RowOptions:
+    """Columns of the options of a step's rows, kept for the next step: most steps have the rows of the step before."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[Sampling, ...], int, dict[str, Tensor]] = (), 0, {}
+
+    def make_columns(
+        self, rows: tuple[Sampling, ...], num: int, limits: Limits, device: torch.device
+    ) -> dict[str, Tensor]:
+        """Returns the arguments of `kernels.draw` for rows, and for padding up to `num` rows."""
+        before, size, made = self._last
+        if size != num or len(rows) != len(before) or not all(map(operator.is_, rows, before)):
+            made = _make_columns(DRAW, rows, num, limits, device)
+            self._last = rows, num, made
+        return made
+
+
 def make_tensors(
     plan: StepPlan,
     limits: Limits,
@@ -79,28 +97,26 @@ def make_tensors(
     low: LowRank | None = None,
     *,
     host_cache: bool = False,
+    options: RowOptions | None = None,
 ) -> StepTensors:
     """Returns the tensors of a plan, for a cache on the device or on the host.
 
     Tensors on a CPU share the memory of the plan's arrays.
     """
     num_rows = len(plan.rows)
-
-    def make_columns(options: Mapping[str, Option]) -> dict[str, Tensor]:
-        columns = {name: option.column(plan.sampling, num_rows, limits) for name, option in options.items()}
-        return {name: _make_tensor(x, options[name].dtype, device) for name, x in columns.items()}
-
+    draw = (options or RowOptions()).make_columns(plan.sampling, num_rows, limits, device)
     ints = (plan.tokens, plan.positions, plan.sequences, plan.slots, plan.tables, plan.rows)
     tokens, positions, sequences, slots, tables, rows = (_make_tensor(a, torch.int32, device) for a in ints)
     places, targets = (_make_tensor(a, torch.int32, device).long() for a in (plan.places, plan.targets))
     penalties = biases = None
     if plan.histories is not None and plan.prompts is not None:
         history, prompts = (_make_tensor(a, torch.int32, device) for a in (plan.histories, plan.prompts))
-        penalties = {"history": history.view(-1, limits.context), "prompts": prompts, **make_columns(PENALTIES)}
+        penalties = {"history": history.view(-1, limits.context), "prompts": prompts}
+        penalties |= _make_columns(PENALTIES, plan.sampling, num_rows, limits, device)
         biases = _make_biases(plan.sampling, num_rows, device)
     return StepTensors(
         *(tokens, positions, sequences, slots, tables.view(-1, limits.width), rows),
-        *(_make_tensor(plan.keys, torch.int64, device), places, targets, make_columns(DRAW)),
+        *(_make_tensor(plan.keys, torch.int64, device), places, targets, draw),
         penalties=penalties,
         biases=biases,
         allowed=None if allowed is None else torch.from_numpy(allowed).to(device),
@@ -108,6 +124,13 @@ def make_tensors(
         tree=_make_tree(plan).to(device) if limits.drafts else None,
         host_blocks=find_host_blocks(plan, limits, device) if host_cache else None,
     )
+
+
+def _make_columns(
+    options: Mapping[str, Option], rows: Sequence[Sampling], num: int, limits: Limits, device: torch.device
+) -> dict[str, Tensor]:
+    columns = {name: option.column(rows, num, limits) for name, option in options.items()}
+    return {name: _make_tensor(x, options[name].dtype, device) for name, x in columns.items()}
 
 
 def _make_biases(sampling: Sequence[Sampling], num: int, device: torch.device) -> RowBiases:

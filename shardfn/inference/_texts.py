@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ._detokenize import DecodeStream, Detokenizer
-from ._hooks import EngineHooks
+from ._hooks import Choice, Ends, EngineHooks, SampledToken
 from ._requests import Request
-from ._sampled_tokens import Choice, Ends, SampledToken
 from ._schedule import Output
 
 
@@ -108,6 +107,8 @@ class Texts:
     @property
     def hooks(self) -> EngineHooks:
         """Returns the hooks."""
+        if self._detokenizer is None:
+            return EngineHooks(admit=self.admit)
         return EngineHooks(admit=self.admit, ends=self.take, fields=lambda output: {"text": self.of(output)})
 
     def admit(self, request: Request) -> None:
@@ -123,8 +124,6 @@ class Texts:
 
     def take(self, drawn: Sequence[SampledToken], ends: Ends) -> Ends:
         """Takes tokens and the `ends` by grammars, and returns the ends by stop strings."""
-        if self._detokenizer is None:
-            return {}
         found: Ends = {}
         ended = set[Choice]()  # choices, by these tokens
         for one in drawn:

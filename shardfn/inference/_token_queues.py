@@ -32,7 +32,11 @@ class TokenQueues:
 
     def advance(self) -> None:
         """Runs a step, and keeps the tokens."""
-        for token in self._step():
+        tokens = self._step()
+        if not self._awaited:
+            self._others += tokens
+            return
+        for token in tokens:
             self._awaited.get(token.name, self._others).append(token)
 
     def take_others(self) -> list[Token]:

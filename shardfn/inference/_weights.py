@@ -35,7 +35,7 @@ from shardfn.engine import agree_on_step, comms_of, losing_no_peer, reshard
 from shardfn.engine.agreement import check_replicas
 from shardfn.memory import Pool, trim_heap
 
-from ._layout import Layout
+from ._layouts import Layout
 
 # Bytes of parameters that are packed at a time, if a leaf is not larger.
 TOGETHER = 16 << 20
@@ -50,13 +50,13 @@ def make_zero(weights: MemoryKind, disk: Disk | None) -> Zero:
         ValueError: there is no such memory, or the directory is missing or has no effect.
     """
     if weights not in get_args(MemoryKind):
-        raise ValueError(f"engine: weights={weights!r}; they are kept on 'device', 'host' or 'disk'.")
+        raise ValueError(f"engine: weights must be 'device', 'host' or 'disk', got {weights!r}.")
     problem = find_directory_problem([weights], disk)
     if problem == "missing":
         raise ValueError("engine: weights='disk' has no directory. Give one: disk=sf.Disk('/path/to/a/fast/disk').")
     if problem == "idle":
         raise ValueError(
-            f"engine: disk={disk} has no effect with weights={weights!r}; leave it out, or weights='disk'."
+            f"engine: disk={disk} has no effect with weights={weights!r}. Leave disk out, or pass weights='disk'."
         )
     return Zero(params=weights, disk=disk, persist_elements=SMALL)
 

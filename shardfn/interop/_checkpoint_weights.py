@@ -56,8 +56,8 @@ def export_checkpoint(
     sources = {found[1]: masters.get(found[1], path) for path in leaves if (found := _PARAMS.fullmatch(path))}
     if not sources:
         raise ValueError(
-            f"{directory} has no leaves below params; it has {', '.join(list(leaves)[:6]) or 'none'}. Save the state of"
-            " a step, or a tree of parameters by save(..., at='params')."
+            f"{directory} must have leaves below params, got {', '.join(list(leaves)[:6]) or 'none'}. Save the state"
+            " of a step, or a tree of parameters with save(..., at='params')."
         )
     names = {rest: join_keys(rest) for rest in sources}
     if len(set(names.values())) < len(names):

@@ -55,8 +55,8 @@ def eval_state(state: TrainState) -> TrainState:
             found |= _evaluated_params(node, trained)
     if not found:
         raise ValueError(
-            "eval_state: the optimizer averages no parameters; wrap it, as in optim.average_params(optim.adamw(1e-3)),"
-            " or evaluate the state itself."
+            "eval_state needs an optimizer that averages parameters, such as optim.average_params(optim.adamw(1e-3))."
+            " Without averages, evaluate the state itself."
         )
     leaves, treedef = core.tree_flatten(state.params)
     own = [found.get(path) for path in core.tree_entries(state.params)]

@@ -243,5 +243,5 @@ class _HeaderParser:
 def _alignment(path: pathlib.Path, fields: Mapping[str, Any]) -> int:
     told = fields.get("general.alignment", 32)
     if type(told) is not int or told < 1 or told & (told - 1) or told > 1 << 20:
-        raise DamagedError(f"{path}: general.alignment is {told!r:.60}; it must be a power of two of at most 2^20.")
+        raise DamagedError(f"{path}: general.alignment must be a power of two of at most 2^20, got {told!r:.60}.")
     return told

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfn.core import raise_all
-from shardfn.interop.quantized import QuantizedEntry
+from shardfn.interop.quantized import QuantizedEntry, Span
 from shardfn.kernels import BLOCK_BYTES, Quantization
 from shardfn.models import gpt
 
@@ -50,8 +50,8 @@ _INNER = {
     "ffn_down": "mlp.down_proj",
 }
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-# Kinds of blocks that linear layers of the engine read as they are.
-_READ: dict[str, Quantization] = {"Q8_0": "int8", "Q4_1": "int4"}
+# Kinds of blocks -> codes of the kernels with the same values. Blocks of Q4_0 are converted.
+_CODES: dict[str, Quantization] = {"Q8_0": "int8", "Q4_1": "int4", "Q4_0": "int4"}
 
 
 class GGUFArchive(Mapping[str, QuantizedEntry]):
@@ -70,6 +70,7 @@ class GGUFArchive(Mapping[str, QuantizedEntry]):
         self.directory, self._file = file.path, file
         self._heads = {} if heads is None else {"attn_q": heads[0], "attn_k": heads[1]}
         self._names = {_name_in_transformers(name): name for name in file}
+        self._codes: dict[str, Quantization] | None = None
 
     def __getitem__(self, name: str) -> QuantizedEntry:
         return QuantizedEntry(torch.float32, self._file[self._names[name]].shape)
@@ -80,21 +81,30 @@ class GGUFArchive(Mapping[str, QuantizedEntry]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def box(self, name: str, box: Sequence[tuple[int, int]], shape: Sequence[int] | None = None) -> Tensor:
-        """Returns a box of a tensor in float32, as `Archive.box` does."""
+    def box(self, name: str, box: Sequence[Span], shape: Sequence[int] | None = None) -> Tensor:
+        """Returns a box of a tensor: see `CodedArchive`."""
         whole = self._order(name, self._file.load(self._names[name]))
         return whole.view(tuple(shape or whole.shape))[tuple(slice(lo, hi) for lo, hi in box)]
 
-    def served_blocks(self, name: str) -> Tensor | None:
-        """Returns the rows of a tensor as blocks of bytes, or None where layers do not read blocks of the kind."""
-        entry = self._file[self._names[name]]
-        if entry.kind.name == "Q4_0":
-            widened = widen_q4_0(self._file.blocks(self._names[name]))
-            return None if widened is None else self._order(name, widened)
-        if entry.kind.name not in _READ:
-            return None
-        assert entry.kind.bytes == BLOCK_BYTES[_READ[entry.kind.name]]
-        return self._order(name, self._file.blocks(self._names[name]))
+    @property
+    def codes(self) -> dict[str, Quantization]:
+        """Returns the codes that hold a tensor exactly, by name: see `CodedArchive`."""
+        if self._codes is None:
+            self._codes = {
+                name: _CODES[self._file[own].kind.name] for name, own in self._names.items() if self._has_codes(own)
+            }
+        return self._codes
+
+    def _has_codes(self, own: str) -> bool:
+        kind, shape = self._file[own].kind.name, self._file[own].shape
+        return kind in _CODES and len(shape) == 2 and (kind != "Q4_0" or is_exact_q4_1(self._file.blocks(own)))
+
+    def blocks(self, name: str, rows: Span, groups: Span) -> Tensor:
+        """Returns blocks of codes of a tensor: see `CodedArchive`."""
+        own, size = self._names[name], BLOCK_BYTES[self.codes[name]]
+        found = self._file.blocks(own)
+        found = widen_q4_0(found) if self._file[own].kind.name == "Q4_0" else found
+        return self._order(name, found)[slice(*rows), groups[0] * size : groups[1] * size]
 
     def _order(self, name: str, rows: Tensor) -> Tensor:
         found = _IN_BLOCK.fullmatch(self._names[name])
@@ -104,20 +114,27 @@ class GGUFArchive(Mapping[str, QuantizedEntry]):
         return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def widen_q4_0(blocks: Tensor) -> Tensor | None:
-    """Returns rows of blocks of Q4_0 as blocks of Q4_1 with the same values: scale (q - 8) = scale q - 8 scale.
-
-    None where 8 times a scale is no float16.
-    """
+def widen_q4_0(blocks: Tensor) -> Tensor:
+    """Returns rows of blocks of Q4_0 as blocks of Q4_1 with the same values: scale (q - 8) = scale q - 8 scale."""
     parts = blocks.unflatten(1, (-1, 18))
-    least = -8 * parts[..., :2].contiguous().view(torch.float16)
-    if not least.isfinite().all():
-        return None
-    return torch.cat([parts[..., :2], least.view(torch.uint8), parts[..., 2:]], -1).flatten(1)
+    return torch.cat([parts[..., :2], _least_q4_0(parts).view(torch.uint8), parts[..., 2:]], -1).flatten(1)
+
+
+def is_exact_q4_1(blocks: Tensor) -> bool:
+    """Returns whether 8 times each scale of blocks of Q4_0 is a float16, as blocks of Q4_1 need."""
+    return bool(_least_q4_0(blocks.unflatten(1, (-1, 18))).isfinite().all())
+
+
+def _least_q4_0(parts: Tensor) -> Tensor:
+    return -8 * parts[..., :2].contiguous().view(torch.float16)
 
 
 def gpt_from_gguf(
-    path: str | os.PathLike[str] | GGUFFile, *, dtype: torch.dtype | None = None, blocks: bool = False, **changes: Any
+    path: str | os.PathLike[str] | GGUFFile,
+    *,
+    dtype: torch.dtype | None = None,
+    keep_codes: bool = False,
+    **changes: Any,
 ) -> tuple[gpt.Config, gpt.Params]:
     """Returns the model of a GGUF file as a `Config` and parameters that are read at their use.
 
@@ -127,7 +144,7 @@ def gpt_from_gguf(
     Args:
         path: path of a file with a Llama, Mistral or Qwen2, or the file.
         dtype: dtype of the parameters. Default: float32, to which blocks are decoded without rounding of ours.
-        blocks: whether weights of linear layers in blocks of Q8_0, Q4_1 and Q4_0 stay blocks, uint8 of shape (rows,
+        keep_codes: whether weights of linear layers in blocks of Q8_0, Q4_1 and Q4_0 stay blocks, uint8 of shape (rows,
             bytes of a row). An engine serves these as they are, with the bits of the decoded weights. Blocks of Q4_0
             become blocks of Q4_1 with the same values.
         **changes: other fields of the `Config`, such as `batch_invariant=True`.
@@ -147,38 +164,14 @@ def gpt_from_gguf(
         >>> _ = path.write_bytes(b"GGUF" + bytes([3, *[0] * 19]))
         >>> gpt_from_gguf(path)
         Traceback (most recent call last):
-        ValueError: ...empty.gguf: general.architecture is None; it must be one of ['llama', 'qwen2'].
+        ValueError: ...empty.gguf: general.architecture must be one of ['llama', 'qwen2'], got None.
     """
     file = path if isinstance(path, GGUFFile) else GGUFFile(path)
     settings = gguf_config(file)
     config = gpt_config(settings, **changes)
     permuted = (config.num_heads, config.kv_heads) if settings["model_type"] == "llama" else None
     archive = GGUFArchive(file, permuted)
-    params: Any = params_of_archive(archive, config, settings["model_type"], dtype)
-    if not blocks:
-        return config, params
-    if config.stacked:
-        raise ValueError("gpt_from_gguf: blocks=True of stacked layers. Layers that read blocks are not stacked.")
-    layers = [
-        {name: _served_leaf(archive, name, x, f"model.layers.{i}.") for name, x in layer.items()}
-        for i, layer in enumerate(params["blocks"])
-    ]
-    head = "embed" if config.tie_embeddings else "head"
-    table = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-    found = archive.served_blocks(table)
-    return config, params | {"blocks": layers, head: params[head] if found is None else found}
-
-
-_LINEAR = {"wq": "attn_q", "wk": "attn_k", "wv": "attn_v", "wo": "attn_output"}
-_LINEAR |= {"w_gate": "ffn_gate", "w_up": "ffn_up", "w_down": "ffn_down"}
-
-
-def _served_leaf(archive: GGUFArchive, name: str, leaf: Any, layer: str) -> Any:
-    if name not in _LINEAR:
-        return leaf
-    found = archive.served_blocks(f"{layer}{_INNER[_LINEAR[name]]}.weight")
-    # Heads and features are one dim of the leaf, so that rows of blocks are the leaf's first dim.
-    return leaf if found is None or len(leaf.shape) != 2 else found
+    return config, params_of_archive(archive, config, settings["model_type"], dtype or torch.float32, keep_codes)
 
 
 def gguf_config(file: GGUFFile) -> dict[str, Any]:
@@ -189,7 +182,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     """
     kind = file.fields.get("general.architecture")
     if not isinstance(kind, str) or kind not in _TYPES:
-        raise ValueError(f"{file.path}: general.architecture is {kind!r:.60}; it must be one of {sorted(_TYPES)}.")
+        raise ValueError(f"{file.path}: general.architecture must be one of {sorted(_TYPES)}, got {kind!r:.60}.")
     missing = [f"{kind}.{name}" for name in _SETTINGS if f"{kind}.{name}" not in file.fields]
     missing += [] if "token_embd.weight" in file else ["the tensor token_embd.weight"]
     raise_all(ValueError, f"{file.path} has a {kind}, but lacks:", missing)

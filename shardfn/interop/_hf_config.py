@@ -1,18 +1,21 @@
 """Converts `config.json` of transformers to a `gpt.Config`, and back. Other computations are refused."""
 
+import dataclasses
 import json
 import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from shardfn import nn
 from shardfn.core import did_you_mean, raise_all
 from shardfn.models import gpt
 
+from ._hf_families import FAMILIES, Family, has_rope
+from ._hf_rope import read_rope, write_rope
 from ._hf_sizes import check_sizes
 
-MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "bloom")
-_CLASSES = {"gpt2": "GPT2LMHeadModel", "bloom": "BloomForCausalLM"}
+MODEL_TYPES = tuple(FAMILIES)
 
 
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -43,11 +46,30 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
     kind = told.get("model_type")
     if kind not in MODEL_TYPES:
         raise ValueError(
-            f"config.json: model_type={kind!r} is not one of {MODEL_TYPES}.{did_you_mean(str(kind), MODEL_TYPES)}"
-            " Any module of torch trains by from_module; module_from_hf reads its weights."
+            f"config.json: model_type must be one of {MODEL_TYPES}, got"
+            f" {kind!r}.{did_you_mean(str(kind), MODEL_TYPES)} To train another model of torch, use from_module, and"
+            " module_from_hf for its weights."
         )
     check_sizes(told)
-    fields, refused = {"gpt2": _read_gpt2, "bloom": _read_bloom}.get(kind, _read_llama)(told)
+    family = FAMILIES[kind]
+    told = {**family.defaults, **{name: x for name, x in told.items() if x is not None or name in _MAY_BE_NONE}}
+    refused = [
+        f"{name}={told[name]!r}; it must be {' or '.join(map(repr, values))}"
+        for name, values in family.must.items()
+        if name in told and told[name] not in values
+    ]
+    fields = _read_fields(told, family, refused)
+    layers = range(fields["num_layers"])
+    types = told.get("layer_types") or [
+        "sliding_attention" if family.slides(told, i) else "full_attention" for i in layers
+    ]
+    refused += [f"layer_types has {t!r}" for t in sorted(set(types) - {"sliding_attention", "full_attention"})]
+    refused += [] if len(types) == len(layers) else [f"layer_types has {len(types)} entries for {len(layers)} layers"]
+    window = told.get("sliding_window")
+    fields["window"] = _unify([window if t == "sliding_attention" else None for t in types])
+    if fields.get("position") == "rope":
+        ropes = read_rope(told, types, refused, layered=family.layered)
+        fields |= _rope_fields([r if kind != "smollm3" or has_rope(told, i) else None for i, r in enumerate(ropes)])
     raise_all(ValueError, f"config.json: this {kind} has parts that models.gpt lacks:", refused)
     return gpt.Config(**{**fields, **changes})
 
@@ -57,7 +79,7 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
 
     Args:
         config: config of the model.
-        model_type: "gpt2", "llama", "mistral", "qwen2" or "bloom". Default: the type that fits.
+        model_type: model type of transformers, such as "qwen3". Default: the first that fits.
 
     Raises:
         ValueError: transformers has no such model, or not of that type. The message has the fields that differ.
@@ -66,112 +88,107 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
         >>> hf_config(gpt.Config.gpt2_like())["architectures"]
         ['GPT2LMHeadModel']
     """
-    kind = model_type or _model_type(config)
-    if kind not in MODEL_TYPES:
-        raise ValueError(f"model_type={kind!r} is not one of {MODEL_TYPES}.{did_you_mean(kind, MODEL_TYPES)}")
-    common = {"model_type": kind, "architectures": [_CLASSES.get(kind, f"{kind.capitalize()}ForCausalLM")]}
-    told = common | {"gpt2": _write_gpt2, "bloom": _write_bloom}.get(kind, _write_llama)(config)
+    if model_type is not None and model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"model_type={model_type!r} is not one of {MODEL_TYPES}.{did_you_mean(model_type, MODEL_TYPES)}"
+        )
+    kinds = MODEL_TYPES if model_type is None else (model_type,)
     # Reading back must give the written config: no list of exceptions to keep up to date.
-    back = gpt_config(told, **{name: getattr(config, name) for name in _OURS})
-    wrong = [
+    found = {kind: _find_differences(config, kind) for kind in kinds}
+    kind = min(kinds, key=lambda kind: len(found[kind]))
+    raise_all(ValueError, f"this Config is no {kind} of transformers:", found[kind])
+    return _write_config(config, kind)
+
+
+# Names whose null is a value, and no missing entry.
+_MAY_BE_NONE = (
+    "sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "num_key_value_heads",
+    "head_dim",
+)
+# Fields that do not change the computed values, and are no part of a file.
+_OURS = ("stacked", "per_head", "attention", "loss_tile", "dropout", "attention_dropout", "batch_invariant", "chunks")
+# Fields with several values for one model, compared by what they mean.
+_MEANT = ("num_kv_heads", "d_ff", "d_head", "window", "rope", "rope_base")
+
+
+def _read_fields(told: Mapping[str, Any], family: Family, refused: list[str]) -> dict[str, Any]:
+    """Returns the fields of sizes and numbers, and adds what the model lacks to `refused`."""
+    fields = dict(family.settings)
+    for name, keys in family.keys.items():
+        fields[name] = next((told[key] for key in keys if key in told and told[key] is not None), None)
+    act = fields.get("mlp", "gelu_new")
+    fields["mlp"] = family.acts.get(act, act)
+    if fields["mlp"] not in family.acts.values():
+        refused.append(f"{family.keys['mlp'][0]}={act!r}; it must be {' or '.join(map(repr, family.acts))}")
+    if "bias" in fields and "bias" in family.settings:
+        fields["bias"] = family.settings["bias"]
+    if fields.get("embedding_scale") is not None:
+        fields["embedding_scale"] = fields["d_model"] ** 0.5
+    if (divisor := fields.get("attention_scale")) is not None:
+        K = fields["d_head"] or fields["d_model"] // fields["num_heads"]
+        fields["attention_scale"] = None if divisor == K else divisor**-0.5
+    if "use_parallel_residual" in told:
+        fields["parallel"] = "two_norms" if told["use_parallel_residual"] else None
+    return fields
+
+
+def _unify(values: list[Any]) -> Any:
+    """Returns the value of all layers, or a tuple where layers differ."""
+    return values[0] if len(set(values)) == 1 else tuple(values)
+
+
+def _rope_fields(ropes: list[Any]) -> dict[str, Any]:
+    rope = _unify(ropes)
+    if isinstance(rope, tuple) or rope is None or rope != nn.Rope(rope.base):
+        return {"rope": tuple(ropes) if rope is None else rope}
+    return {"rope_base": rope.base}
+
+
+def _find_differences(config: gpt.Config, kind: str) -> list[str]:
+    """Returns the fields of a config that differ after writing and reading."""
+    ours = {name: getattr(config, name) for name in _OURS}
+    try:
+        back = gpt_config(_write_config(config, kind), **ours)
+    except ValueError as error:
+        return str(error).splitlines()
+    names = [f.name for f in dataclasses.fields(gpt.Config) if f.name not in (*_OURS, *_MEANT)]
+    out = [
         f"{name}={getattr(config, name)!r}, but a {kind} has {getattr(back, name)!r}"
-        for name in (*_OF_THE_MODEL, "kv_heads", "ff_dim", "max_len")
+        for name in (*names, "kv_heads", "ff_dim", "head_dim")
         if getattr(config, name) != getattr(back, name)
     ]
-    raise_all(ValueError, f"this Config is no {kind} of transformers:", wrong)
-    return told
+    for name in ("window", "rope"):
+        wanted, had = (_unify([getattr(kind, name) for kind in c.layer_settings]) for c in (config, back))
+        out += [] if wanted == had else [f"{name}={wanted!r}, but a {kind} has {had!r}"]
+    return out
 
 
-# Fields that determine the computed values, and fields that choose only the way to compute.
-_OF_THE_MODEL = ("norm", "mlp", "position", "bias", "embedding_norm", "window", "layout", "causal")
-_OURS = ("stacked", "per_head", "attention", "loss_tile", "dropout")
-_Fields = tuple[dict[str, Any], list[str]]
-
-
-def _read_gpt2(t: Mapping[str, Any]) -> _Fields:
-    D = t.get("n_embd", 768)
-    fields = {"vocab_size": t.get("vocab_size", 50257), "num_layers": t.get("n_layer", 12), "d_model": D}
-    fields |= {"num_heads": t.get("n_head", 12), "max_len": t.get("n_positions", 1024)}
-    fields |= {"d_ff": t.get("n_inner") or 4 * D, "norm_eps": t.get("layer_norm_epsilon", 1e-5)}
-    fields |= {"tie_embeddings": t.get("tie_word_embeddings", True)}
-    must = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,)}
-    must |= {"scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)}
-    return fields, _find_differences(t, must)
-
-
-def _read_bloom(t: Mapping[str, Any]) -> _Fields:
-    D = t.get("hidden_size", t.get("n_embed", 64))
-    fields = {"vocab_size": t.get("vocab_size", 250880), "num_layers": t.get("n_layer", t.get("num_hidden_layers", 2))}
-    fields |= {"d_model": D, "num_heads": t.get("n_head", t.get("num_attention_heads", 8)), "d_ff": 4 * D}
-    fields |= {"norm_eps": t.get("layer_norm_epsilon", 1e-5), "tie_embeddings": t.get("tie_word_embeddings", True)}
-    fields |= {"max_len": t.get("seq_length", 2048), "position": "alibi", "embedding_norm": True}
-    return fields, _find_differences(t, {"apply_residual_connection_post_layernorm": (False,)})
-
-
-def _read_llama(t: Mapping[str, Any]) -> _Fields:
-    kind = t["model_type"]
-    base: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32}
-    base |= {"num_attention_heads": 32, "rms_norm_eps": 1e-6, "intermediate_size": 11008}
-    base |= {"llama": {"max_position_embeddings": 2048}, "mistral": _MISTRAL, "qwen2": _QWEN2}[kind]
-    t = {**base, **t}
-    H, D = t["num_attention_heads"], t["hidden_size"]
-    fields = {"vocab_size": t["vocab_size"], "num_layers": t["num_hidden_layers"], "d_model": D, "num_heads": H}
-    fields |= {"num_kv_heads": t.get("num_key_value_heads") or H, "d_ff": t["intermediate_size"]}
-    fields |= {"max_len": t["max_position_embeddings"], "norm_eps": t["rms_norm_eps"], "norm": "rms", "mlp": "swiglu"}
-    rope = t.get("rope_parameters") or t.get("rope_scaling") or {}
-    fields |= {"position": "rope", "rope_base": float(rope.get("rope_theta", t.get("rope_theta", 10000.0)))}
-    fields |= {"tie_embeddings": t.get("tie_word_embeddings", False)}
-    fields["bias"] = "qkv" if kind == "qwen2" else bool(t.get("attention_bias", False))
-    sliding = t.get("sliding_window") if kind == "mistral" or t.get("use_sliding_window") else None
-    fields["window"] = sliding
-    must: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "mlp_bias": (False,)}
-    if D % H == 0:  # else `Config` refuses the heads
-        must["head_dim"] = None, D // H
-    refused = _find_differences(t, must)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    refused += [f"rope_type={rope_type!r}. Only 'default' is known"] if rope_type != "default" else []
-    if sliding is not None and kind == "qwen2":
-        refused.append(f"use_sliding_window=True with sliding_window={sliding}: layers differ in their windows")
-    return fields, refused
-
-
-_MISTRAL = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-_MISTRAL |= {"sliding_window": 4096}
-_QWEN2 = {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768}
-
-
-def _find_differences(told: Mapping[str, Any], must: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    return [
-        f"{name}={told[name]!r}; it must be {' or '.join(map(repr, values))}"
-        for name, values in must.items()
-        if name in told and told[name] not in values
-    ]
-
-
-def _model_type(c: gpt.Config) -> str:
-    if c.position != "rope":
-        return "bloom" if c.position == "alibi" else "gpt2"
-    return "qwen2" if c.bias == "qkv" else "mistral" if c.window else "llama"
-
-
-def _write_gpt2(c: gpt.Config) -> dict[str, Any]:
-    told = {"vocab_size": c.vocab_size, "n_layer": c.num_layers, "n_embd": c.d_model, "n_head": c.num_heads}
-    told |= {"n_positions": c.max_len, "n_inner": c.ff_dim, "layer_norm_epsilon": c.norm_eps}
-    told |= {"activation_function": "gelu_new", "tie_word_embeddings": c.tie_embeddings}
-    return told | {"attn_pdrop": 0.0, "embd_pdrop": c.dropout, "resid_pdrop": c.dropout}
-
-
-def _write_bloom(c: gpt.Config) -> dict[str, Any]:
-    told = {"vocab_size": c.vocab_size, "n_layer": c.num_layers, "hidden_size": c.d_model, "n_head": c.num_heads}
-    told |= {"layer_norm_epsilon": c.norm_eps, "tie_word_embeddings": c.tie_embeddings, "seq_length": c.max_len}
-    return told | {"hidden_dropout": c.dropout, "attention_dropout": 0.0}
-
-
-def _write_llama(c: gpt.Config) -> dict[str, Any]:
-    told = {"vocab_size": c.vocab_size, "num_hidden_layers": c.num_layers, "hidden_size": c.d_model}
-    told |= {"num_attention_heads": c.num_heads, "num_key_value_heads": c.kv_heads, "intermediate_size": c.ff_dim}
-    told |= {"max_position_embeddings": c.max_len, "rms_norm_eps": c.norm_eps, "hidden_act": "silu"}
-    told |= {"rope_theta": c.rope_base, "tie_word_embeddings": c.tie_embeddings, "head_dim": c.head_dim}
-    told |= {"rope_parameters": {"rope_type": "default", "rope_theta": c.rope_base}}
-    told |= {"attention_bias": True} if c.bias is True else {}
-    return told | {"sliding_window": c.window}
+def _write_config(c: gpt.Config, kind: str) -> dict[str, Any]:
+    """Returns the contents of `config.json` of a config, for a model type that may not fit."""
+    family = FAMILIES[kind]
+    values: dict[str, Any] = {name: getattr(c, name) for name in family.keys}
+    values |= {"num_kv_heads": c.kv_heads, "d_ff": c.ff_dim, "d_head": c.head_dim}
+    act = next((act for act, mlp in family.acts.items() if mlp == c.mlp), None)
+    values |= {"mlp": act, "bias": c.bias is True}
+    values["attention_scale"] = round((c.attention_scale or c.head_dim**-0.5) ** -2)
+    # The default id of padding may be outside of the vocabulary.
+    told: dict[str, Any] = {"model_type": kind, "architectures": [family.architecture], "pad_token_id": None}
+    told |= {keys[0]: values[name] for name, keys in family.keys.items() if name != "mlp" or act is not None}
+    if kind in ("gpt2", "bloom"):
+        names = (
+            ("attn_pdrop", "embd_pdrop", "resid_pdrop") if kind == "gpt2" else ("attention_dropout", "hidden_dropout")
+        )
+        return told | {names[0]: 0.0} | dict.fromkeys(names[1:], c.dropout)
+    told |= {"use_parallel_residual": c.parallel is not None} if kind == "gpt_neox" else {}
+    windows, ropes = ([getattr(k, name) for k in c.layer_settings] for name in ("window", "rope"))
+    types = ["full_attention" if w is None else "sliding_attention" for w in windows]
+    told["sliding_window"] = next((w for w in windows if w is not None), None)
+    if kind not in ("llama", "mistral", "phi3", "gemma", "olmo2", "phi", "gpt_neox"):
+        told |= {"layer_types": types, "use_sliding_window": told["sliding_window"] is not None}
+    told |= {"no_rope_layers": [int(r is not None) for r in ropes]} if kind == "smollm3" else {}
+    return told | write_rope(
+        ropes, types, layered=family.layered, whole=family.defaults.get("partial_rotary_factor", 1.0)
+    )

@@ -1,18 +1,18 @@
-"""Weights of transformers' GPT-2, Llama, Mistral, Qwen2 and BLOOM as parameters of `models.gpt`, and back."""
+"""Weights of decoders of transformers, such as Qwen3 and Gemma 3, as parameters of `models.gpt`, and back."""
 
 import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardfn import core
 from shardfn.interop.leaves import Archive, ArchiveWriter, WrittenByFirst, gather_layer, gather_leaf
-from shardfn.interop.quantized import QuantizedArchive, open_archive
+from shardfn.interop.quantized import CodedArchive, open_archive
 from shardfn.kernels import BLOCK_BYTES, GROUP
 from shardfn.models import gpt
 
@@ -22,7 +22,7 @@ from ._layouts import Row, empty_for, rows
 Slices = tuple[slice, ...]
 
 # Entries of older files: buffers without information, and heads equal to the embedding.
-_PASSED_OVER = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|attention\.mask$")
+_PASSED_OVER = re.compile(r"\.(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|attention\.mask$")
 
 
 def gpt_from_hf(
@@ -64,30 +64,33 @@ def gpt_from_hf(
     """
     config = gpt_config(read_config(directory), **changes)
     archive = open_archive(directory)
-    codes = archive.codes if keep_codes and isinstance(archive, QuantizedArchive) else {}
-    if keep_codes and (config.stacked or config.per_head):
-        raise ValueError(
-            f"gpt_from_hf(keep_codes=True) must have layers one by one and heads in one dim, got"
-            f" stacked={config.stacked}, per_head={config.per_head}."
-        )
-    return config, params_of_archive(archive, config, read_config(directory)["model_type"], dtype, codes)
+    return config, params_of_archive(archive, config, read_config(directory)["model_type"], dtype, keep_codes)
 
 
 def params_of_archive(
-    archive: Any, config: gpt.Config, kind: str, dtype: torch.dtype | None, codes: Collection[str] = ()
+    archive: Archive | CodedArchive, config: gpt.Config, kind: str, dtype: torch.dtype | None, keep_codes: bool
 ) -> gpt.Params:
     """Returns deferred parameters of a model from tensors under the names of transformers.
 
     Args:
-        archive: `Archive` of the files, or another mapping from names to shapes and dtypes with a method `box`.
+        archive: files of the model.
         config: config of the model.
         kind: model type of transformers, which has the layout.
         dtype: dtype of the parameters. None: the dtype of the tensors.
-        codes: names of weights that stay blocks of codes, of a `QuantizedArchive`.
+        keep_codes: whether weights of linear layers stay blocks of codes where the archive has codes.
 
     Raises:
-        ValueError: tensors are missing, left over, or of another shape or dtype. The message lists all.
+        ValueError: tensors are missing, left over, or of another shape or dtype. The message lists all. Or blocks of
+            codes are asked for a config without such layers.
     """
+    if keep_codes and (config.stacked or config.per_head):
+        raise ValueError(
+            "keep_codes=True must have layers one by one and heads in one dim, got"
+            f" stacked={config.stacked}, per_head={config.per_head}."
+        )
+    coded = archive if keep_codes and not isinstance(archive, Archive) else None
+    # The rows of an embedding are looked up, unless the table is the head, too.
+    floats = () if config.tie_embeddings else ("embed",)
     table = rows(config, kind)
     prefix = _name_prefix(archive, table)
     _check_names(archive, table, config, prefix, dtype)
@@ -95,8 +98,9 @@ def params_of_archive(
 
     def draw_leaf(row: Row, i: int | None = None) -> core.Draw:
         name = prefix(row.name if i is None else row.name.format(i))
-        if isinstance(archive, QuantizedArchive) and name in codes and row.path[-1] != "embed":
-            return _draw_blocks(archive, name)
+        alone = row.pick is None and row.span is None and row.path[-1] not in floats
+        if coded is not None and name in coded.codes and alone:
+            return _draw_blocks(coded, name)
         shape = _leaf_shape(config, row)
         return core.Draw(
             lambda at: _read_block(archive, name, row, shape, at).to(made), shape, made, torch.device("cpu")
@@ -105,8 +109,8 @@ def params_of_archive(
     params: dict[str, Any] = {row.path[0]: draw_leaf(row) for row in table if len(row.path) == 1}
     per_block = [row for row in table if len(row.path) == 2]
     layers = [{row.path[1]: draw_leaf(row, i) for row in per_block} for i in range(config.num_layers)]
-    params["blocks"] = {n: _stack_layers([x[n] for x in layers]) for n in layers[0]} if config.stacked else layers
-    return params
+    params["blocks"] = layers
+    return gpt.stack_blocks(config, params, _stack_layers) if config.stacked else params
 
 
 def gpt_to_hf(
@@ -153,9 +157,7 @@ def gpt_to_hf(
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for row in sorted(table, key=lambda row: len(row.path)):
         for i in range(config.num_layers if len(row.path) == 2 else 1):
-            x = leaves[row.path]
-            as_it_is = (x[i] if isinstance(x, list) else x).dtype
-            entries[row.name.format(i)] = dtype or as_it_is, row.shape
+            entries[row.name.format(i)] = dtype or leaves[row.path][i].leaf.dtype, row.shape
     first = next(iter(entries.values()))[0]
     text = json.dumps(values | {"dtype": str(first).removeprefix("torch.")}, indent=2)
     with WrittenByFirst(
@@ -176,8 +178,8 @@ def _yield_tensors(
     for i in range(config.num_layers if per_block else 1):
         target = None
         for row in group:
-            x = leaves[row.path]
-            one = gather_leaf(x) if not per_block else gather_leaf(x[i]) if isinstance(x, list) else gather_layer(x, i)
+            leaf, place = leaves[row.path][i]
+            one = gather_leaf(leaf) if place is None else gather_layer(leaf, place)
             target = empty_for(row, dtype or one.dtype) if target is None else target
             row.of(target).copy_(one.reshape(row.base))
         assert target is not None
@@ -200,9 +202,7 @@ def _merge_heads(base: tuple[int, ...], at: int) -> tuple[int, ...]:
     return (*base[:at], base[at] * base[at + 1], *base[at + 2 :])
 
 
-def _read_block(
-    archive: Archive | QuantizedArchive, name: str, row: Row, shape: tuple[int, ...], slices: Slices
-) -> Tensor:
+def _read_block(archive: Archive | CodedArchive, name: str, row: Row, shape: tuple[int, ...], slices: Slices) -> Tensor:
     """Returns the part `slices` of a leaf, read from a box of the tensor."""
     box = [s.indices(n)[:2] for s, n in zip((*slices, *[slice(None)] * len(shape)), shape, strict=False)]
     box = [(lo, max(lo, hi)) for lo, hi in box]
@@ -215,7 +215,8 @@ def _read_block(
     wanted: list[tuple[int, int]] = [(0, 0)] * len(row.view)
     kept = [d for d in range(len(row.view)) if row.pick is None or d != row.pick[0]]
     for d, span in zip(row.order, inner, strict=True):
-        wanted[kept[d]] = span
+        start = row.span[1] if row.span is not None and row.span[0] == kept[d] else 0
+        wanted[kept[d]] = start + span[0], start + span[1]
     if row.pick is not None:
         wanted[row.pick[0]] = row.pick[1], row.pick[1] + 1
     x = archive.box(name, wanted, row.view)
@@ -226,7 +227,7 @@ def _read_block(
     return x.contiguous()
 
 
-def _draw_blocks(archive: QuantizedArchive, name: str) -> core.Draw:
+def _draw_blocks(archive: CodedArchive, name: str) -> core.Draw:
     """Returns the blocks of codes of a weight [N, K], uint8, that are read at their use."""
     n, k = archive[name].shape
     size = BLOCK_BYTES[archive.codes[name]]
@@ -259,7 +260,7 @@ def _stack_layers(layers: list[core.Draw]) -> core.Draw:
     return core.Draw(read_block, (len(layers), *like.shape), like.dtype, like.device)
 
 
-def _name_prefix(archive: Archive | QuantizedArchive, table: list[Row]) -> Callable[[str], str]:
+def _name_prefix(archive: Archive | CodedArchive, table: list[Row]) -> Callable[[str], str]:
     """Returns the prefix of names: files of a model without its head lack the model's name."""
     start = table[0].name.split(".")[0] + "."
     bare = not any(name.startswith(start) for name in archive)
@@ -267,7 +268,7 @@ def _name_prefix(archive: Archive | QuantizedArchive, table: list[Row]) -> Calla
 
 
 def _check_names(
-    archive: Archive | QuantizedArchive, table: list[Row], config: gpt.Config, prefix: Any, dtype: torch.dtype | None
+    archive: Archive | CodedArchive, table: list[Row], config: gpt.Config, prefix: Any, dtype: torch.dtype | None
 ) -> None:
     wanted = {prefix(r.name.format(i)): r for r in table for i in range(config.num_layers if len(r.path) == 2 else 1)}
     problems = [
@@ -288,26 +289,41 @@ def _check_names(
         raise ValueError(f"{archive.directory} has tensors of several dtypes, {dtypes}. Pass dtype=.")
 
 
-def _find_leaf(params: gpt.Params, config: gpt.Config, row: Row) -> Any:
-    """Returns the leaf of a row, a list of layers' leaves without a stack, or None if missing."""
+class _LeafSource(NamedTuple):
+    """A leaf of the parameters, or a layer of a stacked leaf."""
+
+    leaf: Any
+    layer: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        if self.leaf is None:
+            return None
+        return tuple(self.leaf.shape) if self.layer is None else tuple(self.leaf.shape[1:])
+
+
+def _find_leaf(params: gpt.Params, config: gpt.Config, row: Row) -> list[_LeafSource]:
+    """Returns the place of a row's leaf, or of each layer's, where None stands for a missing leaf."""
     if len(row.path) == 1:
-        return params.get(row.path[0])
-    blocks, name = params.get("blocks"), row.path[1]
-    if config.stacked:
-        return blocks.get(name) if isinstance(blocks, dict) else None
-    found = [p.get(name) for p in blocks] if isinstance(blocks, list) else [None]
-    return None if None in [x if x is None else 0 for x in found] else found
+        return [_LeafSource(params.get(row.path[0]))]
+    blocks, name, num = params.get("blocks"), row.path[1], config.layers_a_block
+    if not config.stacked:
+        return [_LeafSource(p.get(name)) for p in blocks] if isinstance(blocks, list) else [_LeafSource(None)]
+    if not isinstance(blocks, dict):
+        return [_LeafSource(None)]
+    names = [name if num == 1 else f"{i}.{name}" for i in range(num)]
+    return [_LeafSource(blocks.get(names[i % num]), i // num) for i in range(config.num_layers)]
 
 
-def _check_leaves(leaves: dict[tuple[str, ...], Any], config: gpt.Config, table: list[Row]) -> None:
+def _check_leaves(leaves: dict[tuple[str, ...], list[_LeafSource]], config: gpt.Config, table: list[Row]) -> None:
     problems = []
     for row in table:
-        x, shape = leaves[row.path], _leaf_shape(config, row)
-        stacked = config.stacked and len(row.path) == 2
-        shape = (config.num_layers, *shape) if stacked else shape
-        shapes = {tuple(y.shape) for y in x} if isinstance(x, list) else {None if x is None else tuple(x.shape)}
-        if shapes != {shape}:
-            problems.append(f"params/{'/'.join(row.path)} is {sorted(map(str, shapes))}, but {shape} by the config")
+        shape, shapes = _leaf_shape(config, row), {place.shape for place in leaves[row.path]}
+        num = config.num_layers // config.layers_a_block
+        lengths = {len(p.leaf) for p in leaves[row.path] if p.layer is not None and p.leaf is not None}
+        if shapes != {shape} or lengths - {num}:
+            found = sorted(map(str, shapes)) if not lengths - {num} else f"of {sorted(lengths)} layers, not {num}"
+            problems.append(f"params/{'/'.join(row.path)} is {found}, but {shape} by the config")
     core.raise_all(
         ValueError, "gpt_to_hf: these leaves do not fit. Pass the config that they were made with:", problems
     )

@@ -56,7 +56,7 @@ def causal_lm_batch(body: AttentionBackend, batch: Mapping[str, Tensor], mesh: M
     with bind_mesh(mesh):
         length = whole_length(body, T)
         if length != T:
-            raise ValueError(f"causal_lm_batch: rows of {T} tokens for {body}; length must be their number.")
+            raise ValueError(f"causal_lm_batch: length must be the number of tokens of a row, {T}, got {body}.")
         rows = body.rows(T)
     at = torch.cat([torch.arange(a, b, device=labels.device) for a, b in (*rows, (0, 0))])
     return out | {name: out[name][:, at] for name in _CUT if name in out}
@@ -66,9 +66,9 @@ def _check_packed(batch: Mapping[str, Tensor]) -> None:
     found = {name: tuple(batch[name].shape) for name in _PACKED if name in batch}
     if found and "position_ids" not in batch:
         raise ValueError(
-            f"causal_lm_batch: {found} show that rows {tuple(batch['input_ids'].shape)} are packed, but documents are"
-            ' known by "position_ids" of the same shape, which start again at 0 with each; without them all tokens of a'
-            " row would see one another."
+            'causal_lm_batch: packed rows must have "position_ids" of the shape'
+            f" {tuple(batch['input_ids'].shape)} that start again at 0 with each document, got {found} without them."
+            " Otherwise a token would see all documents of the row."
         )
 
 
@@ -103,8 +103,8 @@ def causal_lm_loss(apply: Any, *, tile: int | None = None) -> Callable[..., Weig
     kind, head = model.config.model_type, model.get_output_embeddings()
     if tile is not None and (kind not in _PLAIN or getattr(head, "bias", None) is not None):
         raise ValueError(
-            f"causal_lm_loss(tile={tile}): it is not known that the logits of {type(model).__name__} are a product with"
-            f" its output layer alone, as those of {', '.join(_PLAIN)} are; leave tile out."
+            f"causal_lm_loss(tile={tile}) needs logits that are only a product with the output layer, as of"
+            f" {', '.join(_PLAIN)}, got a {type(model).__name__}. Leave tile out."
         )
 
     def whole_loss(targets_BT: Tensor, **given: Any) -> WeightedMean:

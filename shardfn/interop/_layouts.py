@@ -1,18 +1,22 @@
-"""Layout of the leaves of `models.gpt` in the files of `transformers`: GPT-2, Llama, Mistral, Qwen2, BLOOM.
+"""Layout of the leaves of `models.gpt` in the files of `transformers`, for the types of `_hf_families.py`.
 
-One row for each leaf, read both ways: the tensor of the file, seen with the dims `view`, at index `pick`, its dims in
-the order `order`, has the elements of the leaf in row-major order.
+One row for each leaf, read both ways: the tensor of the file, seen with the dims `view`, at index `pick`, or in the
+range `span` of a dim, its dims in the order `order`, has the elements of the leaf in row-major order.
 
 D model, H heads, G key and value heads, K head dim, F ffn, V vocabulary.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardfn.core import raise_all
 from shardfn.models import gpt
+
+from ._hf_families import FAMILIES, Family
 
 
 class Row(NamedTuple):
@@ -27,6 +31,7 @@ class Row(NamedTuple):
         shape: shape of the tensor itself.
         heads: dim of the leaf that counts heads. The next dim has the features, and both may be one dim. None without
             heads.
+        span: dim of `view`, and first and last index + 1 along the dim, if the tensor has leaves of several sizes.
     """
 
     path: tuple[str, ...]
@@ -36,28 +41,51 @@ class Row(NamedTuple):
     order: tuple[int, ...]
     shape: tuple[int, ...]
     heads: int | None = None
+    span: tuple[int, int, int] | None = None
 
     @property
     def base(self) -> tuple[int, ...]:
         """Returns the dims after picking and ordering: the leaf's, except that the first two may be joined."""
-        kept = [n for d, n in enumerate(self.view) if self.pick is None or d != self.pick[0]]
+        view = list(self.view)
+        if self.span is not None:
+            dim, start, stop = self.span
+            view[dim] = stop - start
+        kept = [n for d, n in enumerate(view) if self.pick is None or d != self.pick[0]]
         return tuple(kept[d] for d in self.order)
 
     def of(self, whole: Tensor) -> Tensor:
         """Returns the leaf in a whole tensor of the file, as a view."""
         x = whole.view(self.view)
+        if self.span is not None:
+            dim, start, stop = self.span
+            x = x.narrow(dim, start, stop - start)
         return (x if self.pick is None else x.select(*self.pick)).permute(self.order)
 
 
 def rows(config: gpt.Config, model_type: str) -> list[Row]:
     """Returns all leaves of a model, in the layout of one of `transformers`' types.
 
+    Raises:
+        ValueError: the type has no tensors for leaves of the config. The message lists all.
+
     Example:
         >>> config = gpt.Config.llama_like(vocab_size=64, num_layers=1, d_model=32, num_heads=4, d_ff=48)
         >>> rows(config, "llama")[0].name
         'model.embed_tokens.weight'
     """
-    return {"gpt2": _gpt2_rows, "bloom": _bloom_rows}.get(model_type, _llama_rows)(config)
+    family = FAMILIES[model_type]
+    tree = gpt.leaf_shapes(dataclasses.replace(config, per_head=True, stacked=False))
+    (block, *_), fused = tree.pop("blocks"), _list_fused(config, family)
+    raise_all(
+        ValueError,
+        f"this Config is no {model_type} of transformers:",
+        [f"it has no {name}" for name in (*tree, *block) if name not in family.names and name not in fused],
+    )
+    out = [_plain_row((name,), family.names[name], *shape) for name, shape in tree.items()]
+    return out + [
+        fused[name] if name in fused else _plain_row(("blocks", name), family.block + family.names[name], *shape)
+        for name, shape in block.items()
+    ]
 
 
 def _plain_row(path: tuple[str, ...], name: str, *view: int) -> Row:
@@ -77,63 +105,33 @@ def _transposed_row(path: tuple[str, ...], name: str, into: int, *view: int) -> 
     return Row(path, name, view, None, order, shape, 1 if into == 2 else None)
 
 
-def _llama_rows(c: gpt.Config) -> list[Row]:
-    D, F, V = c.d_model, c.ff_dim, c.vocab_size
-    heads = {"q": (c.num_heads, c.head_dim), "k": (c.kv_heads, c.head_dim), "v": (c.kv_heads, c.head_dim)}
-    out = [_plain_row(("embed",), "model.embed_tokens.weight", V, D), _plain_row(("norm_w",), "model.norm.weight", D)]
-    block = {"norm1_w": ("input_layernorm.weight", D), "norm2_w": ("post_attention_layernorm.weight", D)}
-    block |= {f"w{x}": (f"self_attn.{x}_proj.weight", *hk, D) for x, hk in heads.items()}
-    block |= {"wo": ("self_attn.o_proj.weight", D, c.num_heads, c.head_dim)}
-    if c.bias:
-        block |= {f"b{x}": (f"self_attn.{x}_proj.bias", *hk) for x, hk in heads.items()}
-        block |= {"bo": ("self_attn.o_proj.bias", D)} if c.bias is True else {}
-    block |= {"w_gate": ("mlp.gate_proj.weight", F, D), "w_up": ("mlp.up_proj.weight", F, D)}
-    block |= {"w_down": ("mlp.down_proj.weight", D, F)}
-    out += [_plain_row(("blocks", leaf), "model.layers.{}." + name, *view) for leaf, (name, *view) in block.items()]
-    return out if c.tie_embeddings else [*out, _plain_row(("head",), "lm_head.weight", V, D)]
-
-
-def _gpt2_rows(c: gpt.Config) -> list[Row]:
-    D, F, H, K = c.d_model, c.ff_dim, c.num_heads, c.head_dim
-    h = "transformer.h.{}."
-    out = [_plain_row(("embed",), "transformer.wte.weight", c.vocab_size, D)]
-    out += [_plain_row(("position",), "transformer.wpe.weight", c.max_len, D)]
-    out += [_plain_row((f"norm_{x}",), f"transformer.ln_f.{y}", D) for x, y in _WB]
-    out += [_plain_row(("blocks", f"norm{i}_{x}"), f"{h}ln_{i}.{y}", D) for i in (1, 2) for x, y in _WB]
-    for i, x in enumerate("qkv"):
-        out.append(Row(("blocks", f"w{x}"), h + "attn.c_attn.weight", (D, 3, H, K), (1, i), (1, 2, 0), (D, 3 * D), 0))
-        out.append(Row(("blocks", f"b{x}"), h + "attn.c_attn.bias", (3, H, K), (0, i), (0, 1), (3 * D,), 0))
-    out += [_transposed_row(("blocks", "wo"), h + "attn.c_proj.weight", 2, H, K, D)]
-    out += [_plain_row(("blocks", "bo"), h + "attn.c_proj.bias", D)]
-    out += [
-        _transposed_row(("blocks", "w_up"), h + "mlp.c_fc.weight", 1, D, F),
-        _plain_row(("blocks", "b_up"), h + "mlp.c_fc.bias", F),
-    ]
-    out += [_transposed_row(("blocks", "w_down"), h + "mlp.c_proj.weight", 1, F, D)]
-    out += [_plain_row(("blocks", "b_down"), h + "mlp.c_proj.bias", D)]
-    return out if c.tie_embeddings else [*out, _plain_row(("head",), "lm_head.weight", c.vocab_size, D)]
-
-
-def _bloom_rows(c: gpt.Config) -> list[Row]:
-    D, F, H, K = c.d_model, c.ff_dim, c.num_heads, c.head_dim
-    h, t = "transformer.h.{}.", "transformer."
-    out = [_plain_row(("embed",), t + "word_embeddings.weight", c.vocab_size, D)]
-    out += [_plain_row((f"embed_norm_{x}",), f"{t}word_embeddings_layernorm.{y}", D) for x, y in _WB]
-    out += [_plain_row((f"norm_{x}",), f"{t}ln_f.{y}", D) for x, y in _WB]
-    norms = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-    out += [_plain_row(("blocks", f"{leaf}_{x}"), f"{h}{name}.{y}", D) for leaf, name in norms.items() for x, y in _WB]
-    for i, x in enumerate("qkv"):  # queries, keys and values lie head by head
-        name = h + "self_attention.query_key_value."
-        out.append(Row(("blocks", f"w{x}"), name + "weight", (H, 3, K, D), (1, i), (0, 1, 2), (3 * D, D), 0))
-        out.append(Row(("blocks", f"b{x}"), name + "bias", (H, 3, K), (1, i), (0, 1), (3 * D,), 0))
-    block = {"wo": ("self_attention.dense.weight", D, H, K), "bo": ("self_attention.dense.bias", D)}
-    block |= {"w_up": ("mlp.dense_h_to_4h.weight", F, D), "b_up": ("mlp.dense_h_to_4h.bias", F)}
-    block |= {"w_down": ("mlp.dense_4h_to_h.weight", D, F), "b_down": ("mlp.dense_4h_to_h.bias", D)}
-    out += [_plain_row(("blocks", leaf), h + name, *view) for leaf, (name, *view) in block.items()]
-    return out if c.tie_embeddings else [*out, _plain_row(("head",), "lm_head.weight", c.vocab_size, D)]
-
-
-_WB = (("w", "weight"), ("b", "bias"))
+def _list_fused(c: gpt.Config, family: Family) -> dict[str, Row]:
+    """Returns the rows of a block's leaves that share a tensor, or lie in it in another order, by their names."""
+    out: dict[str, Row] = {}
+    D, F, K = c.d_model, c.ff_dim, c.head_dim
+    kind, name = family.fused.get("qkv", ("", ""))
+    nums = c.num_heads, c.kv_heads, c.kv_heads
+    for i, x in enumerate("qkv" if kind else ""):
+        H, whole, start = nums[i], sum(nums) * K, sum(nums[:i])
+        w, b = family.block + name + ".weight", family.block + name + ".bias"
+        if kind == "gpt2":  # [in, out]
+            out[f"w{x}"] = Row(("blocks", f"w{x}"), w, (D, 3, H, K), (1, i), (1, 2, 0), (D, whole), 0)
+            out[f"b{x}"] = Row(("blocks", f"b{x}"), b, (3, H, K), (0, i), (0, 1), (whole,), 0)
+        elif kind == "by_head":  # queries, keys and values lie head by head
+            out[f"w{x}"] = Row(("blocks", f"w{x}"), w, (H, 3, K, D), (1, i), (0, 1, 2), (whole, D), 0)
+            out[f"b{x}"] = Row(("blocks", f"b{x}"), b, (H, 3, K), (1, i), (0, 1), (whole,), 0)
+        else:
+            span = 0, start, start + H
+            out[f"w{x}"] = Row(("blocks", f"w{x}"), w, (sum(nums), K, D), None, (0, 1, 2), (whole, D), 0, span)
+    if "gate_up" in family.fused:
+        w = family.block + family.fused["gate_up"][1] + ".weight"
+        for i, x in enumerate(("w_gate", "w_up")):
+            out[x] = Row(("blocks", x), w, (2, F, D), (0, i), (0, 1), (2 * F, D))
+    if "in_first" in family.fused:
+        sizes = (c.num_heads, K, D), (D, F), (F, D)
+        for x, n, size in zip(*(text.split() for text in family.fused["in_first"]), sizes, strict=True):
+            out[x] = _transposed_row(("blocks", x), f"{family.block}{n}.weight", len(size) - 1, *size)
+    return out
 
 
 def empty_for(row: Row, dtype: torch.dtype) -> Tensor:

@@ -165,8 +165,8 @@ def _changed_buffers(state: TrainState, own: Mapping[str, Tensor]) -> dict[str, 
 def _check_params(params: core.PyTree, shapes: Mapping[str, tuple[int, ...]], what: str) -> None:
     if not isinstance(params, Mapping):
         raise ValueError(
-            f"the parameters of the state are a {type(params).__name__}, not a dict of names as from_module({what})"
-            " gives them; build the step over those."
+            f"the parameters of the state must be a dict of names, as from_module({what}) returns, got a"
+            f" {type(params).__name__}. Build the step over those parameters."
         )
     problems = [f"{n} is missing.{core.did_you_mean(n, list(params))}" for n in shapes if n not in params]
     problems += [

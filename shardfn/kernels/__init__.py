@@ -9,9 +9,10 @@ from ._build import load_library as load_library
 from ._op import EXACT as EXACT, KERNELS as KERNELS, DimLabels as DimLabels, KernelOp as KernelOp
 from ._op import implemented_by as implemented_by, is_native as is_native
 from ._op import kernel_of as kernel_of, scratch_bytes as scratch_bytes, without_dispatch as without_dispatch
-from ._num_threads import threads_for_kernels as threads_for_kernels
+from ._arguments import threads_for_kernels as threads_for_kernels
 from ._sources import num_processors as num_processors
 from ._chain import KernelCall as KernelCall, KernelChain as KernelChain, are_built as are_built, call_of as call_of
+from ._chain import TensorLayouts as TensorLayouts
 from ._signs import pack_signs as pack_signs, unpack_signs as unpack_signs
 from ._signs import sign_compress as sign_compress, sign_compress_ as sign_compress_
 from ._signs import sign_mean as sign_mean, sign_mean_ as sign_mean_

@@ -14,10 +14,9 @@ import torch
 from jaxtyping import Float, Int32, Int64, UInt8
 from torch import Tensor
 
-from ._arguments import check_dtype, check_shape
+from ._arguments import check_dtype, check_shape, num_threads
 from ._build import call
 from ._draw import MASK, PARITY, ROTATIONS
-from ._num_threads import num_threads
 from ._op import KernelOp
 
 QKV = tuple[Tensor, Tensor, Tensor]

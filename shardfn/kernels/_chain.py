@@ -6,6 +6,9 @@ is made once, and a run takes the addresses of the incoming tensors, and memory 
 
 import ctypes
 import dataclasses
+import itertools
+import operator
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import num_threads
 from ._build import function, library
-from ._num_threads import num_threads
 from ._op import is_implementation_chosen, kernel_of
 
 _SOURCE = "_chain.cpp"
@@ -101,6 +104,42 @@ def _is_plain(x: Tensor) -> bool:
     return x.device.type == "cpu" and all(type(size) is int for size in (*x.shape, *x.stride()))
 
 
+class TensorLayouts:
+    """Shapes, strides, dtypes and devices that tensors must have, compared once for each tensor.
+
+    torch makes new objects for a shape, so that to compare the weights of a decode step takes longer than the step's
+    other Python. A tensor that was compared in the call before is known by a weak reference.
+
+    Args:
+        tensors: tensors of these layouts.
+
+    Example:
+        >>> layouts, x = TensorLayouts([torch.ones(2, 3)]), torch.zeros(2, 3)
+        >>> layouts.match([x]), layouts.match([x]), layouts.match([x.double()]), layouts.match([x[:, :2]])
+        (True, True, False, False)
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._layouts, self._strides = [*map(_LAYOUT, tensors)], [x.stride() for x in tensors]
+        self._matched: list[Callable[[], Tensor | None]] = [lambda: None] * len(tensors)
+
+    def match(self, tensors: Sequence[Tensor]) -> bool:
+        """Returns whether all tensors have their layouts."""
+        is_new = [*map(operator.is_not, tensors, map(operator.call, self._matched))]
+        if not any(is_new):
+            return True
+        new = [*itertools.compress(tensors, is_new)]
+        if [*map(_LAYOUT, new)] != [*itertools.compress(self._layouts, is_new)]:
+            return False
+        if [*map(Tensor.stride, new)] != [*itertools.compress(self._strides, is_new)]:
+            return False
+        self._matched = [*map(weakref.ref, tensors)]
+        return True
+
+
+_LAYOUT = operator.attrgetter("shape", "dtype", "device")
+
+
 class KernelChain:
     """Calls in order, of the incoming tensors, and of the tensors made by earlier calls.
 
@@ -125,7 +164,7 @@ class KernelChain:
         plain: Callable[..., Sequence[Tensor]],
     ) -> None:
         self._calls, self._place, self._room, self._plain = calls, place, room, plain
-        self._given = [(x.shape, x.stride(), x.dtype) for x in given]
+        self._given = TensorLayouts(given)
         self._results = [(tuple(x.shape), x.dtype) for x in results]
         self._programs: dict[int, "tuple[array[int], int]"] = {}  # by the number of threads
 
@@ -133,15 +172,13 @@ class KernelChain:
         """Returns the results. Empties the list of the incoming tensors."""
         come = tuple(given)
         given.clear()
-        if is_implementation_chosen() or not all(map(_is_as, come, self._given)):
+        if is_implementation_chosen() or not self._given.match(come):
             return self._plain(*come)
         threads = num_threads()
         program, calls = self._programs.get(threads) or self._programs.setdefault(threads, self._write_program())
         room = torch.empty(self._room, dtype=torch.uint8, device="cpu")
         made = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in self._results]
-        bases = array("q", [x.data_ptr() for x in come])
-        bases.append(room.data_ptr())
-        bases.extend([x.data_ptr() for x in made])
+        bases = array("q", map(Tensor.data_ptr, (*come, room, *made)))
         failed = _load_runner()(program.buffer_info()[0], calls, bases.buffer_info()[0])
         if failed:
             self._raise_failure(self._calls()[failed - 1], come)
@@ -169,10 +206,6 @@ def _load_runner() -> Any:
 
 def _find_address(call: KernelCall) -> int:
     return ctypes.cast(getattr(library(call.source), call.name + "_chained"), ctypes.c_void_p).value or 0
-
-
-def _is_as(x: Tensor, like: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> bool:
-    return x.shape == like[0] and x.stride() == like[1] and x.dtype is like[2] and x.is_cpu
 
 
 def _float_bits(x: float | None) -> int:

@@ -11,10 +11,9 @@ import torch
 from jaxtyping import Float, Float64, Int, Integer
 from torch import Tensor
 
-from ._arguments import check_dtype, check_shape
+from ._arguments import check_dtype, check_shape, num_threads, threads_for
 from ._build import function
-from ._exponential import WIDE_HIGH, WIDE_LOW, exponential
-from ._num_threads import num_threads, threads_for
+from ._fixed_bits import WIDE_HIGH, WIDE_LOW, exponential
 from ._op import EXACT, KernelOp
 
 # A lower temperature counts as 0: a quotient by such a temperature could overflow.

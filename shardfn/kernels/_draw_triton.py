@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._draw import BLOCK, COLDEST, ODD_TERMS, check_values
-from ._exponential import LOG2E, WIDE_HIGH, WIDE_LOW, WIDE_MAGIC, WIDE_TERMS
+from ._fixed_bits import LOG2E, WIDE_HIGH, WIDE_LOW, WIDE_MAGIC, WIDE_TERMS
 from ._triton import ceil, launch, threefry
 
 WIDTH = 1024

@@ -6,9 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ._arguments import check_dtype, check_floating, check_shape
+from ._arguments import check_dtype, check_floating, check_shape, threads_for
 from ._build import function
-from ._num_threads import threads_for
 from ._op import DimLabels, KernelOp
 
 # Elements read up to which a second thread does not pay.

@@ -26,11 +26,10 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from ._arguments import check_dtype, check_shape
+from ._arguments import check_dtype, check_shape, threads_for
 from ._build import function
 from ._chain import KernelCall, are_dense
-from ._exponential import multiply_add
-from ._num_threads import threads_for
+from ._fixed_bits import multiply_add
 from ._op import KernelOp
 from ._row_codes import GROUP, kind_of, packed_shape, split_codes
 from ._row_linear import LEVELS, compute_layers, map_layers, row_linears, sum_chunks

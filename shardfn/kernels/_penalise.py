@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ._arguments import check_dtype, check_shape
+from ._arguments import check_dtype, check_shape, threads_for
 from ._build import function
-from ._num_threads import threads_for
 from ._op import EXACT, KernelOp
 
 # Logits up to which a second thread does not pay.

@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ._arguments import check_dtype, check_shape
+from ._arguments import check_dtype, check_shape, threads_for
 from ._build import function
 from ._chain import Arguments, KernelCall, addresses, are_dense, define_call
-from ._exponential import exponential, multiply_add
-from ._num_threads import threads_for
+from ._fixed_bits import exponential, multiply_add
 from ._op import EXACT, KernelOp
 
 LINEAR = 2 * math.sqrt(2 / math.pi)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ._arguments import check_block, check_dtype, check_shape, check_written
 from ._build import call
+from ._fixed_bits import SPAN, cut_spans
 from ._op import FLOATS, KernelOp
-from ._sums import SPAN, cut_spans
 
 TINY = 2.0**-110  # a block with a smaller maximum counts as zero: the scale would not be a normal number
 

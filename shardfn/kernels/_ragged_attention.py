@@ -19,13 +19,11 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int32, Shaped, UInt8
 from torch import Tensor
 
-from ._arguments import check_dtype, check_shape, check_written
+from ._arguments import check_dtype, check_shape, check_written, num_threads
 from ._build import function
 from ._chain import Arguments, KernelCall, addresses, are_dense
-from ._exponential import exponential, multiply_add, polynomial
-from ._num_threads import num_threads
+from ._fixed_bits import exponential, multiply_add, polynomial, sum_halves
 from ._op import EXACT, KernelOp
-from ._sums import sum_halves
 
 # The widest head.
 WIDEST = 256
@@ -283,8 +281,8 @@ def _check_tables(
         i, b = wrong[0].tolist()
         s = int(sequences[i])
         raise ValueError(
-            f"tables[{s}, {b}] is {int(tables[s, b])}, which token {i} at position {int(positions[i])} reads; "
-            f"must be from 0 to {blocks - 1}: cache has {blocks} blocks"
+            f"tables[{s}, {b}] must be from 0 to {blocks - 1}, as cache has {blocks} blocks, got {int(tables[s, b])}"
+            f" for token {i} at position {int(positions[i])}"
         )
 
 

@@ -10,11 +10,10 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from ._arguments import check_dtype, check_shape
+from ._arguments import check_dtype, check_shape, threads_for
 from ._build import function
 from ._chain import KernelCall, are_dense
-from ._exponential import multiply_add
-from ._num_threads import threads_for
+from ._fixed_bits import multiply_add
 from ._op import EXACT, KernelOp
 from ._row_codes import GROUP, PANEL, Quantization, kind_of, pack_blocks, packed_shape, quantize_blocks, unpack_rows
 

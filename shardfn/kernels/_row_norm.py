@@ -8,13 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ._arguments import check_dtype, check_shape
+from ._arguments import check_dtype, check_shape, threads_for
 from ._build import function
 from ._chain import Arguments, KernelCall, addresses, are_dense
-from ._exponential import multiply_add
-from ._num_threads import threads_for
+from ._fixed_bits import multiply_add, sum_halves
 from ._op import EXACT, KernelOp
-from ._sums import sum_halves
 
 LANES = 64
 # Elements up to which a second thread does not pay.

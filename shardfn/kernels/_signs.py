@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ._arguments import check_bytes, check_dtype, check_shape, check_written
 from ._build import call, sum_lanes
+from ._fixed_bits import LANES, SPAN, cut_spans, root_mean, sum_squares
 from ._op import FLOATS, KernelOp
-from ._sums import LANES, SPAN, cut_spans, root_mean, sum_squares
 
 
 def pack_signs(x: Float[Tensor, "r c"]) -> UInt8[Tensor, "r c//8"]:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._sums import LANES, SPAN, root_mean, sum_halves
+from ._fixed_bits import LANES, SPAN, root_mean, sum_halves
 from ._triton import added, ceil, launch, signs_of, tile
 
 BYTES = 128

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._sums import LANES
+from ._fixed_bits import LANES
 
 MAGIC: Any = tl.constexpr(12582912.0)  # 1.5 * 2^23: numbers added to it are rounded to whole numbers, ties to even
 TINY: Any = tl.constexpr(2.0**-110)
@@ -101,7 +101,7 @@ def multiply_add(a, b: tl.constexpr, c: tl.constexpr):
 @triton.jit
 @no_type_check
 def exponential(x):
-    """Returns e^x of x <= 0, as in `_exponential.py`."""
+    """Returns e^x of x <= 0, as in `_fixed_bits.py`."""
     n = multiply_add(x, 1.4426950408889634, 12582912.0) - 12582912.0
     r = tl.fma(n, tl.full(x.shape, -0.693147182464599609375, tl.float32), x)
     r = tl.fma(n, tl.full(x.shape, 1.904654299957768e-09, tl.float32), r)

@@ -6,9 +6,16 @@ it autograd saves (leaf, view geometry), and the backward gathers the leaf again
 
 A stacked leaf enters as a lazy leaf of lazy leaves: taking a layer by its index, or iterating, opens nothing. A slice
 of its layers is a stack again.
+
+If a loss takes derivatives itself, `torch.autograd.grad` gets the tensors at which the gradients of leaves arrive, in
+place of the leaves. `torch.func` refuses the saved-tensor hooks that keep whole tensors out of the graph. So the hooks
+are off while `torch.func` differentiates, and autograd keeps the whole tensors of that part of the loss until the
+backward.
 """
 
 import contextlib
+import functools
+import numbers
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -18,18 +25,141 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardfn._torch import clear_interpreter_stack, graph_break, peek_interpreter_stack
+from shardfn._torch import (
+    clear_interpreter_stack,
+    graph_break,
+    peek_interpreter_stack,
+    pop_saved_hooks,
+    push_saved_hooks,
+)
 from shardfn.capture import alias, capturing, mark, plumbing
 from shardfn.collectives import same_axes, transforming
-from shardfn.core import Ambient, MetadataTensor, tree_map
+from shardfn.core import Ambient, MetadataTensor, Replaced, saved_tensors_hooks, tree_map
 
-from ._inner_autograd import LeafEnds, gradients, hooks_at_rest
 from ._layout import LeafLayout
-from ._stack_indexing import TAKING, select_layers
 from ._writes import DATA, Watch, refused_write
 
-LeafSource = Callable[[int], Tensor]
 _TENSOR: Any = torch.Tensor
+_NARROWING = _TENSOR.narrow, torch.narrow
+TAKING: Any = {
+    *(_TENSOR.__getitem__, _TENSOR.__iter__, _TENSOR.unbind, torch.unbind, _TENSOR.select, torch.select),
+    *_NARROWING,
+}
+
+
+def select_layers(func: Any, layers: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> Any:
+    """Returns the layers that `func` takes from a stack, without opening it.
+
+    Several as a slice. None for other operations.
+    """
+    if func is _TENSOR.__getitem__:
+        first, *rest = args[0] if type(args[0]) is tuple and args[0] else (args[0],)
+        if isinstance(first, slice) and not rest and first.step in (None, 1):
+            return first if all(isinstance(x, int | None) for x in (first.start, first.stop)) else None
+        if not isinstance(first, numbers.Integral) or isinstance(first, bool):
+            return None
+        layer = layers[int(first)]
+        return layer[tuple(rest)] if rest else layer
+    if func is _TENSOR.__iter__:
+        return iter(layers)
+    dim = args[0] if args else kwargs.get("dim", 0)
+    if dim != 0:
+        return None
+    if func in _NARROWING:
+        return _narrow_layers(len(layers), **dict(zip(("dim", "start", "length"), args, strict=False)), **kwargs)
+    if func in (_TENSOR.unbind, torch.unbind):
+        return layers
+    return layers[args[1] if len(args) > 1 else kwargs["index"]]
+
+
+def _narrow_layers(num: int, *, dim: int, start: Any, length: Any) -> slice | None:
+    """Returns the layers of a `narrow` along dim 0, or None if torch is to refuse it."""
+    del dim
+    if not isinstance(start, int) or not isinstance(length, int):
+        return None
+    start += num if start < 0 else 0
+    return slice(start, start + length) if 0 <= start and 0 <= length and start + length <= num else None
+
+
+class LeafEnds(NamedTuple):
+    """The tensors at which the gradient of a leaf arrives.
+
+    Attributes:
+        handles: handle; for a stack, one per layer.
+        stacked: whether it is a stack.
+    """
+
+    handles: list[Tensor]
+    stacked: bool
+
+
+def gradients(
+    outputs: Any, inputs: Sequence[Any], ends_of: Callable[[Any], LeafEnds | None], **options: Any
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad(outputs, inputs)` for inputs that may be lazy leaves.
+
+    Args:
+        outputs: tensors.
+        inputs: tensors and leaves.
+        ends_of: returns the `Ends` of a leaf, or None for a tensor.
+        **options: options of `torch.autograd.grad`.
+
+    Raises:
+        RuntimeError: an input is not used, and `allow_unused` is not set.
+    """
+    ends = [ends_of(x) or LeafEnds([x], False) for x in inputs]
+    flat = [x for end in ends for x in end.handles]
+    # Some layers of a stack may be unused.
+    given: dict[str, Any] = options | {"allow_unused": True, "materialize_grads": False}
+    found = iter(torch.autograd.grad(outputs, flat, **given))
+    grads = [_whole_gradient(end, [next(found) for _ in end.handles]) for end in ends]
+    unused = [i for i, g in enumerate(grads) if g is None]
+    if unused and not options.get("allow_unused") and not options.get("materialize_grads"):
+        raise RuntimeError(
+            f"the differentiated tensor at index {unused[0]} appears to not have been used in the graph. Set"
+            " allow_unused=True if this is the desired behavior."
+        )
+    if options.get("materialize_grads"):
+        zeros = {i: [torch.zeros_like(x) for x in ends[i].handles] for i in unused}
+        grads = [_whole_gradient(ends[i], zeros[i]) if i in zeros else g for i, g in enumerate(grads)]
+    return tuple(grads)
+
+
+def _whole_gradient(end: LeafEnds, grads: Sequence[Tensor | None]) -> Tensor | None:
+    like = next((g for g in grads if g is not None), None)
+    if like is None or not end.stacked:
+        return like
+    return torch.stack([torch.zeros_like(like) if g is None else g for g in grads])
+
+
+def hooks_at_rest(are_ours: Callable[[Any], bool]) -> Replaced:
+    """Returns a context that removes our hooks wherever torch.func refuses hooks.
+
+    Args:
+        are_ours: whether saved-tensor hooks are ours, from their pack function.
+    """
+
+    def resting(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        @contextlib.contextmanager
+        def disabled(message: str) -> Iterator[None]:
+            ours = []
+            while (hooks := saved_tensors_hooks(while_tracing=False)) is not None and are_ours(hooks[0]):
+                ours.append(hooks)
+                pop_saved_hooks()
+            try:
+                with original(message):
+                    yield
+            finally:
+                for pack, unpack in reversed(ours):
+                    push_saved_hooks(pack, unpack)
+
+        return disabled
+
+    return Replaced(lambda: [(torch.autograd.graph, "disable_saved_tensors_hooks", resting)])
+
+
+LeafSource = Callable[[int], Tensor]
 _FETCH: "Ambient[Callable[[LeafBook, int], Tensor]]" = Ambient("gives the whole tensors of leaves")
 
 

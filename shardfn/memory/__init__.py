@@ -4,7 +4,7 @@ Transfers with a wait, identities, and a ledger that counts bytes and transfers.
 """
 
 from ._transfer import send as send, to_device as to_device, to_host as to_host
-from ._rows import rows_to_device as rows_to_device, rows_to_host as rows_to_host
+from ._ops import rows_to_device as rows_to_device, rows_to_host as rows_to_host
 from ._threads import background as background
 from ._put import put as put
 from ._host import (
@@ -27,4 +27,4 @@ from ._errors import InUseError as InUseError, PoolInUseError as PoolInUseError
 from ._lock import locked as locked, unlock as unlock
 from ._manifest import sync as sync
 from ._slots import FULL as FULL
-from ._fetch import Fetch as Fetch
+from ._put import Fetch as Fetch

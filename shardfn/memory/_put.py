@@ -1,4 +1,4 @@
-"""`put`: the identity between memory kinds. The transpose moves the cotangent back."""
+"""Pieces of leaves between memory kinds: `put`, the identity with a transpose, and pieces in flight to the device."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from shardfn.core import TENSOR_KINDS, MemoryKind, is_device
+from shardfn.core import TENSOR_KINDS, MemoryKind, Pending, is_device
 
 from ._ledger import default_device
-from ._transfer import send
+from ._transfer import send, to_device
 
 
 def put(x: Shaped[Tensor, "..."], kind: MemoryKind, device: torch.device | str | None = None) -> Shaped[Tensor, "..."]:
@@ -74,3 +74,39 @@ class _MemoryPut(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, None, None], *args: Any) -> tuple[Tensor, int]:
         return _MemoryPut.apply(*args), in_dims[0] or 0
+
+
+class Fetch(Pending[Tensor]):
+    """Transfer of a piece to the device in one or two steps: disk to host, host to device.
+
+    Args:
+        source: piece: a tensor on the host, or a pending transfer to the host.
+        device: device of the result.
+    """
+
+    def __init__(self, source: Tensor | Pending[Tensor], device: torch.device) -> None:
+        super().__init__()
+        self._source: Tensor | Pending[Tensor] | None = source
+        self._device = device
+        self._moving: Pending[Tensor] | None = None
+
+    def move(self) -> None:
+        """Begins the step to the device, and waits for the disk."""
+        if self._source is not None:
+            host = self._source if isinstance(self._source, Tensor) else self._source.result()
+            self._moving, self._source = to_device(host, self._device), None
+
+    def move_if_ready(self) -> None:
+        """Begins the step to the device, unless this would wait."""
+        if isinstance(self._source, Tensor) or (self._source is not None and self._source.done()):
+            self.move()
+
+    def done(self) -> bool:
+        """Returns whether `result()` would return immediately."""
+        return self._moving is not None and self._moving.done()
+
+    def result(self) -> Tensor:
+        """Waits for the piece, and returns a tensor on the device."""
+        self.move()
+        assert self._moving is not None
+        return self._moving.result()

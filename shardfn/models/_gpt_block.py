@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from shardfn import nn
+from shardfn.collectives import pvary
 from shardfn.core import fold_in, split
 
-from ._gpt_config import Config
+from ._gpt_config import Config, LayerSettings
 from ._gpt_experts import Along as Along
 from ._gpt_experts import Seen as Seen
 from ._gpt_experts import by_layer as by_layer
@@ -50,51 +51,78 @@ def block(
     """
     k1, k2 = (None, None) if key is None else split(key).unbind()
     table = _add_dropout(config, table, key, index_B)
-    y_BTD = _attend_tokens(config, along, p, norm(config, along, x_BTD, p["norm1_w"], p.get("norm1_b")), table, rows_R)
+    h_BTD = _norm_part(config, along, p, _NORM1, x_BTD)
+    y_BTD = _norm_part(config, along, p, _POST1, _attend_tokens(config, along, p, h_BTD, table, rows_R))
     x_BTD = x_BTD if rows_R is None else x_BTD[:, rows_R]
-    x_BTD = x_BTD + dropout(config, along, k1, y_BTD, index_B)
+    sum_BTD = x_BTD + dropout(config, along, k1, y_BTD, index_B)
     seen = None
+    if config.parallel is None:
+        x_BTD = sum_BTD
+    elif config.parallel == "one_norm":
+        x_BTD = h_BTD if rows_R is None else h_BTD[:, rows_R]
     if "router" in p:
-        h_BTD = norm(config, along, x_BTD, p["norm2_w"], p.get("norm2_b"))
+        h_BTD = _norm_part(config, along, p, _NORM2, x_BTD)
         y_BTD, seen = mixture(config, along, p, h_BTD, bias_E, name, mask_BT, chosen_BTk, load=load)
         if "w_down" in p:
             mlp_BTD = _apply_mlp(config, along, p, h_BTD)
             y_BTD = mix_residual(config, along, p, y_BTD, mlp_BTD, h_BTD) if "mix" in p else y_BTD + mlp_BTD
+        y_BTD = _norm_part(config, along, p, _POST2, y_BTD)
     else:
         feed = functools.partial(_feed_forward, config, along)
         # Only leaves of the MLP: a tiled function has all of its parameters gathered at once.
         y_BTD = (feed if tile is None else tile(feed))({name: p[name] for name in _FEED if name in p}, x_BTD)
-    return x_BTD + dropout(config, along, k2, y_BTD, index_B), seen
+    return sum_BTD + dropout(config, along, k2, y_BTD, index_B), seen
 
 
-_FEED = ("norm2_w", "norm2_b", "w_gate", "w_up", "w_down", "b_up", "b_down")
+_NORM1, _NORM2, _POST1, _POST2 = ((f"{name}_w", f"{name}_b") for name in ("norm1", "norm2", "post1", "post2"))
+_FEED = (*_NORM2, *_POST2, "w_gate", "w_up", "w_down", "b_up", "b_down")
 
 
 def _feed_forward(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
-    return _apply_mlp(config, along, p, norm(config, along, x_BTD, p["norm2_w"], p.get("norm2_b")))
+    y_BTD = _apply_mlp(config, along, p, _norm_part(config, along, p, _NORM2, x_BTD))
+    return _norm_part(config, along, p, _POST2, y_BTD)
+
+
+def _norm_part(config: Config, along: Along, p: Params, names: tuple[str, str], x_BTD: Tensor) -> Tensor:
+    """Returns the input or the result of a part of the block after a norm. Without the norm, it is unchanged."""
+    w, b = names
+    return norm(config, along, x_BTD, p[w], p.get(b)) if w in p else x_BTD
 
 
 def _attend_tokens(
     config: Config, along: Along, p: Params, x_BTD: Tensor, table: dict[str, Any], rows_R: Tensor | None
 ) -> Tensor:
-    biases = (p.get(name) for name in ("bq", "bk", "bv", "bo"))
+    biases = (p.get(name) for name in ("bq", "bk", "bv", "bo", "sinks"))
     weights = nn.AttentionWeights(*(weight(config, p[name]) for name in ("wq", "wk", "wv", "wo")), *biases)
     heads = nn.Heads(config.num_heads, config.kv_heads, config.head_dim)
-    return nn.self_attention(x_BTD, weights, heads, rows_R=rows_R, **table, **along._asdict())
+    norms = None if config.qk_norm is None else _make_head_norms(config, along, p)
+    return nn.self_attention(x_BTD, weights, heads, norms=norms, rows_R=rows_R, **table, **along._asdict())
+
+
+def _make_head_norms(config: Config, along: Along, p: Params) -> nn.HeadNorms:
+    """Returns the norms of queries and keys, with weights whole on all ranks, for the rank's heads."""
+    inside = Along()
+    of_queries, of_keys = (
+        functools.partial(norm, config, inside, w_D=pvary(p[name], along.axis), b_D=None)
+        for name in ("q_norm_w", "k_norm_w")
+    )
+    return nn.HeadNorms(of_queries, of_keys, config.qk_norm == "joint")
 
 
 def _apply_mlp(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
     up_FD, down_DF = weight(config, p["w_up"]), weight(config, p["w_down"])
-    if config.mlp == "swiglu":
+    if config.is_gated:
+        gate: Any = {"gate": nn.gated_gelu} if config.mlp == "geglu" else {}
         gate_FD = weight(config, p["w_gate"])
-        return nn.swiglu(x_BTD, gate_FD, up_FD, down_DF, d_ff=config.ff_dim, **along._asdict())
-    biases = p.get("b_up"), p.get("b_down")
-    return nn.mlp(x_BTD, up_FD, down_DF, *biases, d_ff=config.ff_dim, **along._asdict())
+        return nn.swiglu(x_BTD, gate_FD, up_FD, down_DF, d_ff=config.ff_dim, **gate, **along._asdict())
+    biases, erf = (p.get("b_up"), p.get("b_down")), config.mlp == "gelu_erf"
+    return nn.mlp(x_BTD, up_FD, down_DF, *biases, erf=erf, d_ff=config.ff_dim, **along._asdict())
 
 
 def norm(config: Config, along: Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor | None) -> Tensor:
     """Returns the config's norm, applied to activations between blocks."""
     w_D, b_D = nn.between(w_D, *along), None if b_D is None else nn.between(b_D, *along)
+    w_D = 1 + w_D if config.norm_plus_one else w_D
     if config.norm == "rms":
         return (nn.batch_invariant_rms_norm if config.batch_invariant else nn.rms_norm)(x_BTD, w_D, eps=config.norm_eps)
     return (nn.batch_invariant_layer_norm if config.batch_invariant else nn.layer_norm)(
@@ -102,16 +130,27 @@ def norm(config: Config, along: Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor |
     )
 
 
-def position_tables(config: Config, positions_T: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns attention's arguments for the positions of tokens, of all heads."""
+def score_arguments(config: Config, positions_T: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns attention's arguments of all layers and heads: slopes of positions, scale and bound of scores."""
+    out: dict[str, Any] = {} if config.attention_scale is None else {"scale": config.attention_scale}
+    out |= {} if config.softcap is None else {"softcap": config.softcap}
+    if config.position != "alibi":
+        return out
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    if config.position == "rope" and config.batch_invariant:
-        return {"table": nn.batch_invariant_rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=wide)}
-    if config.position == "rope":
-        return {"table": nn.rope_table(positions_T, config.head_dim, base=config.rope_base, dtype=dtype)}
-    if config.position == "alibi":
-        return {"slopes_H": torch.tensor(nn.alibi_slopes(config.num_heads), dtype=wide, device=positions_T.device)}
-    return {}
+    slopes_H = torch.tensor(nn.alibi_slopes(config.num_heads), dtype=wide, device=positions_T.device)
+    return out | {"slopes_H": slopes_H}
+
+
+def rope_table(config: Config, rope: nn.Rope, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the rotation of queries and keys by the positions of tokens."""
+    if config.batch_invariant:
+        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return rope.find_table(positions_T, config.head_dim, dtype=dtype, batch_invariant=config.batch_invariant)
+
+
+def causal_mask(kind: LayerSettings) -> nn.Mask:
+    """Returns the mask of a layer's tokens. Tokens look back."""
+    return nn.Causal() if kind.window is None else nn.Window(kind.window - 1)
 
 
 def _add_dropout(config: Config, table: dict[str, Any], key: Tensor | None, index_B: Tensor | None) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """The shape of the GPT."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardfn.core import did_you_mean, explains_fields, raise_all
-from shardfn.nn import AttentionBackend, Dense, Mask
+from shardfn.nn import AttentionBackend, Dense, Mask, Rope
 
 from ._experts import Experts
 
@@ -17,12 +18,32 @@ _SIZES = (
     "num_heads",
     "num_kv_heads",
     "d_ff",
+    "d_head",
     "max_len",
     "loss_tile",
-    "window",
     "chunks",
 )
-_CHOICES = {"norm": ("layer", "rms"), "mlp": ("gelu", "swiglu"), "position": ("learned", "rope", "alibi")}
+_CHOICES = {
+    "norm": ("layer", "rms"),
+    "mlp": ("gelu", "gelu_erf", "swiglu", "geglu"),
+    "position": ("learned", "rope", "alibi"),
+    "qk_norm": (None, "head", "joint"),
+    "norm_place": ("before", "after", "both"),
+    "parallel": (None, "one_norm", "two_norms"),
+}
+_NUMBERS = ("norm_eps", "rope_base", "softcap", "logits_softcap", "attention_scale", "embedding_scale")
+
+
+class LayerSettings(NamedTuple):
+    """Settings that may differ between layers.
+
+    Attributes:
+        window: see `Config`.
+        rope: rotary positions, or None for a layer without.
+    """
+
+    window: int | None
+    rope: Rope | None
 
 
 @explains_fields(exact="batch_invariant={value!r}")
@@ -34,12 +55,13 @@ class Config:
         vocab_size: V.
         num_layers: L.
         d_model: D.
-        num_heads: H, which divides D.
+        num_heads: H, which divides D, or any number with `d_head`.
         num_kv_heads: G, which divides H. None is H.
-        d_ff: F. None is 4 D for gelu, and 8 D / 3 rounded up to a multiple of 64 for swiglu.
+        d_ff: F. None is 4 D for gelu, and 8 D / 3 rounded up to a multiple of 64 for swiglu and geglu.
         max_len: longest sequence.
         norm: "layer" or "rms".
-        mlp: "gelu" or "swiglu".
+        mlp: "gelu", in the form with tanh, "gelu_erf", with the error function, "swiglu", or "geglu", with gelu as the
+            gate.
         position: "learned", "rope" or "alibi".
         tie_embeddings: whether the output layer is the embedding.
         bias: whether the projections, the gelu MLP and layer norm have biases. RMS norm, swiglu and the output layer
@@ -56,7 +78,8 @@ class Config:
         loss_tile: number of tokens whose logits are in memory at a time in the loss. None is all. Values are the same.
         norm_eps: term that norms add to the variance.
         rope_base: base of rotary positions. The longest wave is 2 pi rope_base tokens.
-        window: number of tokens that a token attends to, itself among them, as in Mistral. None is all tokens before.
+        window: number of tokens that a token attends to, itself among them, as in Mistral. None is all tokens before. A
+            tuple has an entry for each layer, as in Gemma 2.
         layout: function from the number of tokens to a further mask, intersected with the other masks. Block-sparse
             attention is `functools.partial(nn.layouts.fixed, block=64)` with `attention=nn.BlockSparse()`. A mask that
             differs between heads has num_heads of them.
@@ -70,6 +93,22 @@ class Config:
             all are dense.
         chunks: number of chunks of a linear layer's inputs (`nn.BatchInvariantWeight`), with `batch_invariant`: a power
             of two for 1, 2, 4, .. ranks of tensor parallelism, 24 for 1, 3 or 6. Results depend on it.
+        d_head: K. None is D / H.
+        rope: rotary positions of all layers (`nn.Rope`), in place of `rope_base`: partial, or stretched to longer
+            sequences. A tuple has an entry for each layer, with None for a layer without positions, as in SmolLM3.
+        qk_norm: RMS norm of queries and keys before their rotation: "head", of each head, as in Qwen3, or "joint", of
+            all heads of a token together, as in OLMo 2. None: no norm.
+        norm_place: place of a block's norms: "before" attention and MLP, "after" both, as in OLMo 2, or "both", as in
+            Gemma 2. Norms after a part come before its sum with the residual stream.
+        norm_plus_one: whether norms multiply by 1 + weight, as in Gemma.
+        softcap: bound c of c tanh(score / c), of the scores of attention, as in Gemma 2. None: no bound.
+        logits_softcap: bound of the logits. None: no bound.
+        attention_scale: factor of q k. None is 1 / sqrt(K).
+        embedding_scale: factor of the embeddings, such as sqrt(D) in Gemma. None is 1.
+        parallel: whether attention and MLP both read the block's input, and add to it: "one_norm", shared by both, as
+            in Phi, or "two_norms", as in GPT-NeoX. None: the MLP reads the sum after attention.
+        sinks: whether each query head has a learnt attention sink, as in gpt-oss.
+        head_bias: whether the output layer has a bias, as in Phi.
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another field.
@@ -87,7 +126,7 @@ class Config:
     d_ff: int | None = None
     max_len: int = 1024
     norm: Literal["layer", "rms"] = "layer"
-    mlp: Literal["gelu", "swiglu"] = "gelu"
+    mlp: Literal["gelu", "gelu_erf", "swiglu", "geglu"] = "gelu"
     position: Literal["learned", "rope", "alibi"] = "learned"
     tie_embeddings: bool = False
     bias: bool | Literal["qkv"] = True
@@ -99,21 +138,33 @@ class Config:
     loss_tile: int | None = None
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
-    window: int | None = None
+    window: int | tuple[int | None, ...] | None = None
     layout: Callable[[int], Mask] | None = None
     causal: bool = True
     attention_dropout: float = 0.0
     batch_invariant: bool = False
     chunks: int = 8
     experts: Experts | None = None
+    d_head: int | None = None
+    rope: Rope | tuple[Rope | None, ...] | None = None
+    qk_norm: Literal["head", "joint"] | None = None
+    norm_place: Literal["before", "after", "both"] = "before"
+    norm_plus_one: bool = False
+    softcap: float | None = None
+    logits_softcap: float | None = None
+    attention_scale: float | None = None
+    embedding_scale: float | None = None
+    parallel: Literal["one_norm", "two_norms"] | None = None
+    sinks: bool = False
+    head_bias: bool = False
 
     def __post_init__(self) -> None:
         raise_all(ValueError, "Config:", _list_problems(self))
 
     @property
     def head_dim(self) -> int:
-        """Returns K = D / H."""
-        return self.d_model // self.num_heads
+        """Returns K."""
+        return self.d_head or self.d_model // self.num_heads
 
     @property
     def kv_heads(self) -> int:
@@ -123,16 +174,39 @@ class Config:
     @property
     def ff_dim(self) -> int:
         """Returns F."""
-        wide = 4 * self.d_model if self.mlp == "gelu" else -(-8 * self.d_model // 192) * 64
-        return self.d_ff or wide
+        return self.d_ff or (-(-8 * self.d_model // 192) * 64 if self.is_gated else 4 * self.d_model)
+
+    @property
+    def is_gated(self) -> bool:
+        """Returns whether the MLP has a gate."""
+        return self.mlp in ("swiglu", "geglu")
+
+    @functools.cached_property
+    def layer_settings(self) -> tuple[LayerSettings, ...]:
+        """Returns the settings of each layer that may differ between layers.
+
+        Example:
+            >>> sizes = {"vocab_size": 64, "num_layers": 2, "d_model": 32, "num_heads": 4}
+            >>> [kind.window for kind in Config(**sizes, window=(8, None)).layer_settings]
+            [8, None]
+        """
+        window, rope = self.window, self.rope if self.rope is not None else Rope(self.rope_base)
+        windows = window if isinstance(window, tuple) else (window,) * self.num_layers
+        ropes = rope if isinstance(rope, tuple) else (rope if self.position == "rope" else None,) * self.num_layers
+        return tuple(map(LayerSettings, windows, ropes))
 
     @property
     def layers_a_block(self) -> int:
         """Returns the layers of a stacked block.
 
-        K with experts in every k-th layer, so that blocks have equal leaves.
+        K with experts in every k-th layer, or where windows or rotary positions repeat after K layers, so that blocks
+        are alike.
         """
-        return self.experts.every if self.stacked and self.experts else 1
+        if not self.stacked:
+            return 1
+        every, kinds = self.experts.every if self.experts else 1, self.layer_settings
+        periods = [k for k in range(every, len(kinds) + 1, every) if len(kinds) % k == 0]
+        return next(k for k in periods if kinds == kinds[:k] * (len(kinds) // k))
 
     @property
     def expert_layers(self) -> list[int]:
@@ -194,25 +268,60 @@ def _list_problems(c: Config) -> list[str]:
             out.append(f"{name}={getattr(c, name)!r} is not one of {choices}.{hint}")
     if c.bias not in (True, False, "qkv"):
         out.append(f"bias={c.bias!r} is not one of (True, False, 'qkv').")
-    for name in ("norm_eps", "rope_base"):
-        if not getattr(c, name) > 0:
-            out.append(f"{name}={getattr(c, name)} must be above 0.")
+    for name in _NUMBERS:
+        if (value := getattr(c, name)) is not None and not value > 0:
+            out.append(f"{name}={value} must be above 0.")
+    for name in ("window", "rope"):
+        if isinstance(value := getattr(c, name), tuple) and len(value) != c.num_layers:
+            out.append(f"{name} has {len(value)} entries, and num_layers={c.num_layers}; give one for each layer.")
+    windows = c.window if isinstance(c.window, tuple) else (c.window,)
+    if any(w is not None and w < 1 for w in windows):
+        out.append(f"window={c.window} must be at least 1.")
     for name in ("dropout", "attention_dropout"):
         if not 0 <= getattr(c, name) < 1:
             out.append(f"{name}={getattr(c, name)} must lie in [0, 1).")
     if out:
         return out
-    if c.d_model % c.num_heads:
-        out.append(f"num_heads={c.num_heads} does not divide d_model={c.d_model}.")
+    if c.d_head is None and c.d_model % c.num_heads:
+        out.append(f"num_heads={c.num_heads} does not divide d_model={c.d_model}; give d_head.")
     if c.num_heads % c.kv_heads:
         out.append(f"num_kv_heads={c.kv_heads} does not divide num_heads={c.num_heads}.")
-    if c.position == "rope" and c.head_dim % 2:
+    if c.position == "rope" and c.rope is None and c.head_dim % 2:
         out.append(f"position='rope' needs an even head dim, but d_model={c.d_model} / num_heads={c.num_heads} is odd.")
+    out += _find_rope_problems(c) + _find_shape_problems(c)
     for name, asked in (("position='alibi'", c.position == "alibi"), (f"window={c.window}", c.window is not None)):
         if asked and not c.causal:
             out.append(f"{name} looks back only, but causal=False; leave one of them out.")
     out += _problems_of_experts(c, c.experts) if c.experts else []
     return out + (_find_batch_invariant_problems(c) if c.batch_invariant else [])
+
+
+def _find_rope_problems(c: Config) -> list[str]:
+    if c.rope is None:
+        return []
+    if c.position != "rope" or c.rope_base != 10000.0:
+        return [
+            f"rope={c.rope} needs position='rope', and is in place of rope_base; got position={c.position!r},"
+            f" rope_base={c.rope_base}."
+        ]
+    ropes = dict.fromkeys(r for r in (c.rope if isinstance(c.rope, tuple) else (c.rope,)) if r is not None)
+    wrong = [r for r in ropes if r.num_dims(c.head_dim) < 2 or r.num_dims(c.head_dim) % 2]
+    return [
+        f"{r} rotates {r.num_dims(c.head_dim)} of {c.head_dim} dims; the number must be even and not 0." for r in wrong
+    ]
+
+
+def _find_shape_problems(c: Config) -> list[str]:
+    """Returns settings that do not go together."""
+    norms = {"qk_norm": c.qk_norm is not None, "norm_plus_one": c.norm_plus_one}
+    out = [f"{name}={getattr(c, name)!r} needs norm='rms'." for name, on in norms.items() if on and c.norm != "rms"]
+    if c.parallel is not None and (c.norm_place != "before" or c.experts is not None):
+        out.append(f"parallel={c.parallel!r} needs norm_place='before' and no experts.")
+    if c.loss_tile is not None and (c.logits_softcap is not None or c.head_bias):
+        out.append(f"loss_tile={c.loss_tile} knows no logits_softcap and no head_bias; take loss_tile=None.")
+    if c.experts is not None and c.mlp not in ("gelu", "swiglu"):
+        out.append(f"experts have mlp='gelu' or 'swiglu', got mlp={c.mlp!r}.")
+    return out
 
 
 def _problems_of_experts(c: Config, experts: Experts) -> list[str]:
@@ -246,6 +355,7 @@ def _find_batch_invariant_problems(c: Config) -> list[str]:
         f"layout={c.layout}": c.layout is not None,
         f"attention_dropout={c.attention_dropout}": c.attention_dropout > 0,
         f"loss_tile={c.loss_tile}": c.loss_tile is not None,
+        f"mlp={c.mlp!r}": c.mlp == "gelu_erf",
     }
     out = [
         f"batch_invariant=True does not know {name}; leave one of them out." for name, found in asked.items() if found

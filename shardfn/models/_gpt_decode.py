@@ -18,9 +18,10 @@ from shardfn.collectives import all_gather_invariant, axis_size
 from shardfn.core import Axes, P, PyTree, QuantizationPolicy, check_policy, find_quantization, named_leaves, raise_all
 from shardfn.kernels import GROUP, Activations, Quantization, pack_blocks, pack_rows, rotate
 
-from ._gpt_block import Along, block, norm, position_tables
+from ._gpt_block import Along, block, causal_mask, norm, rope_table, score_arguments
 from ._gpt_config import Config
-from ._gpt_leaves import Params, block_shapes, check_leaves, layers_of, specs
+from ._gpt_forward import compute_logits, name_head, scale_embeddings
+from ._gpt_leaves import Params, block_shapes, check_leaves, specs, unstack_blocks
 
 
 class Decoded(NamedTuple):
@@ -98,31 +99,31 @@ def decode(
         params = _make_batch_invariant_weights(config, params, axis, then, activations)
     config = _drop_losses(config)
     along = Along(axis)
-    x_TD = nn.embedding(tokens_T, params["embed"], vocab_size=config.vocab_size, axis=axis)
+    x_TD = scale_embeddings(config, nn.embedding(tokens_T, params["embed"], vocab_size=config.vocab_size, axis=axis))
     if config.position == "learned":
         x_TD = x_TD + params["position"][positions_T]
     if config.embedding_norm:
         x_TD = norm(config, along, x_TD, params["embed_norm_w"], params.get("embed_norm_b"))
-    if config.position == "rope":
-        cos_TK, sin_TK = params["cos"][positions_T], params["sin"][positions_T]
-        bodies, tables = [_Rotating(body, cos_TK, sin_TK) for body in bodies], {}
-    else:
-        tables = position_tables(config, positions_T, x_TD.dtype)
-    x_1TD = x_TD[None]
-    mask = nn.Causal() if config.window is None else nn.Window(config.window - 1)
+    rotations = {rope: [params[name][positions_T] for name in names] for rope, names in _name_tables(config).items()}
+    kinds = config.layer_settings
+    bodies = [
+        body if kind.rope is None else _Rotating(body, *rotations[kind.rope])
+        for body, kind in zip(bodies, kinds, strict=True)
+    ]
+    shared, x_1TD = score_arguments(config, positions_T, x_TD.dtype), x_TD[None]
     *early, last = params["blocks"]
-    bodies, wanted = [*bodies], _narrow_last(bodies[-1], last, rows_R, None if then else len(tokens_T))
+    wanted = _narrow_last(bodies[-1], last, rows_R, None if then else len(tokens_T))
     if wanted is not None:
         bodies[-1] = wanted
     experts, states = list[Tensor](), [x_1TD]
-    for p, body in zip([*early, last], bodies, strict=True):
-        table, rows = tables | {"how": nn.Attending(mask, body)}, rows_R if body is wanted else None
+    for p, body, kind in zip([*early, last], bodies, kinds, strict=True):
+        table, rows = shared | {"how": nn.Attending(causal_mask(kind), body)}, rows_R if body is wanted else None
         x_1TD, seen = block(config, along, None, p, x_1TD, table, None, None, rows_R=rows)
         experts += [] if seen is None else [seen.experts]
         states.append(x_1TD)
     x_RD = gather_tokens(x_1TD[0])[rows_R] if wanted is None else x_1TD[0]
     x_RD = norm(config, along, x_RD, params["norm_w"], params.get("norm_b"))
-    own_RV = nn.column_linear(x_RD, params[_get_head(config)], features=config.vocab_size, axis=axis)
+    own_RV = compute_logits(config, params, x_RD, along)
     logits_RV = all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size)
     experts_Tmk = torch.stack(experts, 1) if experts else tokens_T.new_zeros(len(tokens_T), 0, 0)
     return Decoded(logits_RV, x_RD, experts_Tmk, _LayerStates(states, x_RD, rows_R, gather_tokens))
@@ -187,7 +188,7 @@ class _Rotating(nn.Local):
 
 
 def _rotate_heads(x_1THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    if x_1THK.dtype != torch.float32:
+    if x_1THK.dtype != torch.float32 or cos_TK.shape[-1] < x_1THK.shape[-1]:
         return nn.rope(x_1THK, cos_TK, sin_TK)
     return rotate(x_1THK[0], cos_TK, sin_TK)[None]
 
@@ -225,12 +226,9 @@ def pack(config: Config, params: Params, *, axis: Axes = None, quantization: Qua
     check_leaves(config, params, axis)
     if config.batch_invariant:
         _check_batch_invariant(params, quantization)
+    params = unstack_blocks(config, params) | _tables_of_all(config, params)
     blocks = params["blocks"]
-    if config.stacked:
-        num = config.num_layers // config.layers_a_block
-        blocks = [p for i in range(num) for p in layers_of(config, {name: x[i] for name, x in blocks.items()})]
-    params = params | {"blocks": blocks, **_tables_of_all(config, params)}
-    head = _get_head(config)
+    head = name_head(config)
     linear = [f"blocks.{i}.{name}" for i, p in enumerate(blocks) for name in p if name in _LINEAR]
     check_policy(quantization, [*linear, head], "pack")
     _check_quantization(
@@ -277,7 +275,7 @@ def _check_quantization(config: Config, leaves: Params, axis: Axes, policy: Quan
     """Refuses quantization where layers do not read them, and where ranks would have other groups than one rank."""
     for name, x in leaves.items():
         kind, quantization = name.rpartition(".")[2], find_quantization(policy, name)
-        if x.dtype == torch.uint8 and not (config.batch_invariant and kind in (*_LINEAR, _get_head(config))):
+        if x.dtype == torch.uint8 and not (config.batch_invariant and kind in (*_LINEAR, name_head(config))):
             raise ValueError(
                 f"pack: {name} is quantized, which only linear layers of Config(batch_invariant=True) read. Decode it."
             )
@@ -297,20 +295,26 @@ def _check_quantization(config: Config, leaves: Params, axis: Axes, policy: Quan
 def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:
     """Returns the specs of the result of `pack`."""
     tree: Any = specs(dataclasses.replace(config, stacked=False), tp=tp)
-    return tree | dict.fromkeys(("cos", "sin") if config.position == "rope" else (), P())
+    return tree | dict.fromkeys((name for names in _name_tables(config).values() for name in names), P())
+
+
+def _name_tables(config: Config) -> dict[nn.Rope, tuple[str, str]]:
+    """Returns the names of the tables of each kind of rotary positions in the layers: cos and sin, cos1 and sin1, .."""
+    ropes = dict.fromkeys(kind.rope for kind in config.layer_settings if kind.rope is not None)
+    return {rope: (f"cos{i or ''}", f"sin{i or ''}") for i, rope in enumerate(ropes)}
 
 
 def _tables_of_all(config: Config, params: Params) -> Params:
     """Returns the rotations of all positions, computed once, as they are much work for one token."""
-    if config.position != "rope":
-        return {}
-    embed = params["embed"]
+    embed, out = params["embed"], {}
     # On "meta" torch imports its compiler for the functions of a table, so the shapes are those of one position.
     num, device = (1, "cpu") if embed.is_meta else (config.max_len, embed.device)
-    table = position_tables(config, torch.arange(num, device=device), embed.dtype)["table"]
-    if embed.is_meta:
-        table = [x.new_empty(config.max_len, *x.shape[1:], device="meta") for x in table]
-    return dict(zip(("cos", "sin"), table, strict=True))
+    for rope, names in _name_tables(config).items():
+        table = rope_table(config, rope, torch.arange(num, device=device), embed.dtype)
+        if embed.is_meta:
+            table = [x.new_empty(config.max_len, *x.shape[1:], device="meta") for x in table]
+        out |= dict(zip(names, table, strict=True))
+    return out
 
 
 _LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down", "router", "mix")
@@ -329,16 +333,12 @@ def _pack_weight(name: str, weight: Tensor, shape: tuple[int, ...], quantization
     return pack_rows(matrix, None if name in _GATES else quantization)
 
 
-def _get_head(config: Config) -> str:
-    return "embed" if config.tie_embeddings else "head"
-
-
 def _make_batch_invariant_weights(
     config: Config, params: Params, axis: Axes, then: Mapping[str, nn.Then], activations: Activations | None
 ) -> Params:
     """Returns packed leaves as weights of layers."""
     shapes: Any = block_shapes(config, axis)
-    head = _get_head(config)
+    head = name_head(config)
 
     def get_weight(panels: Tensor, block: Any, name: str) -> nn.BatchInvariantWeight:
         how: Any = {"then": then.get(name), "activations": activations}

@@ -166,6 +166,16 @@ def block_shapes(config: Config, axis: Axes) -> PyTree:
     return tree_unflatten(tree_structure(_list_leaves(config)), shapes)
 
 
+def leaf_shapes(config: Config) -> PyTree:
+    """Returns the shape of each leaf, of unstacked blocks, as a tuple.
+
+    Example:
+        >>> leaf_shapes(Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4))["blocks"][0]["wq"]
+        (32, 32)
+    """
+    return tree_map(lambda leaf: leaf.shape, _list_leaves(config))
+
+
 def num_params(config: Config) -> int:
     """Returns the number of parameters.
 
@@ -216,14 +226,43 @@ def _list_leaves(config: Config) -> PyTree:
         tree["position"] = _DrawnLeaf((config.max_len, D))
     if not config.tie_embeddings:
         tree["head"] = _DrawnLeaf((V, D), cut=0)
+    if config.head_bias:
+        tree["head_b"] = _DrawnLeaf((V,), stddev=0.0, cut=0)
     return tree
 
 
 def stack_blocks(config: Config, params: Params, join: Callable[[Any], Any]) -> Params:
-    """Returns parameters whose blocks are a dict, with `join` of each leaf of the config's blocks."""
+    """Returns parameters whose blocks are a dict, with `join` of each leaf of the config's blocks.
+
+    Args:
+        config: shape, with stacked blocks.
+        params: tree with a list of blocks, one for each layer.
+        join: function from the list of a leaf's layers to the stacked leaf, such as `torch.stack`.
+
+    Example:
+        >>> config = Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4, stacked=True)
+        >>> stack_blocks(config, {"blocks": [{"wq": 1}, {"wq": 2}]}, list)
+        {'blocks': {'wq': [1, 2]}}
+    """
     num = config.layers_a_block
     groups = [join_layers(params["blocks"][i : i + num]) for i in range(0, config.num_layers, num)]
     return {**params, "blocks": {name: join([p[name] for p in groups]) for name in groups[0]}}
+
+
+def unstack_blocks(config: Config, params: Params) -> Params:
+    """Returns parameters whose blocks are a list of layers, the inverse of `stack_blocks` with `torch.stack`.
+
+    Parameters of a config without `stacked` are unchanged.
+
+    Args:
+        config: shape.
+        params: parameters as from `init`.
+    """
+    if not config.stacked:
+        return params
+    blocks, num = params["blocks"], config.num_layers // config.layers_a_block
+    each = (layers_of(config, {name: x[i] for name, x in blocks.items()}) for i in range(num))
+    return {**params, "blocks": [layer for layers in each for layer in layers]}
 
 
 def join_layers(layers: Sequence[Params]) -> Params:
@@ -250,8 +289,16 @@ def layers_of(config: Config, block: Params) -> list[Params]:
 def _block_leaves(config: Config, i: int) -> dict[str, _DrawnLeaf]:
     has_experts = config.experts is not None and config.experts.in_layer(i)
     has_mlp = config.experts is None or not has_experts or config.experts.shared or config.experts.residual
-    tree = _norm_leaves(config, "norm1") | _norm_leaves(config, "norm2") | _attention_leaves(config)
+    tree = _attention_leaves(config)
+    for name in block_norms(config):
+        tree |= _norm_leaves(config, name)
     return tree | (_mlp_leaves(config) if has_mlp else {}) | (_expert_leaves(config, i) if has_experts else {})
+
+
+def block_norms(config: Config) -> list[str]:
+    """Returns the names of a block's norms, for example norm1 before attention and post1 after it."""
+    before = ["norm1"] if config.parallel == "one_norm" else ["norm1", "norm2"]
+    return {"before": before, "after": ["post1", "post2"], "both": [*before, "post1", "post2"]}[config.norm_place]
 
 
 def _residual_scale(config: Config) -> float:
@@ -268,13 +315,19 @@ def _attention_leaves(config: Config) -> dict[str, _DrawnLeaf]:
         tree |= {
             n: _DrawnLeaf(shape, stddev=0.0, cut=0) for n, shape in (("bq", rows), ("bk", kv_rows), ("bv", kv_rows))
         }
+    if config.qk_norm is not None:
+        nums = ("q", config.num_heads), ("k", config.kv_heads)
+        wide = {name: K if config.qk_norm == "head" else num * K for name, num in nums}
+        mean = 0.0 if config.norm_plus_one else 1.0
+        tree |= {f"{name}_norm_w": _DrawnLeaf((n,), mean=mean, stddev=0.0) for name, n in wide.items()}
+    tree |= {"sinks": _DrawnLeaf((config.num_heads,), stddev=0.0, cut=0)} if config.sinks else {}
     return tree | ({"bo": _DrawnLeaf((D,), stddev=0.0)} if config.bias is True else {})
 
 
 def _mlp_leaves(config: Config) -> dict[str, _DrawnLeaf]:
     D, F = config.d_model, config.ff_dim
     tree = {"w_up": _DrawnLeaf((F, D), cut=0), "w_down": _DrawnLeaf((D, F), stddev=_residual_scale(config), cut=1)}
-    if config.mlp == "swiglu":
+    if config.is_gated:
         return tree | {"w_gate": _DrawnLeaf((F, D), cut=0)}
     biases = {"b_up": _DrawnLeaf((F,), stddev=0.0, cut=0), "b_down": _DrawnLeaf((D,), stddev=0.0)}
     return tree | (biases if config.bias is True else {})
@@ -295,7 +348,7 @@ def _expert_leaves(config: Config, i: int) -> dict[str, _DrawnLeaf]:
 
 
 def _norm_leaves(config: Config, name: str) -> dict[str, _DrawnLeaf]:
-    tree = {f"{name}_w": _DrawnLeaf((config.d_model,), mean=1.0, stddev=0.0)}
+    tree = {f"{name}_w": _DrawnLeaf((config.d_model,), mean=0.0 if config.norm_plus_one else 1.0, stddev=0.0)}
     if config.norm == "layer" and config.bias is True:
         tree[f"{name}_b"] = _DrawnLeaf((config.d_model,), stddev=0.0)
     return tree

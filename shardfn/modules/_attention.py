@@ -11,7 +11,7 @@ shifted, are refused.
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -204,8 +204,6 @@ def routed_attention(
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention for transformers, [B, H, T, K] -> [B, T, H, K].
@@ -219,8 +217,7 @@ def routed_attention(
     call = _CALL.innermost()
     if call is None:
         raise RuntimeError(f"attention {NAME!r} is for modules that run by from_module(attention=).")
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    window = call.windows.of(module, sliding_window)
+    causal, window = call.windows.read_mask(module, kwargs)
     raise_all(
         ValueError,
         f"{type(module).__name__} with attention={call.body}:",
@@ -405,6 +402,12 @@ class Windows:
     def __init__(self) -> None:
         self.made: set[int | None] = set()
 
+    def read_mask(self, module: Any, kwargs: Mapping[str, Any]) -> tuple[bool, int | None]:
+        """Returns whether a layer is causal, and its window, from the arguments of a call by transformers."""
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        return causal, self.of(module, kwargs.get("sliding_window"))
+
     def of(self, module: Any, given: int | None) -> int | None:
         """Returns the window of a layer: the given window, or the window of the mask.
 
@@ -421,8 +424,8 @@ class Windows:
         found = sorted(w for w in self.made if w is not None)
         if len(found) > 1:
             raise ValueError(
-                f"{type(module).__name__} has no window of its own, and masks of the model have windows of {found}; one"
-                " window is supported there."
+                f"all masks of a model must have one window where a layer has no window, as {type(module).__name__}"
+                f" here. Got windows of {found}."
             )
         return found[0] if found else None
 

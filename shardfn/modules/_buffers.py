@@ -54,8 +54,8 @@ class Buffers:
             self._read.setdefault(path, name)
         elif x is self._tensors[path]:
             raise ValueError(
-                f"the forward gives {name} the value that the buffer {path!r} had before it gave it another; take it"
-                " by its name again."
+                f"the forward assigns to {name} an old value of the buffer {path!r}, which it has replaced. Read the"
+                " buffer again by its name."
             )
 
     def converted(self, name: str, x: Any, out: Any) -> None:

@@ -48,8 +48,8 @@ def check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         what = f"the class {module.__name__}" if isinstance(module, type) else f"of type {type(module).__name__}"
         raise TypeError(
-            f"from_module takes an nn.Module, and this is {what}. A class is to be called first,"
-            " from_module(Net(...)); a function of parameters needs no from_module."
+            f"from_module expected an nn.Module, got {what}. Call a class first: from_module(Net(...)). A function of"
+            " parameters does not need from_module."
         )
     problems = [*_lazy_problems(module)] or [
         *_hook_problems(module),

@@ -192,10 +192,6 @@ def served_attention(
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Computes the running call's attention for transformers, [B, H, T, K] -> [B, T, H, K].
@@ -208,7 +204,7 @@ def served_attention(
     if attend is None or windows is None:
         raise RuntimeError(f"attention {NAME!r} is for modules that run by decoding(module).")
     layer = getattr(module, "layer_idx", None)
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal, window = windows.read_mask(module, kwargs)
     problems = [f"{n} is not computed" for n in _UNKNOWN if kwargs.get(n) is not None]
     problems += [
         text
@@ -229,8 +225,7 @@ def served_attention(
         if wrong
     ]
     raise_all(ValueError, f"{type(module).__name__} cannot be served:", problems)
-    window = windows.of(module, sliding_window)
-    scores = AttentionScores(int(layer), scaling, window, softcap, s_aux)  # pyright: ignore[reportArgumentType]
+    scores = AttentionScores(int(layer), scaling, window, kwargs.get("softcap"), kwargs.get("s_aux"))  # pyright: ignore[reportArgumentType]
     return attend(scores, *(x.transpose(1, 2) for x in (query, key, value))), None
 
 

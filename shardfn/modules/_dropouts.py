@@ -105,8 +105,8 @@ def _drop_recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
     if packed:
         raise ValueError(
-            f"{func.__name__}(dropout={p}) of a packed sequence drops from rows that belong to no sample; pad the"
-            " sequences in place of packing them, or set dropout=0."
+            f"{func.__name__}(dropout={p}) cannot drop from a packed sequence, whose rows belong to no sample. Pad the"
+            " sequences instead, or set dropout=0."
         )
     return _run_inside(func.__name__, draws, func, args, kwargs, dim=1)
 

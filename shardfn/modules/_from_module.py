@@ -21,8 +21,7 @@ from ._experts import ExpertsRoute, experts_in
 from ._function_watch import FunctionWatch
 from ._given_tensors import ModuleParts, first_names, resolve
 from ._layers import LayeredFunction, layered
-from ._recompute import Recomputation
-from ._replay import ModuleReplay
+from ._rerun import ModuleReplay, Recomputation
 
 
 def _list_replacements(

@@ -115,11 +115,14 @@ class LayerKinds(NamedTuple):
         """
         keys = [kind.key for kind in self.kinds]
         if len(keys) > 1 and set(tree) != set(keys):
-            raise ValueError(f"params[{self.path!r}] has {sorted(tree)}; its layers are of the kinds {keys}.")
+            raise ValueError(f"params[{self.path!r}] must have the kinds of the layers, {keys}, got {sorted(tree)}.")
         stacks: list[Any] = [tree] if len(keys) == 1 else [tree[key] for key in keys]
         for kind, stack in zip(self.kinds, stacks, strict=True):
             if set(stack) != set(kind.names):
-                raise ValueError(f"{self.stack_path(kind)} has {sorted(stack)}; the layers have {sorted(kind.names)}.")
+                raise ValueError(
+                    f"{self.stack_path(kind)} must have the parameters of the layers, {sorted(kind.names)}, got"
+                    f" {sorted(stack)}."
+                )
         return stacks
 
     def stack_path(self, kind: LayerKind) -> str:

@@ -223,7 +223,9 @@ def layered(module: nn.Module, path: str, params: Mapping[str, Tensor]) -> tuple
         layers = None
     if not isinstance(layers, nn.ModuleList) or not path or not len(layers):
         found = [p for p, sub in named_modules(module) if isinstance(sub, nn.ModuleList) and len(sub)]
-        raise ValueError(f"layers={path!r} is no list of layers of this {type(module).__name__}; it has {found}.")
+        raise ValueError(
+            f"layers must be one of {found}, the lists of layers of this {type(module).__name__}, got {path!r}."
+        )
     problems = [
         f"{path}.{i}.{name} is {other}, too; untie them"
         for i, layer in enumerate(layers)

@@ -287,7 +287,7 @@ def _first_argument(
     name = next(iter(inspect.signature(layer.forward).parameters), "")
     name = name if name in kwargs else next((k for k, x in kwargs.items() if isinstance(x, Tensor)), "")
     if not name:
-        raise ValueError(f"a layer, a {type(layer).__name__}, is called without a tensor; it should be given one.")
+        raise ValueError(f"a layer must be called with a tensor, but a {type(layer).__name__} got none.")
     return kwargs[name], lambda h: (args, {**kwargs, name: h})
 
 

@@ -5,7 +5,7 @@ from ._masks import Mask as Mask, Full as Full, Causal as Causal, Window as Wind
 from ._masks import Segments as Segments, segments as segments, Both as Both
 from ._block_layout import BlockLayout as BlockLayout
 from ._data_masks import Added as Added, Keys as Keys, Relative as Relative
-from ._pair_dropout import PairDropout as PairDropout
+from ._dropout import PairDropout as PairDropout
 from ._attention_backends import BlockSparse as BlockSparse
 from ._chunked import Chunked as Chunked
 from ._attention_backends import Local as Local
@@ -36,6 +36,7 @@ from ._batch_invariant_attention import BatchInvariant as BatchInvariant
 from ._batch_invariant_functions import (
     batch_invariant_gated_silu as batch_invariant_gated_silu,
     batch_invariant_gelu as batch_invariant_gelu,
+    softcap as softcap,
 )
 from ._batch_invariant_functions import batch_invariant_sum as batch_invariant_sum
 from ._batch_invariant_functions import partials_of_gated_silu as partials_of_gated_silu
@@ -51,7 +52,7 @@ from ._batch_invariant_functions import batch_invariant_rope_table as batch_inva
 from ._linear import embedding as embedding, linear as linear
 from ._tiled_linear import init_tiles as init_tiles, tile_shapes as tile_shapes
 from ._tiled_linear import tiled_linear as tiled_linear, tiles as tiles, untile as untile
-from ._mlp import fused_swiglu as fused_swiglu, mlp as mlp, swiglu as swiglu
+from ._mlp import fused_swiglu as fused_swiglu, gated_gelu as gated_gelu, mlp as mlp, swiglu as swiglu
 from ._norm import layer_norm as layer_norm, rms_norm as rms_norm
 from ._parallel import column_linear as column_linear, row_linear as row_linear
 from ._parallel import enter_parallel as enter_parallel, leave_parallel as leave_parallel
@@ -61,11 +62,12 @@ from ._parallel import (
     rank_range as rank_range,
     rank_tokens as rank_tokens,
 )
-from ._self_attention import AttentionWeights as AttentionWeights, Heads as Heads
+from ._self_attention import AttentionWeights as AttentionWeights, HeadNorms as HeadNorms, Heads as Heads
 from ._self_attention import fused_self_attention as fused_self_attention, self_attention as self_attention
 from ._products import Product as Product, product_of as product_of
 from ._products import Trilinear as Trilinear, derivative as derivative
-from ._self_attention import rope as rope, rope_table as rope_table
+from ._rope import LinearScaling as LinearScaling, Llama3Scaling as Llama3Scaling, YarnScaling as YarnScaling
+from ._rope import Rope as Rope, RopeScaling as RopeScaling, rope as rope, rope_table as rope_table
 from ._as_ops import as_ops as as_ops, is_differentiated as is_differentiated
 from ._as_ops import run_op as run_op, runs_as_ops as runs_as_ops
 from ._scan import (

@@ -3,6 +3,7 @@
 B batch, T query tokens, S key tokens, H query heads, G key and value heads, K head dim, V head dim of values.
 Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762
 Ainslie et al., GQA: Training Generalized Multi-Query Transformer Models, 2023, https://arxiv.org/abs/2305.13245
+Gemma Team, Gemma 2, 2024, https://arxiv.org/abs/2408.00118 (softcap)
 Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023, https://arxiv.org/abs/2309.17453
 """
 
@@ -14,9 +15,9 @@ from shardfn.collectives import run_one_operation
 from shardfn.core import raise_all
 
 from ._attention_backends import DENSE, AttentionBackend, Dense, shard_rows, whole_length
+from ._dropout import PairDropout
 from ._masks import Causal, Full, Mask
 from ._online import OnlineScores
-from ._pair_dropout import PairDropout
 
 
 def attention(
@@ -29,6 +30,7 @@ def attention(
     scale: float | None = None,
     slopes_H: Float[Tensor, " h"] | None = None,
     sinks_H: Float[Tensor, " h"] | None = None,
+    softcap: float | None = None,
     impl: AttentionBackend = DENSE,
 ) -> Float[Tensor, "b t h v"]:
     """Returns softmax(scale q k^T + mask) v. Query head h reads key head h // (H / G). A query without keys gives 0.
@@ -45,13 +47,15 @@ def attention(
             mask must look back only.
         sinks_H: attention sinks: the score of an additional key of each head, with the value 0. The probability of the
             sink is missing from the other keys.
+        softcap: bound c above 0: scores are c tanh(scale q k^T / c), before masks and slopes, as in Gemma 2. None: no
+            bound.
         impl: `Dense()`, `Blockwise()`, `BlockSparse()`, `Ulysses(axis, length)` or `Ring(axis, length)`. All give the
             same values.
 
     Raises:
         ValueError: G does not divide H, masks of other numbers of tokens or heads, slopes with a mask that looks ahead,
-            sinks with `Chunked()`, tokens other than the rank's part of the sequence, or dropout of other numbers of
-            samples.
+            sinks with `Chunked()`, a softcap with `BlockSparse()` or not above 0, tokens other than the rank's part of
+            the sequence, or dropout of other numbers of samples.
 
     Example:
         >>> import torch
@@ -84,7 +88,9 @@ def attention(
     raise_all(ValueError, f"attention with {mask}:", mask.problems(length, S if S != T else length, H))
     _check_samples(mask, q_BTHK.shape[0])
     K, V = q_BTHK.shape[-1], v_BSGV.shape[-1]
-    how = OnlineScores(mask, scale, slopes_H, sinks_H)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"attention: softcap={softcap} must be above 0, or None.")
+    how = OnlineScores(mask, scale, slopes_H, sinks_H, softcap)
     if K == V or isinstance(impl, Dense):
         return _run_body(impl, q_BTHK, k_BSGK, v_BSGV, how, length)
     # Zeros add nothing to scores, and only cut-off columns to results.

@@ -105,6 +105,8 @@ class BlockSparse(Local):
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
         """Returns the attention of the rank's queries over all keys."""
         del length
+        if how.softcap is not None:
+            raise ValueError(f"attention: BlockSparse() has no softcap={how.softcap}. Take Blockwise() or Dense().")
         known = functools.reduce(operator.and_, [m for m in how.mask.parts if m.of_positions], Full())
         tile, rows = self.block or known.tile or KERNEL_TILE, (((0, k_BSGK.shape[1]),),)
         return online(None, rows, (q_BTHK, k_BSGK, v_BSGK), how, TORCH_TILE, tile)
@@ -137,7 +139,8 @@ class Dense(Local):
         q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
         (H, T), (G, S) = q_BHTK.shape[1:3], k_BGSK.shape[1:3]
         options: dict[str, Any] = {"scale": how.scale, "enable_gqa": H != G}
-        if how.slopes_H is None and how.sinks_H is None and isinstance(how.mask, Causal | Full):
+        bounded = how.sinks_H is not None or how.softcap is not None
+        if how.slopes_H is None and not bounded and isinstance(how.mask, Causal | Full):
             causal = isinstance(how.mask, Causal)
             return _call_sdpa(q_BHTK, k_BGSK, v_BGSK, is_causal=causal, **options).transpose(1, 2)
         spans, device = ((0, T), (0, S)), q_BTHK.device
@@ -146,7 +149,7 @@ class Dense(Local):
         # A row without keys attends to all, and is set to 0: torch's gradient of an empty softmax is not 0.
         open = pairs | ~some
         scales = how.mask.scales(*spans, H, torch.empty((), dtype=wide(q_BHTK.dtype), device=device))
-        if scales is not None or how.sinks_H is not None:
+        if scales is not None or bounded:
             y_BHTK = _multiply_scores(narrowed(q_BHTK, k_BGSK, v_BGSK), (open, bias, scales), how)
             return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
         keep = open if bias is None else bias.masked_fill(~open, -math.inf).to(q_BTHK.dtype)
@@ -410,7 +413,7 @@ def _multiply_scores(
 ) -> Tensor:
     """Returns (scales softmax(scale q k^T + bias)) v, [B, H, T, K], with all scores in memory, in the dtype of sums.
 
-    The softmax is over the sinks, too.
+    The softmax is over the sinks, too. With a softcap c the first summand is c tanh(scale q k^T / c).
     """
     q_BHTK, k_BGSK, v_BGSK = (x.to(wide(x.dtype)) for x in qkv)
     open, bias, scales = pairs
@@ -418,6 +421,7 @@ def _multiply_scores(
     k_BHSK, v_BHSK = (x.repeat_interleave(repeats, 1) for x in (k_BGSK, v_BGSK))
     with torch.autocast(q_BHTK.device.type, enabled=False):
         s_BHTS = q_BHTK @ k_BHSK.mT * factor(how, q_BHTK)
+        s_BHTS = s_BHTS if how.softcap is None else (s_BHTS / how.softcap).tanh() * how.softcap
         s_BHTS = s_BHTS if bias is None else s_BHTS + bias
         s_BHTS = s_BHTS.masked_fill(~open, -math.inf)
         if how.sinks_H is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardfn import kernels
-from shardfn.core import raise_all
+from shardfn.core import raise_all, save_tensors
 
 from ._attention_backends import Local
 from ._masks import Mask, Window
@@ -54,7 +54,7 @@ class _ExactAttention(torch.autograd.Function):
     def forward(q: Tensor, k: Tensor, v: Tensor, sinks_H: Any, slopes_H: Any, along: RingRounds) -> Any:
         lefts = [m.left for m in along.how.mask.parts if isinstance(m, Window) and m.left is not None]
         window = min(lefts) + 1 if lefts else None
-        return _attend_sequences((q, k, v), along.how.scale, window, slopes_H, sinks_H)
+        return _attend_sequences((q, k, v), along.how, window, slopes_H, sinks_H)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -63,8 +63,7 @@ class _ExactAttention(torch.autograd.Function):
         ctx.mark_non_differentiable(output[1])
         ctx.there = [x is not None for x in tensors]
         kept = [x for x in tensors if x is not None]
-        ctx.save_for_backward(*kept)
-        ctx.save_for_forward(*kept)
+        save_tensors(ctx, *kept)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -102,7 +101,7 @@ def _saved_tensors(ctx: Any) -> Any:
 
 
 def _attend_sequences(
-    qkv: QKV, scale: float | None, window: int | None, slopes_H: Tensor | None, sinks_H: Tensor | None
+    qkv: QKV, how: OnlineScores, window: int | None, slopes_H: Tensor | None, sinks_H: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns attention of whole sequences, each a sequence of a KV cache for only the call, and lse [B, H, T]."""
     q, k, v = qkv
@@ -123,8 +122,9 @@ def _attend_sequences(
         positions,
         sequences,
         torch.arange(B * blocks, **count).view(B, blocks),
-        scale=K**-0.5 if scale is None else scale,
+        scale=K**-0.5 if how.scale is None else how.scale,
         window=window,
+        softcap=how.softcap,
         slopes=slopes_H,
         sinks=sinks_H,
     )

@@ -10,7 +10,7 @@ halving. Rotary tables have the same numbers on every processor, from only addit
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardfn import kernels
+from shardfn.core import save_inputs, save_tensors
 
 from ._batch_invariant import AnyWeight, BatchInvariantWeight, wrong_dtype_error
 
@@ -65,6 +66,32 @@ def batch_invariant_gated_silu(
         [0.0, 0.0]
     """
     return pointwise(kernels.gated_silu, partials_of_gated_silu, gate_F, up_F)
+
+
+def softcap(x: Float[Tensor, "*shape"], bound: float, *, batch_invariant: bool = False) -> Float[Tensor, "*shape"]:
+    """Returns bound tanh(x / bound), as of the logits of Gemma 2: nearly x for small x, and never beyond the bound.
+
+    Args:
+        x: any shape. With `batch_invariant`, float32 or float64.
+        bound: above 0.
+        batch_invariant: whether each element is computed by the same expression.
+
+    Example:
+        >>> softcap(torch.tensor([0.0, 1000.0]), 30.0).tolist()
+        [0.0, 30.0]
+    """
+    if not batch_invariant:
+        return (x / bound).tanh() * bound
+    return pointwise(functools.partial(_compute_softcap, bound), functools.partial(_softcap_partials, bound), x)
+
+
+def _compute_softcap(bound: float, x: Tensor) -> Tensor:
+    return (_compute_sigmoid(x * (2 / bound)) - 0.5) * (2 * bound)  # tanh z = 2 sigmoid(2 z) - 1
+
+
+def _softcap_partials(bound: float, x: Tensor) -> tuple[Tensor]:
+    bounded = (x / bound).tanh()
+    return (1 - bounded * bounded,)
 
 
 def pointwise(run: Callable[..., Tensor], partials: Callable[..., Any], *xs: Tensor) -> Tensor:
@@ -140,8 +167,7 @@ class _Pointwise(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         del output
         _, ctx.partials, *xs = inputs
-        ctx.save_for_backward(*xs)
-        ctx.save_for_forward(*xs)
+        save_tensors(ctx, *xs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -192,8 +218,7 @@ class _Norm(torch.autograd.Function):
         del output
         x, w, b, ctx.eps, ctx.centered = inputs
         ctx.biased = b is not None
-        ctx.save_for_backward(x, w)
-        ctx.save_for_forward(x, w)
+        save_tensors(ctx, x, w)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -307,11 +332,7 @@ class _Softmax(torch.autograd.Function):
         weights = _compute_exponential(x - x.amax(-1, keepdim=True))
         return weights / batch_invariant_sum(weights)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        del output
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    setup_context = staticmethod(save_inputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -337,7 +358,12 @@ _TERMS = 9
 
 
 def batch_invariant_rope_table(
-    positions_T: Int64[Tensor, " t"], head_dim: int, *, base: float = 10000.0, dtype: torch.dtype = torch.float32
+    positions_T: Int64[Tensor, " t"],
+    head_dim: int,
+    *,
+    base: float = 10000.0,
+    dtype: torch.dtype = torch.float32,
+    frequencies: Sequence[float] | None = None,
 ) -> tuple[Float[Tensor, "t k"], Float[Tensor, "t k"]]:
     """Returns `rope_table` with the same numbers on every processor: a row depends only on the row's position.
 
@@ -348,6 +374,7 @@ def batch_invariant_rope_table(
         head_dim: K, even.
         base: the longest wave is 2 pi base tokens.
         dtype: float32 or float64.
+        frequencies: K/2 angles of a step from position to position, in place of the powers of `base`.
 
     Returns:
         cos_TK and sin_TK, for `rope`.
@@ -364,8 +391,8 @@ def batch_invariant_rope_table(
         raise ValueError(
             f"batch_invariant_rope_table(head_dim={head_dim}): rotation pairs dims, so the head dim must be even."
         )
-    powers = [base ** -(i / head_dim) for i in range(0, head_dim, 2)]
-    inverse = torch.tensor(powers, dtype=dtype, device=positions_T.device)
+    steps = [base ** -(i / head_dim) for i in range(0, head_dim, 2)] if frequencies is None else frequencies
+    inverse = torch.tensor(steps, dtype=dtype, device=positions_T.device)
     x = (positions_T.to(dtype)[:, None] * inverse).double()
     quarters = (x * (1 / (_HIGH + _LOW)) + _MAGIC) - _MAGIC
     r = (x - quarters * _HIGH) - quarters * _LOW

@@ -5,14 +5,36 @@ Hendrycks, Gimpel, Gaussian Error Linear Units, 2016, https://arxiv.org/abs/1606
 Shazeer, GLU Variants Improve Transformer, 2020, https://arxiv.org/abs/2002.05202
 """
 
+from collections.abc import Callable
+
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from shardfn.core import Axes
 
-from ._batch_invariant import AnyWeight
+from ._batch_invariant import AnyWeight, BatchInvariantWeight
 from ._batch_invariant_functions import gated_silu, gelu
 from ._parallel import affine, affines, check_block, enter_parallel, row_linear
+
+# From the gate, the gated branch and a weight, batch-invariant or not, to the product.
+Gate = Callable[[Tensor, Tensor, AnyWeight], Tensor]
+
+
+def gated_gelu(gate_F: Float[Tensor, "*shape"], up_F: Float[Tensor, "*shape"], w: AnyWeight) -> Float[Tensor, "*shape"]:
+    """Returns gelu(gate) * up, gelu in the form with tanh: the gate of geglu.
+
+    Args:
+        gate_F: gate.
+        up_F: gated branch.
+        w: weight of a layer before. With a batch-invariant weight, gelu is batch-invariant.
+
+    Example:
+        >>> import torch
+        >>> gated_gelu(torch.zeros(2), torch.ones(2), torch.ones(1, 1)).tolist()
+        [0.0, 0.0]
+    """
+    return gelu(gate_F, w) * up_F
 
 
 def mlp(
@@ -22,6 +44,7 @@ def mlp(
     b_up_F: Float[Tensor, " f"] | None = None,
     b_down_D: Float[Tensor, " d"] | None = None,
     *,
+    erf: bool = False,
     d_ff: int | None = None,
     axis: Axes = None,
     sequence: int | None = None,
@@ -34,12 +57,13 @@ def mlp(
         w_down_DF: second weight.
         b_up_F: first bias, or None.
         b_down_D: second bias, or None.
+        erf: whether gelu has the form with the error function, as in GPT-NeoX. Not with batch-invariant weights.
         d_ff: F of the whole layer, needed where the axis has several ranks.
         axis: mesh axes along which F is cut: w_up[F_axis, D], w_down[D, F_axis]. None means a single device.
         sequence: T where x and the result are the rank's rows of the tokens (sequence parallelism).
 
     Raises:
-        ValueError: a weight is not the rank's block of a layer of `d_ff`.
+        ValueError: a weight is not the rank's block of a layer of `d_ff`, or is batch-invariant with `erf`.
 
     Example:
         >>> import torch
@@ -47,7 +71,10 @@ def mlp(
         [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
     check_block("mlp: w_up", w_up_FD.shape[:1], d_ff, axis, option="d_ff")
-    h_F = gelu(affine(enter_parallel(x_D, axis, sequence), w_up_FD, b_up_F), w_up_FD)
+    if erf and isinstance(w_up_FD, BatchInvariantWeight):
+        raise ValueError("mlp(erf=True): batch-invariant gelu has the form with tanh. Take erf=False.")
+    h_F = affine(enter_parallel(x_D, axis, sequence), w_up_FD, b_up_F)
+    h_F = F.gelu(h_F) if erf else gelu(h_F, w_up_FD)
     return row_linear(h_F, w_down_DF, b_down_D, features=d_ff, axis=axis, sequence=sequence)
 
 
@@ -57,6 +84,7 @@ def swiglu(
     w_up_FD: Float[AnyWeight, "f d"],
     w_down_DF: Float[AnyWeight, "d f"],
     *,
+    gate: Gate = gated_silu,
     d_ff: int | None = None,
     axis: Axes = None,
     sequence: int | None = None,
@@ -68,6 +96,7 @@ def swiglu(
         w_gate_FD: weight of the gate.
         w_up_FD: weight of the gated branch.
         w_down_DF: weight back to D.
+        gate: function `gate(gate_F, up_F, weight)` of both branches in place of silu(gate) * up, such as `gated_gelu`.
         d_ff: F of the whole layer, needed where the axis has several ranks.
         axis: mesh axes along which F is cut: w_up[F_axis, D], w_down[D, F_axis]. None means a single device.
         sequence: T where x and the result are the rank's rows of the tokens (sequence parallelism).
@@ -84,7 +113,7 @@ def swiglu(
         check_block(f"swiglu: {name}", w_FD.shape[:1], d_ff, axis, option="d_ff")
     x_D = enter_parallel(x_D, axis, sequence)
     gate_F, up_F = affines(x_D, (w_gate_FD, w_up_FD), (None, None))
-    return row_linear(gated_silu(gate_F, up_F, w_up_FD), w_down_DF, features=d_ff, axis=axis, sequence=sequence)
+    return row_linear(gate(gate_F, up_F, w_up_FD), w_down_DF, features=d_ff, axis=axis, sequence=sequence)
 
 
 def fused_swiglu(

@@ -3,10 +3,11 @@
     forward   top' = max(top, max s);  total' = total e^(top - top') + sum e^(s - top');  sum in the same way with v
     backward  p = e^(s - lse);  dv = (c p)^T dy;  ds = p (c dy v^T - delta);  dq = ds k;  dk = ds^T q
 
-with s = scale q k^T + bias, lse = top + log total and delta = (dy y) summed over K, less the cotangent of lse. c is the
-mask's factor of probabilities, such as from dropout: `sum` includes c, but `total` and lse do not. A row without keys
-has lse = -inf, y = 0 and gradient 0. No more than a tile of scores is in memory at a time. Tiles without a pair of the
-mask are left out.
+with s = scale q k^T + bias, lse = top + log total and delta = (dy y) summed over K, less the cotangent of lse. With a
+softcap b, s = b tanh(scale q k^T / b) + bias, and ds has the factor 1 - tanh^2. c is the mask's factor of
+probabilities, such as from dropout: `sum` includes c, but `total` and lse do not. A row without keys has lse = -inf,
+y = 0 and gradient 0. No more than a tile of scores is in memory at a time. Tiles without a pair of the mask are left
+out.
 
 B samples, G key heads, R query heads of a key head, T queries, S keys, K head dim. Milakov, Gimelshein, Online
 normalizer calculation for softmax, 2018, https://arxiv.org/abs/1805.02867 Dao et al., FlashAttention, 2022,
@@ -34,12 +35,14 @@ class OnlineScores(NamedTuple):
         scale: of q k. None is 1 / sqrt(K).
         slopes_H: ALiBi's slopes of the query heads, or None.
         sinks_H: score of an additional key of each query head, with the value 0, or None.
+        softcap: bound c of c tanh(score / c), applied to scale q k, or None.
     """
 
     mask: Mask
     scale: float | None
     slopes_H: Tensor | None = None
     sinks_H: Tensor | None = None
+    softcap: float | None = None
 
     def bias(self, queries: Span, keys: Span, device: torch.device) -> Tensor | None:
         """Returns the numbers added to scores: the mask's, [Q, K] or [.., Q, K], and -slope * distance, [H, Q, K]."""
@@ -53,7 +56,7 @@ class OnlineScores(NamedTuple):
     def of_heads(self, start: int, stop: int) -> "OnlineScores":
         """Returns the scores of some query heads."""
         slopes_H, sinks_H = (None if x is None else x[start:stop] for x in (self.slopes_H, self.sinks_H))
-        return OnlineScores(self.mask.of_heads(start, stop), self.scale, slopes_H, sinks_H)
+        return self._replace(mask=self.mask.of_heads(start, stop), slopes_H=slopes_H, sinks_H=sinks_H)
 
 
 class Tile(NamedTuple):
@@ -117,7 +120,7 @@ def absorb(
         for i, query in enumerate(tiles(queries, block)):
             if how.mask.cover(query.span, key.span) == "none":
                 continue
-            s = _compute_scores(take(q_BGRTK, query.at), k, query.span, key.span, how)
+            s, _ = _compute_scores(take(q_BGRTK, query.at), k, query.span, key.span, how)
             states[i] = _fold_values(states[i], s, v, _probability_factors(s, query.span, key.span, how))
 
 
@@ -168,10 +171,10 @@ def transpose(
             if how.mask.cover(query.span, key.span) == "none":
                 continue
             q, dy, lse, delta = (_rows_of(x, query.at) for x in outer)
-            s = _compute_scores(q, k, query.span, key.span, how)
+            s, slope = _compute_scores(q, k, query.span, key.span, how)
             p = _compute_probabilities(s, lse)
             c = _probability_factors(p, query.span, key.span, how)
-            ds = p * _multiply_factors((_join_groups(dy) @ v.mT).view_as(p), c).sub(delta[..., None]) * factor(how, q)
+            ds = p * _multiply_factors((_join_groups(dy) @ v.mT).view_as(p), c).sub(delta[..., None]) * slope
             dv = dv + _join_groups(_multiply_factors(p, c)).mT @ _join_groups(dy)
             dk = dk + _join_groups(ds).mT @ _join_groups(q)
             dq = (_join_groups(ds) @ k).view_as(q)
@@ -199,8 +202,9 @@ class Pushed:
                 if how.mask.cover(query.span, key.span) == "none":
                     continue
                 q, dq, lse = (_rows_of(x, query.at) for x in self._outer)
-                p = _compute_probabilities(_compute_scores(q, k, query.span, key.span, how), lse)
-                pds = p * (_join_groups(dq) @ k.mT + _join_groups(q) @ dk.mT).view_as(p) * factor(how, q)
+                s, slope = _compute_scores(q, k, query.span, key.span, how)
+                p = _compute_probabilities(s, lse)
+                pds = p * (_join_groups(dq) @ k.mT + _join_groups(q) @ dk.mT).view_as(p) * slope
                 c = _probability_factors(p, query.span, key.span, how)
                 dsum = _join_groups(_multiply_factors(pds, c)) @ v + _join_groups(_multiply_factors(p, c)) @ dv
                 new = pds.sum(-1), dsum.view(*p.shape[:-1], v.shape[-1])
@@ -227,14 +231,20 @@ def gathered(parts: Sequence[Tensor | None], like: Tensor, rows: Rows, block: in
     return torch.cat(found, -2).to(like.dtype) if found else torch.zeros_like(like)
 
 
-def _compute_scores(q: Tensor, k: Tensor, queries: Span, keys: Span, how: OnlineScores) -> Tensor:
-    """Returns scores [B, G, R, Q, K], -inf where a pair does not count."""
-    s = (_join_groups(q) @ k.mT).view(*q.shape[:-1], k.shape[-2]) * factor(how, q)
+def _compute_scores(
+    q: Tensor, k: Tensor, queries: Span, keys: Span, how: OnlineScores
+) -> tuple[Tensor, Tensor | float]:
+    """Returns scores [B, G, R, Q, K], -inf where a pair does not count, and their derivatives with regard to q k."""
+    slope: Tensor | float = factor(how, q)
+    s = (_join_groups(q) @ k.mT).view(*q.shape[:-1], k.shape[-2]) * slope
+    if how.softcap is not None:
+        bounded = (s / how.softcap).tanh()
+        s, slope = bounded * how.softcap, (1 - bounded * bounded) * slope
     bias = how.bias(queries, keys, q.device)
     s = s if bias is None else s + _split_groups(bias, q).to(s.dtype)
     if how.mask.cover(queries, keys) == "all":
-        return s
-    return s.masked_fill(~_split_groups(how.mask.pairs(queries, keys, q.device), q), -math.inf)
+        return s, slope
+    return s.masked_fill(~_split_groups(how.mask.pairs(queries, keys, q.device), q), -math.inf), slope
 
 
 def _compute_probabilities(s: Tensor, lse: Tensor) -> Tensor:
@@ -303,6 +313,6 @@ def refuse_gradients(how: OnlineScores) -> None:
     wrong = [type(m).__name__ for m in how.mask.parts if any(t.requires_grad for t in m.tensors)]
     if wrong:
         raise ValueError(
-            f"attention: data of the masks {', '.join(wrong)} require a gradient, which only Dense() gives; detach"
-            " them, or take it."
+            f"attention: data of the masks {', '.join(wrong)} require a gradient, which only Dense() computes. Detach"
+            " the data, or use Dense()."
         )

@@ -262,8 +262,8 @@ def check_block(name: str, block: Sequence[int], whole: Features, axis: Axes, *,
     if have not in wanted:
         shapes = " or ".join(str(w) for w in dict.fromkeys(wanted))
         raise ValueError(
-            f"{name} has {have} of {option}={whole}, but this rank's block over the {n} ranks of {axis!r} is {shapes};"
-            f" cut the leaf along {axis!r} in its compute spec, or correct {option}."
+            f"{name} has {have} of {option}={whole}, but this rank's block over the {n} ranks of {axis!r} is {shapes}."
+            f" Cut the leaf along {axis!r} in its compute spec, or correct {option}."
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardfn._torch import grouped_mm
+from shardfn.core import save_tensors
 from shardfn.kernels import grouped_outer, grouped_product
 
 # The three derivatives, each as a function of the two other tensors in order, and of shared integers.
@@ -36,8 +37,7 @@ class _Derivative(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         del output
         ctx.form, ctx.at, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
+        save_tensors(ctx, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -119,8 +119,7 @@ class _TwoOperands(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         del output
         ctx.product, *operands = inputs
-        ctx.save_for_backward(*operands)
-        ctx.save_for_forward(*operands)
+        save_tensors(ctx, *operands)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:

@@ -26,9 +26,9 @@ from shardfn._torch import DisableFuncTorch, disable_current_modes
 from shardfn.kernels import Given, Tiles, block_sparse_attention, block_sparse_attention_backward, is_native
 
 from ._data_masks import together
+from ._dropout import PairDropout
 from ._masks import NONE, SOME, Array, Full, Mask, Span
 from ._online import OnlineScores, Outer, Rows, absorb, factor, finish, gathered, tiles, transpose, wide
-from ._pair_dropout import PairDropout
 
 
 class HostTiles(NamedTuple):
@@ -99,9 +99,11 @@ class Rectangle(NamedTuple):
 def kernel_tile(how: OnlineScores, device: torch.device, block: int) -> int | None:
     """Returns the best tile of the kernel for given scores, or None where torch's products are to compute the scores.
 
-    Torch's products compute where the kernel has no fast path, such as on a CPU without a compiler, and for masks
-    without data for the kernel.
+    Torch's products compute where the kernel has no fast path, such as on a CPU without a compiler, for masks without
+    data for the kernel, and for bounded scores (softcap).
     """
+    if how.softcap is not None:
+        return None
     known = all(m.in_kernels for m in how.mask.parts) and sum(isinstance(m, PairDropout) for m in how.mask.parts) <= 1
     return min(block, KERNEL_TILE) if known and device.type == "cpu" and is_native("block_sparse_attention") else None
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn.collectives import mesh_as_now, ppermute, ppermute_start, transforming
-from shardfn.core import Axes
+from shardfn.core import Axes, save_tensors
 
 from ._online import (
     OnlineScores,
@@ -90,7 +90,7 @@ class _Online(torch.autograd.Function):
         q, k, v, sinks_H, slopes_H, along, *data = inputs
         ctx.along, ctx.on_mesh = along, mesh_as_now()
         ctx.mark_non_differentiable(output[1])
-        _save_tensors(ctx, (q, k, v, *output), (sinks_H, slopes_H), data)
+        _save_operands(ctx, (q, k, v, *output), (sinks_H, slopes_H), data)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> tuple[Tensor, None]:
@@ -142,7 +142,7 @@ class OnlineBackward(torch.autograd.Function):
         del output
         dy, q, k, v, _, _, sinks_H, slopes_H, along, *data = inputs
         ctx.along, ctx.on_mesh = along, mesh_as_now()
-        _save_tensors(ctx, (dy, q, k, v), (sinks_H, slopes_H), data)
+        _save_operands(ctx, (dy, q, k, v), (sinks_H, slopes_H), data)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -190,17 +190,15 @@ def _sink_gradient(dy_BTHK: Tensor, y_BTHK: Tensor, lse_BHT: Tensor, sinks_H: Te
     return -((sinks_H.to(lse_BHT.dtype)[:, None] - lse_BHT).exp() * delta_BHT).sum((0, 2)).to(sinks_H.dtype)
 
 
-def _save_tensors(
+def _save_operands(
     ctx: Any, tensors: tuple[Tensor, ...], maybe: tuple[Tensor | None, Tensor | None], data: list[Tensor]
 ) -> None:
     ctx.there = [x is not None for x in maybe]
-    kept = (*tensors, *(x for x in maybe if x is not None), *data)
-    ctx.save_for_backward(*kept)
-    ctx.save_for_forward(*kept)
+    save_tensors(ctx, *tensors, *(x for x in maybe if x is not None), *data)
 
 
 def _load_saved(ctx: Any, num: int) -> tuple[Any, Tensor | None, Tensor | None, list[Tensor]]:
-    """Returns the tensors of `_save_tensors`: `num` tensors, sinks, slopes, and the data of the mask."""
+    """Returns the tensors of `_save_operands`: `num` tensors, sinks, slopes, and the data of the mask."""
     saved = list(ctx.saved_tensors)
     tensors, rest = tuple(saved[:num]), saved[num:]
     sinks_H, slopes_H = (rest.pop(0) if there else None for there in ctx.there)

@@ -9,13 +9,14 @@ B batch, T tokens, D model, H query heads, G key and value heads, K head dim. A 
 the second is cut between heads by any axis, the first by axes that divide H.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardfn.collectives import all_gather, axis_index, axis_size
+from shardfn.collectives import all_gather, axis_size
 from shardfn.core import Axes
 
 from ._attention import attention
@@ -23,58 +24,7 @@ from ._attention_backends import Attending
 from ._batch_invariant import AnyWeight, BatchInvariantWeight
 from ._online import OnlineScores
 from ._parallel import affine, affines, all_ranges, check_block, enter_parallel, evenly, keys_of, rank_range, row_linear
-
-
-def rope_table(
-    positions_T: Int64[Tensor, " t"], head_dim: int, *, base: float = 10000.0, dtype: torch.dtype = torch.float32
-) -> tuple[Float[Tensor, "t k"], Float[Tensor, "t k"]]:
-    """Returns the cos and sin of position * base^(-2i / K), i = 0 .. K/2 - 1, both halves equal.
-
-    Args:
-        positions_T: global positions of the tokens.
-        head_dim: K, even.
-        base: the longest wave is 2 pi base tokens.
-        dtype: dtype of the result. Angles are always formed in float32 or better.
-
-    Returns:
-        cos_TK and sin_TK, for `rope`.
-
-    Raises:
-        ValueError: `head_dim` is odd.
-
-    Example:
-        >>> cos_TK, sin_TK = rope_table(torch.arange(3), 4)
-        >>> cos_TK.shape
-        torch.Size([3, 4])
-    """
-    if head_dim % 2:
-        raise ValueError(f"rope_table(head_dim={head_dim}): rotation pairs dims, so the head dim must be even.")
-    work = torch.float64 if dtype == torch.float64 else torch.float32
-    powers = torch.arange(0, head_dim, 2, dtype=work, device=positions_T.device) / head_dim
-    angles_TK = torch.outer(positions_T.to(work), base**-powers).repeat(1, 2)
-    return angles_TK.cos().to(dtype), angles_TK.sin().to(dtype)
-
-
-def rope(
-    x_BTHK: Float[Tensor, "b t h k"], cos_TK: Float[Tensor, "t k"], sin_TK: Float[Tensor, "t k"]
-) -> Float[Tensor, "b t h k"]:
-    """Rotates each pair (a, b) = (x_k, x_(k + K/2)) by the pair's angle: x cos + (-b, a) sin.
-
-    So <rope(q)_s, rope(k)_t> depends on the positions only through s - t.
-
-    Args:
-        x_BTHK: queries or keys.
-        cos_TK: cosines from `rope_table`.
-        sin_TK: sines from `rope_table`.
-
-    Example:
-        >>> x_BTHK = torch.ones(1, 1, 1, 2)
-        >>> torch.equal(rope(x_BTHK, *rope_table(torch.tensor([0]), 2)), x_BTHK)
-        True
-    """
-    a, b = x_BTHK.chunk(2, dim=-1)
-    return x_BTHK * cos_TK[:, None] + torch.cat((-b, a), dim=-1) * sin_TK[:, None]
-
+from ._rope import rope
 
 ATTENDING = Attending()
 
@@ -105,6 +55,7 @@ class AttentionWeights(NamedTuple):
         bk: [G * K] or [G, K], or None.
         bv: biases as bk.
         bo: [D], or None.
+        sinks: [H], the scores of the rank's attention sinks, or None.
     """
 
     wq: AnyWeight
@@ -115,6 +66,21 @@ class AttentionWeights(NamedTuple):
     bk: Tensor | None = None
     bv: Tensor | None = None
     bo: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+class HeadNorms(NamedTuple):
+    """Norms of queries and keys, before their rotation.
+
+    Attributes:
+        queries: function of queries [.., K], or of all heads together, [.., H K].
+        keys: function of keys.
+        joint: whether all heads of a token are normalised together.
+    """
+
+    queries: Callable[[Tensor], Tensor]
+    keys: Callable[[Tensor], Tensor]
+    joint: bool = False
 
 
 def self_attention(
@@ -125,6 +91,9 @@ def self_attention(
     table: tuple[Tensor, Tensor] | None = None,
     slopes_H: Float[Tensor, " h"] | None = None,
     how: Attending = ATTENDING,
+    scale: float | None = None,
+    softcap: float | None = None,
+    norms: HeadNorms | None = None,
     rows_R: Int[Tensor, " r"] | None = None,
     axis: Axes = None,
     sequence: int | None = None,
@@ -138,6 +107,9 @@ def self_attention(
         table: cos and sin for `rope`, of all tokens. None: no rotation.
         slopes_H: ALiBi's slopes of all H heads, or None.
         how: mask and body of attention. Where `how.impl` cuts the tokens, x and the table have only the rank's tokens.
+        scale: see `attention`.
+        softcap: see `attention`.
+        norms: norms of queries and keys. Ranks that cut heads exchange the heads of joint norms.
         rows_R: tokens with wanted results, for a body from `Local.with_queries(rows_R)`, without a table. All
             tokens give their keys and values. None: all tokens.
         axis: mesh axes along which heads are cut. None means a single device.
@@ -156,7 +128,11 @@ def self_attention(
     """
     start, stop = _local_heads(w.wq, heads, axis)
     x_BTD = enter_parallel(x_BTD, axis, sequence)
-    first, q_BTHK, k_BTGK, v_BTGK = _project_inputs(x_BTD, w, heads, axis, rows_R)
+    joint = norms is not None and norms.joint
+    first, q_BTHK, k_BTGK, v_BTGK = _project_inputs(x_BTD, w, heads, axis, rows_R, whole_keys=joint)
+    if norms is not None:
+        cut_keys = joint and axis_size(axis) > 1 and _has_local_keys(w, heads, axis)
+        q_BTHK, k_BTGK = _norm_heads(q_BTHK, k_BTGK, norms, heads, axis, cut_keys=cut_keys)
     if table is not None:
         q_BTHK, k_BTGK = rope(q_BTHK, *table), rope(k_BTGK, *table)
     read = [h // (heads.queries // heads.keys) - first for h in range(start, stop)]
@@ -164,10 +140,11 @@ def self_attention(
         k_BTGK, v_BTGK = k_BTGK[:, :, read], v_BTGK[:, :, read]
     slopes_H = None if slopes_H is None else slopes_H[start:stop]
     mask = how.mask.of_heads(start, stop)
+    scores: Any = {"slopes_H": slopes_H, "scale": scale, "softcap": softcap, "sinks_H": w.sinks}
     if rows_R is None:
-        y_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, mask=mask, slopes_H=slopes_H, impl=how.impl)
+        y_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, mask=mask, impl=how.impl, **scores)
     else:  # the body knows the positions of its queries, and masks by number do not fit
-        y_BTHK = how.impl.attend(q_BTHK, k_BTGK, v_BTGK, OnlineScores(mask, None, slopes_H, None), k_BTGK.shape[1])
+        y_BTHK = how.impl.attend(q_BTHK, k_BTGK, v_BTGK, OnlineScores(mask, **scores), k_BTGK.shape[1])
     columns = heads.queries * heads.dim if w.wo.ndim == 2 else (heads.queries, heads.dim)
     return row_linear(y_BTHK.flatten(-2), w.wo, w.bo, features=columns, axis=axis, sequence=sequence)
 
@@ -251,29 +228,28 @@ def _check_rows(name: str, w: AnyWeight, num: int, heads: Heads, axis: Axes, by_
 
 
 def _project_inputs(
-    x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes, rows_R: Tensor | None
+    x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes, rows_R: Tensor | None, *, whole_keys: bool = False
 ) -> tuple[int, Tensor, Tensor, Tensor]:
     """Returns the first needed key head, and the rank's queries, keys and values [B, T, heads, K].
 
-    There are R queries where `rows_R` is given.
+    There are R queries where `rows_R` is given. With `whole_keys`, ranks that share heads get all key heads.
     """
-    ratio = heads.queries // heads.keys
-    needed = [keys_of(queries, ratio) for queries in all_ranges(heads.queries, axis)]
-    held = all_ranges(heads.keys, axis)
     rows = 1 if w.wk.ndim == 3 else heads.dim
     for name, x in (("wk", w.wk), ("wv", w.wv), ("bk", w.bk), ("bv", w.bv)):
         if x is not None:
             _check_rows(name, x, heads.keys, heads, axis, by_head=rows == 1)
-    # Rows cut inside a head are always joined.
-    aligned = all_ranges(heads.keys * rows, axis) == [(a * rows, b * rows) for a, b in held]
-    if aligned and all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True)):
+    if _has_local_keys(w, heads, axis):
         if rows_R is None:
             q, k, v = affines(x_BTD, (w.wq, w.wk, w.wv), (w.bq, w.bk, w.bv))
         else:
             q, (k, v) = affine(x_BTD[:, rows_R], w.wq, w.bq), affines(x_BTD, (w.wk, w.wv), (w.bk, w.bv))
-        return held[int(axis_index(axis))][0], _split_heads(q, heads), _split_heads(k, heads), _split_heads(v, heads)
+        start, _ = rank_range(heads.keys, axis)
+        return start, _split_heads(q, heads), _split_heads(k, heads), _split_heads(v, heads)
     q_BTHK = _split_heads(affine(x_BTD if rows_R is None else x_BTD[:, rows_R], w.wq, w.bq), heads)
-    (start, stop), size = needed[int(axis_index(axis))], heads.keys * rows
+    start, stop = keys_of(rank_range(heads.queries, axis), heads.queries // heads.keys)
+    if whole_keys:
+        start, stop = 0, heads.keys
+    size = heads.keys * rows
     own = slice(start * rows, stop * rows)
     if isinstance(w.wk, BatchInvariantWeight):  # with joined keys, as panels cannot be cut
         parts = torch.stack([affine(x_BTD, w.wk, w.bk), affine(x_BTD, w.wv, w.bv)], -1)
@@ -281,6 +257,31 @@ def _project_inputs(
         return start, q_BTHK, _split_heads(k, heads), _split_heads(v, heads)
     wk, wv, bk, bv = _gather_weights(w, axis, size, own)
     return start, q_BTHK, _split_heads(affine(x_BTD, wk, bk), heads), _split_heads(affine(x_BTD, wv, bv), heads)
+
+
+def _has_local_keys(w: AttentionWeights, heads: Heads, axis: Axes) -> bool:
+    """Returns whether the query heads of every rank read only the rank's key heads."""
+    needed = [keys_of(queries, heads.queries // heads.keys) for queries in all_ranges(heads.queries, axis)]
+    held, rows = all_ranges(heads.keys, axis), 1 if w.wk.ndim == 3 else heads.dim
+    # Rows cut inside a head are always joined.
+    aligned = all_ranges(heads.keys * rows, axis) == [(a * rows, b * rows) for a, b in held]
+    return aligned and all(a == b or (a[0] == a[1] and b[0] == b[1]) for a, b in zip(needed, held, strict=True))
+
+
+def _norm_heads(
+    q_BTHK: Tensor, k_BTGK: Tensor, norms: HeadNorms, heads: Heads, axis: Axes, *, cut_keys: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns normalised queries and keys. For joint norms ranks get the missing heads of all ranks."""
+    if not norms.joint:
+        return norms.queries(q_BTHK), norms.keys(k_BTGK)
+
+    def norm_together(x: Tensor, norm: Callable[[Tensor], Tensor], num: int, cut: bool) -> Tensor:
+        whole = all_gather(x, axis, dim=2, size=num) if cut else x
+        y = norm(whole.flatten(-2)).view_as(whole)
+        return y[:, :, slice(*rank_range(num, axis))] if cut else y
+
+    q_BTHK = norm_together(q_BTHK, norms.queries, heads.queries, axis_size(axis) > 1)
+    return q_BTHK, norm_together(k_BTGK, norms.keys, heads.keys, cut_keys)
 
 
 def _gather_weights(w: AttentionWeights, axis: Axes, size: int, own: slice) -> tuple[Any, ...]:

@@ -138,8 +138,8 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         raise NotImplementedError(
-            "tiled_cross_entropy has a first derivative only, as its gradients are computed in the forward; for a"
-            " second one use cross_entropy_sum(linear(x, w), targets)."
+            "tiled_cross_entropy has only a first derivative, because the forward computes the gradients. For a second"
+            " derivative, use cross_entropy_sum(linear(x, w), targets)."
         )
 
 

@@ -20,7 +20,7 @@ from shardfn import core
 from . import _base as base
 from ._adam import bias_corrections
 from ._checks import check_decay_rate, check_not_negative, check_num_steps, check_positive
-from ._elementwise import map_leaves, vary_number
+from ._elementwise import map_leaves, select_tree, vary_number
 from ._learning_rate import check_rate, evaluate_schedule
 from ._leaves import check_params, check_state, leaves_like, wide, zero_count, zeros_like
 from ._needs import join_needs, refuse_phases
@@ -288,7 +288,7 @@ class _Lookahead:
         updates, fast = self.tx.update(updates, state.fast_state, params, specs=specs)
         syncs = state.steps_since_sync == self.period - 1
         if self.reset:
-            fast = core.tree_map(lambda new, first: torch.where(syncs, first, new), fast, self.tx.init(params))
+            fast = select_tree(syncs, self.tx.init(params), fast)
         new = core.tree_flatten(apply_updates(params, updates))[0]
         us = leaves_like(updates, treedef, "updates", "params")
         out, after = list[Tensor](), list[Tensor]()

@@ -16,6 +16,11 @@ from . import _base as base
 from ._leaves import check_shapes, check_state, leaves_like, spec_leaves, zero_count, zeros_like
 
 
+def select_tree(flag: Tensor, new: core.PyTree, old: core.PyTree) -> core.PyTree:
+    """Returns `new` where a 0-d flag is true, else `old`: for example the state of a step that is made or skipped."""
+    return core.tree_map(lambda x, y: torch.where(flag.to(x.device), x, y), new, old)
+
+
 def vary_number(leaves: list[Tensor], value: Any, tree: core.PyTree, specs: base.Specs) -> list[Any]:
     """Returns `value` for each leaf, varying over the axes that cut the leaf.
 

@@ -24,9 +24,9 @@ from shardfn.collectives import transforming
 
 from . import _base as base
 from ._checks import check_positive
-from ._elementwise import vary_number
+from ._elementwise import select_tree, vary_number
 from ._leaves import check_state, spec_leaves, zero_count
-from ._needs import bind_stats, join_needs, refuse_phases
+from ._needs import add_measure, bind_stats, join_needs, refuse_phases
 from ._norm import over_blocks
 from ._pair import apply_updates, as_transformation, inplace
 
@@ -267,11 +267,8 @@ class _ApplyIfFinite:
     def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.inner_state,))
-        needs = needs._replace(ascends=self.tx.needs.ascends, bind_stats=self.bind)
-        if self.tx.needs.measure is None:
-            needs = needs._replace(measure=base.Measure(count_not_finite, additive=True))
-        else:  # two values would be measured
-            needs = needs._replace(measure=None, granularity="tree")
+        needs = add_measure(needs, self.tx.needs.measure, count_not_finite, self.bind)
+        needs = needs._replace(ascends=self.tx.needs.ascends)
         return base.GradientTransformation(self.init, self.update, self.apply, needs)
 
     def bind(self, params: base.Params, stats: Tensor | None, phase: base.Phase | None) -> base.GradientTransformation:
@@ -291,7 +288,7 @@ class _ApplyIfFinite:
         leaves, treedef = core.tree_flatten(us)
         rows = zip(leaves, vary_number(leaves, steps, us, specs), strict=True)
         us = core.tree_unflatten(treedef, [torch.where(s, u, 0.0).to(u.dtype) for u, s in rows])
-        inner = core.tree_map(lambda new, old: torch.where(steps, new, old), inner, state.inner_state)
+        inner = select_tree(steps, inner, state.inner_state)
         return us, ApplyIfFiniteState(counts[0], finite, counts[1], inner)
 
     @torch.no_grad()

@@ -13,6 +13,7 @@
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -86,6 +87,24 @@ def find_ascending(tx: GradientTransformation, params: base.Params) -> list[bool
     """
     of = tx.needs.ascends
     return [of] * len(tree_leaves(params)) if isinstance(of, bool) else list(of(params))
+
+
+def add_measure(
+    needs: base.Needs, inner: base.Measure | None, of: Callable[[Tensor], Tensor], bind: Callable[..., Any]
+) -> base.Needs:
+    """Returns the needs of a wrapper that measures gradients for its decision, such as their norm.
+
+    Steps measure a single value. If the inner rule needs another value, the wrapper gets whole trees.
+
+    Args:
+        needs: needs that the wrapper has from the inner rule.
+        inner: the measure of the inner rule.
+        of: function of a block. The values of all blocks are summed.
+        bind: `bind_stats` of the wrapper.
+    """
+    if inner is None or inner.of is of:
+        return needs._replace(measure=base.Measure(of, additive=True), bind_stats=bind)
+    return needs._replace(measure=None, granularity="tree")
 
 
 def join_needs(

@@ -9,14 +9,14 @@ from shardfn import collectives, core
 from shardfn.collectives import unshard
 
 from ._base import OptState
-from ._onebit_adam import SIGN, OneBitAdamState
+from ._onebit_adam import OneBitAdamState
 from ._onebit_lamb import OneBitLambState
 from ._zero_one_adam import ZeroOneAdamState, is_in_round
 
 _KINDS = (OneBitAdamState, OneBitLambState, ZeroOneAdamState)
 
 
-def rebalance_residuals(opt_state: OptState, like: OptState, *, compressor: collectives.Compressor = SIGN) -> OptState:
+def rebalance_residuals(opt_state: OptState, like: OptState) -> OptState:
     """Returns the state of a compressing optimizer for another number of ranks. No error is lost.
 
     Every new rank's error is the mean of the old ranks' errors. The errors that ranks keep as servers are cut again. So
@@ -33,7 +33,6 @@ def rebalance_residuals(opt_state: OptState, like: OptState, *, compressor: coll
         opt_state: whole state, from `unshard` or a checkpoint. `GlobalTensor`s are gathered, a collective. The state
             may be inside the states of a `chain` or of `master_weights`.
         like: a state of the new step (`step.init(params).opt_state`), with the placement of each leaf.
-        compressor: compressor of the optimizer.
 
     Returns:
         A tree like `like`.
@@ -56,9 +55,8 @@ def rebalance_residuals(opt_state: OptState, like: OptState, *, compressor: coll
     """
     _check_blocks(opt_state, like)
     states, treedef = core.tree_flatten(unshard(opt_state), is_leaf=is_compressing)
-    fitting = compressor if compressor.remembers else collectives.error_feedback(compressor)
     likes = treedef.flatten_up_to(like)
-    return core.tree_unflatten(treedef, [_move_states(x, y, fitting) for x, y in zip(states, likes, strict=True)])
+    return core.tree_unflatten(treedef, [_move_states(x, y) for x, y in zip(states, likes, strict=True)])
 
 
 def _check_blocks(opt_state: OptState, like: OptState) -> None:
@@ -81,7 +79,7 @@ def _num_blocks(worker: Any) -> int | None:
     return worker.mesh.axis_size(worker.spec.dim_axes(1)) if isinstance(worker, collectives.GlobalTensor) else None
 
 
-def _move_states(state: Any, like: Any, compressor: collectives.Compressor) -> Any:
+def _move_states(state: Any, like: Any) -> Any:
     if not is_compressing(state):
         return _place_leaves(state, like)
     check_in_round(state)
@@ -93,25 +91,23 @@ def _move_states(state: Any, like: Any, compressor: collectives.Compressor) -> A
         rest = rest._replace(freeze=freeze, codes=none)
     rest = _place_leaves(rest, other)
     residuals, treedef = core.tree_flatten(state.residual, is_leaf=_is_residual)
-    new = [
-        _recut_residual(x, y, compressor) for x, y in zip(residuals, treedef.flatten_up_to(like.residual), strict=True)
-    ]
+    new = [_recut_residual(x, y) for x, y in zip(residuals, treedef.flatten_up_to(like.residual), strict=True)]
     return rest._replace(residual=core.tree_unflatten(treedef, new))
 
 
-def _recut_residual(
-    residual: collectives.Residual, like: collectives.Residual, compressor: collectives.Compressor
-) -> collectives.Residual:
-    if not isinstance(residual.worker, Tensor):
+def _recut_residual(residual: collectives.Residual, like: collectives.Residual) -> collectives.Residual:
+    worker, server = residual
+    if not isinstance(worker, Tensor):
         return like
-    # Rows of the first dim are ranks. Blocks are along the second dim.
-    ranks, blocks = like.worker.shape[0], 1
+    # Rows of the first dim are ranks. Blocks are along the second dim, each with the real elements before the padding.
+    (ranks, size), blocks = like.worker.shape, 1
     if isinstance(like.worker, collectives.GlobalTensor):
         blocks = like.worker.mesh.axis_size(like.worker.spec.dim_axes(1))
-    # Old and new padding may differ. Real elements come before the padding.
-    n = min(residual.worker.shape[1], like.worker.shape[1]) // blocks
-    new = collectives.recut_residuals(residual, torch.empty(n, device="meta"), ranks, compressor, others=blocks)
-    return _place_leaves(new, like)
+    mean, server = (
+        torch.nn.functional.pad(x.view(blocks, -1), (0, (size - len(x)) // blocks)).view(-1)
+        for x in (worker.sum(0) / len(worker), server)
+    )
+    return _place_leaves(collectives.Residual(mean.expand(ranks, -1), server), like)
 
 
 def _place_leaves(state: core.PyTree, like: core.PyTree) -> core.PyTree:

@@ -12,9 +12,9 @@ from shardfn.collectives import local
 
 from . import _base as base
 from ._checks import MEANT, check_positive
-from ._elementwise import vary_number
+from ._elementwise import select_tree, vary_number
 from ._leaves import check_params, check_state, leaves_like, wide, zero_count
-from ._needs import bind_stats, join_needs, refuse_phases
+from ._needs import add_measure, bind_stats, join_needs, refuse_phases
 from ._norm import block_squares, global_norm
 from ._pair import as_transformation
 
@@ -111,11 +111,7 @@ class _Sam:
     def rule(self) -> base.GradientTransformation:
         """Returns the rule as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.opt_state,))
-        own = self.tx.needs.measure
-        if own is None or own.of is block_squares:
-            needs = needs._replace(measure=base.Measure(block_squares, additive=True), bind_stats=self.bind)
-        else:  # two values would be measured
-            needs = needs._replace(measure=None, granularity="tree")
+        needs = add_measure(needs, self.tx.needs.measure, block_squares, self.bind)
         return base.GradientTransformation(self.init, self.update, needs=needs._replace(ascends=False))
 
     def bind(self, params: base.Params, stats: Tensor | None, phase: base.Phase | None) -> base.GradientTransformation:
@@ -145,7 +141,7 @@ class _Sam:
         cache = [
             torch.where(on, c, p) for p, c, on in zip(ps, cs, vary_number(ps, descends, params, specs), strict=True)
         ]
-        kept = core.tree_map(lambda new, old: torch.where(descends.to(new.device), new, old), inner, state.opt_state)
+        kept = select_tree(descends, inner, state.opt_state)
         after = SamState(1 - state.perturbed, kept, core.tree_unflatten(treedef, cache))
         return core.tree_unflatten(treedef, out), after
 

@@ -22,7 +22,7 @@ def read_json_object(path: pathlib.Path) -> dict[str, Any]:
     with name_file_in_errors(path, "its JSON"):
         found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
-        raise ValueError(f"{path} has a {type(found).__name__}; it must have an object of JSON.")
+        raise ValueError(f"{path} must have an object of JSON, got a {type(found).__name__}.")
     return found
 
 
@@ -70,7 +70,7 @@ def read_sampling(folder: pathlib.Path) -> dict[str, Any]:
         check_request(Request((0,), dataclasses.replace(Sampling(), **found)), _ANYTHING)
     except ValueError as error:
         raise ValueError(
-            f"{path}: {str(error).removesuffix('.')}; mend it, or take --generation-config none."
+            f"{path}: {str(error).removesuffix('.')}. Correct the file, or pass --generation-config none."
         ) from error
     return found
 

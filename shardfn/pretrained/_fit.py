@@ -29,6 +29,6 @@ def fit_codes(job: ModelSettings, params: PyTree, text: ModelText, plain: Decode
     place, length = pathlib.Path(job.fit), min(_LENGTH, plain.context)
     tokens = text.encode(place.read_text(encoding="utf-8"))[: _ROWS * length]
     if not tokens:
-        raise ValueError(f"--fit {place} has no tokens; give a text like those of prompts.")
+        raise ValueError(f"--fit must be a text with tokens, similar to the prompts, got no tokens in {place}.")
     rows = [tokens[at : at + length] for at in range(0, len(tokens), length)]
     return fit_quantization(plain, params, job.weights, rows), f"fitted to {len(tokens):,} tokens of {place.name}"

@@ -6,8 +6,7 @@ from typing import Any
 
 from shardfn.interop import GGUFFile
 
-from ._chat_template import compile_chat_template
-from ._text import ModelText
+from ._text import ModelText, compile_chat_template
 
 # Kinds of tokens in a file.
 _CONTROL, _USER_DEFINED = 3, 4

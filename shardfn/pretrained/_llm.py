@@ -51,6 +51,7 @@ class LLM:
     Attributes:
         engine: engine, for requests by hand.
         text: tokenizer.
+        classifier: classification head of a `...ForSequenceClassification`, or None.
         sampling: sampling of calls without one: the values of the directory's `generation_config.json`.
 
     Raises:
@@ -94,6 +95,7 @@ class LLM:
                 "drafter": drafter,
                 "speculator": speculator,
                 "recommended": recommended,
+                "classifies": True,
             },
         )
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
@@ -101,7 +103,7 @@ class LLM:
         sizes = {"context": context, "cache_bytes": int(cache_gib * 2**30), "drafts": job.drafts, **sizes}
         limits = limits_of(served.decoder, **sizes)
         self.engine, _ = make_engine(job, served, limits, mesh, adapters or {})
-        self.text = served.text
+        self.text, self.classifier = served.text, served.classifier
         self.sampling = Sampling(**recommended)
 
     def generate(
@@ -125,6 +127,7 @@ class LLM:
             TypeError: as `Engine.generate`.
             ValueError: as `Engine.generate`.
         """
+        self._check_generates()
         return self.engine.generate(self._encode_all(prompts), self._with_ends(sampling), adapter=adapter)
 
     def chat(
@@ -147,6 +150,7 @@ class LLM:
         Raises:
             ValueError: the tokenizer has no chat template, or the template refuses the messages.
         """
+        self._check_generates()
         if self.text.chat is None:
             raise ValueError("chat: the tokenizer has no chat template. Use generate.")
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -164,6 +168,22 @@ class LLM:
             normalize: whether embeddings have the length 1.
         """
         return self.engine.embed(self._encode_all(prompts), pooling, normalize=normalize)
+
+    def classify(self, prompts: Prompt | Sequence[Prompt]) -> Float32[Tensor, "n c"]:
+        """Returns the probabilities of the model's classes, or a reward model's rewards, for each prompt.
+
+        Equals transformers' model of sequence classification, with the bits of each prompt alone.
+
+        Args:
+            prompts: see `generate`.
+
+        Raises:
+            ValueError: the model has no classification head.
+        """
+        if self.classifier is None:
+            raise ValueError("classify: the model has no classification head. Load a ...ForSequenceClassification.")
+        logits = map(self.classifier.compute_logits, self.engine.embed(self._encode_all(prompts)))
+        return torch.tensor([self.classifier.classes.activate(x.tolist()) for x in logits])
 
     def score(
         self, text: Prompt | Sequence[Prompt], pairs: Prompt | Sequence[Prompt], pooling: str = "last"
@@ -183,6 +203,10 @@ class LLM:
             raise ValueError(f"score: {len(left)} texts and {len(right)} pairs. Pass one text, or one for each pair.")
         rows = self.engine.embed(left + right, pooling, normalize=True)
         return (rows[: len(left)].double() * rows[len(left) :].double()).sum(-1).to(torch.float32)
+
+    def _check_generates(self) -> None:
+        if self.classifier is not None:
+            raise ValueError("the model has classes in place of tokens. Call classify.")
 
     def _encode_all(self, prompts: Any) -> list[list[int]]:
         if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):

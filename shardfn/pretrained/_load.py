@@ -28,17 +28,32 @@ from shardfn.core import (
     tree_map,
 )
 from shardfn.data import BPETokenizer, ByteTokenizer
-from shardfn.inference import Decoder, Drafter, DraftModel, Engine, Limits, decoder, hf_decoder, limits_of
+from shardfn.inference import (
+    Activation,
+    Classes,
+    Classifier,
+    Decoder,
+    Drafter,
+    DraftModel,
+    Engine,
+    Limits,
+    decoder,
+    hf_decoder,
+    limits_of,
+)
 from shardfn.interop import (
     GGUFFile,
     check_sizes,
+    classifier_from_hf,
     gguf_config,
     gpt_config,
     gpt_from_gguf,
     gpt_from_hf,
+    is_classifier,
     module_from_hf,
     without_weights,
 )
+from shardfn.interop.leaves import gather_leaf
 from shardfn.interop.quantized import can_decode, read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import load_peft
@@ -73,6 +88,7 @@ class LoadedModel(NamedTuple):
         coded: remark on weights in codes.
         plain: function that makes the decoder of the same weights without codes, for a single rank. None unless codes
             are fitted.
+        classifier: classification head, or None.
     """
 
     decoder: Decoder
@@ -82,6 +98,7 @@ class LoadedModel(NamedTuple):
     size: int
     coded: str = ""
     plain: Callable[[], Decoder] | None = None
+    classifier: Classifier | None = None
 
 
 def load_model(job: ModelSettings, mesh: Mesh) -> LoadedModel:
@@ -98,6 +115,13 @@ def load_model(job: ModelSettings, mesh: Mesh) -> LoadedModel:
     """
     path = pathlib.Path(job.model)
     made = _load_model(path, job, mesh)
+    if job.reward_head:
+        made = made._replace(classifier=_take_reward_head(made, path))
+    if made.classifier is not None and not job.classifies:
+        raise ValueError(
+            f"{path} is a model of sequence classification, which has no logits of tokens; serve it by shardfn serve,"
+            " or call LLM(...).classify"
+        )
     if made.text.size > made.decoder.vocab:
         raise ValueError(
             f"the tokenizer of {path} has {made.text.size} tokens, and the model has {made.decoder.vocab}. Take the"
@@ -105,8 +129,7 @@ def load_model(job: ModelSettings, mesh: Mesh) -> LoadedModel:
         )
     if wrong := sorted(x for x in made.text.ends if not 0 <= x < made.decoder.vocab):
         raise ValueError(
-            f"{path}: eos_token_id has {wrong[0]}, which is not a token of the model; it must be from 0 to"
-            f" {made.decoder.vocab - 1}."
+            f"{path}: eos_token_id must be a token of the model, from 0 to {made.decoder.vocab - 1}, got {wrong[0]}."
         )
     if made.plain is None:
         return made
@@ -119,7 +142,7 @@ def _load_model(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedMod
         return _load_run(path, job, mesh)
     if job.kind == "gguf":
         return _load_gguf(path, job, mesh)
-    tokenizer = _load_tokenizer(path)
+    tokenizer = load_tokenizer(path)
     configs = ("config.json", GENERATION_CONFIG) if job.generation_config == "auto" else ("config.json",)
     text = wrap_transformers_tokenizer(
         tokenizer, frozenset[int]().union(*(_stop_tokens(path / name) for name in configs))
@@ -160,7 +183,7 @@ def make_engine(
         OSError: see `load_model`.
         ImportError: see `load_model`.
     """
-    drafter = _load_drafter(job, limits, served.decoder)
+    drafter = _load_drafter(job, limits, served)
     more: Any = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _make_disk(job)}
     more |= {"cache": job.cache_memory, "eager_steps": eager_steps}
     engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, **more)
@@ -191,13 +214,13 @@ def describe_engine(
     return "\n".join(lines)
 
 
-def _load_drafter(job: ModelSettings, limits: Limits, made: Decoder) -> Drafter | None:
+def _load_drafter(job: ModelSettings, limits: Limits, served: LoadedModel) -> Drafter | None:
     """Returns the drafter of a job. Each rank has a whole draft model.
 
     Args:
         job: job with the model's name.
         limits: limits of the engine.
-        made: decoder of the engine.
+        served: model of the engine.
 
     Raises:
         ValueError: see `load_model`.
@@ -205,21 +228,21 @@ def _load_drafter(job: ModelSettings, limits: Limits, made: Decoder) -> Drafter 
         ImportError: see `load_model`.
     """
     if job.speculator is not None:
-        return load_speculator(job.speculator, made)
+        return load_speculator(job.speculator, served.decoder, served.params)
     if job.draft_model is None:
         return DRAFTERS[job.drafter]
     kind = detect_kind(pathlib.Path(job.draft_model))
     small = dataclasses.replace(job, model=job.draft_model, kind=kind, ranks=1, adapter=None, draft_model=None)
-    served = load_model(small, make_mesh({}, alone=True))
+    guessing = load_model(small, make_mesh({}, alone=True))
     sizes = limits_of(
-        served.decoder,
-        context=min(limits.context, served.decoder.context),
+        guessing.decoder,
+        context=min(limits.context, guessing.decoder.context),
         cache_bytes=int(job.cache_gib * 2**30),
         running=limits.running,
         buckets=limits.buckets,
         cache_dtype=limits.cache_dtype,
     )
-    return DraftModel(served.decoder, served.params, limits=sizes)
+    return DraftModel(guessing.decoder, guessing.params, limits=sizes)
 
 
 def load_text(job: ModelSettings) -> ModelText:
@@ -234,13 +257,13 @@ def load_text(job: ModelSettings) -> ModelText:
         run = find_run(path)
         assert run is not None
         return wrap_data_tokenizer(_load_run_tokenizer(run, read_json_object(run / "model.json")))
-    return _load_gguf_text(GGUFFile(path)) if job.kind == "gguf" else wrap_transformers_tokenizer(_load_tokenizer(path))
+    return _load_gguf_text(GGUFFile(path)) if job.kind == "gguf" else wrap_transformers_tokenizer(load_tokenizer(path))
 
 
 def _load_run_tokenizer(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
     name = given.get("tokenizer")
     if not isinstance(name, str):
-        raise ValueError(f"{run / 'model.json'}: tokenizer is {name!r:.60}; it must be 'bytes', or a file's name.")
+        raise ValueError(f"{run / 'model.json'}: tokenizer must be 'bytes', or a file's name, got {name!r:.60}.")
     with name_file_in_errors(run / name, "its tokenizer"):
         return ByteTokenizer() if name == "bytes" else BPETokenizer.load(run / name)
 
@@ -249,6 +272,8 @@ def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelT
     settings = read_json_object(path / "config.json")
     check_sizes(settings, path / "config.json")
     changes, inexact = _choose_batch_invariant(job)
+    if is_classifier(settings):
+        return _load_classifier(path, job, mesh, text)
     if job.adapter is not None:  # its files name the module's own weights
         return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text)
     try:
@@ -269,19 +294,63 @@ def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelT
     return LoadedModel(_make_decoder(config, mesh, job), params, text, inexact, size, coded, _fit_decoder(config, job))
 
 
+def _load_classifier(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelText) -> LoadedModel:
+    """Loads a model of sequence classification with a decoder of `models.gpt`."""
+    if job.adapter is not None:
+        raise ValueError(f"{path} is a model of sequence classification, which takes no adapter; merge it first")
+    changes, inexact = _choose_batch_invariant(job)
+    settings = read_json_object(path / "config.json")
+    with name_file_in_errors(path, "its weights"):
+        config, params, weight_CD = classifier_from_hf(path, dtype=DTYPES[job.dtype], **changes)
+    classifier = Classifier(weight_CD, _read_classes(settings, path, len(weight_CD)))
+    made = _make_decoder(config, mesh, job)
+    size = _param_bytes(params)
+    return LoadedModel(made, params, text, inexact, size, plain=_fit_decoder(config, job), classifier=classifier)
+
+
+def _take_reward_head(made: LoadedModel, path: pathlib.Path) -> Classifier:
+    """Returns the first row of a model's head: its logit is a reward, as `rl` trains models of rewards. Collective."""
+    head = made.params.get("head") if isinstance(made.params, dict) else None
+    if made.classifier is not None or head is None or not head.dtype.is_floating_point:
+        text = f"{path} with --reward-head: its head must be a table of floats apart from the embeddings, whose first"
+        raise ValueError(f"{text} row gives the reward. Leave out --reward-head, or serve a model of rewards")
+    whole = gather_leaf(head)
+    return Classifier(whole[:1].float().clone(), Classes(("reward",), "identity"))
+
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "regression": "identity",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
+
+
+def _read_classes(settings: Mapping[str, Any], path: pathlib.Path, num: int) -> Classes:
+    """Returns the classes of a `config.json`: without `problem_type` a single class has a sigmoid, as at vLLM."""
+    names = settings.get("id2label") or {}
+    if not isinstance(names, Mapping) or (names and set(names) != {str(i) for i in range(num)}):
+        raise ValueError(f"{path / 'config.json'}: id2label must have the keys 0 to {num - 1}, got {sorted(names)}.")
+    kind = settings.get("problem_type")
+    if kind is not None and kind not in _ACTIVATIONS:
+        known = ", ".join(map(repr, _ACTIVATIONS))
+        raise ValueError(f"{path / 'config.json'}: problem_type must be one of {known}, or null, got {kind!r:.60}.")
+    labels = tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(num))
+    return Classes(labels, _ACTIVATIONS[kind] if kind else "sigmoid" if num == 1 else "softmax")
+
+
 def _load_gguf(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedModel:
     file = GGUFFile(path)
     text = _load_gguf_text(file)
     changes, inexact = _choose_batch_invariant(job)
     # Layers that are batch-invariant read blocks as they are. Ranks cut blocks only where codes are asked for.
-    blocks = bool(changes) and (job.weights is not None or (mesh.size == 1 and job.fit is None))
+    keep_codes = bool(changes) and (job.weights is not None or (mesh.size == 1 and job.fit is None))
     try:
         gpt_config(gguf_config(file))
     except ValueError as error:
         load_module = functools.partial(_load_weights, path.parent, job, gguf_file=path.name)
         return _load_unmodified(lambda axis: (load_module(), None), job, mesh, text, error)
     with name_file_in_errors(path, "its weights"):
-        config, params = gpt_from_gguf(file, dtype=DTYPES[job.dtype], blocks=blocks, **changes)
+        config, params = gpt_from_gguf(file, dtype=DTYPES[job.dtype], keep_codes=keep_codes, **changes)
     num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
     coded = f"{num} weights in the file's own codes" if num else ""
     size = gpt.num_params(config)
@@ -308,8 +377,8 @@ def _load_unmodified(
         raise error from problem
     if made.cache.heads % mesh.size:
         raise ValueError(
-            f"{job.model} has {made.cache.heads} key heads, which {mesh.size} ranks do not divide; take --mesh tp=N"
-            " with an N that does"
+            f"the ranks must divide the key heads of {job.model}, got {mesh.size} ranks and {made.cache.heads} heads."
+            " Pass --mesh tp=N with such an N."
         ) from problem
     inexact = "" if made.batch_invariant else "some of the model's own layers are not"
     plain = None if job.fit is None else lambda: of_model()[0]
@@ -321,7 +390,9 @@ def _load_run(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedModel
     assert run is not None
     given = read_json_object(run / "model.json")
     if missing := [name for name in ("model", "per_head", "tokenizer") if name not in given]:
-        raise ValueError(f"{run / 'model.json'} has no {missing}; it has {sorted(given)}. Train again to write it.")
+        raise ValueError(
+            f"{run / 'model.json'} must have {missing}, got {sorted(given)}. Train again to write the file."
+        )
     changes, inexact = _choose_batch_invariant(job)
     with name_file_in_errors(run / "model.json", "its model"):
         check_sizes(given["model"], run / "model.json")
@@ -380,7 +451,13 @@ def _import_transformers(path: pathlib.Path) -> Any:
     return importlib.import_module("transformers")
 
 
-def _load_tokenizer(path: pathlib.Path) -> Any:
+def load_tokenizer(path: pathlib.Path) -> Any:
+    """Loads the tokenizer of a directory of transformers.
+
+    Raises:
+        OSError: a file is missing.
+        ImportError: transformers is missing. The message has the installation.
+    """
     transformers = _import_transformers(path)
     with name_file_in_errors(path, "its tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(path, config=_tokenizer_config(path), **_FILES_ALONE)
@@ -458,7 +535,7 @@ def _stop_tokens(path: pathlib.Path) -> frozenset[int]:
     value = read_json_object(path).get("eos_token_id") if path.is_file() else None
     tokens = [] if value is None else value if isinstance(value, list) else [value]
     if any(type(x) is not int for x in tokens):
-        raise ValueError(f"{path}: eos_token_id is {value!r:.60}; it must be a token, an integer, or a list of tokens.")
+        raise ValueError(f"{path}: eos_token_id must be a token, an integer, or a list of tokens, got {value!r:.60}.")
     return frozenset(tokens)
 
 

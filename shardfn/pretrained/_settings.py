@@ -43,6 +43,8 @@ class ModelSettings:
         generation_config: source of defaults: "auto" takes values from the model's `generation_config.json`, and "none"
             ignores the file.
         recommended: values of sampling from this file, defaults for the user's.
+        reward_head: whether the first logit of the model is a reward.
+        classifies: whether a model of sequence classification may be loaded.
     """
 
     model: str
@@ -64,6 +66,8 @@ class ModelSettings:
     speculator: str | None = None
     generation_config: str = "auto"
     recommended: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    reward_head: bool = False
+    classifies: bool = False
 
     @property
     def drafts(self) -> int:

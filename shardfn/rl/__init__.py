@@ -5,6 +5,7 @@ microbatches has the gradient of the whole batch.
 """
 
 from ._completions import completion_mask as completion_mask, token_mean as token_mean, row_mean as row_mean
+from ._completions import CompletionSpans as CompletionSpans
 from ._completions import completion_logprobs as completion_logprobs, completion_entropies as completion_entropies
 from ._completions import completion_positions as completion_positions, logprobs_at as logprobs_at
 from ._completions import completion_values as completion_values, completion_divergences as completion_divergences

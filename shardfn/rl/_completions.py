@@ -9,6 +9,7 @@ Masks of tokens for `grpo(loss_mask_BT=)`, and the entropy's coefficient of the 
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -80,13 +81,31 @@ def row_mean(x_B: Float[Tensor, " b"]) -> WeightedMean:
     return WeightedMean(x_B.sum(), x_B.new_tensor(len(x_B)))
 
 
+class CompletionSpans(NamedTuple):
+    """Location of the tokens of each answer in rows of prompts and answers, for the `completion_` functions.
+
+    Attributes:
+        prompts_B: tokens of each prompt, at least 1.
+        lengths_B: tokens of each answer.
+        width: T.
+        places_BT: positions of the answers' tokens in their rows, as of a `Rollout` in which a tool wrote between
+            tokens. None: each answer is right behind its prompt.
+    """
+
+    prompts_B: Int[Tensor, " b"]
+    lengths_B: Int[Tensor, " b"]
+    width: int
+    places_BT: Int[Tensor, "b t"] | None = None
+
+    def mask(self, x_BT: Tensor) -> Tensor:
+        """Returns `x_BT` with 0 from each answer's end on."""
+        return masked(x_BT, completion_mask(self.lengths_B, self.width))
+
+
 def completion_logprobs(
     logits_BLV: Float[Tensor, "b l v"],
     ids_BL: Int[Tensor, "b l"],
-    prompts_B: Int[Tensor, " b"],
-    lengths_B: Int[Tensor, " b"],
-    width: int,
-    places_BT: Int[Tensor, "b t"] | None = None,
+    spans: CompletionSpans,
 ) -> Float[Tensor, "b t"]:
     """Returns the log probabilities of answers, by a forward of prompts and answers, with a derivative.
 
@@ -96,11 +115,7 @@ def completion_logprobs(
     Args:
         logits_BLV: logits of the next token at each position, as from `gpt.apply`. The last position may be left out.
         ids_BL: prompts, each followed by its answer, and padding of any ids.
-        prompts_B: tokens of each prompt, at least 1.
-        lengths_B: tokens of each answer.
-        width: T.
-        places_BT: places of the answers' tokens in their rows, as of a `Rollout`, or None where each answer is right
-            behind its prompt.
+        spans: location of the answers.
 
     Returns:
         Log probabilities [B, T]. 0 from each answer's end on.
@@ -110,20 +125,17 @@ def completion_logprobs(
 
     Example:
         >>> ids, one = torch.tensor([[5, 3, 0]]), torch.tensor([1])
-        >>> completion_logprobs(torch.zeros(1, 3, 8), ids, one, one, 2)
+        >>> completion_logprobs(torch.zeros(1, 3, 8), ids, CompletionSpans(one, one, 2))
         tensor([[-2.0794,  0.0000]])
     """
     given = {"logits_BLV": logits_BLV}
-    before_BT = _find_before("completion_logprobs", given, prompts_B, lengths_B, width, places_BT, ids_BL)
-    return _compute_drawn(_take_rows(logits_BLV, before_BT), ids_BL, before_BT, lengths_B)
+    before_BT = _find_before("completion_logprobs", given, spans, ids_BL)
+    return _compute_drawn(_take_rows(logits_BLV, before_BT), ids_BL, before_BT, spans)
 
 
 def completion_positions(
     ids_BL: Int[Tensor, "b l"],
-    prompts_B: Int[Tensor, " b"],
-    lengths_B: Int[Tensor, " b"],
-    width: int,
-    places_BT: Int[Tensor, "b t"] | None = None,
+    spans: CompletionSpans,
 ) -> Int[Tensor, "b t"]:
     """Returns the position before each token of the answers, whose logits draw the token: `at` of `gpt.apply`.
 
@@ -131,10 +143,7 @@ def completion_positions(
 
     Args:
         ids_BL: ids as of `completion_logprobs`.
-        prompts_B: tokens of each prompt, at least 1.
-        lengths_B: tokens of each answer.
-        width: T.
-        places_BT: places as of `completion_logprobs`.
+        spans: location of the answers.
 
     Returns:
         Positions [B, T]. Any position of the row from each answer's end on.
@@ -143,29 +152,24 @@ def completion_positions(
         ValueError: shapes do not fit, or an answer does not lie in its row.
 
     Example:
-        >>> completion_positions(torch.tensor([[5, 3, 4, 0]]), torch.tensor([2]), torch.tensor([1]), 2)
+        >>> spans = CompletionSpans(torch.tensor([2]), torch.tensor([1]), 2)
+        >>> completion_positions(torch.tensor([[5, 3, 4, 0]]), spans)
         tensor([[1, 2]])
     """
-    return _find_before("completion_positions", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
+    return _find_before("completion_positions", {"ids_BL": ids_BL}, spans, ids_BL)
 
 
 def logprobs_at(
     logits_BTV: Float[Tensor, "b t v"],
     ids_BL: Int[Tensor, "b l"],
-    prompts_B: Int[Tensor, " b"],
-    lengths_B: Int[Tensor, " b"],
-    width: int,
-    places_BT: Int[Tensor, "b t"] | None = None,
+    spans: CompletionSpans,
 ) -> Float[Tensor, "b t"]:
     """Returns `completion_logprobs` of logits at `completion_positions` only, with the same bits.
 
     Args:
         logits_BTV: logits as from `gpt.apply(..., at=completion_positions(ids_BL, ...))`.
         ids_BL: ids as of `completion_logprobs`.
-        prompts_B: tokens of each prompt, at least 1.
-        lengths_B: tokens of each answer.
-        width: T.
-        places_BT: places as of `completion_logprobs`.
+        spans: location of the answers.
 
     Returns:
         Log probabilities [B, T]. 0 from each answer's end on.
@@ -175,29 +179,23 @@ def logprobs_at(
 
     Example:
         >>> ids, one = torch.tensor([[5, 3, 0]]), torch.tensor([1])
-        >>> logprobs_at(torch.zeros(1, 2, 8), ids, one, one, 2)
+        >>> logprobs_at(torch.zeros(1, 2, 8), ids, CompletionSpans(one, one, 2))
         tensor([[-2.0794,  0.0000]])
     """
-    before_BT = _find_before("logprobs_at", {"ids_BL": ids_BL}, prompts_B, lengths_B, width, places_BT, ids_BL)
+    before_BT = _find_before("logprobs_at", {"ids_BL": ids_BL}, spans, ids_BL)
     check_shapes("logprobs_at", positions_BT=before_BT, logits_BTV=logits_BTV)
-    return _compute_drawn(logits_BTV, ids_BL, before_BT, lengths_B)
+    return _compute_drawn(logits_BTV, ids_BL, before_BT, spans)
 
 
 def completion_values(
     values_BL: Float[Tensor, "b l"],
-    prompts_B: Int[Tensor, " b"],
-    lengths_B: Int[Tensor, " b"],
-    width: int,
-    places_BT: Int[Tensor, "b t"] | None = None,
+    spans: CompletionSpans,
 ) -> Float[Tensor, "b t"]:
     """Returns a critic's values before each token of the answers, for `gae` and `ppo_value`.
 
     Args:
         values_BL: values of each position of prompts and answers.
-        prompts_B: tokens of each prompt, at least 1.
-        lengths_B: tokens of each answer.
-        width: T.
-        places_BT: places as of `completion_logprobs`.
+        spans: location of the answers.
 
     Returns:
         Values [B, T]. 0 from each answer's end on.
@@ -206,29 +204,24 @@ def completion_values(
         ValueError: shapes do not fit, or an answer does not lie in its row.
 
     Example:
-        >>> completion_values(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2]), torch.tensor([1]), 2)
+        >>> spans = CompletionSpans(torch.tensor([2]), torch.tensor([1]), 2)
+        >>> completion_values(torch.tensor([[1.0, 2.0, 3.0]]), spans)
         tensor([[2., 0.]])
     """
-    before_BT = _find_before("completion_values", {"values_BL": values_BL}, prompts_B, lengths_B, width, places_BT)
+    before_BT = _find_before("completion_values", {"values_BL": values_BL}, spans)
     found_BT = values_BL.gather(1, before_BT)
-    return masked(found_BT, completion_mask(lengths_B, width))
+    return spans.mask(found_BT)
 
 
 def completion_entropies(
     logits_BLV: Float[Tensor, "b l v"],
-    prompts_B: Int[Tensor, " b"],
-    lengths_B: Int[Tensor, " b"],
-    width: int,
-    places_BT: Int[Tensor, "b t"] | None = None,
+    spans: CompletionSpans,
 ) -> Float[Tensor, "b t"]:
     """Returns the entropies of the distributions that answers are drawn from.
 
     Args:
         logits_BLV: logits as of `completion_logprobs`.
-        prompts_B: tokens of each prompt, at least 1.
-        lengths_B: tokens of each answer.
-        width: T.
-        places_BT: places as of `completion_logprobs`.
+        spans: location of the answers.
 
     Returns:
         Entropies [B, T]. 0 from each answer's end on.
@@ -238,22 +231,19 @@ def completion_entropies(
 
     Example:
         >>> one = torch.tensor([1])
-        >>> completion_entropies(torch.zeros(1, 3, 8), one, one, 2)
+        >>> completion_entropies(torch.zeros(1, 3, 8), CompletionSpans(one, one, 2))
         tensor([[2.0794, 0.0000]])
     """
-    before_BT = _find_before("completion_entropies", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT)
+    before_BT = _find_before("completion_entropies", {"logits_BLV": logits_BLV}, spans)
     logs_BTV = _take_rows(logits_BLV, before_BT).log_softmax(-1)
     entropies_BT = -(logs_BTV.exp() * logs_BTV.clamp(min=torch.finfo(logs_BTV.dtype).min)).sum(-1)
-    return masked(entropies_BT, completion_mask(lengths_B, width))
+    return spans.mask(entropies_BT)
 
 
 def completion_divergences(
     logits_BLV: Float[Tensor, "b l v"],
     reference_BLV: Float[Tensor, "b l v"],
-    prompts_B: Int[Tensor, " b"],
-    lengths_B: Int[Tensor, " b"],
-    width: int,
-    places_BT: Int[Tensor, "b t"] | None = None,
+    spans: CompletionSpans,
 ) -> Float[Tensor, "b t"]:
     """Returns KL(pi, ref) at each token: the sum over the vocabulary, which `kl` estimates by the drawn token.
 
@@ -263,10 +253,7 @@ def completion_divergences(
     Args:
         logits_BLV: logits of the policy, as of `completion_logprobs`.
         reference_BLV: logits of the reference.
-        prompts_B: tokens of each prompt, at least 1.
-        lengths_B: tokens of each answer.
-        width: T.
-        places_BT: places as of `completion_logprobs`.
+        spans: location of the answers.
 
     Returns:
         Divergences [B, T]. 0 from each answer's end on.
@@ -276,7 +263,7 @@ def completion_divergences(
 
     Example:
         >>> one, even = torch.tensor([1]), torch.zeros(1, 3, 2)
-        >>> completion_divergences(even + torch.tensor([0.0, 1.0]), even, one, one, 2)
+        >>> completion_divergences(even + torch.tensor([0.0, 1.0]), even, CompletionSpans(one, one, 2))
         tensor([[0.1109, 0.0000]])
 
     References:
@@ -284,27 +271,20 @@ def completion_divergences(
         https://arxiv.org/abs/2504.10637
     """
     check_shapes("completion_divergences", logits_BLV=logits_BLV, reference_BLV=reference_BLV)
-    before_BT = _find_before(
-        "completion_divergences", {"logits_BLV": logits_BLV}, prompts_B, lengths_B, width, places_BT
-    )
+    before_BT = _find_before("completion_divergences", {"logits_BLV": logits_BLV}, spans)
     p_BTV, q_BTV = (_take_rows(x_BLV, before_BT).log_softmax(-1) for x_BLV in (logits_BLV, reference_BLV))
     logs_BTV = torch.where(p_BTV.isneginf(), 0.0, p_BTV - q_BTV)  # a token that is excluded counts 0
-    return masked((p_BTV.exp() * logs_BTV).sum(-1), completion_mask(lengths_B, width))
+    return spans.mask((p_BTV.exp() * logs_BTV).sum(-1))
 
 
 def _find_before(
-    function: str,
-    given: Mapping[str, Tensor],
-    prompts_B: Tensor,
-    lengths_B: Tensor,
-    width: int,
-    places_BT: Tensor | None,
-    ids_BL: Tensor | None = None,
+    function: str, given: Mapping[str, Tensor], spans: CompletionSpans, ids_BL: Tensor | None = None
 ) -> Tensor:
     """Returns the position before each token of the answers, after the checks of `function`.
 
     Padding has any position.
     """
+    prompts_B, lengths_B, width, places_BT = spans
     check_shapes(function, **given, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT)
     check_shapes(function, prompts_B=prompts_B, ids_BL=ids_BL)  # whose L is that of `given`, or one more
     [x] = given.values()
@@ -319,11 +299,10 @@ def _take_rows(logits_BLV: Tensor, places_BT: Tensor) -> Tensor:
     return widen_floats(logits_BLV).gather(1, places_BT[..., None].expand(-1, -1, logits_BLV.shape[-1]))
 
 
-def _compute_drawn(rows_BTV: Tensor, ids_BL: Tensor, before_BT: Tensor, lengths_B: Tensor) -> Tensor:
+def _compute_drawn(rows_BTV: Tensor, ids_BL: Tensor, before_BT: Tensor, spans: CompletionSpans) -> Tensor:
     """Returns the log probability of the token behind each position, by the logits there."""
-    mask_BT = completion_mask(lengths_B, rows_BTV.shape[1])
-    tokens_BT = masked(ids_BL.gather(1, (before_BT + 1).clamp(max=ids_BL.shape[1] - 1)), mask_BT)
-    return masked(logprobs(rows_BTV, tokens_BT), mask_BT)
+    tokens_BT = spans.mask(ids_BL.gather(1, (before_BT + 1).clamp(max=ids_BL.shape[1] - 1)))
+    return spans.mask(logprobs(rows_BTV, tokens_BT))
 
 
 def high_entropy_mask(

@@ -91,7 +91,7 @@ def converse(
     the tool is a function of its arguments.
 
     Each turn is a request with the whole conversation as its prompt, whose full blocks the engine still has in its KV
-    cache. With a batch-invariant model, `completion_logprobs(logits, rollout.ids, *rollout.where)` of one forward of
+    cache. With a batch-invariant model, `completion_logprobs(logits, rollout.ids, rollout.spans)` of one forward of
     the whole conversation has the bits of the rollout's log probabilities.
 
     Args:

@@ -96,12 +96,11 @@ def follow_divergence(beta: float, divergence: float, target: float, *, rate: fl
     check_numbers("follow_divergence", beta=beta, target=target, rate=rate, most=most)
     if rate * most >= 1:
         raise ValueError(
-            f"follow_divergence: rate is {rate} and most {most}; their product must be below 1, or beta would not stay"
-            " above 0."
+            f"follow_divergence: rate times most must be below 1, so that beta stays above 0, got {rate} and {most}."
         )
     if not math.isfinite(divergence):
         raise ValueError(
-            f"follow_divergence: divergence is {divergence}, of a target of {target}; it must be finite: look at the"
+            f"follow_divergence: divergence must be finite, got {divergence} for a target of {target}. Look at the"
             " parameters of the iteration before."
         )
     return beta * (1 + rate * min(max(divergence / target - 1, -most), most))

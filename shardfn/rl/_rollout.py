@@ -18,7 +18,7 @@ from shardfn import core
 from shardfn.collectives import GlobalTensor
 from shardfn.engine import WeightedMean
 
-from ._completions import completion_mask, masked, mean_of_tokens, row_mean
+from ._completions import CompletionSpans, completion_mask, masked, mean_of_tokens, row_mean
 from ._shapes import check_lengths, check_numbers, check_shapes
 
 # Failures of a call of a function in Python: an exception, no result in time, an invalid result, the end of its
@@ -66,9 +66,9 @@ class Rollout(NamedTuple):
         return self.logprobs.shape[1]
 
     @property
-    def where(self) -> tuple[Tensor, Tensor, int, Tensor]:
-        """Returns the places of the answers, as in `completion_logprobs(logits, rollout.ids, *rollout.where)`."""
-        return self.prompts, self.lengths, self.width, self.places
+    def spans(self) -> CompletionSpans:
+        """Returns the location of the answers, as in `completion_logprobs(logits, rollout.ids, rollout.spans)`."""
+        return CompletionSpans(self.prompts, self.lengths, self.width, self.places)
 
     def tokens(self, row: int) -> tuple[list[int], list[int]]:
         """Returns the ids of a row's prompt and answer, with a tool's ids in the answer."""
@@ -213,11 +213,11 @@ def check_first_ratios(logprobs_BT: Float[Tensor, "b t"], rollout: Rollout, *, t
         row, token = wrong_BT.nonzero()[0].tolist()
         found, drawn = float(logprobs_BT[row, token]), float(rollout.logprobs[row, token])
         raise ValueError(
-            f"check_first_ratios: row {row} has at token {token} log probability {found!r} in training, and"
-            f" {drawn!r} when it was drawn, by version {int(rollout.versions[row, token])};"
-            f" {int(wrong_BT.sum())} of {int(mask_BT.sum())} tokens differ by more than {tolerance}. Turn dropout off"
-            " in the actor (module.eval() before from_module, or no key), call update_weights before sample, and pass"
-            " the temperature of the draws. A model that is not batch-invariant needs a tolerance."
+            f"check_first_ratios: training must have the log probabilities of the draws, within {tolerance}. Row {row}"
+            f" has {found!r} at token {token} in training, but {drawn!r} when it was drawn, by version"
+            f" {int(rollout.versions[row, token])}. {int(wrong_BT.sum())} of {int(mask_BT.sum())} tokens differ. Turn"
+            " dropout off in the actor (module.eval() before from_module, or no key), call update_weights before"
+            " sample, and pass the temperature of the draws. A model that is not batch-invariant needs a tolerance."
         )
 
 
@@ -274,9 +274,9 @@ def check_tokenizers(actor: Any, other: Any) -> None:
     if wrong:
         i = wrong[0]
         raise ValueError(
-            f"check_tokenizers: id {i} is {ours.get(i)!r} for the actor, which has {len(ours)} tokens, and"
-            f" {theirs.get(i)!r} for the other model, which has {len(theirs)}; {len(wrong)} ids differ. Decode answers"
-            " with the actor's tokenizer, and encode the text with the other one."
+            f"check_tokenizers: both models must have the same tokens, but {len(wrong)} ids differ. For example id {i}"
+            f" is {ours.get(i)!r} of {len(ours)} tokens for the actor, and {theirs.get(i)!r} of {len(theirs)} for the"
+            " other model. Decode answers with the actor's tokenizer, and encode the text with the other one."
         )
 
 

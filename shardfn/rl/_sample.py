@@ -140,9 +140,9 @@ def check_sampling(who: str, sampling: Sampling) -> None:
     plain = Sampling()
     if sampling.grammar is not None:
         raise ValueError(
-            f"{who}: the sampling has a grammar; answers would be drawn from another distribution than that of their"
-            " log probabilities, so their ratios would not begin at 1. Take grammar=None, and give answers of another"
-            " form a low reward; engine.generate draws answers for an evaluation."
+            f"{who}: the sampling must have no grammar. A grammar changes the distribution of the draws, so ratios"
+            " would not begin at 1. Pass grammar=None, and give answers of another form a low reward. For an"
+            " evaluation, use engine.generate."
         )
     names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
     names += ("logit_bias", "min_tokens", "bad_words", "allowed_token_ids", "logits_processors")
@@ -175,9 +175,10 @@ def check_prompts(who: str, prompts: Sequence[Sequence[int]], width: int, length
             )
         if len(prompt) + width > min(length, context):
             raise ValueError(
-                f"{who}: prompts[{i}] has {len(prompt)} tokens and answers have up to {width}, together"
-                f" {len(prompt) + width}; the rows have {length}, and the engine's context {context}."
-                " Pass a longer length, limits of a longer context or fewer max_tokens, or leave the prompt out."
+                f"{who}: a prompt and its answer must fit into rows of {length} and the engine's context of {context},"
+                f" got {len(prompt)} tokens in prompts[{i}] and up to {width} in answers, together"
+                f" {len(prompt) + width}. Pass a longer length, limits of a longer context or fewer max_tokens, or"
+                " leave the prompt out."
             )
 
 

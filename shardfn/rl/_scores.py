@@ -74,9 +74,7 @@ def outcomes_of(
         NotImplementedError: this system has no fork.
     """
     if not 0 < seconds < math.inf or workers < 1:
-        raise ValueError(
-            f"{called.who}: seconds is {seconds} and workers is {workers}; both must be positive and finite."
-        )
+        raise ValueError(f"{called.who}: seconds and workers must be positive and finite, got {seconds} and {workers}.")
     if not hasattr(os, "fork"):
         raise NotImplementedError(
             f"{called.who} calls a function in a fork, to be able to end it, and this system cannot fork. Call the"

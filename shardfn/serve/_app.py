@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._anthropic_messages import count_tokens, parse_messages
 from ._dialects import AnswerWriter, DialectAnswer
-from ._embeddings import make_embeddings_response, parse_embeddings
+from ._embeddings import parse_embeddings
 from ._errors import ApiError, json_response
 from ._fields import read_json
 from ._headers import make_headers, make_permission
@@ -20,9 +20,10 @@ from ._metrics import Metrics
 from ._model import Model, check_model
 from ._open_responses import parse_responses
 from ._page import page
-from ._parse_request import ParsedRequest, parse_chat, parse_completions
+from ._parse_request import ParsedRequest, PooledRequest, parse_chat, parse_completions
 from ._request_tracker import ClientRequest, RequestTracker
 from ._responses import CHAT_FORMAT, COMPLETION_FORMAT, ResponseBuilder, ResponseFormat, raise_failures
+from ._scores import parse_classify, parse_rerank, parse_score
 from ._settings import Settings
 from ._streaming import Disconnected, EventStream, Stalled, pace_answer, while_connected
 from ._tokenize import detokenize, tokenize
@@ -33,7 +34,14 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _T = TypeVar("_T")
-_KEYED = ("/v1/", "/tokenize", "/detokenize")
+_KEYED = ("/v1/", "/v2/", "/tokenize", "/detokenize", "/score", "/rerank", "/classify")
+# Routes whose answers have no tokens, under all paths of vLLM's interface.
+_POOLED = {
+    "/v1/embeddings": parse_embeddings,
+    **dict.fromkeys(("/v1/score", "/score"), parse_score),
+    **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), parse_rerank),
+    **dict.fromkeys(("/v1/classify", "/classify"), parse_classify),
+}
 _SHORT = 1 << 16  # bytes of a body that is read at once
 
 
@@ -76,7 +84,7 @@ class App:
             Route("/v1/models/{name:path}", self._list_models),
             Route("/v1/completions", self._make_route(COMPLETION_FORMAT, parse_completions), methods=["POST"]),
             Route("/v1/chat/completions", self._make_route(CHAT_FORMAT, parse_chat), methods=["POST"]),
-            Route("/v1/embeddings", self._answer_embeddings, methods=["POST"]),
+            *(Route(path, self._make_pooled(read), methods=["POST"]) for path, read in _POOLED.items()),
             Route("/v1/responses", self._make_dialect(parse_responses), methods=["POST"]),
             Route("/v1/messages", self._make_dialect(parse_messages), methods=["POST"]),
             Route("/v1/messages/count_tokens", self._make_reply(count_tokens), methods=["POST"]),
@@ -211,20 +219,21 @@ class App:
 
         return answer_request
 
-    async def _answer_embeddings(self, request: "Request") -> "Response":
-        _, inputs = await self._read_asked(request, parse_embeddings)
-        call = self._calls.open(inputs.requests, self._settings.pooling)
+    def _make_pooled(self, read: Callable[[Mapping[str, Any], Model], PooledRequest]) -> Callable[..., Any]:
+        """Returns the answer of a route whose answers have no tokens."""
 
-        async def make_answer() -> "Response":
-            while pieces := await call.take():
-                raise_failures(pieces)
-            vectors = [call.vectors[i] for i in range(len(inputs.requests))]
+        async def answer_request(request: "Request") -> "Response":
+            _, asked = await self._read_asked(request, read)
+            results, tokens = list[Any](), 0
+            for requests in asked.stages:
+                call = self._calls.open(requests, asked.event)
+                await self._send_whole(call, _wait_end(call), request)
+                results += [call.results[i] for i in range(len(requests))]
+                tokens += call.prompt_tokens
             # Megabytes of numbers, made in a thread so that no other request waits.
-            return await asyncio.to_thread(
-                lambda: json_response(make_embeddings_response(inputs, vectors, call.prompt_tokens))
-            )
+            return await asyncio.to_thread(lambda: json_response(asked.write(results, tokens)))
 
-        return await self._send_whole(call, make_answer(), request)
+        return answer_request
 
     async def _read_asked(self, request: "Request", read: Callable[[Mapping[str, Any], Model], _T]) -> tuple[Model, _T]:
         """Returns the meaning of a body."""
@@ -265,6 +274,11 @@ class App:
         if self.model is None:
             raise ApiError(503, "The model is being loaded.", headers={"Retry-After": "5"})
         return self.model
+
+
+async def _wait_end(call: ClientRequest) -> None:
+    while pieces := await call.take():
+        raise_failures(pieces)
 
 
 def _describe_model(name: str, model: Model) -> dict[str, Any]:

@@ -158,15 +158,37 @@ CHAT: Mapping[str, FieldKind] = {
     "parallel_tool_calls": FLAG,
     "include_reasoning": FLAG,
 }
-EMBEDDINGS: Mapping[str, FieldKind] = {
+# Fields of routes whose answers have no tokens.
+_POOLED: Mapping[str, FieldKind] = {
     "model": TEXT,
-    "input": ANY,
-    "encoding_format": TEXT,
-    "dimensions": INTEGER,
     "user": ignored_kind(TEXT),
     "add_special_tokens": neutral_kind(True),
     "priority": neutral_kind(0),
     "request_id": ignored_kind(TEXT),
+}
+EMBEDDINGS: Mapping[str, FieldKind] = {**_POOLED, "input": ANY, "encoding_format": TEXT, "dimensions": INTEGER}
+_CLASSIFIED: Mapping[str, FieldKind] = {**_POOLED, "use_activation": FLAG, "cache_salt": TEXT}
+SCORE: Mapping[str, FieldKind] = {
+    **_CLASSIFIED,
+    "text_1": ANY,
+    "text_2": ANY,
+    "queries": ANY,
+    "documents": ANY,
+    "choices": ANY,
+}
+RERANK: Mapping[str, FieldKind] = {
+    **_CLASSIFIED,
+    "query": ANY,
+    "documents": ANY,
+    "top_n": INTEGER,
+    "return_documents": FLAG,
+}
+CLASSIFY: Mapping[str, FieldKind] = {
+    **_CLASSIFIED,
+    "input": ANY,
+    "messages": LIST,
+    "add_generation_prompt": FLAG,
+    "chat_template_kwargs": OBJECT,
 }
 OPTIONS: Mapping[str, FieldKind] = {
     "include_usage": FLAG,

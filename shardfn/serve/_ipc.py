@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from shardfn.inference import EngineStats, Event, Limits, Request, Token
+from shardfn.inference import Classes, EngineStats, Event, Limits, Request, Score, Token
 
 _LENGTH = 8
 _READ = 1 << 18
@@ -53,6 +53,36 @@ class Embed:
 
 
 @dataclass(frozen=True)
+class Classify:
+    """Request whose prompt is classified, in place of being continued.
+
+    Attributes:
+        number: number of the event.
+        name: name of the request.
+        request: request with the prompt.
+    """
+
+    number: int
+    name: str
+    request: Request
+
+
+@dataclass(frozen=True)
+class ScoreChoice:
+    """Request whose prompt ends with a continuation that is scored. No token is drawn.
+
+    Attributes:
+        number: number of the event.
+        name: name of the request.
+        request: request with the sampling of a `ScoredPrompt`.
+    """
+
+    number: int
+    name: str
+    request: Request
+
+
+@dataclass(frozen=True)
 class Capture:
     """Event of an idle engine: the ranks capture a graph that their start has left.
 
@@ -63,7 +93,9 @@ class Capture:
     number: int
 
 
-Message = Event | End | Embed | Capture
+Message = Event | End | Embed | Classify | ScoreChoice | Capture
+# Result of a request in place of tokens: an embedding or the logits of classes, float32 numbers, or a score.
+Result = bytes | Score
 
 
 class Ready(NamedTuple):
@@ -78,6 +110,8 @@ class Ready(NamedTuple):
         width: width of embeddings, or 0 for a model without embeddings.
         processors: names of logits processors that requests may give.
         graphs_left: number of graphs to capture while the engine is idle.
+        classes: classes of the model, or None for a model without a classification head.
+        generates: whether the model has logits of tokens.
     """
 
     limits: Limits
@@ -88,6 +122,8 @@ class Ready(NamedTuple):
     width: int = 0
     processors: tuple[str, ...] = ()
     graphs_left: int = 0
+    classes: Classes | None = None
+    generates: bool = True
 
 
 class StepReport(NamedTuple):
@@ -98,7 +134,7 @@ class StepReport(NamedTuple):
         stats: counts so far, as `Engine.stats`.
         taken: number of events that the engine has taken so far.
         refused: reasons by the names of requests that the engine has refused.
-        vectors: vectors by name of a request whose prompt is embedded, float32 numbers.
+        results: results by the names of requests that have a result in place of tokens.
         begun: names of requests that have blocks since this step, and had none before.
         graphs_left: as of `Ready`.
     """
@@ -107,7 +143,7 @@ class StepReport(NamedTuple):
     stats: EngineStats
     taken: int
     refused: Mapping[str, str]
-    vectors: Mapping[str, bytes]
+    results: Mapping[str, Result]
     begun: Sequence[str] = ()
     graphs_left: int = 0
 

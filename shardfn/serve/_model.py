@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from shardfn.inference import Compiler, Detokenizer, Limits
+from shardfn.inference import Classes, Compiler, Detokenizer, Limits
 
 from ._errors import ApiError
 from ._message_formats import ReasoningFormat, ToolFormat
@@ -23,6 +23,8 @@ class Text(NamedTuple):
         plain: function from the text of `chat` to the ids of a prompt, without further special tokens. None takes
             `encode`.
         template: source of the chat template. Requests may give the template's variables.
+        pair: function from two texts to the ids of a prompt with both, for a classification head. None joins the ids of
+            the first text, and the ids of the second text without further special tokens.
     """
 
     encode: Callable[[str], list[int]]
@@ -30,6 +32,7 @@ class Text(NamedTuple):
     chat: Callable[..., str] | None = None
     plain: Callable[[str], list[int]] | None = None
     template: str = ""
+    pair: Callable[[str, str], list[int]] | None = None
 
 
 class Model(NamedTuple):
@@ -51,6 +54,9 @@ class Model(NamedTuple):
         defaults: values of `Sampling` for fields that a body leaves out.
         tools: format of calls of tools, or None if tools are not served.
         reasoning: format of the model's reasoning, or None.
+        pooling: pooling of embeddings.
+        classes: classes of the model, or None for a model without a classification head.
+        generates: whether the model has logits of tokens.
     """
 
     name: str
@@ -68,6 +74,9 @@ class Model(NamedTuple):
     defaults: Mapping[str, float] = MappingProxyType({})
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
+    pooling: str = "last"
+    classes: Classes | None = None
+    generates: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:

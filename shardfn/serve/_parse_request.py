@@ -1,7 +1,7 @@
 """From the body of a request to requests of the engine."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,10 +13,12 @@ from ._message_formats import AnswerGrammar, ReasoningFormat
 from ._message_parser import MessageParser
 from ._model import Model, adapter_of
 from ._prompts import read_chat, read_prompts
+from ._request_tracker import MakeEvent
 from ._tools import Tools, check_schemas, read_tools
 
 _COMPLETION = 16  # OpenAI's default for max_tokens of the older route
 _OLDER_TOP = 5  # its most probable tokens
+_PROMPTS = "messages input prompt text_1 text_2 query queries documents choices".split()  # fields with prompts
 _SEED_BITS = 53  # of a seed that the server draws: the integers that each reader of JSON keeps exactly
 
 
@@ -74,6 +76,21 @@ class ParsedRequest(NamedTuple):
     scores: bool = False
     rules: MessageRules | None = None
     grammar_field: str = "response_format"
+
+
+class PooledRequest(NamedTuple):
+    """A body, checked, whose answer has results in place of tokens.
+
+    Attributes:
+        stages: requests of the engine. A stage begins at the end of the stage before, and finds its prompts in the
+            prefix cache.
+        event: function that makes the event of each request.
+        write: function from the results, in the order of the requests, and the number of tokens to the answer.
+    """
+
+    stages: list[list[Request]]
+    event: MakeEvent
+    write: Callable[[list[Any], int], dict[str, Any]]
 
 
 def parse_completions(body: Mapping[str, Any], model: Model) -> ParsedRequest:
@@ -142,6 +159,7 @@ def _make_asked(
     top: int | None,
     rules: MessageRules | None = None,
 ) -> ParsedRequest:
+    check_generates(model)
     if most < 1:  # an engine's request without draws has no answer here
         field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
         raise ApiError(400, f"{field} must be an integer from 1 to {model.limits.context - 1}, got {most}.", field)
@@ -212,6 +230,17 @@ def _read_biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     return tuple((int(token), bias) for token, bias in given.items())
 
 
+def check_generates(model: Model) -> None:
+    """Checks that a model has logits of tokens.
+
+    Raises:
+        ApiError: the model has only classes.
+    """
+    if not model.generates:
+        text = f"model {model.name!r} has classes in place of tokens. Use /classify, /v1/score or /v1/rerank."
+        raise ApiError(400, text, "model", "unsupported_parameter")
+
+
 def check_fields(requests: Sequence[Request], limits: Limits, given: Mapping[str, Any]) -> None:
     """Refuses values out of range.
 
@@ -229,7 +258,7 @@ def _check_request(request: Request, limits: Limits, where: str, given: Mapping[
         name = str(error).split()[0].partition("[")[0]
         field = {"stop_tokens": "stop_token_ids"}.get(name, name)
         if field == "prompt":
-            field = next(name for name in ("messages", "input", "prompt") if name in given)
+            field = next(name for name in _PROMPTS if name in given)
         if field == "max_tokens" and "max_completion_tokens" in given:
             field = "max_completion_tokens"
         code = "context_length_exceeded" if request.prompt and "context" in str(error) else None

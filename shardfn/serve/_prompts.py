@@ -18,10 +18,21 @@ _OPTIONS = frozenset(
 _SYNONYMS = {"developer": "system"}  # OpenAI's newer name, which few templates know
 
 
+Prompt = str | list[int]
+
+
 def read_prompts(
     given: Mapping[str, Any], model: Model, field: str, check_number: Callable[[int], None]
 ) -> list[list[int]]:
-    """Returns the ids of the prompts of a field, which has texts or lists of ids.
+    """Returns the ids of the prompts of a field. See `list_prompts`."""
+    prompts = list_prompts(given, model, field, check_number)
+    return [model.text.encode(x) if isinstance(x, str) else x for x in prompts]
+
+
+def list_prompts(
+    given: Mapping[str, Any], model: Model, field: str, check_number: Callable[[int], None]
+) -> list[Prompt]:
+    """Returns the prompts of a field, which has texts or lists of ids.
 
     Args:
         given: fields of the body.
@@ -43,7 +54,7 @@ def read_prompts(
     for i, x in enumerate(prompt):
         if isinstance(x, str):
             check_bytes(x, model, field, f"prompt {i} of {len(prompt)}: " if len(prompt) > 1 else "")
-    return [model.text.encode(x) if isinstance(x, str) else x for x in prompt]
+    return prompt
 
 
 class ChatPrompt(NamedTuple):

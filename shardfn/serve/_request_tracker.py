@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shardfn.inference import Add, CacheStats, Cancel, Drain, Request, SpeculationStats, Token
 
 from ._errors import ApiError, refusal
-from ._ipc import Capture, Embed, End, Message, StepReport
+from ._ipc import Capture, End, Message, Result, StepReport
 from ._metrics import Metrics
 
 # The counters of the fields of `SpeculationStats`, and of `CacheStats`.
@@ -23,6 +23,10 @@ _OF_ENGINE = (
     "vllm:prefix_cache_hits",
     "vllm:num_preemptions",
 )
+
+
+# Function from number, name and request to an event that begins the request.
+MakeEvent = Callable[[int, str, Request], Message]
 
 
 class Chunk(NamedTuple):
@@ -43,16 +47,16 @@ class ClientRequest:
     Attributes:
         prompt_tokens: tokens of all prompts.
         drawn: tokens so far.
-        embeds: whether prompts are embedded, in place of being continued.
-        vectors: embeddings so far, by the number of the request.
+        event: type of the requests' events.
+        results: results in place of tokens so far, by the number of the request.
         began: time of arrival.
         ran: beginning of the first step, or None before the first step.
-        first: time of the first token, or None before the first token, and for embeddings.
+        first: time of the first token, or None before the first token, and for results in place of tokens.
     """
 
-    def __init__(self, requests: Sequence[Request], number: int, *, embeds: bool = False) -> None:
-        self.embeds = embeds
-        self.vectors = dict[int, bytes]()
+    def __init__(self, requests: Sequence[Request], number: int, event: MakeEvent = Add) -> None:
+        self.event = event
+        self.results = dict[int, Result]()
         self.names = {f"{number}.{i}": i for i in range(len(requests))}
         self.choices = [request.sampling.n for request in requests]
         self.lengths = [len(request.prompt) for request in requests]
@@ -65,6 +69,11 @@ class ClientRequest:
         self.first: float | None = None
         self._due, self._news = list[Chunk](), asyncio.Event()
         self._error: ApiError | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Returns whether prompts are continued."""
+        return self.event is Add
 
     def request_of(self, choice: int) -> int:
         """Returns the number of the request that has a choice."""
@@ -131,18 +140,19 @@ class RequestTracker:
         """Returns the seconds since the last step, while there is work."""
         return time.monotonic() - self.progress if self._of or self.taken < self._events else 0.0
 
-    def open(self, requests: Sequence[Request], pooling: str | None = None) -> ClientRequest:
+    def open(self, requests: Sequence[Request], event: MakeEvent = Add) -> ClientRequest:
         """Begins a call.
 
         Args:
             requests: requests of the engine.
-            pooling: pooling by which prompts are embedded. None continues the prompts.
+            event: function that makes the event of each request. `Add` continues prompts. Other events have a result in
+                place of tokens.
 
         Raises:
             ApiError: the prompts have more tokens than may ever wait, 413. Or too many tokens wait already, 429, with
                 the seconds after which to try again.
         """
-        call = ClientRequest(requests, next(self._numbers), embeds=pooling is not None)
+        call = ClientRequest(requests, next(self._numbers), event)
         if call.prompt_tokens > self.max_waiting:
             raise ApiError(
                 413,
@@ -163,8 +173,7 @@ class RequestTracker:
         self._open[id(call)] = call
         for name, request in zip(call.names, requests, strict=True):
             self._of[name] = call
-            number = self._events
-            self._send_event(Embed(number, name, request, pooling) if pooling else Add(number, name, request))
+            self._send_event(event(self._events, name, request))
         return call
 
     @property
@@ -194,9 +203,9 @@ class RequestTracker:
         for name, reason in report.refused.items():
             if (call := self._of.pop(name, None)) is not None:
                 call.fail(refusal(reason))
-        for name, vector in report.vectors.items():
+        for name, result in report.results.items():
             if (call := self._of.get(name)) is not None:
-                call.vectors[call.names[name]] = vector
+                call.results[call.names[name]] = result
         ends = dict[str, int]()
         for token in report.tokens:
             call = self._of.get(token.name)
@@ -240,18 +249,18 @@ class RequestTracker:
     def _record_token(self, call: ClientRequest, token: Token, now: float) -> None:
         at = call.names[token.name]
         choice = call.starts[at] + token.choice
-        if token.token is not None and token.position >= call.lengths[at]:  # drawn, not a token of the prompt
-            if token.name in call.waiting:
-                waited = now - call.began
-                if call.first is None and not call.embeds:
-                    call.first = now
-                    self._metrics.observe("vllm:time_to_first_token_seconds", waited)
-                num = self._record_start(call, token.name)
-                self._metrics.add("vllm:prompt_tokens", num)
-                self._rate = 0.9 * self._rate + 0.1 * num / max(waited, 1e-3)
-            if not call.embeds:
-                self._record_drawn(call, choice, now)
-        if token.finish_reason in ("stop", "length") and not call.embeds:
+        is_drawn = token.token is not None and token.position >= call.lengths[at]  # not a token of the prompt
+        if token.name in call.waiting and (is_drawn or token.finish_reason == "length"):
+            waited = now - call.began
+            if call.first is None and call.has_tokens:
+                call.first = now
+                self._metrics.observe("vllm:time_to_first_token_seconds", waited)
+            num = self._record_start(call, token.name)
+            self._metrics.add("vllm:prompt_tokens", num)
+            self._rate = 0.9 * self._rate + 0.1 * num / max(waited, 1e-3)
+        if is_drawn and call.has_tokens:
+            self._record_drawn(call, choice, now)
+        if token.finish_reason in ("stop", "length") and call.has_tokens:
             self._metrics.add("vllm:request_success", label=token.finish_reason)
         call.put(Chunk(choice, token))
         if not call.left:

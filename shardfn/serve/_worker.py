@@ -12,25 +12,26 @@ from dataclasses import replace
 
 from shardfn.core import Mesh
 from shardfn.engine import comms_of, losing_no_peer
-from shardfn.inference import Add, Cancel, Drain, Engine, Token
+from shardfn.inference import Add, Cancel, Classifier, Drain, Engine, Sampling, Token, sum_tokens
 
-from ._ipc import Capture, Embed, End, Inbox, Message, Ready, StepReport, pack_message
+from ._ipc import Capture, Classify, Embed, End, Inbox, Message, Ready, Result, ScoreChoice, StepReport, pack_message
 
 
-def run_worker(engine: Engine, end: socket.socket, ready: Ready) -> None:
+def run_worker(engine: Engine, end: socket.socket, ready: Ready, classifier: Classifier | None = None) -> None:
     """Serves until the front has sent `End`. All ranks of the engine's mesh call the function.
 
     Args:
         engine: idle engine.
         end: this rank's end of its pair of sockets. See `Server`.
         ready: message that the first rank sends at once.
+        classifier: classification head, or None. `ready` has its classes.
 
     Raises:
         EOFError: the front has ended.
         RankError: another rank has ended, or differs.
     """
     first, inbox, waiting, taken = engine.mesh.rank == 0, Inbox(end), deque[Message](), 0
-    embeds = set[str]()  # names of requests whose prompts are embedded
+    results = _Results(engine, classifier)
     running = list[str]()
     if first:
         end.sendall(pack_message(ready))
@@ -41,16 +42,15 @@ def run_worker(engine: Engine, end: socket.socket, ready: Ready) -> None:
             event = waiting.popleft()
             taken += 1
             stops = stops or isinstance(event, End)
-            refused |= _enter_event(engine, event, embeds)
+            refused |= _enter_event(engine, event, results)
         tokens = engine.core.step()
-        vectors = _take_vectors(engine, tokens, embeds)
+        made = results.take(tokens)
         if first:
-            tokens = [token for token in tokens if token.name not in embeds or token.finish_reason is not None]
             before, running = set(running), engine.core.running
             begun = [name for name in running if name not in before]
-            counts = engine.core.stats, taken, refused, vectors, begun, engine.graphs.num_left
-            end.sendall(pack_message(StepReport(tokens, *counts)))
-        embeds -= {token.name for token in tokens if token.finish_reason is not None}
+            counts = engine.core.stats, taken, refused, made, begun, engine.graphs.num_left
+            end.sendall(pack_message(StepReport(results.remove_inner(tokens), *counts)))
+        results.forget(tokens)
         if stops:
             return
 
@@ -65,21 +65,68 @@ def _count_events(mesh: Mesh, num: int) -> int:
         return min(comms.control.exchange(num))
 
 
-def _enter_event(engine: Engine, event: Message, embeds: set[str]) -> dict[str, str]:
+class _Results:
+    """Requests in progress that have a result in place of tokens."""
+
+    def __init__(self, engine: Engine, classifier: Classifier | None) -> None:
+        self._engine, self._classifier = engine, classifier
+        self._events: dict[str, Embed | Classify | ScoreChoice] = {}
+        self._scored: dict[str, list[Token]] = {}  # tokens so far of continuations
+
+    def choose_sampling(self, event: Embed | Classify | ScoreChoice) -> Sampling:
+        """Returns the sampling of a request.
+
+        Raises:
+            ValueError: the decoder has no hidden states.
+        """
+        if isinstance(event, ScoreChoice):
+            return event.request.sampling
+        return self._engine.embeddings.sampling(_get_pooling(event))
+
+    def begin(self, event: Embed | Classify | ScoreChoice) -> None:
+        """Waits for the result of a request that the engine has begun."""
+        self._events[event.name] = event
+        if not isinstance(event, ScoreChoice):
+            self._engine.embeddings.begin([event.name], _get_pooling(event))
+
+    def take(self, tokens: Sequence[Token]) -> dict[str, Result]:
+        """Returns the results that are done with these tokens."""
+        for token in tokens:
+            if isinstance(self._events.get(token.name), ScoreChoice):
+                self._scored.setdefault(token.name, []).append(token)
+        done = [token.name for token in tokens if token.name in self._events and token.finish_reason == "length"]
+        return {name: self._make_result(self._events[name]) for name in done}
+
+    def remove_inner(self, tokens: Sequence[Token]) -> list[Token]:
+        """Returns the tokens for clients: of a request with a result only the end."""
+        return [token for token in tokens if token.name not in self._events or token.finish_reason is not None]
+
+    def forget(self, tokens: Sequence[Token]) -> None:
+        """Forgets the requests that have ended."""
+        for token in tokens:
+            if token.finish_reason is not None:
+                self._events.pop(token.name, None)
+                self._scored.pop(token.name, None)
+
+    def _make_result(self, event: Embed | Classify | ScoreChoice) -> Result:
+        if isinstance(event, ScoreChoice):
+            return sum_tokens(self._scored[event.name], event.request.sampling.prompt_logprobs_start)
+        state_D = self._engine.embedding(event.name, normalize=isinstance(event, Embed))
+        if isinstance(event, Embed):
+            return state_D.numpy().tobytes()
+        assert self._classifier is not None
+        return self._classifier.compute_logits(state_D).numpy().tobytes()
+
+
+def _get_pooling(event: Embed | Classify) -> str:
+    return event.pooling if isinstance(event, Embed) else "last"
+
+
+def _enter_event(engine: Engine, event: Message, results: _Results) -> dict[str, str]:
     """Passes an event on, and returns the reason if the engine refuses a request, by the request's name."""
     match event:
-        case Add(_, name, request) | Embed(_, name, request, _):
-            pooling = event.pooling if isinstance(event, Embed) else None
-            try:  # the server has checked the request, but has names of adapters in place of digests
-                request = replace(request, adapter=engine.adapters.digest(request.adapter.decode() or None))
-                if pooling is not None:
-                    request = replace(request, sampling=engine.embeddings.sampling(pooling))
-                engine.core.begin(name, engine.core.admit(request))
-            except (TypeError, ValueError, ImportError) as error:
-                return {name: str(error)}
-            if pooling is not None:
-                engine.embeddings.begin([name], pooling)
-                embeds.add(name)
+        case Add() | Embed() | Classify() | ScoreChoice():
+            return _begin_request(engine, event, results)
         case Cancel(_, name):
             engine.core.cancel(name)
         case Drain():
@@ -89,7 +136,15 @@ def _enter_event(engine: Engine, event: Message, embeds: set[str]) -> dict[str, 
     return {}
 
 
-def _take_vectors(engine: Engine, tokens: Sequence[Token], embeds: set[str]) -> dict[str, bytes]:
-    """Returns the embeddings that are done with these tokens."""
-    done = [token.name for token in tokens if token.name in embeds and token.finish_reason == "length"]
-    return {name: engine.embedding(name, normalize=True).numpy().tobytes() for name in done}
+def _begin_request(engine: Engine, event: Add | Embed | Classify | ScoreChoice, results: _Results) -> dict[str, str]:
+    name, request = event.name, event.request
+    try:  # the server has checked the request, but has names of adapters in place of digests
+        request = replace(request, adapter=engine.adapters.digest(request.adapter.decode() or None))
+        if not isinstance(event, Add):
+            request = replace(request, sampling=results.choose_sampling(event))
+        engine.core.begin(name, engine.core.admit(request))
+    except (TypeError, ValueError, ImportError) as error:
+        return {name: str(error)}
+    if not isinstance(event, Add):
+        results.begin(event)
+    return {}

@@ -1,19 +1,25 @@
-"""Shape of a speculator, and of the model that the speculator guesses for."""
+"""Shapes of speculators, and of the model that a speculator guesses for.
+
+Each kind of speculator is a shape with the same properties, so that all kinds share `init`, `specs`, `loss`, files and
+the drafter.
+"""
 
 import dataclasses
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
 
 from shardfn.core import did_you_mean, raise_all
 from shardfn.inference import Decoder
 
-Kind = Literal["mlp", "lstm"]
+RecurrentKind = Literal["mlp", "lstm"]
+Kind = Literal["mlp", "lstm", "eagle3"]
 KINDS: tuple[str, ...] = get_args(Kind)
-_SIZES = ("vocab_size", "d_model", "num_layers", "d_inner", "num_heads")
+_SIZES = ("vocab_size", "d_model", "num_layers", "d_inner", "num_drafts")
 
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentConfig:
-    """Shape of a speculator.
+    """Shape of a recurrent speculator.
 
     Attributes:
         kind: cell of the recurrence, "mlp" or "lstm".
@@ -21,7 +27,7 @@ class RecurrentConfig:
         d_model: D, the width of the model's hidden states.
         num_layers: layers of the model.
         d_inner: E, the width of the speculator.
-        num_heads: n, the number of tokens that are guessed after a token.
+        num_drafts: n, the number of tokens that are guessed after a token.
 
     Raises:
         ValueError: lists every field that is out of range.
@@ -31,22 +37,22 @@ class RecurrentConfig:
         1
     """
 
-    kind: Kind
+    kind: RecurrentKind
     vocab_size: int
     d_model: int
     num_layers: int
     d_inner: int
-    num_heads: int = 3
+    num_drafts: int = 3
+
+    products: ClassVar[tuple[str, ...]] = ("first", "later", "head")
+    hidden_window: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} must be an integer of at least 1, got {value!r}"
-            for name in _SIZES
-            if type(value := getattr(self, name)) is not int or value < 1
-        ]
-        if self.kind not in KINDS:
-            hint = did_you_mean(str(self.kind), KINDS)
-            problems.insert(0, f"kind must be one of {', '.join(KINDS)}, got {self.kind!r:.40}.{hint}")
+        problems = _list_bad_sizes(self, _SIZES)
+        kinds = get_args(RecurrentKind)
+        if self.kind not in kinds:
+            hint = did_you_mean(str(self.kind), kinds)
+            problems.insert(0, f"kind must be one of {', '.join(kinds)}, got {self.kind!r:.40}.{hint}")
         raise_all(ValueError, "speculators.RecurrentConfig:", problems)
 
     @property
@@ -54,35 +60,159 @@ class RecurrentConfig:
         """Returns the projections of a cell: three gates and a candidate, or only the next state."""
         return 4 if self.kind == "lstm" else 1
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Returns the number of the model's layers: the state that the head multiplies."""
+        return (self.num_layers,)
 
-def config_of(decoder: Decoder, kind: Kind, *, d_inner: int | None = None, num_heads: int = 3) -> RecurrentConfig:
-    """Returns the shape of a speculator for a model.
+    @property
+    def step_weights(self) -> tuple[float, ...]:
+        """Returns the weight of each guessed token in the loss."""
+        return (1.0,) * self.num_drafts
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the parameters by name."""
+        V, D, E, rows = self.vocab_size, self.d_model, self.d_inner, self.num_gates * self.d_inner
+        norms = ("norm_w", "norm_b", *(("cell_norm_w", "cell_norm_b") if self.kind == "lstm" else ()))
+        weights = {"embed": (V, E), "first": (rows, D), "later": (rows, E), "head": (V, E)}
+        return weights | dict.fromkeys(norms, (E,))
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleConfig:
+    """Shape of an EAGLE-3 speculator: a decoder layer over states of several layers of the model.
+
+    Attributes:
+        vocab_size: V, the tokens of the model.
+        d_model: D, the width of the model's hidden states.
+        num_layers: layers of the model.
+        d_inner: E, the width of the speculator.
+        layers: layers of the model whose states are fused, ascending, for example (2, 8, 13) of 16: low, middle, high.
+        num_heads: H, the heads of attention, which divide E into an even width.
+        num_drafts: n, the number of tokens that are guessed after a token.
+        window: W, the most states that the layer sees: those of the last tokens.
+        kind: "eagle3".
+
+    Raises:
+        ValueError: lists every field that is out of range or at odds with another field.
+
+    Example:
+        >>> config = EagleConfig(64, d_model=32, num_layers=6, d_inner=16, layers=(2, 3, 6), num_heads=2)
+        >>> config.shapes["fuse"], config.shapes["wq"]
+        ((16, 96), (16, 32))
+    """
+
+    vocab_size: int
+    d_model: int
+    num_layers: int
+    d_inner: int
+    layers: tuple[int, ...]
+    num_heads: int = 1
+    num_drafts: int = 4
+    window: int = 8
+    kind: Literal["eagle3"] = "eagle3"
+
+    products: ClassVar[tuple[str, ...]] = ("fuse", "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "head")
+
+    def __post_init__(self) -> None:
+        problems = _list_bad_sizes(self, (*_SIZES, "num_heads", "window"))
+        if self.kind != "eagle3":
+            problems.insert(0, f"kind must be 'eagle3', got {self.kind!r:.40}")
+        layers = self.layers
+        if not problems and (self.d_inner % (2 * self.num_heads)):
+            problems.append(f"num_heads={self.num_heads} must divide d_inner={self.d_inner} into an even width")
+        if type(layers) is not tuple or not layers or list(layers) != sorted({*layers}):
+            problems.append(f"layers must be a tuple of ascending numbers, got {layers!r:.60}")
+        elif not problems and not 0 <= layers[0] <= layers[-1] <= self.num_layers:
+            problems.append(f"layers must be from 0 to num_layers={self.num_layers}, got {layers}")
+        raise_all(ValueError, "speculators.EagleConfig:", problems)
+
+    @property
+    def hidden_window(self) -> int:
+        """Returns the most states that a proposal takes."""
+        return self.window
+
+    @property
+    def head_dim(self) -> int:
+        """Returns the width of a head of attention."""
+        return self.d_inner // self.num_heads
+
+    @property
+    def step_weights(self) -> tuple[float, ...]:
+        """Returns the weight of each guessed token in the loss: later guesses count less, as they are reached less."""
+        return tuple(0.8**i for i in range(self.num_drafts))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the parameters by name."""
+        V, E, F = self.vocab_size, self.d_inner, -(-8 * self.d_inner // 192) * 64
+        attention = {"wq": (E, 2 * E), "wk": (E, 2 * E), "wv": (E, 2 * E), "wo": (E, E)}
+        weights = {"embed": (V, E), "fuse": (E, len(self.layers) * self.d_model), **attention}
+        weights |= {"w_gate": (F, E), "w_up": (F, E), "w_down": (E, F), "head": (V, E)}
+        return weights | dict.fromkeys(("embed_norm_w", "state_norm_w", "norm_w", "last_norm_w"), (E,))
+
+
+SpeculatorConfig = RecurrentConfig | EagleConfig
+
+
+def config_of(
+    decoder: Decoder, kind: Kind, *, d_inner: int | None = None, num_drafts: int = 3, window: int = EagleConfig.window
+) -> Any:
+    """Returns the shape of a speculator for a model: a `RecurrentConfig`, or an `EagleConfig`.
+
+    EAGLE-3 takes the states after layer 2, after half of the layers, and near the last layer.
 
     Args:
         decoder: decoder of the model.
-        kind: see `RecurrentConfig`.
-        d_inner: see `RecurrentConfig`. Default: the model's width.
-        num_heads: see `RecurrentConfig`.
+        kind: "mlp", "lstm" or "eagle3".
+        d_inner: width of the speculator. Default: the model's width.
+        num_drafts: number of tokens that are guessed after a token.
+        window: see `EagleConfig`.
 
     Raises:
-        ValueError: the decoder does not give the hidden states that the head multiplies, or a size is out of range.
+        ValueError: the decoder does not give the hidden states that the head multiplies, or a size is out of range, or
+            there is no such kind.
 
     Example:
         >>> from shardfn.inference import decoder
         >>> from shardfn.models import gpt
-        >>> model = decoder(gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4))
-        >>> config_of(model, "lstm").d_inner
-        32
+        >>> model = decoder(gpt.Config(vocab_size=64, num_layers=4, d_model=32, num_heads=4))
+        >>> config_of(model, "lstm").d_inner, config_of(model, "eagle3").layers
+        (32, (2, 4))
     """
     if not decoder.embeds:
         raise ValueError("speculators: this decoder does not give its hidden states. Take a batch-invariant decoder.")
-    sizes = {"vocab_size": decoder.vocab, "d_model": decoder.hidden_size, "num_layers": decoder.cache.layers}
-    return RecurrentConfig(
-        kind, **sizes, d_inner=decoder.hidden_size if d_inner is None else d_inner, num_heads=num_heads
-    )
+    L, E = decoder.cache.layers, decoder.hidden_size if d_inner is None else d_inner
+    sizes: dict[str, Any] = {"vocab_size": decoder.vocab, "d_model": decoder.hidden_size, "num_layers": L}
+    sizes |= {"d_inner": E, "num_drafts": num_drafts}
+    if kind != "eagle3":
+        return RecurrentConfig(kind, **sizes)
+    wanted = {min(2, L), max(1, L // 2), L - 3 if L >= 12 else L}
+    layers = tuple(x for x in sorted(wanted) if x in decoder.hidden_layers) or (L,)
+    heads = next((n for n in range(max(1, E // 64), 1, -1) if E % (2 * n) == 0), 1)
+    return EagleConfig(**sizes, layers=layers, num_heads=heads, window=window)
 
 
-def list_misfits(config: RecurrentConfig, decoder: Decoder) -> list[str]:
+def config_from(fields: Mapping[str, Any]) -> SpeculatorConfig:
+    """Returns the shape with these fields, as of `dataclasses.asdict`, lists in place of tuples.
+
+    Raises:
+        ValueError: there is no such kind, or fields are missing, unknown or out of range.
+    """
+    kind = fields.get("kind")
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r:.40}.{did_you_mean(str(kind), KINDS)}")
+    made = EagleConfig if kind == "eagle3" else RecurrentConfig
+    known = [x.name for x in dataclasses.fields(made)]
+    problems = [f"{name} is missing" for name in known if name not in fields]
+    problems += [f"{name} is unknown.{did_you_mean(name, known)}" for name in fields if name not in known]
+    raise_all(ValueError, f"a speculator of kind {kind!r} has other fields:", problems)
+    values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+    return made(**values)
+
+
+def list_misfits(config: SpeculatorConfig, decoder: Decoder) -> list[str]:
     """Returns the sizes of the model that differ from the sizes that a speculator was made for, with both values."""
     own: dict[str, Any] = {
         "vocab_size": decoder.vocab,
@@ -93,4 +223,12 @@ def list_misfits(config: RecurrentConfig, decoder: Decoder) -> list[str]:
         f"{name} is {getattr(config, name)}, and the model has {value}"
         for name, value in own.items()
         if value != getattr(config, name)
+    ]
+
+
+def _list_bad_sizes(config: Any, names: tuple[str, ...]) -> list[str]:
+    return [
+        f"{name} must be an integer of at least 1, got {value!r}"
+        for name in names
+        if type(value := getattr(config, name)) is not int or value < 1
     ]

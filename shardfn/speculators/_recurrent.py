@@ -11,7 +11,7 @@ state give the next token, and so on. The factor is a = w_e / w_s, w_s = 0.5^(1 
 keeps the parts of state and token in proportion over n steps.
 
 B samples, S tokens, T positions with all labels, D model, E inner width, G projections of a cell, V vocabulary, n
-heads.
+drafts.
 
 References:
     Wertheimer et al., Accelerating Production LLMs with Combined Token/Embedding Speculators, 2024,
@@ -21,7 +21,7 @@ References:
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +30,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.core import Axes, P, PyTree, full, normal, split
-from shardfn.engine import WeightedMean
+from shardfn.core import Axes
 
 from ._config import RecurrentConfig
+from ._inputs import DraftInputs, DrawDrafts
 
 Params = dict[str, Any]
 
@@ -68,125 +68,41 @@ BATCH_INVARIANT = CellFunctions(
 )
 
 
-def init(config: RecurrentConfig, key: Int64[Tensor, "2"]) -> Params:
-    """Returns fresh parameters: weights normal(0, 1 / sqrt(smaller dim)), and norms of scale 1 and shift 0.
-
-    Args:
-        config: shape.
-        key: key. Weight i is drawn with `fold_in(key, i)`.
-
-    Returns:
-        float32: {"embed" [V, E], "first" [G E, D], "later" [G E, E], "head" [V, E], "norm_w", "norm_b", and for "lstm"
-            "cell_norm_w", "cell_norm_b"}.
-
-    Example:
-        >>> from shardfn import core
-        >>> config = RecurrentConfig("lstm", vocab_size=64, d_model=32, num_layers=2, d_inner=16)
-        >>> init(config, core.key(0))["first"].shape
-        torch.Size([64, 32])
-    """
-    shapes = list_shapes(config)
-    weights = [name for name in shapes if "norm" not in name]
-    keys = dict(zip(weights, split(key, len(weights)), strict=True))
-    return {
-        name: normal(keys[name], shape, stddev=min(shape) ** -0.5)
-        if name in keys
-        else full(shape, float(name.endswith("_w")))
-        for name, shape in shapes.items()
-    }
-
-
-def list_shapes(config: RecurrentConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the parameters by name."""
-    V, D, E, rows = config.vocab_size, config.d_model, config.d_inner, config.num_gates * config.d_inner
-    norms = ("norm_w", "norm_b", *(("cell_norm_w", "cell_norm_b") if config.kind == "lstm" else ()))
-    weights = {"embed": (V, E), "first": (rows, D), "later": (rows, E), "head": (V, E)}
-    return weights | dict.fromkeys(norms, (E,))
-
-
-def specs(config: RecurrentConfig, *, tp: Axes = None) -> PyTree:
-    """Returns the compute layout: `P()`, whole, for every leaf. With `tp`, the vocabulary of embedding and head is cut.
-
-    Args:
-        config: shape.
-        tp: mesh axes of tensor parallelism, the `axis` of `loss`.
-    """
-    return {name: P(tp) if name in ("embed", "head") and tp is not None else P() for name in list_shapes(config)}
-
-
-def apply(
+def apply_recurrent(
     config: RecurrentConfig,
     params: Params,
     hidden_BTD: Float[Tensor, "b t d"],
     tokens_BTN: Int64[Tensor, "b t n"],
-    *,
     axis: Axes = None,
 ) -> list[Float[Tensor, "b t v"]]:
-    """Returns the logits of each head.
-
-    Args:
-        config: shape.
-        params: parameters as from `init`.
-        hidden_BTD: hidden states of the model: the states that the model's head multiplies.
-        tokens_BTN: token drawn from each state, and the n - 1 tokens after that token.
-        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. The logits are then the rank's classes.
-
-    Example:
-        >>> from shardfn import core
-        >>> config = RecurrentConfig("mlp", vocab_size=64, d_model=32, num_layers=2, d_inner=16)
-        >>> params, tokens = init(config, core.key(0)), torch.zeros(2, 5, 3, dtype=torch.int64)
-        >>> [x.shape for x in apply(config, params, torch.ones(2, 5, 32), tokens)][0]
-        torch.Size([2, 5, 64])
-    """
-    state, logits = start_state(TORCH, hidden_BTD), []
+    """Returns the logits of each head after each position."""
+    state, logits = _start_state(TORCH, hidden_BTD), []
     for i, tokens_BT in enumerate(tokens_BTN.unbind(-1)):
         z_BTE = nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, axis=axis)
         y_BTN = F.linear(state.h, params["later" if i else "first"])
-        state = advance_state(config, params, TORCH, y_BTN, state.c, z_BTE * scale_of(config))
+        state = _advance_state(config, params, TORCH, y_BTN, state.c, z_BTE * scale_of(config))
         logits.append(nn.column_linear(state.h, params["head"], features=config.vocab_size, axis=axis))
     return logits
 
 
-def loss(config: RecurrentConfig, params: Params, batch: Mapping[str, Tensor], *, axis: Axes = None) -> WeightedMean:
-    """Returns the sum over the heads of the mean cross entropy of their tokens.
-
-    Head i at position t sees the state at t and the tokens t + 1 to t + 1 + i, and guesses the token t + i + 2.
-
-    Args:
-        config: shape.
-        params: parameters as from `init`.
-        batch: {"hidden": [B, S, D], states of the frozen model as of `hidden_states`, "tokens": int64 [B, S]}.
-        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
-
-    Raises:
-        ValueError: sequences have no position with all labels, or states have another width.
-
-    Example:
-        >>> from shardfn import core
-        >>> config = RecurrentConfig("mlp", vocab_size=64, d_model=32, num_layers=2, d_inner=16)
-        >>> batch = {"hidden": torch.ones(2, 9, 32), "tokens": torch.zeros(2, 9, dtype=torch.int64)}
-        >>> total, weight = loss(config, init(config, core.key(0)), batch)
-        >>> weight.item()
-        10.0
-    """
-    hidden_BSD, tokens_BS, n = batch["hidden"], batch["tokens"], config.num_heads
-    S, D = hidden_BSD.shape[1:]
-    if D != config.d_model or tokens_BS.shape[1] != S or S < n + 2:
-        raise ValueError(
-            f"loss: hidden states are {tuple(hidden_BSD.shape)} of tokens {tuple(tokens_BS.shape)}; there must be a"
-            f" state of {config.d_model} numbers for each token, and {n + 2} tokens or more."
-        )
-    windows_BTN = tokens_BS[:, 1:].unfold(1, n + 1, 1)  # the tokens that each position reads, and the last label
-    T = windows_BTN.shape[1]
-    logits = apply(config, params, hidden_BSD[:, :T], windows_BTN[..., :n], axis=axis)
-    pairs = [
-        nn.cross_entropy_sum(x_BTV, windows_BTN[..., i + 1], axis=axis, vocab_size=config.vocab_size)
-        for i, x_BTV in enumerate(logits)
-    ]
-    return WeightedMean(torch.stack([total for total, _ in pairs]).sum(), pairs[0][1])
+def draft_recurrent(
+    config: RecurrentConfig,
+    params: Params,
+    multiply: Callable[[str, Tensor], Tensor],
+    inputs: DraftInputs,
+    draw: DrawDrafts,
+) -> list[Int64[Tensor, " b"]]:
+    """Returns the n drafts of B sequences, by batch-invariant kernels: the function of `apply_recurrent`."""
+    state, found = _start_state(BATCH_INVARIANT, inputs.hidden_BWN[:, 0]), [inputs.tokens_BW[:, 0]]
+    for i in range(config.num_drafts):
+        z_BE = params["embed"][found[-1].clamp(min=0)] * scale_of(config)
+        projected = multiply("later" if i else "first", state.h)
+        state = _advance_state(config, params, BATCH_INVARIANT, projected, state.c, z_BE)
+        found.append(draw(i, multiply("head", state.h)))
+    return found[1:]
 
 
-def start_state(functions: CellFunctions, hidden_D: Float[Tensor, "*batch d"]) -> CellState:
+def _start_state(functions: CellFunctions, hidden_D: Float[Tensor, "*batch d"]) -> CellState:
     """Returns the state before the first head."""
     scale_D = hidden_D.new_full(hidden_D.shape[-1:], 0.5**0.5)
     return CellState(functions.rms_norm(hidden_D, scale_D), hidden_D.new_zeros(()))
@@ -194,11 +110,11 @@ def start_state(functions: CellFunctions, hidden_D: Float[Tensor, "*batch d"]) -
 
 def scale_of(config: RecurrentConfig) -> float:
     """Returns the factor a of embeddings."""
-    state_weight = 0.5 ** (0.5 / config.num_heads)
+    state_weight = 0.5 ** (0.5 / config.num_drafts)
     return math.sqrt((1 - state_weight**2) * config.d_inner / 2) / state_weight
 
 
-def advance_state(
+def _advance_state(
     config: RecurrentConfig,
     params: Params,
     functions: CellFunctions,

@@ -14,15 +14,15 @@ from shardfn.inference import Engine, Sampling
 from shardfn.optim import adamw, chain, clip_by_global_norm, warmup_cosine_decay_schedule
 from shardfn.transforms import sharded_step
 
-from ._config import RecurrentConfig
-from ._recurrent import Params, init, loss
+from ._config import SpeculatorConfig
+from ._loss import Params, init, loss
 
 
-class States(NamedTuple):
+class HiddenRows(NamedTuple):
     """Rows of tokens, and the hidden states of a frozen model for each token.
 
     Attributes:
-        hidden: [N, S, D], from `hidden_states`.
+        hidden: [N, S, D], from `hidden_states`, D the width of all wanted states.
         tokens: int64 [N, S].
     """
 
@@ -31,8 +31,8 @@ class States(NamedTuple):
 
 
 def train(
-    config: RecurrentConfig,
-    states: States,
+    config: SpeculatorConfig,
+    states: HiddenRows,
     *,
     steps: int,
     batch_size: int = 16,
@@ -61,8 +61,9 @@ def train(
         ValueError: there are too few rows or tokens, or a number is out of range.
 
     Example:
+        >>> from shardfn.speculators import RecurrentConfig
         >>> config = RecurrentConfig("mlp", vocab_size=64, d_model=32, num_layers=2, d_inner=16)
-        >>> states = States(torch.ones(4, 9, 32), torch.zeros(4, 9, dtype=torch.int64))
+        >>> states = HiddenRows(torch.ones(4, 9, 32), torch.zeros(4, 9, dtype=torch.int64))
         >>> losses = []
         >>> params = train(config, states, steps=3, batch_size=2, report=lambda step, loss: losses.append(loss))
         >>> losses[2] < losses[0]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardfn._torch import FakeTensor
-from shardfn.collectives import GlobalTensor
+from shardfn.collectives import GlobalTensor, list_blocks
 from shardfn.core import (
     DonatedError,
     PyTree,
@@ -107,11 +107,10 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     """
     leaves, treedef = tree_flatten(tree)
     owned = [x for x in leaves if isinstance(x, GlobalTensor)]
-    if donate:
-        given = [x.held for x in owned]
-    else:
+    given = list_blocks(owned)
+    if not donate:
         with torch.no_grad():
-            given = [copy_value(x.held, x.memory_kind) for x in owned]
+            given = [copy_value(x, leaf.memory_kind) for x, leaf in zip(given, owned, strict=True)]
     blocks = given
     if len(owned) < len(leaves):
         rest = iter(given)
@@ -193,8 +192,9 @@ def check_alive(state: PyTree, name: str = "state", *, abstract: bool = False) -
     first = [x for x in leaves[:1] if isinstance(x, GlobalTensor)]
     if not abstract and any(isinstance(x.held, FakeTensor) for x in first):
         raise ValueError(
-            f"this {name} has shapes and no values, as init makes it of tensors on 'meta' or without data: it is for"
-            " step.lower. To run, give init values; of a module on 'meta', a function that draws or loads them."
+            f"this {name} is abstract: it has shapes but no values, because init got tensors on 'meta' or without"
+            " data. Pass it only to step.lower. To run a step, pass values to init, or for a module on 'meta' a"
+            " function that draws or loads values."
         )
     if any(x.stacked for x in first):
         raise ValueError(
@@ -231,8 +231,8 @@ def state_owners(
             owner = None
         elif owner is None and len(leaf.shape) > 0 and path not in (placed := _find_placed(optimizer, params, placed)):
             raise ValueError(
-                f"{name} of shape {tuple(leaf.shape)} has the shape of no parameter, so its sharding is unknown;"
-                " optimizer states are 0-d, shaped as their parameter, or a GlobalTensor."
+                f"{name} of shape {tuple(leaf.shape)} has an unknown sharding. A leaf of an optimizer state must be"
+                " 0-d, or have the shape of a parameter, or be a GlobalTensor."
             )
         out.append(owner)
     return out

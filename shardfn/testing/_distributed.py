@@ -66,7 +66,7 @@ def distributed(world: int | Sequence[int | Param], timeout: float = 180.0) -> C
         def run_ranks(*args: Any, **kwargs: Any) -> list[Any] | None:
             n = worlds[0] if isinstance(world, int) else kwargs.pop("world", None)
             if n is None:
-                raise TypeError(f"{task['qualname']} runs on one of {worlds} ranks; name it with world=.")
+                raise TypeError(f"{task['qualname']} must get world=, one of {worlds} ranks.")
             kwargs |= {"world": n} if takes_world else {}
             data = _check_pickles(task["qualname"], signature.bind(*args, **kwargs))
             values = call(n, timeout, task["qualname"], {**task, "arguments": data})
@@ -85,8 +85,8 @@ def _find_task(function: Callable[..., Any]) -> dict[str, Any]:
     file = getattr(module, "__file__", None)
     if file is None or "<" in function.__qualname__:
         raise ValueError(
-            f"distributed: {function.__qualname__} is not at the module level of a file, so no other process can import"
-            " it; move it there."
+            f"distributed: {function.__qualname__} must be at the module level of a file, so that other processes can"
+            " import it."
         )
     return {
         "module": function.__module__,

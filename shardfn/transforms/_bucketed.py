@@ -49,7 +49,8 @@ class Padding:
         core.raise_all(TypeError, "bucketed: the padded dims:", wrong)
         if all(x is None for _, x in named):
             raise ValueError(
-                f"bucketed(in_dims={self.in_dims!r}) pads nothing; name a dim, as (None, 0) for dim 0 of args[1]."
+                f"bucketed must have a dim to pad, got in_dims={self.in_dims!r}. For dim 0 of args[1], pass"
+                " in_dims=(None, 0)."
             )
         if self.sizes is None:
             return
@@ -80,7 +81,10 @@ class Padding:
             ValueError, "bucketed:", [f"{n} of shape {tuple(x.shape)} has no dim {d} to be padded" for n, x, d in short]
         )
         if not rows:
-            raise ValueError("bucketed: the arguments have no leaf with a dim of in_dims; call the function itself.")
+            raise ValueError(
+                "bucketed: an argument must have a leaf with a dim of in_dims. Without such a leaf, call the function"
+                " itself."
+            )
         lengths = {x.shape[d] for _, x, d in rows}
         if len(lengths) > 1:
             core.raise_all(
@@ -298,8 +302,8 @@ def bucketed(
     jitted = f if isinstance(f, engine.Jitted) else f.jitted if isinstance(f, engine.Sharded) else None
     if padding.sizes is not None and jitted is not None and len(padding.sizes) > jitted.max_graphs:
         raise ValueError(
-            f"bucketed has {len(padding.sizes)} sizes, and jit(max_graphs={jitted.max_graphs}) keeps fewer graphs; pass"
-            f" max_graphs={len(padding.sizes)}, or fewer sizes."
+            f"jit(max_graphs={jitted.max_graphs}) must keep a graph for each of the {len(padding.sizes)} sizes of"
+            f" bucketed. Pass max_graphs={len(padding.sizes)}, or fewer sizes."
         )
     return Bucketed(f, padding)
 
@@ -368,7 +372,7 @@ class Bucketed(engine.Transform):
             (tensor([2., 2., 2.]), 2)
         """
         if self.padding.sizes is None:
-            raise ValueError("bucketed without sizes= has no last bucket, so it cannot be bound; pass sizes=.")
+            raise ValueError("bucketed must have sizes= to be bound. Without sizes there is no last bucket.")
         if not isinstance(self.inner, engine.Sharded | Bucketed):
             raise ValueError("only a sharded function can be bound: bucketed(sharded(jit(f)), ...).")
         length, inner = self.padding.length(args), self.inner

@@ -114,7 +114,7 @@ def jit(
     fields = [x.name for x in dataclasses.fields(Schedule)]
     for name in options:
         if name not in fields:
-            raise ValueError(f"jit has no option {name!r}; there are {fields}.{core.did_you_mean(name, fields)}")
+            raise ValueError(f"jit has no option {name!r}. The options are {fields}.{core.did_you_mean(name, fields)}")
     if graph_schedule is not None and options:
         raise ValueError(f"jit got graph_schedule= and {sorted(options)}. Put them in one Schedule.")
     engine.check_order("jit", f)

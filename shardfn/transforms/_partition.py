@@ -130,8 +130,7 @@ def propose_specs(
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     if not names or len(set(names)) < len(names) or not set(names) <= set(mesh.shape):
         raise ValueError(
-            f"propose_specs(axes={axes!r}): the mesh has the axes {list(mesh.shape)}; name one of them, or several,"
-            " each once."
+            f"propose_specs: axes must be different axes of the mesh, from {list(mesh.shape)}, got {axes!r}."
         )
     on = named_cluster(cluster) if isinstance(cluster, str) else cluster
     if on is not None and not isinstance(on, Cluster):

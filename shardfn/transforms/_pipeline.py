@@ -192,8 +192,7 @@ def schedule_of(schedule: str | PipelineSchedule, num_chunks: int) -> Callable[[
     if isinstance(schedule, PipelineSchedule):
         if schedule.num_chunks != num_chunks:
             raise ValueError(
-                f"the schedule {schedule.name} is of {schedule.num_chunks} chunks, not {num_chunks}; pass"
-                f" num_chunks={schedule.num_chunks}."
+                f"num_chunks must be {schedule.num_chunks} for the schedule {schedule.name}, got {num_chunks}."
             )
         return lambda num_ranks, num_microbatches: schedule
     return named_schedule(schedule, num_chunks)
@@ -274,15 +273,15 @@ def pipeline_module(
     engine.check_order("pipeline", loss, deep=True)
     if not isinstance(function, LayeredFunction):
         raise TypeError(
-            f"pipeline_module(loss, function): function is a {type(function).__name__}; make it by"
-            " from_module(module, layers=...), with the name of its list of layers."
+            "pipeline_module(loss, function) expected a function made with from_module(module, layers=...), where"
+            f" layers is the name of a list of layers, got a {type(function).__name__}."
         )
     if num_microbatches < 1:
         raise ValueError(f"pipeline_module needs a microbatch, got num_microbatches={num_microbatches}.")
     if layers_per_stage is not None and len(function.kinds.kinds) > 1:
         raise ValueError(
-            f"pipeline_module(layers_per_stage={tuple(layers_per_stage)}): the layers are of"
-            f" {len(function.kinds.kinds)} kinds, and their stacks are cut evenly; leave it out."
+            f"pipeline_module(layers_per_stage={tuple(layers_per_stage)}) must have layers of a single kind, got"
+            f" {len(function.kinds.kinds)} kinds. Leave layers_per_stage out: the stacks are then cut evenly."
         )
     if adapters is not None and len(function.kinds.kinds) > 1:
         raise ValueError(
@@ -302,8 +301,8 @@ def pipeline_module(
 def _find_layers(path: str, params: core.PyTree) -> core.PyTree:
     if path not in params:
         raise ValueError(
-            f"pipeline_module(loss, function): params have {sorted(params)}, and the function's layers are at {path!r};"
-            " pass the parameters of from_module themselves; or, with adapters beside them, adapters=lora."
+            f"pipeline_module(loss, function): params must have the function's layers at {path!r}, got"
+            f" {sorted(params)}. Pass the parameters of from_module. Pass adapters separately: adapters=lora."
         )
     return params[path]
 

@@ -111,7 +111,7 @@ def offload(
     """
     engine.check_order("offload", f)
     if not callable(policy):
-        raise TypeError(f"offload takes a policy, which is a function of a SavedTensor; got {policy!r}.")
+        raise TypeError(f"offload expected a policy, a function of a SavedTensor, got {policy!r}.")
     if window < 0:
         raise ValueError(f"offload(window={window}): a number of bytes must not be negative.")
     return Offloaded(f, policy, directory, window)
@@ -170,7 +170,7 @@ def remat(
     """
     engine.check_order("remat", f)
     if policy is not None and not callable(policy):
-        raise TypeError(f"remat takes a policy, which is a function of a SavedTensor (sf.policies); got {policy!r}.")
+        raise TypeError(f"remat expected a policy of sf.policies, a function of a SavedTensor, got {policy!r}.")
 
     def make_contexts() -> tuple[Any, Any]:
         assert policy is not None

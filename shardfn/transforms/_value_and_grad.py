@@ -128,7 +128,7 @@ def mixed_precision(
     if not isinstance(policy, Policy):
         shown = policy.__name__ if isinstance(policy, types.FunctionType) else repr(policy)
         raise TypeError(
-            f"mixed_precision(loss, {shown}): the policy is a Policy; write sf.Policy.bf16(), or name the dtypes,"
+            f"mixed_precision(loss, {shown}) expected a Policy. Write sf.Policy.bf16(), or the dtypes as"
             " sf.Policy(param=..., compute=...)."
         )
     if loss_scale is not None and policy.accum == torch.float16:

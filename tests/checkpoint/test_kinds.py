@@ -67,9 +67,11 @@ def test_moments_go_on_behind_a_new_clip(world: int, tmp_path: pathlib.Path) -> 
     clipped = optim.chain(optim.clip_by_global_norm(1e-2), optim.adamw(optim.constant_schedule(3e-2), weight_decay=0.2))
     step = _step(clipped, mesh)
     told = r"opt_state\[1\]\[0\] goes on with opt_state\[0\], opt_state\[1\]\[2\] \(count\) begins anew"
-    with pytest.raises(ValueError, match=rf"by_kind=True\) reads the states that both have: {told}"):
+    with pytest.raises(
+        ValueError, match=rf"rename=checkpoint\.ByKind\(\) reads the states that both sides have: {told}"
+    ):
         sf.checkpoint.restore(tmp_path, step.init(_params(0.0)))
-    state = sf.checkpoint.restore(tmp_path, step.init(_params(0.0)), by_kind=True).tree
+    state = sf.checkpoint.restore(tmp_path, step.init(_params(0.0)), rename=sf.checkpoint.ByKind()).tree
     for _ in range(3):
         state, _ = step(state, X[step.rows(8)])
     for name, want in _by_torch(6).items():
@@ -95,7 +97,7 @@ def test_states_are_found_by_kind(name: str, tmp_path: pathlib.Path, caplog: pyt
     before, after, told = WRAPPED[name]
     old = _saved(before, tmp_path)
     with caplog.at_level(logging.INFO, "shardfn.checkpoint"):
-        state = sf.checkpoint.restore(tmp_path, _step(after).init(_params(7.0)), by_kind=True).tree
+        state = sf.checkpoint.restore(tmp_path, _step(after).init(_params(7.0)), rename=sf.checkpoint.ByKind()).tree
     assert any(re.search(told, record.message) for record in caplog.records)
     both = [{path: x.full_tensor() for path, x in named_leaves(s.opt_state)} for s in (old, state)]
     for field in (".mu['w.a']", ".nu['b']", ".mu['b']"):
@@ -104,7 +106,9 @@ def test_states_are_found_by_kind(name: str, tmp_path: pathlib.Path, caplog: pyt
 
 
 @pytest.mark.parametrize(
-    "how", [{"by_kind": True}, {"keep": "opt_state"}, {"partial": True}], ids=lambda how: next(iter(how))
+    "how",
+    [{"rename": sf.checkpoint.ByKind()}, {"keep": "opt_state"}, {"partial": True}],
+    ids=lambda how: next(iter(how)),
 )
 @pytest.mark.parametrize("name", ["average", "slow", "z", "master"])
 def test_new_copies_of_parameters_are_those_of_the_checkpoint(name: str, how: Any, tmp_path: pathlib.Path) -> None:
@@ -132,4 +136,4 @@ def test_states_of_one_kind_in_other_numbers_are_named(tmp_path: pathlib.Path) -
     like = _step(optim.chain(optim.trace(0.9), optim.trace(0.5), optim.sgd(0.1))).init(_params())
     told = r"states with trace: here opt_state\[0\], opt_state\[1\], in the checkpoint opt_state\[0\]"
     with pytest.raises(ValueError, match=rf"(?s)rename=.*{told}"):
-        sf.checkpoint.restore(tmp_path, like, by_kind=True)
+        sf.checkpoint.restore(tmp_path, like, rename=sf.checkpoint.ByKind())

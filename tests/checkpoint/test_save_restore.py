@@ -233,7 +233,7 @@ def test_another_chain_of_the_same_rules_gets_the_rename_that_reads_it(tmp_path:
         checkpoint.save(tmp_path / name, state, step=1)
         with pytest.raises(ValueError, match=r"(?s)rename=lambda path.*opt_state.*is not in the checkpoint") as error:
             checkpoint.restore(tmp_path / name, other.init(params))
-        found = re.search(r"rename=(lambda path: path\.replace\('(.*)', '(.*)', 1\))\)", str(error.value))
+        found = re.search(r"rename=(lambda path: path\.replace\('(.*)', '(.*)', 1\))\.", str(error.value))
         assert found is not None, error.value
         old, new = found[2], found[3]
         got = checkpoint.restore(tmp_path / name, other.init(params), rename=lambda p, a=old, b=new: p.replace(a, b, 1))

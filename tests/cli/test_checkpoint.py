@@ -119,11 +119,14 @@ def test_refusals_of_export_and_import(run: pathlib.Path, said: Said, tmp_path: 
     (tmp_path / "file").write_text("")
     sf.checkpoint.save(tmp_path / "flat", {"w": torch.ones(2)}, 1)
     for words, text in (
-        (["export", tmp_path / "flat", tmp_path / "out"], "has no leaves below params; it has ['w']. Save the state"),
+        (
+            ["export", tmp_path / "flat", tmp_path / "out"],
+            "must have leaves below params, got ['w']. Save the state",
+        ),
         (["export", run, tmp_path / "file"], "file is a file, or lies below one: weights need a directory"),
         (["import", tmp_path / "nowhere", tmp_path / "new"], "no weights in .*nowhere, which does not exist"),
         (["import", tmp_path / "file", tmp_path / "new"], "is a file: pass the directory that it is in"),
-        (["import", run, tmp_path / "new"], "has neither model.safetensors nor model.safetensors.index.json"),
+        (["import", run, tmp_path / "new"], "must have model.safetensors or model.safetensors.index.json"),
     ):
         status, found = said(*words)
         assert status == 2 and all(part in found for part in text.split(".*")), found

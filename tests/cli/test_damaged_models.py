@@ -155,7 +155,7 @@ FILES: dict[str, tuple[Damage, str]] = {
     "an end outside": (config("config.json", eos_token_id=10**6), "eos_token_id has 1000000, which is not a token"),
     "ends a text": (
         config("generation_config.json", eos_token_id="2"),
-        "generation_config.json: eos_token_id is '2'; it must be a token, an integer, or a list of tokens",
+        "generation_config.json: eos_token_id must be a token, an integer, or a list of tokens, got '2'",
     ),
     "ends of texts": (config("generation_config.json", eos_token_id=[2, None]), "eos_token_id is [2, None]; it must"),
     "no base of positions": (
@@ -175,7 +175,7 @@ FILES: dict[str, tuple[Damage, str]] = {
     ),
     "a weight missing": (tensors(**{"model.norm": ...}), "model.norm.weight is missing"),
     "not finite": (tensors(**{"model.norm": float("nan")}), "its weights have values that are not finite"),
-    "a pickle": (pickled("pytorch_model.bin"), "has neither model.safetensors nor model.safetensors.index.json"),
+    "a pickle": (pickled("pytorch_model.bin"), "must have model.safetensors or model.safetensors.index.json"),
     "a pickle by another name": (pickled(WEIGHTS), "is no safetensors file, or was cut short"),
     "code": (coded, "contains custom code"),
     "a part missing": (indexed("model-2.safetensors"), "model-2.safetensors"),
@@ -190,7 +190,7 @@ FILES: dict[str, tuple[Damage, str]] = {
 MODEL = interop.hf_config(CONFIG)
 RUN: dict[str, tuple[Damage, str]] = {
     "settings cut": (cut("model.json", 30), "model.json: its JSON cannot be read: Unterminated string"),
-    "settings a list": (edit("model.json", lambda _: b"[]"), "model.json has a list; it must have an object of JSON"),
+    "settings a list": (edit("model.json", lambda _: b"[]"), "model.json must have an object of JSON, got a list"),
     "no model": (config("model.json", model=...), "model.json has no ['model']"),
     "model a text": (config("model.json", model="x"), "model.json: its model cannot be read: AttributeError"),
     "no heads": (
@@ -225,7 +225,7 @@ RUN: dict[str, tuple[Damage, str]] = {
         config("model.json", model=MODEL | {"hidden_size": 16.0}),
         "hidden_size is 16.0; it must be an integer of 1 or more",
     ),
-    "tokenizer a number": (config("model.json", tokenizer=3), "tokenizer is 3; it must be 'bytes', or a file's name"),
+    "tokenizer a number": (config("model.json", tokenizer=3), "tokenizer must be 'bytes', or a file's name, got 3"),
     "tokenizer missing": (config("model.json", tokenizer="no.json"), "no.json"),
     "more layers": (
         config("model.json", model=MODEL | {"num_hidden_layers": 3}),

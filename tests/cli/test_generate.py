@@ -193,7 +193,9 @@ def test_codes_fitted_to_a_text(run: pathlib.Path, tmp_path: pathlib.Path, capsy
     [want] = inference.Engine(inference.decoder(config, quantization="int4"), params).generate([list(b"abc")], greedily)
     assert (row["tokens"], row["logprobs"]) == (want.tokens, want.logprobs)
     assert generated(capsys, *how)[0]["logprobs"] != row["logprobs"]
-    assert f"--fit {empty} has no tokens; give a text like those of prompts." in refused(capsys, *how, "--fit", empty)
+    assert f"--fit {empty} --fit must be a text with tokens, similar to the prompts, got no tokens in" in refused(
+        capsys, *how, "--fit", empty
+    )
 
 
 @pytest.mark.nightly
@@ -393,7 +395,7 @@ def test_a_prompt_longer_than_the_context(given: pathlib.Path, capsys: pytest.Ca
         ("text", "is a file of b'text'..., and no GGUF file"),
         ("empty", "has neither config.json nor model.json; it has no files"),
         ("untokenized", "has no tokenizer"),
-        ("unchatty", "--chat: the tokenizer of .* has no chat template"),
+        ("unchatty", "--chat needs a chat template, but the tokenizer of .* has none"),
         ("larger", "the tokenizer of .* has 12 tokens, and the model has 11"),
         ("unknown", "MambaForCausalLM cannot be served: its layers keep a state"),
         ("incomplete", "model.layers.1.mlp.up_proj.weight is missing"),
@@ -497,7 +499,7 @@ def test_other_models_draw_the_same_tokens_on_several_ranks(tmp_path: pathlib.Pa
         several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         assert output(sys.executable, *several, *args, "--mesh", f"tp={ranks}") == alone
     four = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4]
-    with pytest.raises(AssertionError, match="has 6 key heads, which 4 ranks do not divide; take --mesh tp=N with"):
+    with pytest.raises(AssertionError, match=r"got 4 ranks and 6 heads. Pass --mesh tp=N with"):
         output(sys.executable, *four, *args)
 
 

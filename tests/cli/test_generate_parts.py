@@ -128,7 +128,7 @@ def test_a_tokenizer_is_that_of_its_models_whole_config(tmp_path: pathlib.Path, 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     assert (_load._tokenizer_config(tmp_path) is None) == (name is None)
     want = transformers.AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
-    got = _load._load_tokenizer(tmp_path)
+    got = _load.load_tokenizer(tmp_path)
     assert type(got) is type(want) and got.get_vocab() == want.get_vocab()
     assert got.special_tokens_map == want.special_tokens_map and got.chat_template == want.chat_template
     assert got.encode(text := "hello, été\n <end>12") == want.encode(text)

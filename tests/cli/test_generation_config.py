@@ -64,10 +64,13 @@ def test_wrong_values_name_the_file_and_the_remedy(
     folder: pathlib.Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases = [
-        ('{"top_p": 0}', "top_p must be a number above 0 and at most 1, got 0; mend it, or take --generation-config"),
+        (
+            '{"top_p": 0}',
+            "top_p must be a number above 0 and at most 1, got 0. Correct the file, or pass --generation-config",
+        ),
         ('{"temperature": "hot"}', "temperature must be a number from 0 to 100, got 'hot'"),
         ("{", "its JSON cannot be read"),
-        ("[]", "it must have an object of JSON"),
+        ("[]", "must have an object of JSON"),
     ]
     for text, words in cases:
         (folder / "generation_config.json").write_text(text)

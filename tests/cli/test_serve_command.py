@@ -348,7 +348,7 @@ def test_under_torchrun(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["serve", str(model)]) == 2
-    assert "it starts its ranks itself; start it without torchrun, with --mesh tp=N" in capsys.readouterr().err
+    assert "must be started without torchrun: it starts the ranks itself" in capsys.readouterr().err
 
 
 def test_without_its_packages(
@@ -370,7 +370,7 @@ def test_a_file_that_is_no_template(
 
 
 def test_templates_run_in_a_sandbox() -> None:
-    from shardfn.pretrained._chat_template import compile_chat_template
+    from shardfn.pretrained._text import compile_chat_template
 
     made = compile_chat_template("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(ValueError, match="the chat template refuses these messages: access to attribute"):
@@ -405,8 +405,7 @@ ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% 
     ],
 )
 def test_a_template_that_fails_refuses_the_messages(source: str, words: str) -> None:
-    from shardfn.pretrained._chat_template import compile_chat_template
-    from shardfn.pretrained._text import wrap_transformers_tokenizer
+    from shardfn.pretrained._text import compile_chat_template, wrap_transformers_tokenizer
     from tests.cli.test_generate import WORDS, tokenizer_of
 
     theirs = tokenizer_of(WORDS)

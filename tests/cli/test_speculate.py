@@ -13,7 +13,7 @@ from shardfn.cli import main
 from shardfn.models import gpt
 
 CONFIG = gpt.Config.llama_like(vocab_size=256, num_layers=1, d_model=32, num_heads=2, d_ff=None, max_len=64)
-SMALL = "--length 24 --batch 4 --steps 12 --heads 3".split()
+SMALL = "--length 24 --batch 4 --steps 12 --drafts 3".split()
 Told = tuple[int, str, str]
 
 
@@ -45,7 +45,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Told]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["mlp", "lstm"])
+@pytest.mark.parametrize("kind", ["mlp", "lstm", "eagle3"])
 def test_a_speculator_in_one_command(
     run: pathlib.Path, text: pathlib.Path, call: Callable[..., Told], kind: str
 ) -> None:
@@ -65,8 +65,8 @@ def test_a_speculator_in_one_command(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("--heads 0", "--heads must be at least 1, got 0"),
-        ("--length 5", "--length must be at least 6, --heads and two more, got 5"),
+        ("--drafts 0", "--drafts must be at least 1, got 0"),
+        ("--length 5", "--length must be at least 6, --drafts and two more, got 5"),
         ("--lr 0", "--lr must be above 0, got 0"),
         ("--length 65 --batch 1", "--length 65: the longest sequence of .* has 64 tokens"),
         ("--length 60 --batch 9", r"has 486 tokens, and 600 are needed: --batch rows and a held-out row"),

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from shardfn.collectives.transport import _memory
-from shardfn.collectives.transport._engine import TransportEngine
-from shardfn.collectives.transport._memory import IN, OUT, Lanes
+from shardfn.collectives.transport._memory import IN, OUT, Lanes, TransportEngine
 
 
 def _pair(patch: pytest.MonkeyPatch) -> tuple[Lanes, Lanes]:

@@ -392,7 +392,7 @@ def test_an_end_of_the_mesh_takes_the_memory_with_it() -> None:
         lanes = channel._lanes
         mesh.close()
         assert not _channels(mesh) and lanes is not None and lanes.why() == "this communicator has ended"
-        with bind_mesh(mesh), pytest.raises(ValueError, match="is closed: nothing can be sent on it"):
+        with bind_mesh(mesh), pytest.raises(ValueError, match="is closed, so it cannot send anything"):
             sf.psum(torch.ones(1), "dp")
 
 

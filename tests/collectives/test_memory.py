@@ -8,8 +8,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.collectives import Channel, Channels, TransportError
-from shardfn.collectives.transport._engine import Address, addresses, engine
-from shardfn.collectives.transport._memory import _KINDS, RINGS
+from shardfn.collectives.transport._memory import _KINDS, RINGS, Address, addresses, engine
 from shardfn.collectives.transport._sharing import VARIABLE
 from shardfn.memory import ledger
 from shardfn.testing import assert_same, distributed, odd_batch, odd_loss, odd_params, on_mesh, one_device

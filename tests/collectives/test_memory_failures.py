@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import shardfn as sf
 from shardfn.collectives import Channels, TransportError, TwoHops
-from shardfn.collectives.transport import _engine, _memory, _sharing
+from shardfn.collectives.transport import _memory, _sharing
 from shardfn.collectives.transport._memory import IN, OUT, RINGS, Lanes
 from shardfn.collectives.transport._segment import NotSharedError, Reader, Segment
 from shardfn.testing import distributed

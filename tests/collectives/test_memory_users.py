@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import shardfn as sf
 from shardfn.collectives import Channels
-from shardfn.collectives.transport import _engine, _sharing
+from shardfn.collectives.transport import _sharing
 from shardfn.collectives.transport._memory import Lanes
 from shardfn.collectives.transport._segment import NotSharedError, Reader
 from shardfn.collectives.transport._sharing import wished

@@ -190,4 +190,4 @@ def test_there_is_no_other_kind():
         for word in words
         if word in path.read_text()
     ]
-    assert found == ["core/_ambient.py: threading.local", "kernels/_num_threads.py: threading.local"]
+    assert found == ["core/_ambient.py: threading.local", "kernels/_arguments.py: threading.local"]

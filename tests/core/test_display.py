@@ -1,4 +1,4 @@
-"""Covers shardfn/core/_display.py, and the texts of step, state, mesh, lowered step, ledger and traffic."""
+"""Covers shardfn/core/_texts.py, and the texts of step, state, mesh, lowered step, ledger and traffic."""
 
 from typing import Any
 

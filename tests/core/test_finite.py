@@ -1,4 +1,4 @@
-"""Covers shardfn/core/_errors.py: elements that are not finite, by leaf."""
+"""Covers shardfn/core/_texts.py: elements that are not finite, by leaf."""
 
 import pytest
 import torch

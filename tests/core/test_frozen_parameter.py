@@ -1,4 +1,4 @@
-"""Covers shardfn/core/_frozen_parameter.py: the mark of parameters without gradient, and the copies that keep it."""
+"""Covers shardfn/core/_modules.py: the mark of parameters without gradient, and the copies that keep it."""
 
 import copy
 import io

@@ -84,7 +84,7 @@ def test_flat_fields_change_the_parts_that_are_given() -> None:
             lambda: sf.Zero(3, travel=sf.Travel(secondary_axis="dpp")), "Did you mean 'dp'", marks=pytest.mark.nightly
         ),
         (lambda: sf.Travel(gather="int9"), r"Travel\(gather='int9'\).*Did you mean 'int8'"),
-        pytest.param(lambda: sf.Travel(reduce="once"), r"is Pace\(accumulate='once'\)", marks=pytest.mark.nightly),
+        pytest.param(lambda: sf.Travel(reduce="once"), r"pass Pace\(accumulate='once'\)", marks=pytest.mark.nightly),
         pytest.param(lambda: sf.Travel(block_elements=64), "no option quantises", marks=pytest.mark.nightly),
         (lambda: sf.Travel(reduce="int4", block_elements=3), "even and at least 2"),
         pytest.param(

@@ -147,3 +147,29 @@ def test_the_memory_of_a_balanced_load_has_the_rows_that_are_sent() -> None:
     assert balanced["cat"].shape == most["cat"].shape == (8, 4)
     graph, _ = _graph(WHOLE["a sum over rows"])
     assert memory_analysis(graph, balanced=True) == memory_analysis(graph)
+
+
+@pytest.mark.nightly
+def test_two_networks_and_dealt_tokens_hold_the_rows_that_come() -> None:
+    """Each hop to the experts and back, and the gradients of each."""
+    both = ("node", "gpu")
+    for exchange, hops in (
+        (layers.AllToAll(both, hierarchical=True), 2),
+        (layers.AllToAll(both, dealt="tp"), 2),
+        (layers.AllToAll(both, hierarchical=True, dealt="tp"), 3),
+    ):
+        config = gpt.Config(
+            vocab_size=16, num_layers=1, d_model=8, num_heads=2, max_len=8, experts=moe.Experts(4, exchange=exchange)
+        )
+        step = sf.sharded_step(
+            sf.jit(lambda p, b, config=config: gpt.loss(config, p, b, axis="tp")),
+            sf.optim.sgd(0.1),
+            mesh=sf.make_mesh({"node": 2, "gpu": 2, "tp": 2}, abstract=True),
+            specs=gpt.specs(config, tp="tp"),
+            batch=sf.P(both),
+        )
+        params = sf.eval_shape(lambda config=config: gpt.init(config, sf.key(0)))
+        lowered = step.lower(params, {"tokens": torch.empty(2, 5, dtype=torch.int64, device="meta")})
+        found = _rows(lowered.gm)
+        # The rows that come back to a rank are those that it has sent, whose number its tokens limit.
+        assert len(found) == 4 * hops and found.count(-1) == 4 * hops - 2, (exchange, found)

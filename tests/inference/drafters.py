@@ -35,16 +35,18 @@ class Seeing(Random):
 
     Attributes:
         wants_hidden: numbers of layers.
-        seen: tokens, and the states behind the last token's draw.
+        hidden_window: the most states.
+        seen: tokens, and the states behind the draws of the last tokens.
     """
 
     wants_hidden: tuple[int, ...] = (2,)
-    seen: list[tuple[list[int], Tensor]] = field(default_factory=list, hash=False, repr=False)
+    hidden_window: int = 1
+    seen: list[tuple[list[int], tuple[Tensor, ...]]] = field(default_factory=list, hash=False, repr=False)
 
     def propose(self, context: Context, most: int) -> list[int]:
         if context.hidden is None:
             return []
-        self.seen.append((context.tokens.tolist(), context.hidden))
+        self.seen.append((context.tokens.tolist(), context.states))
         data = hashlib.blake2b(context.hidden.numpy().tobytes(), digest_size=64).digest()
         return [byte % self.vocab for byte in data[:most]]
 

@@ -22,7 +22,7 @@ from shardfn.inference import (
     digest,
     start,
 )
-from shardfn.inference._sampled_tokens import list_new_tokens
+from shardfn.inference._hooks import list_new_tokens
 from shardfn.inference._state import draw_key
 from tests.inference.drafters import DRAFTERS
 from tests.inference.model import Model, draw

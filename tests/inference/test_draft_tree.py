@@ -29,7 +29,7 @@ def test_branches_and_prefixes() -> None:
 
 @pytest.mark.parametrize(("tokens", "parents"), [((5,), ()), ((5, 6), (-1, 1)), ((5,), (-2,))])
 def test_a_tree_without_order_is_refused(tokens: tuple[int, ...], parents: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"each token has one, -1 or the place of a token before it"):
+    with pytest.raises(ValueError, match=r"must have one parent: -1, or the index of an earlier token"):
         DraftTree(tokens, parents)
 
 

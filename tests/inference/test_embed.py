@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardfn import make_mesh
 from shardfn.inference import Engine, Runner, Sampling, hf_decoder
-from shardfn.models import gpt
+from shardfn.models import _gpt_forward
 from shardfn.testing import distributed
 from tests.inference.hf_models import MODELS
 from tests.inference.stories import model
@@ -37,7 +37,7 @@ def plain(kind: str, prompt: Sequence[int]) -> Tensor:
     """The states of one forward."""
     one = model(**KINDS[kind][0])
     with torch.no_grad():
-        return gpt._compute_hidden(one.config, one.params[0], {"tokens": torch.tensor([prompt])})[0][0]  # pyright: ignore
+        return _gpt_forward.compute_hidden(one.config, one.params[0], {"tokens": torch.tensor([prompt])})[0][0]  # pyright: ignore
 
 
 def engine(kind: str, blocks: int | None = None, **more: Any) -> Engine:

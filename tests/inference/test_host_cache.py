@@ -220,8 +220,8 @@ def test_mistakes() -> None:
     made, params = deep()
     limits = limits_of(made, running=4, buckets=(2, 12))
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"cache": "disk"}, "cache='disk'; keys and values are kept on 'device' or 'host'"),
-        ({"cache": "int8"}, r"cache='int8'; .* on 'device' or 'host'; its dtype is Limits\(cache_dtype=\)"),
+        ({"cache": "disk"}, "cache must be 'device' or 'host', the memory of keys and values, got 'disk'"),
+        ({"cache": "int8"}, r"got 'int8', a dtype: pass it as Limits\(cache_dtype=\)"),
         (
             {"cache": "host", "runner": Runner(made, limits)},
             r"cache='host' is the runner's to choose: Runner\(\.\.\., cache=\)",

@@ -180,7 +180,7 @@ def test_mistakes(tmp_path: pathlib.Path) -> None:
     config = gpt.Config(**SIZES)
     made, params = decoder(config), gpt.init(config, sf.key(0))
     for wrong, words in (
-        ({"weights": "tape"}, "weights='tape'; they are kept on 'device', 'host' or 'disk'"),
+        ({"weights": "tape"}, "weights must be 'device', 'host' or 'disk', got 'tape'"),
         ({"weights": "disk"}, r"weights='disk' has no directory. Give one: disk=sf.Disk"),
         ({"disk": sf.Disk(str(tmp_path))}, "has no effect with weights='device'"),
         (

@@ -163,7 +163,7 @@ def test_the_average_of_masters_is_restored_and_exported(tmp_path: pathlib.Path)
 
 def test_an_optimizer_that_averages_nothing_is_refused() -> None:
     step = sf.sharded_step(loss, optim.sgd(0.1))
-    with pytest.raises(ValueError, match=r"averages no parameters; wrap it, as in optim\.average_params"):
+    with pytest.raises(ValueError, match=r"optimizer that averages parameters, such as optim\.average_params"):
         sf.eval_state(step.init(params()))
 
 

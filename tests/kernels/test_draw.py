@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardfn import core, kernels
 from shardfn.kernels import _build, _draw
-from shardfn.kernels._exponential import exponential
+from shardfn.kernels._fixed_bits import exponential
 
 F64, INTS = torch.float64, ("top_k", "targets")
 MASK = 0xFFFFFFFF

@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, silu
 
 from shardfn import kernels, nn
 from shardfn.kernels import _build
-from shardfn.kernels._exponential import exponential
+from shardfn.kernels._fixed_bits import exponential
 
 NIGHTLY = pytest.mark.nightly
 WIDTHS = [77, pytest.param(512, marks=NIGHTLY), pytest.param(1409, marks=NIGHTLY)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardfn import kernels
-from shardfn.kernels._sums import SPAN
+from shardfn.kernels._fixed_bits import SPAN
 
 X0 = torch.tensor([[1, -2, 3, -4, 0.5, 0.5, -0.5, 0]])
 X1 = torch.tensor([[-1, -2, 1, 4, 0.25, -0.5, -0.75, 2]])

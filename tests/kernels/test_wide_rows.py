@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn import kernels
-from shardfn.kernels._exponential import exponential
+from shardfn.kernels._fixed_bits import exponential
 from shardfn.kernels._ragged_attention import tanh
 
 F64 = torch.float64

@@ -27,7 +27,7 @@ def sampled(model: Any, length: int = LENGTH, **how: Any) -> rl.Rollout:
 
 
 def logprobs_of(apply: Any, params: Any, x: rl.Rollout) -> torch.Tensor:
-    return rl.completion_logprobs(apply(params, input_ids=x.ids, use_cache=False).logits, x.ids, *x.where)
+    return rl.completion_logprobs(apply(params, input_ids=x.ids, use_cache=False).logits, x.ids, x.spans)
 
 
 def gradients(apply: Any, params: Any, x: rl.Rollout) -> tuple[torch.Tensor, dict[str, Any]]:

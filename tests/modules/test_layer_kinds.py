@@ -46,9 +46,13 @@ def test_the_rows_of_a_stack_are_those_of_its_layers() -> None:
     }
     with pytest.raises(ValueError, match=r"params\['layers'\]\['0'\] should have 1 layers, and has {'weight': 3"):
         kinds.flat({"0": {name: torch.zeros(3) for name in ("weight", "bias")}, "1": stacks[1]}, 2, 2)
-    with pytest.raises(ValueError, match=r"params\['layers'\] has \['0'\]; its layers are of the kinds \['0', '1'\]"):
+    with pytest.raises(
+        ValueError, match=r"params\['layers'\] must have the kinds of the layers, \['0', '1'\], got \['0'\]"
+    ):
         kinds.flat({"0": stacks[0]}, 0, 4)
-    with pytest.raises(ValueError, match=r"params\['layers'\]\['1'\] has \['bias'\]; the layers have"):
+    with pytest.raises(
+        ValueError, match=r"params\['layers'\]\['1'\] must have the parameters of the layers.*got \['bias'\]"
+    ):
         kinds.flat({"0": stacks[0], "1": {"bias": stacks[1]["bias"]}}, 0, 4)
 
 

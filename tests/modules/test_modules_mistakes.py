@@ -39,7 +39,7 @@ MISTAKES = [
     Mistake("the loss is a module", lambda: made(nn.MSELoss()),
             TypeError, "takes a function of parameters and a batch, and MSELoss is a module", "sf.from_module(module)"),
     Mistake("a class is taken for a module", lambda: sf.from_module(nn.Linear),
-            TypeError, "takes an nn.Module, and this is the class Linear", "called first, from_module(Net(...))"),
+            TypeError, "expected an nn.Module, got the class Linear", "Call a class first: from_module(Net(...))"),
     Mistake("the parameters are a module", lambda: made().init(nn.Linear(3, 1)),
             TypeError, "takes a tree of tensors ... and Linear is a module", "params, apply = sf.from_module(module)"),
     Mistake("the parameters are an iterator over those of a module", lambda: made().init(nn.Linear(3, 1).parameters()),

@@ -297,7 +297,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         with pytest.raises(ValueError, match=r"cut 3 heads of 2 rows inside a head. .*per_head=True"):
             nn.self_attention(x, flat, nn.Heads(3, 3, K), axis="tp")
         with pytest.raises(
-            ValueError, match=r"wq of .* has \(3,\) of heads=4, but .* is \(2,\); cut the leaf along 'tp'"
+            ValueError, match=r"wq of .* has \(3,\) of heads=4, but .* is \(2,\). Cut the leaf along 'tp'"
         ):
             nn.self_attention(x, flat, nn.Heads(2, 2, K), axis="tp")
         with pytest.raises(ValueError, match=r"w_VD has \(7,\) of vocab_size=7, but this rank's block .* is \(4,\)"):

@@ -41,7 +41,7 @@ def converse(engine: Engine | None = None, prompts: Any = PROMPTS, f: Any = tool
 
 
 def logprobs(params: Any, x: rl.Rollout) -> torch.Tensor:
-    return rl.completion_logprobs(gpt.apply(CONFIG, params, x.ids), x.ids, *x.where)
+    return rl.completion_logprobs(gpt.apply(CONFIG, params, x.ids), x.ids, x.spans)
 
 
 @pytest.mark.nightly
@@ -75,7 +75,7 @@ def test_a_tool_s_tokens_follow_its_calls_and_are_not_among_those_that_are_learn
 def test_no_gradient_reaches_the_logits_before_a_tool_s_tokens() -> None:
     x = converse().rollout
     logits = gpt.apply(CONFIG, params(), x.ids).detach().requires_grad_()
-    rl.completion_logprobs(logits, x.ids, *x.where).sum().backward()
+    rl.completion_logprobs(logits, x.ids, x.spans).sum().backward()
     assert logits.grad is not None
     learnt = torch.zeros(x.ids.shape, dtype=torch.bool)
     for row in range(len(x.ids)):

@@ -65,11 +65,11 @@ class Loop:
         )
 
     def logprobs(self, params: Any, x: rl.Rollout) -> Tensor:
-        return rl.completion_logprobs(gpt.apply(self.config, params, x.ids), x.ids, x.prompts, x.lengths, x.width)
+        return rl.completion_logprobs(gpt.apply(self.config, params, x.ids), x.ids, x.spans)
 
     def values(self, params: Any, x: rl.Rollout) -> Tensor:
         values = gpt.apply(self.config, params, x.ids)[..., 0]
-        return rl.completion_values(values, x.prompts, x.lengths, x.width)
+        return rl.completion_values(values, x.spans)
 
     def before(self, params: Any, x: rl.Rollout) -> Any:
         scores = rl.last_values(gpt.apply(self.config, params["reward"], x.ids)[..., 0], x.prompts + x.lengths)

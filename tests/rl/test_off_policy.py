@@ -121,13 +121,13 @@ def test_the_mean_gradient_of_tokens_of_older_weights_is_that_of_the_policy() ->
 
 def loss(params: Any, batch: Any) -> Any:
     rollout, advantages, old = batch
-    logprobs = rl.completion_logprobs(gpt.apply(CONFIG, params, rollout.ids), rollout.ids, *rollout.where)
+    logprobs = rl.completion_logprobs(gpt.apply(CONFIG, params, rollout.ids), rollout.ids, rollout.spans)
     metrics = rl.policy_metrics(logprobs, old, rollout.lengths, sampling_logprobs_BT=rollout.logprobs)
     return rl.grpo(logprobs, old, advantages, rollout.lengths, sampling_logprobs_BT=rollout.logprobs), metrics
 
 
 def logprobs(params: Any, rollout: rl.Rollout) -> torch.Tensor:
-    return rl.completion_logprobs(gpt.apply(CONFIG, params, rollout.ids), rollout.ids, *rollout.where)
+    return rl.completion_logprobs(gpt.apply(CONFIG, params, rollout.ids), rollout.ids, rollout.spans)
 
 
 def learn(beside: bool) -> tuple[Any, list[rl.Rollout]]:

@@ -50,13 +50,13 @@ def routed() -> dict[str, Any]:
     """The batch with experts that differ by layer and are not the routers' choices, and with positions of answers."""
     x, draw = drawn()["rollout"], torch.Generator().manual_seed(0)
     routes = torch.rand(*x.ids.shape, 4, 4, generator=draw).argsort(-1)[..., :2].to(torch.int16)
-    return drawn() | {"at": rl.completion_positions(x.ids, *x.where), "routes": routes}
+    return drawn() | {"at": rl.completion_positions(x.ids, x.spans), "routes": routes}
 
 
 def learns(logits: torch.Tensor, batch: Any) -> Any:
     x = batch["rollout"]
     logprobs_of = rl.logprobs_at if "at" in batch else rl.completion_logprobs
-    logprobs = logprobs_of(logits, batch["tokens"], *x.where)
+    logprobs = logprobs_of(logits, batch["tokens"], x.spans)
     old, reference, advantages = (y.to(logits.dtype) for y in (x.logprobs, batch["reference"], batch["advantages"]))
     loss = rl.grpo(logprobs, old, advantages, x.lengths, epsilon_high=0.28, ref_logprobs_BT=reference, beta=0.1)
     return loss, rl.policy_metrics(logprobs, old, x.lengths, ref_logprobs_BT=reference)

@@ -41,7 +41,7 @@ def sample(prompt: Any = (3, 4), sampling: Sampling = SAMPLING, **how: Any) -> r
 def logprobs(rollout: rl.Rollout, *, params: Any = None, key: Any = None) -> torch.Tensor:
     params = gpt.init(CONFIG, sf.key(0)) if params is None else params
     logits = gpt.apply(CONFIG, params, rollout.ids, key=key, index_B=torch.arange(len(rollout.ids)))
-    return rl.completion_logprobs(logits, rollout.ids, rollout.prompts, rollout.lengths, rollout.width)
+    return rl.completion_logprobs(logits, rollout.ids, rollout.spans)
 
 
 def _completions(completions: Any, **rest: Any) -> Any:
@@ -73,7 +73,7 @@ def spoilt() -> Any:
 
 MISTAKES = [
     Mistake("dropout is active in the actor", with_dropout,
-            ValueError, "check_first_ratios: row 0 has at token 0 log probability ... by version 0; ... tokens differ",
+            ValueError, "Row 0 has ... at token 0 in training, but ... by version 0. ... tokens differ",
             "Turn dropout off in the actor (module.eval() before from_module, or no key)"),
     Mistake("the prompt fills the context", lambda: sample(range(12)),
             ValueError, "prompts[1] has 12 tokens and answers have up to 4, together 16; the rows have 12",

@@ -84,7 +84,7 @@ def test_a_replay_of_the_own_choices_has_the_bits_of_the_forward() -> None:
     for chosen in (None, x.expert_ids):
         own = sf.tree_map(lambda p: p.clone().requires_grad_(), params())
         logits = gpt.apply(CONFIG, own, x.ids, chosen=chosen)
-        logprobs = rl.completion_logprobs(logits, x.ids, *x.where)
+        logprobs = rl.completion_logprobs(logits, x.ids, x.spans)
         assert torch.equal(logprobs, x.logprobs)
         logprobs.sum().backward()
         found.append([p.grad for p in sf.tree_leaves(own)])
@@ -149,14 +149,14 @@ def test_experts_are_recorded_at_another_temperature() -> None:
     model = rl.with_temperature(MODEL, 0.7)
     x = sampled(None, Engine(model, params(), limits=limits(model), record_experts=True))
     logits = gpt.apply(CONFIG, params(), x.ids, chosen=x.expert_ids) / 0.7
-    assert torch.equal(rl.completion_logprobs(logits, x.ids, *x.where), x.logprobs)
+    assert torch.equal(rl.completion_logprobs(logits, x.ids, x.spans), x.logprobs)
 
 
 def test_a_step_learns_with_replayed_experts() -> None:
     def loss(params: Any, batch: Any) -> Any:
         x, advantages = batch
         logits = gpt.apply(CONFIG, params, x.ids, chosen=x.expert_ids)
-        logprobs = rl.completion_logprobs(logits, x.ids, *x.where)
+        logprobs = rl.completion_logprobs(logits, x.ids, x.spans)
         metrics = rl.policy_metrics(logprobs, x.logprobs, x.lengths)
         return rl.grpo(logprobs, x.logprobs, advantages, x.lengths), metrics
 

@@ -29,15 +29,15 @@ def loss(config: gpt.Config, params: Any, batch: Any, *, axis: str | None = None
     rollout, advantages = batch
     logits = gpt.apply(config, params, rollout.ids, axis=axis, **how)
     logits = sf.all_gather_invariant(logits, axis, dim=-1, size=config.vocab_size)
-    logprobs = rl.completion_logprobs(logits, rollout.ids, rollout.prompts, rollout.lengths, rollout.width)
+    logprobs = rl.completion_logprobs(logits, rollout.ids, rollout.spans)
     metrics = rl.policy_metrics(logprobs, rollout.logprobs, rollout.lengths)
     return rl.grpo(logprobs, rollout.logprobs, advantages, rollout.lengths), metrics
 
 
 def loss_at_answers(config: gpt.Config, params: Any, batch: Any) -> Any:
     rollout, advantages = batch
-    logits = gpt.apply(config, params, rollout.ids, at=rl.completion_positions(rollout.ids, *rollout.where))
-    logprobs = rl.logprobs_at(logits, rollout.ids, *rollout.where)
+    logits = gpt.apply(config, params, rollout.ids, at=rl.completion_positions(rollout.ids, rollout.spans))
+    logprobs = rl.logprobs_at(logits, rollout.ids, rollout.spans)
     metrics = rl.policy_metrics(logprobs, rollout.logprobs, rollout.lengths)
     return rl.grpo(logprobs, rollout.logprobs, advantages, rollout.lengths), metrics
 
@@ -142,9 +142,9 @@ def test_mistakes_are_named() -> None:
         words = re.escape(f"{name} is {value}; answers would be drawn from another distribution")
         with pytest.raises(ValueError, match=words):
             rl.sample(engine, [[1]], Sampling(**{name: value}), key=sf.key(0))
-    with pytest.raises(ValueError, match=r"sample: the sampling has a grammar.*Take grammar=None"):
+    with pytest.raises(ValueError, match=r"sample: the sampling must have no grammar.*Pass grammar=None"):
         rl.sample(engine, [[1]], Sampling(max_tokens=2, grammar=Grammar.regex("a*")), key=sf.key(0))
-    with pytest.raises(ValueError, match=r"prompts\[1\] has 20 tokens and answers have up to 7, together 27; the rows"):
+    with pytest.raises(ValueError, match=r"got 20 tokens in prompts\[1\] and up to 7 in answers, together 27"):
         rl.sample(engine, [[1], [2] * 20], SAMPLING, key=sf.key(0))
     with pytest.raises(TypeError, match=r"sample: key is 3.*sf.key\(3\)"):
         rl.sample(engine, [[1]], SAMPLING, key=3)  # pyright: ignore[reportArgumentType]

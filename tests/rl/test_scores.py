@@ -110,9 +110,9 @@ def test_no_rows() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="3 values are given for 2 rows"):
         rl.score(spoilt, rollout(2), [1, 2, 3])
-    with pytest.raises(ValueError, match=r"seconds is 0 and workers is 1; both must be positive"):
+    with pytest.raises(ValueError, match=r"must be positive and finite, got 0 and 1"):
         rl.score(spoilt, rollout(2), seconds=0)
-    with pytest.raises(ValueError, match=r"seconds is inf and workers is 1; both must be positive and finite"):
+    with pytest.raises(ValueError, match=r"must be positive and finite, got inf and 1"):
         rl.score(spoilt, rollout(2), seconds=math.inf)
 
 

@@ -88,7 +88,7 @@ def test_a_captured_step_refuses_a_length_beyond_the_tokens(name: str) -> None:
 def logprobs(prompts: list[int], lengths: list[int], width: int) -> torch.Tensor:
     logits = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(0))
     ids = torch.arange(16).view(2, 8) % 5
-    return rl.completion_logprobs(logits, ids, torch.tensor(prompts), torch.tensor(lengths), width)
+    return rl.completion_logprobs(logits, ids, rl.CompletionSpans(torch.tensor(prompts), torch.tensor(lengths), width))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_captured_step_refuses_an_answer_outside_of_its_row() -> None:
     def loss(w: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         logits = w * torch.ones(2, 8, 5)
         ids = torch.zeros(2, 8, dtype=torch.int64)
-        return rl.completion_logprobs(logits, ids, batch["prompts"], batch["lengths"], 4).mean()
+        return rl.completion_logprobs(logits, ids, rl.CompletionSpans(batch["prompts"], batch["lengths"], 4)).mean()
 
     step = sf.sharded_step(sf.jit(loss), sf.optim.sgd(0.1), donate=False)
     state, one = step.init(torch.tensor(1.0)), torch.tensor([1, 1])

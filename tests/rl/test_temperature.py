@@ -19,7 +19,7 @@ def engine_at(temperature: float | None, params: Any) -> Engine:
 
 def logprobs(params: Any, x: rl.Rollout, temperature: float) -> torch.Tensor:
     logits = gpt.apply(CONFIG, params, x.ids) / temperature
-    return rl.completion_logprobs(logits, x.ids, x.prompts, x.lengths, x.width)
+    return rl.completion_logprobs(logits, x.ids, x.spans)
 
 
 @pytest.mark.parametrize("temperature", [0.7, pytest.param(1.3, marks=pytest.mark.nightly)])

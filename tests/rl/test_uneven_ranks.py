@@ -19,7 +19,7 @@ LENGTH = 24
 
 
 def logprobs(params: Any, x: rl.Rollout) -> torch.Tensor:
-    return rl.completion_logprobs(gpt.apply(CONFIG, params, x.ids), x.ids, x.prompts, x.lengths, x.width)
+    return rl.completion_logprobs(gpt.apply(CONFIG, params, x.ids), x.ids, x.spans)
 
 
 def loss(params: Any, batch: Any) -> Any:

@@ -31,7 +31,7 @@ def narrow(params: Any) -> Any:
 
 def loss(params: Any, batch: Any) -> Any:
     x = batch["rollout"]
-    logprobs = rl.completion_logprobs(gpt.apply(CONFIG, params, x.ids), x.ids, *x.where)
+    logprobs = rl.completion_logprobs(gpt.apply(CONFIG, params, x.ids), x.ids, x.spans)
     metrics = rl.policy_metrics(logprobs, x.logprobs, x.lengths) | rl.mismatch_metrics(logprobs, x.logprobs, x.lengths)
     return rl.grpo(logprobs, x.logprobs, batch["advantages"], x.lengths), metrics
 
@@ -67,7 +67,7 @@ def wide_loss(params: Any, batch: Any, *, axis: str | None = None) -> Any:
     x = batch["rollout"]
     logits = gpt.apply(CONFIG, params, x.ids, axis=axis)
     logits = sf.all_gather_invariant(logits, axis, dim=-1, size=CONFIG.vocab_size)
-    logprobs = rl.completion_logprobs(logits, x.ids, *x.where)
+    logprobs = rl.completion_logprobs(logits, x.ids, x.spans)
     metrics = rl.policy_metrics(logprobs, x.logprobs, x.lengths) | rl.mismatch_metrics(logprobs, x.logprobs, x.lengths)
     return rl.grpo(logprobs, x.logprobs, batch["advantages"], x.lengths), metrics
 

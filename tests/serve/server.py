@@ -17,7 +17,7 @@ import torch
 
 from shardfn import core
 from shardfn.data import ByteTokenizer
-from shardfn.inference import Engine, Runner, decoder, limits_of
+from shardfn.inference import Classes, Classifier, Engine, Runner, decoder, limits_of
 from shardfn.models import gpt
 from shardfn.serve import Ready, Server, Settings, Text, run_worker
 from shardfn.serve._ipc import Message, pack_message, read_messages
@@ -97,6 +97,12 @@ def new_engine() -> Engine:
     )
 
 
+def classifier_of(*labels: str) -> Classifier:
+    """A classification head for the tiny GPT."""
+    weight = torch.randn(len(labels), CONFIG.d_model, generator=torch.Generator().manual_seed(len(labels)))
+    return Classifier(weight, Classes(labels, "sigmoid" if len(labels) == 1 else "softmax"))
+
+
 class OneThread:
     """The ranks of a `Front`: one, in a thread of this process.
 
@@ -104,8 +110,8 @@ class OneThread:
         slow: seconds that each step takes beside its own time.
     """
 
-    def __init__(self, engine: Engine, slow: float = 0.0) -> None:
-        self.engine, self.slow = engine, slow
+    def __init__(self, engine: Engine, slow: float = 0.0, classifier: Classifier | None = None) -> None:
+        self.engine, self.slow, self.classifier = engine, slow, classifier
         self.grammars = importlib.util.find_spec("llguidance") is not None
         self._mine, self._theirs = socket.socketpair()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -120,8 +126,10 @@ class OneThread:
 
         self.engine.core.step = slowed
         ready = Ready(self.engine.limits, frozenset([END]), 256, self.grammars, "tiny", CONFIG.d_model, (*PROCESSORS,))
+        if self.classifier is not None:
+            ready = ready._replace(classes=self.classifier.classes)
         try:
-            run_worker(self.engine, self._theirs, ready)
+            run_worker(self.engine, self._theirs, ready, self.classifier)
         except (EOFError, BrokenPipeError):
             pass
         finally:
@@ -161,12 +169,14 @@ class Running:
     front: Server
     loop: asyncio.AbstractEventLoop
 
-    def __init__(self, *, slow: float = 0.0, text: Any = None, **settings: Any) -> None:
+    def __init__(
+        self, *, slow: float = 0.0, text: Any = None, classifier: Classifier | None = None, **settings: Any
+    ) -> None:
         listener = bind_socket(Settings(NAME, port=0))
         self.port = listener.getsockname()[1]
         given: dict[str, Any] = {"adapters": tuple(ADAPTERS)} | settings
         self.settings = Settings(NAME, port=self.port, **given)
-        self.ranks = OneThread(new_engine(), slow)
+        self.ranks = OneThread(new_engine(), slow, classifier)
         self.status: int | None = None
         self.lines = list[str]()
         self.held = list[Any]()  # is closed with it

@@ -11,7 +11,7 @@ from shardfn.inference import SAMPLING_OPTIONS
 from shardfn.inference._options import Range
 from shardfn.serve import _fields
 from shardfn.serve._fields import FieldKind
-from tests.serve.server import CONTEXT, LIMIT, NAME, TALKS, Received, Running
+from tests.serve.server import CONTEXT, LIMIT, NAME, TALKS, Received, Running, classifier_of
 
 Path = tuple[str | int, ...]
 _PART = {"type": "text", "text": "ab"}
@@ -30,12 +30,16 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {**_MORE, "prompt": "ab", "response_format": _FORMAT},
     "/v1/chat/completions": {**_MORE, **_TOOLS, "messages": _MESSAGES, "response_format": _FORMAT},
     "/v1/embeddings": {"model": NAME, "input": "ab"},
+    "/v1/score": {"model": NAME, "text_1": "ab", "text_2": ["cd", [1, 2]]},
+    "/v1/rerank": {"model": NAME, "query": "ab", "documents": ["cd", {"text": "e"}]},
+    "/classify": {"model": NAME, "input": "ab"},
 }
 _BOTH: dict[Path, Mapping[str, FieldKind]] = {
     ("stream_options",): _fields.OPTIONS,
     ("response_format",): _fields.FORMAT,
     ("response_format", "json_schema"): _fields.SCHEMA,
 }
+ALIASES = {"/score", "/rerank", "/v2/rerank", "/v1/classify"}
 # Routes whose bodies become others: tests of their own cover them.
 DIALECTS = {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"}
 # The objects of each body, by their places.
@@ -54,9 +58,12 @@ TABLES: dict[str, dict[Path, Mapping[str, FieldKind]]] = {
         ("tool_choice", "function"): _fields.CHOSEN,
     },
     "/v1/embeddings": {(): _fields.EMBEDDINGS},
+    "/v1/score": {(): _fields.SCORE},
+    "/v1/rerank": {(): _fields.RERANK},
+    "/classify": {(): _fields.CLASSIFY},
 }
 PLACES = [(route, at) for route, tables in TABLES.items() for at in tables]
-PARTS = {"_KINDS", "_NEUTRAL", "COMMON", "SAMPLING", "TEMPLATE"}  # tables within tables
+PARTS = {"_KINDS", "_NEUTRAL", "_POOLED", "_CLASSIFIED", "COMMON", "SAMPLING", "TEMPLATE"}  # tables within tables
 
 VALUES = [True, False, 0, -1, 1.5, 2**70, -1e308, "", "x", "1", [], [1], [1.5], ["x"], [None], [[]], [{}], {}, {"a": 1}]
 # Values that are wrong where a field takes several types.
@@ -64,7 +71,9 @@ OTHERS: dict[str, list[Any]] = {
     "prompt": [True, 1, 1.5, {}, {"a": 1}, [], [1.5], [None], [True], [[]], [{}], [[1.5]], ["a", 1], [[1], 1]],
     "content": [True, 1, 1.5, {}, {"text": "a"}, [1], ["a"], [None], [[]]],
 }
-OTHERS["input"] = OTHERS["prompt"]
+_PAIRS = [True, 1, 1.5, {}, [], [1.5], [None], [[]], [{}], [{"text": 1}], [{"text": "a", "b": 1}]]
+OTHERS |= {name: OTHERS["prompt"] for name in ("input", "choices")}
+OTHERS |= {name: _PAIRS for name in ("text_1", "text_2", "queries", "documents", "query")}
 OTHERS["tool_choice"] = [True, 1, 1.5, [], ["auto"], {}, {"a": 1}]
 _IDS = [-1, 256, 2**70]
 OUTSIDE: dict[str, list[Any]] = {
@@ -91,6 +100,13 @@ OUTSIDE: dict[str, list[Any]] = {
     "logits_processors": [["unknown"], [""], [*"ab"] * 1000],
     "logit_bias": [{str(one): 1} for one in _IDS] + [{"1": 101}, {"1": -1e308}, {"a": 1}, {"": 1}, {"1": None}],
     "regex": ["(", "a" * 70_000, "\x00"],
+    "text_1": ["", "a" * CONTEXT, [256], ["a", "b", "c"]],
+    "text_2": ["", "a" * CONTEXT, [256], ["a"] * 2049],
+    "queries": ["a"],  # beside text_1
+    "documents": ["", "a" * CONTEXT, [256], ["a"] * 2049],
+    "query": ["", "a" * CONTEXT, [256], ["a", "b"]],
+    "choices": ["a", [""], [["a"], ["b"]]],
+    "top_n": [-1, -(2**70)],
     "encoding_format": ["hex", "", "x" * 10_000],
     "dimensions": [0, -1, 33, 2**70],
     "schema": [{"type": "nothing"}, {"enum": ["x" * 1_000_000]}, {"$ref": "#"}, {"type": "string", "minLength": -1}],
@@ -106,13 +122,15 @@ UNBOUNDED = set("stream stream_options ignore_eos cache_salt response_format inc
 UNBOUNDED |= set("name description strict text echo include_stop_str_in_output reasoning reasoning_content".split())
 UNBOUNDED |= set("function tool_calls tool_call_id id parallel_tool_calls include_reasoning".split())
 UNBOUNDED |= set("skip_special_tokens add_generation_prompt continue_final_message".split())
+UNBOUNDED |= set("use_activation return_documents".split())
 REQUIRED = {"function", "model", "prompt", "messages", "input", "role", "content", "type", "text", "schema"}
+REQUIRED |= {"text_1", "text_2", "query", "documents"}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     """A server whose model calls tools."""
-    made = Running(text=TALKS)
+    made = Running(text=TALKS, classifier=classifier_of("reward"))
     yield made
     made.wait_idle()
     assert made.close() == 0
@@ -155,6 +173,10 @@ def base(route: str, name: str) -> dict[str, Any]:
         del body["max_tokens"]
     if name in ("schema", "json_schema", "response_format") and "tools" in body:
         body["tool_choice"] = "auto"  # a forced call has its tool's schema
+    if name in ("queries", "choices") or (name == "documents" and "text_2" in body):
+        del body["text_2"]
+    if name == "messages" and "input" in body:
+        del body["input"]
     return body | {"logprobs": True} if name == "top_logprobs" else body
 
 
@@ -197,7 +219,7 @@ def test_the_bodies_are_served(server: Running) -> None:
 
 def test_all_routes_and_tables_are_here(server: Running) -> None:
     routes = server.front.app.asgi().args[0].routes  # pyright: ignore
-    assert {one.path for one in routes if "POST" in one.methods} == set(BODIES) | DIALECTS
+    assert {one.path for one in routes if "POST" in one.methods} == set(BODIES) | ALIASES | DIALECTS
     made = {name for name, x in vars(_fields).items() if isinstance(x, Mapping) and name.isupper()}
     used = [id(table) for tables in TABLES.values() for table in tables.values()]
     assert {name for name in made if id(getattr(_fields, name)) in used} == made - PARTS
@@ -230,7 +252,8 @@ def test_out_of_range(server: Running, route: str, at: Path) -> None:
 
 @pytest.mark.parametrize(("route", "at"), PLACES, ids=str)
 def test_missing(server: Running, route: str, at: Path) -> None:
-    for name in REQUIRED & set(TABLES[route][at]) - ({"type"} if at[-2:-1] == ("tool_calls",) else set()):
+    either = {"messages"} if route == "/classify" else set() if route == "/v1/rerank" else {"documents"}
+    for name in REQUIRED & set(TABLES[route][at]) - either - ({"type"} if at[-2:-1] == ("tool_calls",) else set()):
         for value in (..., None):
             found = refuse(server, route, changed(BODIES[route], at, name, value), full(at, name))
             assert "missing" in found.error["message"], found.error

@@ -427,7 +427,7 @@ CHATML = (
 
 @pytest.mark.nightly
 def test_a_template_without_an_end_refuses_its_request(start: Any) -> None:
-    from shardfn.pretrained._chat_template import compile_chat_template
+    from shardfn.pretrained._text import compile_chat_template
     from tests.serve.server import WORDS
 
     server = start(text=WORDS._replace(chat=compile_chat_template(CHATML)))

@@ -167,12 +167,12 @@ def one(port: int, seed: int, *, late: float) -> int | None:
     return 500 if b'"server_error"' in answer else int(answer.split()[1])
 
 
-def fuzz(port: int, num: int, late: float = 0.05) -> list[int | None]:
+def fuzz(port: int, num: int, first: int = 0, late: float = 0.05) -> list[int | None]:
     """Sends requests by eight clients; returns their statuses."""
     found = list[int | None]()
 
     def some_of_them(start: int) -> None:
-        found.extend(one(port, seed, late=late) for seed in range(start, num, 8))
+        found.extend(one(port, seed, late=late) for seed in range(first + start, first + num, 8))
 
     threads = [threading.Thread(target=some_of_them, args=(i,)) for i in range(8)]
     for thread in threads:

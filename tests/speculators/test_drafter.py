@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from shardfn import core
-from shardfn.inference import Context, Engine, Runner, Sampling, decoder, hf_decoder, limits_of
+from shardfn.inference import Context, Engine, Runner, decoder, hf_decoder, limits_of
 from shardfn.speculators import (
+    HiddenRows,
     RecurrentConfig,
     Speculator,
-    States,
     apply,
     config_of,
     hidden_states,
@@ -22,21 +22,13 @@ from shardfn.speculators import (
     measure_acceptance,
     train,
 )
-from tests.inference.stories import Model, model
 from tests.inference.test_speculation import SIZES
-from tests.inference.test_stories import KINDS
-
-GREEDY = Sampling(max_tokens=12, temperature=0.0)
-
-
-@functools.cache
-def large() -> Model:
-    return model(**KINDS["gpt2"][0])
+from tests.speculators.trained import GREEDY, answers, large, trained
 
 
 @functools.cache
 def made(kind: Any, seed: int = 0) -> Speculator:
-    config = config_of(large().decoder, kind, d_inner=20, num_heads=4)
+    config = config_of(large().decoder, kind, d_inner=20, num_drafts=4)
     return Speculator(config, init(config, core.key(seed)))
 
 
@@ -44,7 +36,9 @@ def contexts(num: int, **sampling: Any) -> list[Context]:
     drawn = torch.Generator().manual_seed(1)
     how = replace(GREEDY, **sampling)
     return [
-        Context(i, "a", 0, array("q", [i, 2, i % 5]), 2, key=i, sampling=how, hidden=torch.randn(24, generator=drawn))
+        Context(
+            i, "a", 0, array("q", [i, 2, i % 5]), 2, key=i, sampling=how, states=(torch.randn(24, generator=drawn),)
+        )
         for i in range(num)
     ]
 
@@ -70,7 +64,7 @@ def test_drafts_do_not_depend_on_other_sequences() -> None:
     together = drafter.propose_all([(context, 4) for context in some])
     assert together == [drafter.propose(context, 4) for context in some]
     assert len({tree.tokens for tree in together}) > 1
-    unseen = some[0]._replace(hidden=None)
+    unseen = some[0]._replace(states=())
     assert drafter.propose_all([(unseen, 4), (some[1], 3)]) == [drafter.propose(unseen, 4), together[1].first(3)]
     assert len(drafter.propose(unseen, 4)) == 0
     first = together[1].tokens[0]
@@ -123,32 +117,19 @@ def test_other_parameters_are_refused() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["mlp", "lstm"])
+@pytest.mark.parametrize("kind", ["mlp", "lstm", "eagle3"])
 def test_a_trained_speculator_is_right_more_often(kind: Any) -> None:
     """On texts that the model draws, where each token follows from the token before."""
-    one = large()
-    rows = torch.tensor([(*prompt, *tokens) for prompt, tokens in _answers()])
-    states = States(torch.stack(list(hidden_states(one.decoder, one.params[0], rows))), rows)
-    config, losses = config_of(one.decoder, kind, num_heads=4), list[float]()
-    params = train(config, states, steps=150, learning_rate=1e-2, batch_size=8, report=lambda _, x: losses.append(x))
-    fresh = init(config, core.key(5))
-    prompts = [list(prompt) for prompt, _ in _answers()]
-    found = []
-    for each in (fresh, params):
-        engine = Engine(one.decoder, one.params[0], limits=SIZES, drafter=Speculator(config, each))
-        found.append(measure_acceptance(engine, prompts, GREEDY))
+    one, (drafter, losses) = large(), trained(kind)
+    fresh = Speculator(drafter.config, init(drafter.config, core.key(5)))
+    prompts = [list(prompt) for prompt, _ in answers()]
+    engines = [Engine(one.decoder, one.params[0], limits=SIZES, drafter=each) for each in (fresh, drafter)]
+    found = [measure_acceptance(engine, prompts, GREEDY) for engine in engines]
     assert losses[-1] < 0.5 * losses[0] and found[1] > found[0] + 0.2
 
 
-def _answers() -> list[tuple[tuple[int, ...], list[int]]]:
-    one = large()
-    prompts = [(a, b) for a in range(4) for b in range(4)]
-    made = Engine(one.decoder, one.params[0]).generate(prompts, replace(GREEDY, max_tokens=24))
-    return [(prompt, found.tokens) for prompt, found in zip(prompts, made, strict=True)]
-
-
 def test_training_refuses_too_few_rows() -> None:
-    config, states = made("mlp").config, States(torch.ones(2, 9, 24), torch.zeros(2, 9, dtype=torch.int64))
+    config, states = made("mlp").config, HiddenRows(torch.ones(2, 9, 24), torch.zeros(2, 9, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"batch_size must be at most the 2 rows, got 3"):
         train(config, states, steps=1, batch_size=3)
     with pytest.raises(ValueError, match=r"steps must be an integer of at least 1, got 0"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P, core
-from shardfn.speculators import RecurrentConfig, apply, init, loss, specs
+from shardfn.speculators import EagleConfig, RecurrentConfig, apply, init, loss, specs
 from shardfn.testing import distributed
 
 CONFIGS = {kind: RecurrentConfig(kind, vocab_size=13, d_model=10, num_layers=2, d_inner=6) for kind in ("mlp", "lstm")}
@@ -26,7 +26,7 @@ def gelu(x: Tensor) -> Tensor:
 
 def head_logits(config: RecurrentConfig, p: dict[str, Tensor], hidden: Tensor, tokens: list[int]) -> list[Tensor]:
     """The logits of each head after one state, by the formulas."""
-    n, E = config.num_heads, config.d_inner
+    n, E = config.num_drafts, config.d_inner
     weight = 0.5 ** (0.5 / n)
     a = math.sqrt((1 - weight**2) * E / 2) / weight
     h, c, found = hidden / (hidden.square().mean() + 1e-5).sqrt() / math.sqrt(2), torch.zeros(E).double(), []
@@ -44,7 +44,7 @@ def head_logits(config: RecurrentConfig, p: dict[str, Tensor], hidden: Tensor, t
     return found
 
 
-def batch_of(config: RecurrentConfig, rows: int = 4, length: int = 9) -> dict[str, Tensor]:
+def batch_of(config: RecurrentConfig | EagleConfig, rows: int = 4, length: int = 9) -> dict[str, Tensor]:
     drawn = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, length, config.d_model, generator=drawn)
     return {"hidden": hidden, "tokens": torch.randint(config.vocab_size, (rows, length), generator=drawn)}
@@ -57,8 +57,8 @@ def test_loss_is_that_of_the_formulas(kind: str) -> None:
     batch = {name: x.double() if x.is_floating_point() else x for name, x in batch_of(config, rows=2).items()}
     total, count = 0.0, 0
     for hidden_SD, tokens_S in zip(batch["hidden"], batch["tokens"].tolist(), strict=True):
-        for t in range(len(tokens_S) - 1 - config.num_heads):
-            logits = head_logits(config, p, hidden_SD[t], tokens_S[t + 1 : t + 1 + config.num_heads])
+        for t in range(len(tokens_S) - 1 - config.num_drafts):
+            logits = head_logits(config, p, hidden_SD[t], tokens_S[t + 1 : t + 1 + config.num_drafts])
             total -= sum(float(x.log_softmax(0)[tokens_S[t + i + 2]]) for i, x in enumerate(logits))
             count += 1
     got = loss(config, p, batch)
@@ -74,11 +74,13 @@ def test_bad_batches_are_refused() -> None:
             loss(config, params, batch)
     with pytest.raises(ValueError, match=r"kind must be one of mlp, lstm, got 'lstn'. Did you mean 'lstm'"):
         RecurrentConfig("lstn", vocab_size=13, d_model=10, num_layers=2, d_inner=6)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"(?s)d_inner must be an integer of at least 1, got 0.*num_heads .* got 2.5"):
-        RecurrentConfig("mlp", 13, 10, 2, d_inner=0, num_heads=2.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"(?s)d_inner must be an integer of at least 1, got 0.*num_drafts .* got 2.5"):
+        RecurrentConfig("mlp", 13, 10, 2, d_inner=0, num_drafts=2.5)  # pyright: ignore[reportArgumentType]
 
 
-def trained(config: RecurrentConfig, mesh: Any, axes: dict[str, Any], **options: Any) -> tuple[list[float], Any]:
+def trained(
+    config: RecurrentConfig | EagleConfig, mesh: Any, axes: dict[str, Any], **options: Any
+) -> tuple[list[float], Any]:
     """Losses of three steps, and the parameters after them."""
     step = sf.sharded_step(
         functools.partial(loss, config, axis=axes.get("tp")),
@@ -100,12 +102,15 @@ def trained(config: RecurrentConfig, mesh: Any, axes: dict[str, Any], **options:
     return losses, {name: sf.unshard(x) for name, x in state.params.items()}
 
 
+EAGLE = EagleConfig(13, d_model=10, num_layers=2, d_inner=8, layers=(2,), num_heads=2, num_drafts=3)
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", [*CONFIGS, "eagle3"])
 @pytest.mark.parametrize("axis", ["dp", "tp"])
 @distributed(world=2)
 def test_steps_on_ranks_equal_one_device(kind: str, axis: str) -> None:
-    config = CONFIGS[kind]
+    config = EAGLE if kind == "eagle3" else CONFIGS[kind]
     zero = {"zero": sf.Zero(stage=3, axis="dp")} if axis == "dp" else {}
     alone = trained(config, sf.make_mesh({}, alone=True), {})
     cut = trained(config, sf.make_mesh({axis: 2}), {axis: axis}, **zero)

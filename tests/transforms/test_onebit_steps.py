@@ -118,7 +118,7 @@ def _resumed(params: Any, opt_state: Any, world: int) -> Any:
     zero = sf.Zero.flat(stage=1, **ODD)
     step = sf.sharded_step(odd_loss, tx, mesh=mesh, zero=zero, trainable=ODD_TRAINABLE)
     state = step.init(params)
-    opt = optim.rebalance_residuals(opt_state, state.opt_state, compressor=int8())
+    opt = optim.rebalance_residuals(opt_state, state.opt_state)
     moved = unshard(opt)
     state, _ = step(state._replace(opt_state=opt), sf.testing.shard_rows(odd_batch(4), sf.P("dp"), mesh))
     return moved, unshard(state.params), unshard(state.opt_state)

@@ -372,7 +372,7 @@ def test_layers_that_do_not_run_once_each_in_order_are_refused(order: str, said:
 
 def test_lists_that_cannot_be_stacked_are_refused() -> None:
     net = _Net()
-    with pytest.raises(ValueError, match=r"layers='blocks' is no list of layers of this _Net; it has \['layers'\]"):
+    with pytest.raises(ValueError, match=r"layers must be one of \['layers'\], .* this _Net, got 'blocks'"):
         from_module(net, layers="blocks")
     layers: Any = net.layers
     layers[2].linear.weight = layers[3].linear.weight
@@ -412,7 +412,7 @@ def test_losses_that_call_the_module_otherwise_than_once_are_refused() -> None:
             step(step.init(params), torch.zeros(2, 3))
     piped = sf.pipeline_module(lambda tree, x: apply(tree["base"], x).sum(), apply)
     step = sf.sharded_step(piped, optim.sgd(0.1), mesh=mesh, specs={"base": specs, "lora": P()}, batch=P())
-    said = r"params have \['base', 'lora'\], and the function's layers are at 'layers'; pass the parameters"
+    said = r"params must have the function's layers at 'layers', got \['base', 'lora'\]. Pass the parameters"
     with pytest.raises((ValueError, sf.RankError), match=said):
         step.init({"base": params, "lora": torch.zeros(1)})
 

@@ -151,9 +151,9 @@ def test_an_error_for_memory_names_leaves_and_a_limit_that_suffices():
 
 
 def test_an_axis_that_is_missing():
-    with pytest.raises(ValueError, match="name one of them"):
+    with pytest.raises(ValueError, match="must be different axes of the mesh"):
         sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), axes="dp")
-    with pytest.raises(ValueError, match="name one of them, or several, each once"):
+    with pytest.raises(ValueError, match="must be different axes of the mesh"):
         sf.propose_specs(mlp, MLP, ABSTRACT, torch.ones(8, 64), axes=("tp", "sp"))
     with pytest.raises(ValueError, match="expected the loss without partition, got a partitioned loss"):
         sf.propose_specs(sf.partition(mlp), MLP, ABSTRACT, torch.ones(8, 64))

@@ -138,7 +138,7 @@ class EndedGroup:
     """Placeholder of a communicator that has ended, so that nothing keeps connections and threads."""
 
     def __getattr__(self, name: str) -> Any:
-        raise TransportError(f"this communicator has ended; {name!r} was asked of it.")
+        raise TransportError(f"{name!r} was called on a communicator that has ended.")
 
 
 def is_of_the_wire(error: BaseException) -> bool:

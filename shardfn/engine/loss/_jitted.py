@@ -242,14 +242,18 @@ def ambient() -> Any:
 
 def _autocast_kinds() -> list[str]:
     """Returns the kinds of devices on which autocast is on."""
-    return [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    return [*filter(torch.is_autocast_enabled, ("cpu", "cuda"))]
 
 
 @contextlib.contextmanager
 def plain_arithmetic() -> Iterator[None]:
     """Turns autocast off: for graphs, which already have casts, and for the optimizer, which a policy determines."""
+    kinds = _autocast_kinds()
+    if not kinds:
+        yield
+        return
     with contextlib.ExitStack() as stack:
-        for kind in _autocast_kinds():
+        for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 

@@ -6,14 +6,17 @@ that both ways of calling share: which blocks may be written, and which the resu
 """
 
 import collections
+import itertools
+import math
 import operator
-from collections.abc import Callable, Container, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives import AnyControl, GlobalTensor, bind_mesh, transforming
+from shardfn.collectives import AnyControl, GlobalTensor, bind_mesh_of_graph, list_blocks, transforming
 from shardfn.core import (
     Mesh,
     P,
@@ -29,6 +32,7 @@ from shardfn.engine.execution import REMEDY, Argument, FunctionArgs, Interface, 
 from shardfn.engine.loss import ResultSlot, agree_on_step, ambient, leaf_signature
 from shardfn.engine.transfers import disk_of
 from shardfn.graph import MemoryAnalysis, memory_analysis
+from shardfn.kernels import TensorLayouts
 from shardfn.state import as_graph_value, taken, version_of
 
 _REMEDY = "Bind the function again for this layout, or call it without bind."
@@ -55,6 +59,87 @@ def layouts_of(
     return found
 
 
+class GivenBlocks(NamedTuple):
+    """The arguments of a call that fit their layout.
+
+    Attributes:
+        inputs: inputs of the graph.
+        kept: blocks on the host that have copies among the inputs.
+        memory: memory of the inputs, by `memory_of`.
+        donated: memory that the result may keep.
+        leaves: donated leaves.
+        are_apart: whether each block has memory of its own.
+    """
+
+    inputs: list[Tensor]
+    kept: list[Tensor]
+    memory: set[int]
+    donated: set[int]
+    leaves: list[GlobalTensor]
+    are_apart: bool
+
+
+class _ArgumentLayout:
+    """The layout of a call's arguments beyond the first, and where they have tensors: asked once, compared each time.
+
+    Args:
+        arguments: the arguments.
+        device: device of the graph.
+    """
+
+    def __init__(self, arguments: Sequence[Argument], device: torch.device) -> None:
+        self._arguments, self._device = arguments, device
+        self.signatures = [leaf_signature(a.given) for a in arguments]
+        places = range(len(arguments))
+        self._sharded = [i for i in places if _is_on_device(arguments[i])]
+        # Compared at once: plain tensors, and blocks on the device. Other values are read and compared one by one.
+        self._tensors = [i for i in places if isinstance(arguments[i].given, Tensor) or i in self._sharded]
+        self._others = [i for i in places if i not in self._tensors]
+        self._inputs = [i for i in places if isinstance(arguments[i].given, Tensor | GlobalTensor)]
+        leaves, kept = [arguments[i].given for i in self._sharded], [arguments[i] for i in self._tensors]
+        self._leaf_layouts, self._meshes = [*map(_LEAF_LAYOUT, leaves)], [x.mesh for x in leaves]
+        self._layouts = TensorLayouts([a.given if a.spec is None else a.given.held for a in kept])
+        inputs = [arguments[i] for i in self._inputs]
+        # Memory without elements is nobody's.
+        self._filled = [_num_elements(a.given) > 0 for a in inputs]
+        self._donates, self._donated = [a.donated for a in inputs], [i for i in places if arguments[i].donated]
+
+    def read(self, given: Sequence[Any]) -> GivenBlocks | None:
+        """Returns the blocks of arguments, or None for arguments of another layout.
+
+        Raises:
+            DonatedError: an argument was consumed before.
+        """
+        leaves: list[GlobalTensor] = [given[i] for i in self._sharded]
+        if not all(map(operator.is_, map(type, leaves), itertools.repeat(GlobalTensor))):
+            return None
+        values, kept = list(given), list[Tensor]()
+        for i, block in zip(self._sharded, list_blocks(leaves), strict=True):
+            values[i] = block
+        tensors = [values[i] for i in self._tensors]
+        if not all(map(isinstance, tensors, itertools.repeat(Tensor))) or not (
+            self._layouts.match(tensors)
+            and [*map(_LEAF_LAYOUT, leaves)] == self._leaf_layouts
+            and all(x.mesh is mesh or x.mesh.is_like(mesh) for x, mesh in zip(leaves, self._meshes, strict=True))
+        ):
+            return None
+        for i in self._others:
+            if leaf_signature(given[i]) != self.signatures[i]:
+                return None
+            if self._arguments[i].moves:
+                own, values[i] = given[i].held, on_device(given[i], self._device)
+                if isinstance(own, Tensor) and own.numel():
+                    kept.append(own)
+            elif isinstance(given[i], GlobalTensor):
+                values[i] = given[i].local
+        inputs = [values[i] for i in self._inputs]
+        memory, own = memories_of(inputs), memories_of(kept)
+        donated = {*itertools.compress(memory, self._donates), *own}
+        filled = [*itertools.compress(memory, self._filled), *own]
+        are_apart = len(set(filled)) == len(filled)
+        return GivenBlocks(inputs, kept, set(memory), donated, [given[i] for i in self._donated], are_apart)
+
+
 class BoundCall:
     """A captured sharded function for arguments of a single layout; made by `Sharded.bind`, which documents it.
 
@@ -77,11 +162,13 @@ class BoundCall:
         check_every: int,
     ) -> None:
         self._what, self._ready, self._mesh, self._pool = what, ready, mesh, disk_of(given.plan)
-        self._arguments, self._results, self._check_every = given.arguments, results, check_every
-        self._moves = [a.moves for a in given.arguments]
+        self._arguments, self._check_every = given.arguments, check_every
+        self._layout = _ArgumentLayout(given.arguments, mesh.device)
+        self._results = [(k, x) for k, x in enumerate(results) if x is not None]
+        self._slots = None if all(x == ResultSlot(None) for x in ready.program.leaves) else ready.program.leaves
         leaves, treedef = tree_flatten(given.params)
         self._treedefs = treedef, given.treedef
-        self._wanted = [_describe_leaf(x, mesh) for x in leaves], [leaf_signature(a.given) for a in given.arguments]
+        self._wanted = [_describe_leaf(x, mesh) for x in leaves]
         self._ambient, self._calls = ambient(), 0
         # The last first argument, which most calls pass again. It stays alive until another comes.
         self._last: list[GlobalTensor] = []
@@ -109,7 +196,7 @@ class BoundCall:
         """
         self._calls += 1  # first: also a call that is refused counts, so that ranks check at the same one
         comms = comms_of(self._mesh)  # made anew after an error
-        with bind_mesh(self._mesh), losing_no_peer(comms):
+        with bind_mesh_of_graph(self._mesh), losing_no_peer(comms):
             comms.control.begin(f"call {self._calls} of the bound {self._what}")
             if ambient() != self._ambient:
                 raise ValueError(f"{self._what} is bound under other settings of torch (autocast). {_REMEDY}")
@@ -119,98 +206,66 @@ class BoundCall:
             given, treedef = tree_flatten(args)
             if treedef != self._treedefs[1]:
                 raise ValueError(f"{self._what} is bound to args {self._treedefs[1]}, not {treedef}. {_REMEDY}")
-            seen, memory, donated = self._inspect_inputs(given)
-            inputs = [*self._values, *seen]
-            if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            blocks = self._layout.read(given)
+            if blocks is None:
+                self._refuse_call(given)
+            inputs = [*self._values, *blocks.inputs]
+            if not (blocks.are_apart and self._memory.isdisjoint(blocks.donated)):
+                self._refuse_shared(given, [*inputs, *blocks.kept])
+            if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, inputs)):
                 raise ValueError(
                     f"{self._what} is bound, so its result has no gradient, and an argument requires one. Call it"
                     " without bind, or under torch.no_grad()."
                 )
             if self._check_every and self._calls % self._check_every == 0:
                 agree_on_step(comms.control, f"call {self._calls} of the bound {self._what}")
-            with taken(donated, donate=True):
-                return self._make_result(self._ready(comms, self._pool, inputs), memory, given)
+            with taken(blocks.leaves, donate=True):
+                return self._make_result(self._ready(comms, self._pool, inputs), blocks, given)
 
     def _enter_call(self, params: PyTree) -> None:
         leaves, treedef = tree_flatten(params)
         if treedef != self._treedefs[0]:
             raise ValueError(f"{self._what} is bound to params {self._treedefs[0]}, not {treedef}. {_REMEDY}")
         if all(map(operator.is_, leaves, self._last)):
-            for x in leaves:
-                if x.donated:
-                    _ = x.held  # raises DonatedError
+            list_blocks(leaves)  # raises DonatedError
             return
         found = [_describe_leaf(x, self._mesh) for x in leaves]
-        if found != self._wanted[0]:
-            raise ValueError(self._find_differences(tree_paths(params, "params"), self._wanted[0], found))
+        if found != self._wanted:
+            raise ValueError(self._find_differences(tree_paths(params, "params"), self._wanted, found))
         self._keep_leaves(leaves)
 
     def _keep_leaves(self, leaves: list[GlobalTensor]) -> None:
         self._last, self._values = leaves, [as_graph_value(x.held) for x in leaves]
-        self._memory = frozenset(memory_of(x) for x in self._values)
+        self._memory = frozenset(memories_of(self._values))
 
-    def _inspect_inputs(self, given: Sequence[Any]) -> tuple[list[Tensor], dict[int, bool], list[GlobalTensor]]:
-        """Returns the inputs of the graph, their memory (and if it is donated), and the donated leaves."""
-        seen: list[Tensor] = []
-        kept: list[Tensor] = []  # blocks on the host, where `seen` has their copies
-        donated: list[GlobalTensor] = []
-        memory: dict[int, bool] = {}
-        shared = False
-        for x, a, away, want in zip(given, self._arguments, self._moves, self._wanted[1], strict=True):
-            cut = type(x) is GlobalTensor and a.spec is not None
-            held = x.held if cut else x.local if type(x) is GlobalTensor else x
-            if cut and not away and isinstance(held, Tensor):
-                same = (held.shape, held.stride(), held.dtype, held.device) == want[4]
-                same = same and (x.shape, x.spec, x.memory_kind) == (*want[:2], want[3]) and x.mesh.is_like(want[2])
-            else:
-                same = leaf_signature(x) == want
-            if not same:
-                self._refuse_call(given)
-            if away:
-                own, held = held, on_device(x, self._mesh.device)
-                if isinstance(own, Tensor) and own.numel():
-                    shared = shared or memory_of(own) in memory or memory_of(own) in self._memory
-                    memory[memory_of(own)] = True
-                    kept.append(own)
-            if not isinstance(held, Tensor):
-                continue
-            m = memory_of(held)
-            if held.numel():
-                shared = shared or (a.donated and (m in memory or m in self._memory)) or memory.get(m, False)
-            memory[m] = a.donated or memory.get(m, False)
-            seen.append(held)
-            if a.donated:
-                donated.append(x)
-        if shared:
-            pairs = zip(self._arguments, given, strict=True)
-            named = [(a.path, x.held) for a, x in pairs if a.donated and isinstance(x.held, Tensor)]
-            refuse_twice(named, [*self._values, *seen, *kept])
-        return seen, memory, donated
-
-    def _refuse_call(self, given: Sequence[Any]) -> None:
+    def _refuse_call(self, given: Sequence[Any]) -> NoReturn:
         found = [leaf_signature(x) for x in given]
-        raise ValueError(self._find_differences([a.path for a in self._arguments], self._wanted[1], found))
+        raise ValueError(self._find_differences([a.path for a in self._arguments], self._layout.signatures, found))
+
+    def _refuse_shared(self, given: Sequence[Any], passed: Sequence[Tensor]) -> None:
+        pairs = zip(self._arguments, given, strict=True)
+        refuse_twice([(a.path, x.held) for a, x in pairs if a.donated and isinstance(x.held, Tensor)], passed)
 
     def _find_differences(self, paths: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> str:
         lines = [f"  - {n} is bound as {w}, and is {x}" for n, w, x in zip(paths, wanted, found, strict=True) if w != x]
         return "\n".join([f"{self._what} is bound to another layout of its arguments. {_REMEDY}", *lines])
 
-    def _make_result(self, outs: Sequence[Any], memory: dict[int, bool], given: Sequence[Any]) -> PyTree:
+    def _make_result(self, outs: Sequence[Any], blocks: GivenBlocks, given: Sequence[Any]) -> PyTree:
         """Returns the result, made of the graph's outputs.
 
         Those that alias an argument are cloned, as in other calls.
         """
-        program = self._ready.program
-        values = iter(outs)
-        leaves = [x.fill(next(values)) if isinstance(x, ResultSlot) else x for x in program.leaves]
-        donated = {m for m, is_donated in memory.items() if is_donated}
-        leaves = apart(leaves, donated, memory, self._memory)
-        for k, layout in enumerate(self._results):
-            if layout is not None and layout.owner is not None:
+        leaves: list[Any] = [*outs]
+        if self._slots is not None:
+            values = iter(outs)
+            leaves = [x.fill(next(values)) if isinstance(x, ResultSlot) else x for x in self._slots]
+        leaves = apart(leaves, blocks.donated, blocks.memory | self._memory)
+        for k, layout in self._results:
+            if layout.owner is not None:
                 leaves[k] = taking_the_place_of(given[layout.owner], leaves[k])
-            elif layout is not None and isinstance(leaves[k], Tensor):
+            elif isinstance(leaves[k], Tensor):
                 leaves[k] = GlobalTensor(leaves[k], layout.shape, layout.spec, self._mesh)
-        return tree_unflatten(program.treedef, leaves)
+        return tree_unflatten(self._ready.program.treedef, leaves)
 
 
 def _describe_leaf(x: Any, mesh: Mesh) -> Any:
@@ -263,25 +318,26 @@ class Blocks:
         return tree_unflatten(treedef, apart(leaves, self._donated, self._kept))
 
 
-def apart(leaves: Sequence[Any], donated: Container[int], *kept: Container[int]) -> list[Any]:
+def apart(leaves: Sequence[Any], donated: AbstractSet[int], kept: AbstractSet[int]) -> list[Any]:
     """Results that share no memory with an argument, except the largest result per donated memory. Others are cloned.
 
     Args:
         leaves: the results. Values that are not tensors are returned unchanged.
         donated: the donated memory, by `memory_of`.
-        *kept: all memory that a result may not share otherwise, donated memory included.
+        kept: all memory of arguments. Of this memory, a result may share only the donated memory.
     """
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    memories = memories_of(tensors)
+    if len(set(memories)) == len(memories) and (kept - donated).isdisjoint(memories):
+        return list(leaves)
     largest: dict[int, Tensor] = {}
-    for x in leaves:
-        if isinstance(x, Tensor) and (m := memory_of(x)) in donated:
+    for m, x in zip(memories, tensors, strict=True):
+        if m in donated:
             before = largest.setdefault(m, x)
             largest[m] = x if x.numel() > before.numel() else before
 
     def own(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        m = memory_of(x)
-        if not any(m in memory for memory in kept):
+        if not isinstance(x, Tensor) or (m := memory_of(x)) not in kept:
             return x
         return x if largest.get(m) is x else x.clone()
 
@@ -309,3 +365,22 @@ def refuse_twice(donated: Sequence[tuple[str, Tensor]], passed: Sequence[Tensor]
 def memory_of(x: Tensor) -> int:
     """Returns the address of a tensor's storage, which is another's once the storage is gone."""
     return x.untyped_storage()._cdata
+
+
+def memories_of(xs: Sequence[Tensor]) -> list[int]:
+    """Returns `memory_of` each tensor."""
+    return [*map(_ADDRESS, map(Tensor.untyped_storage, xs))]
+
+
+# Of many tensors at once: in C, without a bytecode for each.
+_ADDRESS, _REQUIRES_GRAD = operator.attrgetter("_cdata"), operator.attrgetter("requires_grad")
+_LEAF_LAYOUT = operator.attrgetter("shape", "spec", "memory_kind")
+
+
+def _is_on_device(a: Argument) -> bool:
+    """Returns whether the graph takes a leaf's block where it is kept."""
+    return a.spec is not None and not a.moves and isinstance(a.given.held, Tensor)
+
+
+def _num_elements(x: Any) -> int:
+    return math.prod(x.held.shape) if isinstance(x, GlobalTensor) else x.numel()

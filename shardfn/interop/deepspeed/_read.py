@@ -138,7 +138,9 @@ def load_optimizers(place: pathlib.Path) -> list[dict[str, Any]]:
     optims = [load_file(files[rank])["optimizer_state_dict"] for rank in range(len(files))]
     count = optims[0]["partition_count"]
     if (max(count) if isinstance(count, list) else count) != len(files):
-        raise FileNotFoundError(f"{place} has optimizer states of {len(files)} ranks; {count} have written.")
+        raise FileNotFoundError(
+            f"{place} must have the optimizer states of all {count} ranks that have written, got {len(files)}."
+        )
     return optims
 
 
@@ -146,8 +148,8 @@ def _read_partitions(place: pathlib.Path) -> DeepSpeedState:
     experts = [p.name for p in place.iterdir() if "_expert_" in p.name or p.name.startswith("expp_rank_")]
     if experts:
         raise ValueError(
-            f"{place} has experts, in files of their own such as {experts[0]}; read it by read_deepspeed_experts, or"
-            " the weights alone by read_deepspeed_weights."
+            f"{place} has experts in separate files such as {experts[0]}. Read the checkpoint with"
+            " read_deepspeed_experts, or only the weights with read_deepspeed_weights."
         )
     optims = load_optimizers(place)
     third = "fp32_flat_groups" in optims[0]
@@ -155,7 +157,9 @@ def _read_partitions(place: pathlib.Path) -> DeepSpeedState:
     if not models:
         raise FileNotFoundError(f"{place} has no mp_rank_00_model_states.pt.")
     if third and len(models) != len(optims):
-        raise FileNotFoundError(f"{place} has model states of {len(models)} ranks; {len(optims)} have written.")
+        raise FileNotFoundError(
+            f"{place} must have the model states of all {len(optims)} ranks that have written, got {len(models)}."
+        )
     states: dict[str, dict[str, Tensor]] = {}
     step = 0
     ranks = [(_read_stage_three if third else read_flat_groups)(x) for x in optims]

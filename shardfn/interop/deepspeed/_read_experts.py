@@ -84,7 +84,9 @@ def read_deepspeed_weights(directory: str, tag: str | None = None) -> DeepSpeedS
     if not files:
         raise ValueError(_explain_missing(place, model))
     if len(models) > 1:
-        raise ValueError(f"{place} has a module cut over {len(models)} ranks; experts are read below stage 3.")
+        raise ValueError(
+            f"experts can only be read below stage 3, but {place} has a module cut over {len(models)} ranks."
+        )
     _check_numbers(place, files, model.get("num_experts"))
     params = _read_experts(files)
     buffers, shared = read_buffers(model), read_tied_names(model)
@@ -157,7 +159,9 @@ def _read_tensors(path: pathlib.Path) -> Iterable[tuple[str, Tensor]]:
 def _stack_experts(name: str, parts: Mapping[int, Tensor]) -> Tensor:
     shapes = {tuple(x.shape) for x in parts.values()}
     if len(shapes) > 1 or sorted(parts) != list(range(len(parts))):
-        raise ValueError(f"{name}: experts {sorted(parts)} have the shapes {sorted(shapes)}; all must have one.")
+        raise ValueError(
+            f"{name}: all experts must have one shape, got {sorted(shapes)} of the experts {sorted(parts)}."
+        )
     return torch.stack([parts[e].float() for e in range(len(parts))])
 
 
@@ -199,7 +203,7 @@ def _read_partitions(place: pathlib.Path, model: Mapping[str, Any], weights: Dee
     del weights
     optims = load_optimizers(place)
     if "fp32_flat_groups" in optims[0]:
-        raise ValueError(f"{place} is of stage 3; experts are read below it.")
+        raise ValueError(f"experts can only be read below stage 3, but {place} is of stage 3.")
     ranks, step = [read_flat_groups(x) for x in optims], 0
     states: States = {}
     numbers = _numbers_of_one_rank(name for group in model["param_shapes"] for name in group)

@@ -67,7 +67,7 @@ class Archive(Mapping[str, SafetensorsEntry]):
                 what = "is a file: pass the directory that it is in" if self.directory.exists() else "does not exist"
                 raise FileNotFoundError(f"no weights in {self.directory}, which {what}.")
             found = sorted(p.name for p in self.directory.iterdir())
-            raise FileNotFoundError(f"{self.directory} has neither {one.name} nor {index.name}; it has {found}.")
+            raise FileNotFoundError(f"{self.directory} must have {one.name} or {index.name}, got {found}.")
         if one.exists():
             self._kept = safetensors_entries(one)
             return

@@ -3,13 +3,12 @@
 Only weights are decoded: activations stay floats, also where a config asks for rounded activations.
 """
 
-import functools
 import json
 import math
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +31,41 @@ class QuantizedEntry(NamedTuple):
     shape: tuple[int, ...]
 
 
+class CodedArchive(Protocol):
+    """Files of a model in which some weights [N, K] are quantised, in any format.
+
+    Attributes:
+        directory: path of the files.
+        codes: by name, the codes of the kernels that hold a weight without any change of a value. Other weights are
+            only read decoded.
+    """
+
+    directory: pathlib.Path
+
+    @property
+    def codes(self) -> Mapping[str, Quantization]: ...
+
+    def __getitem__(self, name: str, /) -> SafetensorsEntry | QuantizedEntry: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def box(self, name: str, box: Sequence[Span], shape: Sequence[int] | None = None) -> Tensor:
+        """Returns a box of a tensor, as `Archive.box` does. Quantised weights are decoded to float32."""
+        ...
+
+    def blocks(self, name: str, rows: Span, groups: Span) -> Tensor:
+        """Returns blocks of codes of a weight, in the form of `kernels.quantize_blocks`.
+
+        Args:
+            name: name of the weight, which must be in `codes`.
+            rows: range of outputs.
+            groups: range of blocks of 32 inputs, for example (1, 3) for inputs 32 to 95.
+        """
+        ...
+
+
 class QuantizedArchive(Mapping[str, SafetensorsEntry | QuantizedEntry]):
     """Tensors of an archive, with decoded weights in place of the tensors of a format.
 
@@ -48,6 +82,7 @@ class QuantizedArchive(Mapping[str, SafetensorsEntry | QuantizedEntry]):
 
     def __init__(self, archive: Archive, settings: Mapping[str, Any]) -> None:
         self.directory, self._archive = archive.directory, archive
+        self._codes: dict[str, Quantization] | None = None
         self._weights, taken = find_weights(archive, settings)
         self._plain = [name for name in archive if name not in taken and not name.endswith(_ACTIVATIONS)]
 
@@ -66,7 +101,7 @@ class QuantizedArchive(Mapping[str, SafetensorsEntry | QuantizedEntry]):
         return len(self._plain) + len(self._weights)
 
     def box(self, name: str, box: Sequence[Span], shape: Sequence[int] | None = None) -> Tensor:
-        """Returns a box of a tensor, see `Archive.box`. Decoded weights are in float32, without another rounding."""
+        """Returns a box of a tensor: see `CodedArchive`."""
         if name not in self._weights:
             return self._archive.box(name, box, shape)
         weight = self._weights[name]
@@ -82,27 +117,23 @@ class QuantizedArchive(Mapping[str, SafetensorsEntry | QuantizedEntry]):
         width = cols - col
         return decoded.as_strided(sizes, [n * width for n in strides[:split]] + strides[split:]).clone()
 
-    @functools.cached_property
+    @property
     def codes(self) -> dict[str, Quantization]:
-        """Returns the codes of the kernels that hold a weight without any change of a value, by name.
+        """Returns the codes that hold a weight exactly, by name: see `CodedArchive`.
 
         Symmetric weights of 4 bits are held by "int4", and other integers of up to 8 bits by "int8", where the scales
-        are exact in float16 and groups are multiples of 32 consecutive inputs. Other weights are not in the result.
+        are exact in float16 and groups are multiples of 32 consecutive inputs.
         """
-        found: dict[str, Quantization] = {}
-        for name, weight in self._weights.items():
-            if (codes := weight.find_codes()) is not None:
-                found[name] = codes
-        return found
+        if self._codes is None:
+            codes: dict[str, Quantization] = {}
+            for name, weight in self._weights.items():
+                if (code := weight.find_codes()) is not None:
+                    codes[name] = code
+            self._codes = codes
+        return self._codes
 
     def blocks(self, name: str, rows: Span, groups: Span) -> Tensor:
-        """Returns blocks of codes of a weight, in the form of `kernels.quantize_blocks`.
-
-        Args:
-            name: name of the weight, which must be in `codes`.
-            rows: range of outputs.
-            groups: range of blocks of 32 inputs, for example (1, 3) for inputs 32 to 95.
-        """
+        """Returns blocks of codes of a weight: see `CodedArchive`."""
         codes = self.codes[name]
         if rows[0] >= rows[1] or groups[0] >= groups[1]:
             return torch.empty(rows[1] - rows[0], (groups[1] - groups[0]) * BLOCK_BYTES[codes], dtype=torch.uint8)

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardfn.collectives import all_gather, axis_index, axis_size, psum
 from shardfn.core import Axes, explains_keywords
 
-from ._noise import check_index, words_of
+from ._route import check_index, words_of
 from ._routing import Routing, counts_of
 
 Priority = Literal["position", "choice", "probs", "random"]

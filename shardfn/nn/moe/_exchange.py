@@ -13,37 +13,27 @@ the exchange. Experts are cut as by `torch.chunk`, so E need not be a multiple o
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
 
 from shardfn.collectives import (
     all_gather,
-    arrived_rows,
-    axis_index,
-    axis_size,
-    check_room,
-    exchange_rows,
     pvary,
-    rows_as,
-    values_are_known,
 )
 from shardfn.core import (
     Axes,
     P,
     PyTree,
     check_recompute,
-    checkpoint_name,
     named_leaves,
     raise_all,
     tree_leaves,
     tree_map,
 )
-from shardfn.nn import BatchInvariantWeight, all_ranges, enter_parallel, leave_parallel, linear, rank_range, runs_as_ops
+from shardfn.nn import BatchInvariantWeight, all_ranges, enter_parallel, leave_parallel, linear, rank_range
 
 from ._experts import ExpertFunction
 from ._permute import Permutation, combine, dispatch, permutation, undispatch
@@ -78,7 +68,7 @@ class Local:
 
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
         """Applies experts as `Exchange.run`."""
-        _check_leaves(name, params, routing.num_experts, routing.num_experts, self)
+        check_leaves(name, params, routing.num_experts, routing.num_experts, self)
         places, counts_E = permutation(routing.experts, routing.num_experts)
         return combine(experts(params, dispatch(x_SD, places), counts_E), places, routing.weights)
 
@@ -101,7 +91,7 @@ class GatherExperts:
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
         """Applies experts as `Exchange.run`."""
         E = routing.num_experts
-        _check_leaves(name, params, _local_number(E, self.axis), E, self)
+        check_leaves(name, params, local_number(E, self.axis), E, self)
         whole = tree_map(lambda w: all_gather(w, self.axis, size=E), params)
         return Local().run(experts, whole, x_SD, routing, name=name)
 
@@ -131,7 +121,7 @@ class AllReduce:
         if routing.experts.shape[1] > min(b - a for a, b in all_ranges(routing.num_experts, self.axis)):
             _check_distinct(name, routing.experts)
         start, stop = rank_range(routing.num_experts, self.axis)
-        _check_leaves(name, params, stop - start, routing.num_experts, self)
+        check_leaves(name, params, stop - start, routing.num_experts, self)
         S, k = routing.experts.shape
         own_Sk = (routing.experts >= start) & (routing.experts < stop)
         chosen_Sk = torch.where(own_Sk, routing.experts - start, -1)
@@ -145,99 +135,6 @@ class AllReduce:
             return combine(leave_parallel(y, self.axis), _flatten_choices(routing.experts), routing.weights)
         y_SD = combine(experts(params, rows, counts_E), places, pvary(routing.weights, self.axis))
         return leave_parallel(y_SD, self.axis)
-
-
-@dataclasses.dataclass(frozen=True)
-class AllToAll:
-    """Exchange by all-to-all.
-
-    Experts are cut along an axis of ranks with different tokens, and rows go to experts and back.
-
-    In eager code memory has exactly the size of the arriving rows. A captured step has the same size for all routings:
-    by default the largest number that ranks of equally many tokens can send, `n S min(k, E / n)`, or `tokens min(k, E /
-    n)`. For example 2 ranks of 7 tokens with k = 2 of 8 experts have room for 28 rows. Memory still holds exactly the
-    arriving rows, if every operation of the experts goes by rows.
-
-    Attributes:
-        axis: mesh axes along which experts are cut. None means a single device.
-        rows: number of rows that a rank takes at most. None means any number.
-        overflow: action where rows find no room. "error" ends the step on all ranks, and names the layer, the ranks and
-            both numbers. Nothing is sent, and the state stays. "drop" leaves out choices of the rank's experts past the
-            largest capacity with room: of each expert the first choices stay, in the order of tokens over all ranks.
-        uneven: whether the ranks may have unequal numbers of experts. False raises for a number of experts not divided
-            by the ranks.
-        tokens: number of tokens of all ranks together at most, for captured steps of ranks with unequal numbers. None
-            means n times the rank's number. `models.gpt` sets `tokens` for sequences cut over ranks.
-
-    Raises:
-        ValueError: fewer than 0 rows or tokens, or another rule.
-
-    References:
-        Lepikhin et al., GShard, 2020, https://arxiv.org/abs/2006.16668
-    """
-
-    axis: Axes
-    rows: int | None = None
-    overflow: Literal["error", "drop"] = "error"
-    uneven: bool = True
-    tokens: int | None = dataclasses.field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        if min(self.rows or 0, self.tokens or 0) < 0 or self.overflow not in ("error", "drop"):
-            raise ValueError(
-                f"AllToAll(rows={self.rows}, overflow={self.overflow!r}, tokens={self.tokens}): rows and tokens must be"
-                ' 0 or more, and overflow must be "error" or "drop".'
-            )
-
-    @property
-    def spec(self) -> P:
-        """Cut along the first dim."""
-        return P(self.axis)
-
-    def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:
-        """Applies experts as `Exchange.run`."""
-        E = routing.num_experts
-        own = _local_number(E, self.axis)
-        if not self.uneven:
-            _check_even(name, E, self.axis)
-        _check_leaves(name, params, own, E, self)
-        if axis_size(self.axis) == 1 and self.rows is None:
-            return Local().run(experts, params, x_SD, routing, name=name)
-        S, k = routing.experts.shape
-        ranges = all_ranges(E, self.axis)
-        places, counts_E = permutation(routing.experts, E)
-        known = values_are_known(x_SD, counts_E)
-        most = axis_size(self.axis) * S if self.tokens is None else self.tokens
-        rows = self.rows if self.rows is not None or known else most * min(k, own)
-        table_nE, room_n = _gather_counts(counts_E, 0 if rows is None else rows, self.axis)
-        if self.overflow == "drop" and rows is not None:
-            table_nE = _fit_rows(table_nE, room_n, ranges)
-            chosen_Sk = _drop_choices(routing.experts, places.places, counts_E, table_nE[axis_index(self.axis)])
-            places, _ = permutation(chosen_Sk, E)
-        sizes_nn = _sum_by_owner(table_nE, ranges)
-        if rows is not None:
-            check_room(sizes_nn, room_n, self.axis, name=name, remedy=self._suggest_tokens())
-        come = exchange_rows(dispatch(x_SD, places), sizes_nn, self.axis, rows=rows)
-        come = _mark_arrived(checkpoint_name(come, "moe_rows"), sizes_nn)
-        of_row = _expert_of_row(table_nE, *rank_range(E, self.axis), len(come))
-        sorted_, own_counts = permutation(of_row[:, None], own)
-        # Rows past the arrived rows have no expert, and so are the last rows in both orders.
-        sorted_ = sorted_ if runs_as_ops() else Permutation(*(rows_as(at, come) for at in sorted_))
-        y = undispatch(experts(params, dispatch(come, sorted_), own_counts), sorted_)
-        back = exchange_rows(_mark_arrived(y, sizes_nn), sizes_nn.t(), self.axis, rows=S * k)
-        return combine(checkpoint_name(back, "moe_results"), places, routing.weights)
-
-    def _suggest_tokens(self) -> str:
-        if self.rows is not None:
-            return 'give it more by AllToAll(rows=), or drop some by overflow="drop"'
-        counted = "its captured step takes ranks to have equal numbers of tokens: " if self.tokens is None else ""
-        return f"{counted}give AllToAll(tokens=) the most tokens that all ranks have together"
-
-
-def _mark_arrived(x: Tensor, sizes_nn: Tensor) -> Tensor:
-    """Returns `x`, marked: rows past the arrived rows are not used."""
-    # A graph differentiated at the run has derivatives only of `nn`'s ops.
-    return x if runs_as_ops() else arrived_rows(x, sizes_nn)
 
 
 def _flatten_choices(experts_Sk: Tensor) -> Permutation:
@@ -259,72 +156,18 @@ def _check_distinct(name: str, experts_Sk: Tensor) -> None:
     )
 
 
-def _local_number(num: int, axis: Axes) -> int:
+def local_number(num: int, axis: Axes) -> int:
+    """Returns how many of `num` experts this rank has."""
     start, stop = rank_range(num, axis)
     return stop - start
 
 
-def _gather_counts(counts_E: Tensor, room: int, axis: Axes) -> tuple[Tensor, Tensor]:
-    """Returns the rows for each expert and the room of all ranks."""
-    own = torch.cat([counts_E, counts_E.new_full((1,), room)])
-    # With the name of the rows: a recomputation needs no counts where the rows are kept.
-    table = checkpoint_name(all_gather(own[None], axis), "moe_rows")
-    return table[:, :-1], table[:, -1]
+def check_leaves(name: str, params: PyTree, own: int, E: int, exchange: Exchange) -> None:
+    """Refuses leaves with other than `own` experts.
 
-
-def _sum_by_owner(table_nE: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """Returns the rows from each rank to each."""
-    ends_nE = F.pad(table_nE.cumsum(1), (1, 0))
-    starts, stops = ([r[i] for r in ranges] for i in (0, 1))
-    return ends_nE[:, stops] - ends_nE[:, starts]
-
-
-def _expert_of_row(table_nE: Tensor, start: int, stop: int, rows: int) -> Tensor:
-    """Returns the local expert of each arrived row, in the order of ranks and then of experts, or -1 past the last."""
-    own = stop - start
-    ends = table_nE[:, start:stop].reshape(-1).cumsum(0)
-    at = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
-    return torch.where(at < len(ends), at % max(own, 1), -1)
-
-
-def _fit_rows(table_nE: Tensor, room_n: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """Returns the rows of each rank and expert with room, if experts of a rank share the same, largest capacity."""
-    totals_E = table_nE.sum(0)
-    parts = [_find_capacity(totals_E[a:b], room_n[j]).expand(b - a) for j, (a, b) in enumerate(ranges)]
-    before_nE = table_nE.cumsum(0) - table_nE
-    return (torch.cat(parts) - before_nE).clamp(min=0).minimum(table_nE)
-
-
-def _find_capacity(totals_E: Tensor, room: Tensor) -> Tensor:
-    """Returns the largest c such that the sum of `min(total, c)` is at most `room`."""
-    E = len(totals_E)
-    if E == 0:
-        return room
-    totals_E = totals_E.sort().values
-    # The sum is the least of (totals under c) + (number of other totals) * c, over all places to divide the sorted
-    # totals.
-    under_E = totals_E.cumsum(0) - totals_E
-    most = ((room - under_E) // torch.arange(E, 0, -1, device=room.device)).amax()
-    return torch.where(totals_E.sum() <= room, totals_E.amax(), most)
-
-
-def _drop_choices(experts_Sk: Tensor, places_Sk: Tensor, counts_E: Tensor, kept_E: Tensor) -> Tensor:
-    """Returns the choices with a row among the first `kept_E` of the expert, or -1 for other choices."""
-    at_Sk = experts_Sk.clamp(min=0)
-    place_Sk = places_Sk - (counts_E.cumsum(0) - counts_E)[at_Sk]
-    return torch.where((experts_Sk >= 0) & (place_Sk < kept_E[at_Sk]), experts_Sk, -1)
-
-
-def _check_even(name: str, E: int, axis: Axes) -> None:
-    if E % axis_size(axis):
-        held = [stop - start for start, stop in all_ranges(E, axis)]
-        raise ValueError(
-            f"{name}: the {E} experts would lie on the ranks of {axis!r} as {held}, and AllToAll(uneven=False) takes"
-            f" only equal numbers. Choose a multiple of {len(held)} experts, or leave the option out."
-        )
-
-
-def _check_leaves(name: str, params: PyTree, own: int, E: int, exchange: Exchange) -> None:
+    Raises:
+        ValueError: lists the leaves by path.
+    """
     if all(w.shape[:1] == (own,) for w in tree_leaves(params)):
         return
     wrong = [

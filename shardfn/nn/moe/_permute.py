@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from shardfn.core import save_tensors
 from shardfn.kernels import combined_to_rows, gather_rows, row_dots
 from shardfn.nn import Trilinear, derivative, run_op, runs_as_ops
 
@@ -139,8 +140,7 @@ class _Copies(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         del output
         _, *indices = inputs
-        ctx.save_for_backward(*indices)
-        ctx.save_for_forward(*indices)
+        save_tensors(ctx, *indices)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:

@@ -12,7 +12,7 @@ import shardfn as sf
 from shardfn.core import key, normal
 from shardfn.nn import moe
 from shardfn.nn.moe._capacity import Priority
-from shardfn.nn.moe._noise import words_of
+from shardfn.nn.moe._route import words_of
 from shardfn.testing import distributed
 
 SIX = torch.tensor([[2.0, 1, 0], [3, 0, 0], [0, 2, 1], [1, 0.5, 0], [0, 0, 4], [2, 2.5, 0]], dtype=torch.float64)

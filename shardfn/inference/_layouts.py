@@ -1,0 +1,135 @@
+"""Layouts of a decoder over ranks: functions of a single rank's blocks, and the specs that cut the blocks.
+
+    rows of this rank's tokens, all heads -- all_to_all --> rows of all tokens, this rank's heads: attention -- back -->
+
+The heads are those of the layout "tp", so that both layouts share one KV cache. A step sends two exchanges a layer in
+place of the gathers of "tp", which pays for many tokens. Rows of a batch-invariant model do not depend on other rows,
+so logits have the bits of a single device.
+
+References:
+    Jacobs et al., DeepSpeed Ulysses, 2023, https://arxiv.org/abs/2309.14509
+    Hidayetoglu et al., Shift Parallelism, 2025, https://arxiv.org/abs/2509.16495
+
+T tokens of all sequences, H query heads, G key and value heads, K head dim.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from shardfn import nn
+from shardfn.collectives import all_gather_invariant, all_to_all, take_own_block
+from shardfn.core import Axes, P, PyTree, QuantizationPolicy
+from shardfn.kernels import Activations
+from shardfn.models import gpt
+
+from ._low_rank import LowRank
+
+
+class Outputs(NamedTuple):
+    """Results of a decoder for T tokens, with R rows wanted.
+
+    Attributes:
+        logits: [R, V].
+        hidden: [R, D], the states that the head multiplies. None from a decoder without `embeds`.
+        experts: [T, m, k], the experts of each token in the m layers with experts. None from a decoder without
+            `expert_shape`.
+        state_after: function from a number of layers to the states of the rows after so many layers, [R, D], for
+            `Decoder.hidden_layers`. After all layers the states are `hidden`.
+    """
+
+    logits: Tensor
+    hidden: Tensor | None = None
+    experts: Tensor | None = None
+    state_after: Callable[[int], Tensor | None] = lambda layers: None
+
+
+class Layout(NamedTuple):
+    """Way in which a decoder is cut over the mesh. All layouts of a decoder read and write one KV cache.
+
+    Attributes:
+        outputs: function `outputs(weights, tokens, positions, rows, bodies, adapters)` of this rank's blocks of
+            `weights`, with a body of attention for each layer, with results equal on all ranks.
+        specs: compute specs of the parameters.
+        pack: function from this rank's blocks of the parameters to the weights that `outputs` takes.
+        packed: specs of the result of `pack`, a prefix tree.
+        tokens: mesh axis that cuts the tokens of a step, or None where each rank computes all tokens.
+    """
+
+    outputs: Callable[..., Outputs]
+    specs: PyTree
+    pack: Callable[[PyTree], PyTree]
+    packed: PyTree = P()
+    tokens: Axes = None
+
+
+def make_sequence_layout(
+    config: gpt.Config,
+    axis: str,
+    quantization: QuantizationPolicy = None,
+    activations: Activations | None = None,
+) -> Layout:
+    """Returns the layout "sp".
+
+    Args:
+        config: shape of the model, batch-invariant and without experts.
+        axis: mesh axis that cuts the tokens, and the heads of the cache.
+        quantization: see `decoder`.
+        activations: see `decoder`.
+    """
+    flat = dataclasses.replace(config, stacked=False)
+
+    def compute_outputs(
+        weights: PyTree,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        rows_R: Tensor,
+        bodies: Sequence[nn.AttentionBackend],
+        low: LowRank | None = None,
+    ) -> Outputs:
+        assert low is None, "steps with adapters have the first layout"
+        T = len(tokens_T)
+        rank_tokens, rank_positions = (take_own_block(x, axis, dim=0) for x in (tokens_T, positions_T))
+        exchanged = [_HeadExchange(body, axis, T, config.num_heads) for body in bodies]
+        gather = functools.partial(all_gather_invariant, axis=axis, dim=0, size=T)
+        how: Any = {"gather_tokens": gather, "activations": activations}
+        return Outputs(*gpt.decode(flat, weights, rank_tokens, rank_positions, rows_R, exchanged, **how))
+
+    return Layout(
+        outputs=compute_outputs,
+        specs=gpt.specs(config),
+        pack=lambda params: gpt.pack(config, params, quantization=quantization),
+        packed=gpt.packed_specs(config),
+        tokens=axis,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _HeadExchange(nn.Local):
+    """Body that exchanges parts of the tokens for parts of the heads, and back.
+
+    Attributes:
+        inner: body of all tokens and this rank's heads.
+        axis: mesh axis.
+        num: T.
+        heads: H.
+    """
+
+    inner: nn.AttentionBackend
+    axis: str
+    num: int
+    heads: int
+
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
+        by_heads = functools.partial(all_to_all, axis=self.axis, split_dim=2, concat_dim=1, size=self.num)
+        own = {
+            name: take_own_block(x, self.axis, dim=0)
+            for name in ("slopes_H", "sinks_H")
+            if (x := getattr(how, name)) is not None
+        }
+        q_BTHK, k_BSGK, v_BSGK = (by_heads(x) for x in (q_BTHK, k_BSGK, v_BSGK))
+        y_BTHK = self.inner.attend(q_BTHK, k_BSGK, v_BSGK, how._replace(**own), length)
+        return all_to_all(y_BTHK, self.axis, split_dim=1, concat_dim=2, size=self.heads)

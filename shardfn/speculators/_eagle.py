@@ -1,0 +1,155 @@
+"""EAGLE-3: a decoder layer guesses the next n tokens from states of several layers of a model, and from its own states.
+
+    g_t     = Fuse [state after layer low, middle, high]_t                  from the model, for t up to the last token
+    x       = [RMSNorm(Emb[token]), RMSNorm(g)]
+    h       = g + attention(x)                                              over the window and the own chain
+    out     = h + SwiGLU(RMSNorm(h))
+    logits  = Head RMSNorm(out)
+
+The layer reads the state g_t and the token drawn from that state, and gives the logits of the token after. Then `out`
+takes the place of g, with the guessed token, and so on: n tokens from a single state of the model. In training the
+layer is fed its own `out`, too, for n steps (training-time test), so that it learns from the states that it meets.
+
+The layer attends to the W last states of the model, at most, and to its own chain. So it has no KV cache: a proposal
+computes the keys of W states anew, and costs the same at any length. The published layer attends to all tokens.
+
+B samples, T positions with all labels, S positions of keys, D model, E inner width, H heads, K head dim, n drafts, V
+vocabulary, W window, N widths of all fused states.
+
+References:
+    Li et al., EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test, 2025,
+    https://arxiv.org/abs/2503.01840
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from shardfn import kernels, nn
+from shardfn.core import Axes
+
+from ._config import EagleConfig
+from ._inputs import DraftInputs, DrawDrafts
+
+Params = dict[str, Any]
+_BASE = 10000.0  # of the rotations
+
+
+class _Functions(NamedTuple):
+    """Functions of the layer, in torch's form or in the form that is batch-invariant."""
+
+    multiply: Callable[[str, Tensor], Tensor]
+    rms_norm: Callable[..., Tensor]
+    gated_silu: Callable[[Tensor, Tensor], Tensor]
+
+
+def apply_eagle(
+    config: EagleConfig,
+    params: Params,
+    hidden_BTN: Float[Tensor, "b t n"],
+    tokens_BTn: Int64[Tensor, "b t n2"],
+    axis: Axes = None,
+) -> list[Float[Tensor, "b t v"]]:
+    """Returns the logits of each guessed token, after the states of each position and of the W - 1 positions before."""
+    functions = _Functions(lambda name, x: F.linear(x, params[name]), nn.rms_norm, lambda gate, up: F.silu(gate) * up)
+    T, device = hidden_BTN.shape[1], hidden_BTN.device
+    at_T = torch.arange(T, device=device)
+    distance_TS = at_T[:, None] - at_T
+    seen_TS = (distance_TS >= 0) & (distance_TS < config.window)
+    g_BTE, logits = functions.multiply("fuse", hidden_BTN), list[Tensor]()
+    keys, values = list[Tensor](), list[Tensor]()
+    for i, tokens_BT in enumerate(tokens_BTn.unbind(-1)):
+        e_BTE = nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, axis=axis)
+        x_BT2 = _join_inputs(params, functions, e_BTE, g_BTE)
+        table = nn.rope_table(at_T + i, config.head_dim, base=_BASE, dtype=hidden_BTN.dtype)
+        q_BTHK, k_BTHK = (nn.rope(_split_heads(config, functions.multiply(n, x_BT2)), *table) for n in ("wq", "wk"))
+        keys.append(k_BTHK)
+        values.append(_split_heads(config, functions.multiply("wv", x_BT2)))
+        y_BTHK = _attend_chains(q_BTHK, keys, values, seen_TS)
+        g_BTE = _finish_layer(params, functions, g_BTE, y_BTHK)
+        last_BTE = functions.rms_norm(g_BTE, params["last_norm_w"])
+        logits.append(nn.column_linear(last_BTE, params["head"], features=config.vocab_size, axis=axis))
+    return logits
+
+
+def draft_eagle(
+    config: EagleConfig,
+    params: Params,
+    multiply: Callable[[str, Tensor], Tensor],
+    inputs: DraftInputs,
+    draw: DrawDrafts,
+) -> list[Int64[Tensor, " b"]]:
+    """Returns the n drafts of B sequences, by batch-invariant kernels: the function of `apply_eagle`.
+
+    Each sequence has a block of a KV cache for only this call. Block 0 takes the keys of padding.
+    """
+    functions = _Functions(multiply, nn.batch_invariant_rms_norm, kernels.gated_silu)
+    (B, W), device = inputs.tokens_BW.shape, inputs.tokens_BW.device
+    room, count = W + config.num_drafts, {"dtype": torch.int32, "device": device}
+    cache = torch.zeros(B + 1, 2, config.num_heads, room, config.head_dim, device=device)
+    tables, own_B = torch.arange(1, B + 1, **count)[:, None], torch.arange(B, **count)
+    cos, sin = nn.batch_invariant_rope_table(torch.arange(room, device=device), config.head_dim, base=_BASE)
+    last_B = (inputs.counts_B - 1).int()
+
+    def attend(x: Tensor, row_x: Tensor, at: Tensor, slots: Tensor, of: Tensor, row_at: Tensor, rows: Any) -> Tensor:
+        q = kernels.rotate(_split_heads(config, multiply("wq", row_x)), cos[row_at], sin[row_at])
+        k = kernels.rotate(_split_heads(config, multiply("wk", x)), cos[at], sin[at])
+        v = _split_heads(config, multiply("wv", x))
+        return kernels.ragged_attention(q, k, v, cache, slots, at, of, tables, rows=rows)[0]
+
+    def embed(tokens: Tensor) -> Tensor:
+        return params["embed"][tokens.clamp(min=0)]
+
+    places_W = torch.arange(W, **count)
+    known_BW = places_W <= last_B[:, None]
+    slots = torch.where(known_BW, places_W + (own_B[:, None] + 1) * room, places_W).flatten()
+    positions = torch.where(known_BW, places_W, 0).flatten()
+    g_RE = multiply("fuse", inputs.hidden_BWN.flatten(0, 1))
+    x_R2 = _join_inputs(params, functions, embed(inputs.tokens_BW.flatten()), g_RE)
+    rows_B = own_B * W + last_B
+    g_BE = g_RE[rows_B]
+    y_BHK = attend(x_R2, x_R2[rows_B], positions, slots, own_B.repeat_interleave(W), last_B, rows_B)
+    found = list[Tensor]()
+    for i in range(config.num_drafts):
+        if i:
+            x_B2 = _join_inputs(params, functions, embed(found[-1]), g_BE)
+            at_B = last_B + i
+            y_BHK = attend(x_B2, x_B2, at_B, (own_B + 1) * room + at_B, own_B, at_B, None)
+        g_BE = _finish_layer(params, functions, g_BE, y_BHK)
+        found.append(draw(i, multiply("head", functions.rms_norm(g_BE, params["last_norm_w"]))))
+    return found
+
+
+def _join_inputs(params: Params, functions: _Functions, e_E: Tensor, g_E: Tensor) -> Tensor:
+    norms = functions.rms_norm(e_E, params["embed_norm_w"]), functions.rms_norm(g_E, params["state_norm_w"])
+    return torch.cat(norms, -1)
+
+
+def _split_heads(config: EagleConfig, y: Tensor) -> Tensor:
+    return y.unflatten(-1, (config.num_heads, config.head_dim))
+
+
+def _attend_chains(
+    q_BTHK: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], seen_TS: Tensor
+) -> Float[Tensor, "b t h k"]:
+    """Returns attention over the first keys within a window, and over later keys of only the position's chain."""
+    q_BTHK = q_BTHK * q_BTHK.shape[-1] ** -0.5
+    first_BHTS = torch.einsum("bthk,bshk->bhts", q_BTHK, keys[0]).where(seen_TS, -torch.inf)
+    own = [torch.einsum("bthk,bthk->bht", q_BTHK, k_BTHK)[..., None] for k_BTHK in keys[1:]]
+    p = torch.cat([first_BHTS, *own], -1).softmax(-1)
+    y_BTHK = torch.einsum("bhts,bshk->bthk", p[..., : len(seen_TS)], values[0])
+    for i, v_BTHK in enumerate(values[1:]):
+        y_BTHK = y_BTHK + p[..., len(seen_TS) + i].transpose(1, 2)[..., None] * v_BTHK
+    return y_BTHK
+
+
+def _finish_layer(params: Params, functions: _Functions, g_E: Tensor, y_HK: Tensor) -> Tensor:
+    """Returns the state after a layer with this attention."""
+    h_E = g_E + functions.multiply("wo", y_HK.flatten(-2))
+    z_E = functions.rms_norm(h_E, params["norm_w"])
+    up = functions.gated_silu(functions.multiply("w_gate", z_E), functions.multiply("w_up", z_E))
+    return h_E + functions.multiply("w_down", up)

@@ -1,0 +1,73 @@
+"""Inputs of a speculator's program: the last states of B sequences, and how each sequence draws."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float32, Float64, Int64
+from torch import Tensor
+
+from shardfn import kernels
+from shardfn.inference import Context
+
+DrawDrafts = Callable[[int, Tensor], Tensor]  # from the number of a draft and logits [B, V] to tokens [B]
+
+
+class DraftInputs(NamedTuple):
+    """Inputs for B sequences and W states. The last four are arguments of `kernels.draw`.
+
+    Attributes:
+        hidden_BWN: hidden states of the model behind the last draws, oldest first, then zeros.
+        tokens_BW: token drawn from each state, then zeros.
+        counts_B: number of states of each sequence, at least 1.
+        keys: key of the draws.
+        places: place of the first draft.
+        temperature: see `Sampling`.
+        top_k: see `Sampling`.
+        top_p: see `Sampling`.
+        min_p: see `Sampling`.
+    """
+
+    hidden_BWN: Float32[Tensor, "b w n"]
+    tokens_BW: Int64[Tensor, "b w"]
+    counts_B: Int64[Tensor, " b"]
+    keys: Int64[Tensor, " b"]
+    places: Int64[Tensor, " b"]
+    temperature: Float64[Tensor, " b"]
+    top_k: Int64[Tensor, " b"]
+    top_p: Float64[Tensor, " b"]
+    min_p: Float64[Tensor, " b"]
+
+    def draw(self, i: int, logits_BV: Tensor) -> Int64[Tensor, " b"]:
+        """Returns draft i of each sequence, drawn as the engine draws the token of that place."""
+        how = dict(zip(self._fields[5:], self[5:], strict=True))
+        return kernels.draw(logits_BV, kernels.draw_uniforms(self.keys, self.places + i), **how)[0]
+
+
+def make_inputs(contexts: Sequence[Context], size: int, window: int, device: torch.device) -> DraftInputs:
+    """Returns the inputs of sequences with hidden states, and of padding up to `size` sequences."""
+    hows, padding = [context.sampling for context in contexts], size - len(contexts)
+    states = [torch.stack(context.states[-window:]) for context in contexts]
+    tokens = [context.tokens[-len(x) :].tolist() for context, x in zip(contexts, states, strict=True)]
+    integers = {
+        "counts_B": ([len(x) for x in states], 1),
+        "keys": ([context.key - (context.key >> 63 << 64) for context in contexts], 0),
+        "places": ([len(context.tokens) for context in contexts], 0),
+        "top_k": ([how.top_k for how in hows], 0),
+    }
+    floats = {
+        "temperature": ([how.temperature for how in hows], 0.0),
+        "top_p": ([how.top_p for how in hows], 1.0),
+        "min_p": ([how.min_p for how in hows], 0.0),
+    }
+    columns = {
+        name: torch.tensor([*values, *[fill] * padding], dtype=dtype, device=device)
+        for dtype, each in ((torch.int64, integers), (torch.float64, floats))
+        for name, (values, fill) in each.items()
+    }
+    hidden = torch.stack([F.pad(x, (0, 0, 0, window - len(x))) for x in states])
+    drawn = [[*x, *[0] * (window - len(x))] for x in tokens] + [[0] * window] * padding
+    return DraftInputs(
+        F.pad(hidden.to(device), (0, 0, 0, 0, 0, padding)), torch.tensor(drawn, device=device), **columns
+    )

@@ -1,0 +1,83 @@
+"""Digests of the model that a speculator guesses for: of the config, and of some values of each leaf."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import GlobalTensor
+from shardfn.core import Draw, PyTree, draw_block, first_of, is_disk
+from shardfn.inference import Decoder
+
+_VALUES = 4  # of each leaf, the first: a leaf may be read from a file only in part
+
+
+class LeafDigest(NamedTuple):
+    """Digest of a leaf.
+
+    Attributes:
+        size: number of values.
+        values: digest of some values in bfloat16, or of codes, in which case the digest begins with "codes". Empty
+            where this rank does not have the whole leaf.
+    """
+
+    size: int
+    values: str
+
+
+def digest_weights(decoder: Decoder, params: PyTree) -> dict[str, LeafDigest]:
+    """Returns a digest of each leaf, by name. Weights in float32 and in bfloat16 have equal digests.
+
+    Args:
+        decoder: decoder of the model.
+        params: parameters: tensors, or `GlobalTensor`s.
+
+    Example:
+        >>> from shardfn import core
+        >>> from shardfn.inference import decoder
+        >>> from shardfn.models import gpt
+        >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
+        >>> digest_weights(decoder(config), gpt.init(config, core.key(0)))["['embed']"].size
+        2048
+    """
+    return {name: _digest_leaf(x) for name, x in decoder.name_weights(params)}
+
+
+def list_other_weights(known: Mapping[str, LeafDigest], found: Mapping[str, LeafDigest]) -> list[str]:
+    """Returns the leaves in which a model differs from the model of a speculator, with both digests.
+
+    Values are compared where both models have floats, or codes.
+    """
+    problems = [f"{name} is missing" for name in known if name not in found]
+    problems += [f"{name} is unknown to the speculator's model" for name in found if name not in known]
+    for name in known.keys() & found.keys():
+        old, new = known[name], found[name]
+        if not old.values or not new.values or old.values.startswith("codes") != new.values.startswith("codes"):
+            continue
+        if old.size != new.size:
+            problems.append(f"{name} has {new.size} values, and {old.size} in the speculator's model")
+        elif old.values != new.values:
+            problems.append(f"{name} has the digest {new.values}, and {old.values} in the speculator's model")
+    return first_of(sorted(problems), 8)
+
+
+def _digest_leaf(x: Any) -> LeafDigest:
+    whole, size = _find_whole(x), x.shape.numel()
+    if whole is None or not size:
+        return LeafDigest(size, "")
+    first = (*[slice(0, 1) for _ in x.shape[1:]], slice(0, _VALUES))[: len(x.shape)]
+    values = draw_block(whole, first).detach().flatten().cpu()
+    codes = values.dtype == torch.uint8
+    data = values if codes else values.to(torch.bfloat16).view(torch.uint8)
+    digest = hashlib.blake2b(data.numpy().tobytes(), digest_size=6).hexdigest()
+    return LeafDigest(size, f"codes {digest}" if codes else digest)
+
+
+def _find_whole(x: Any) -> Tensor | None:
+    """Returns the tensor of a leaf that is whole on this rank, in memory or drawn when cut."""
+    if isinstance(x, GlobalTensor):
+        cut = is_disk(x.memory_kind) or any(x.mesh.axis_size(axis) > 1 for axis in x.spec.axes)
+        return None if cut else x.local
+    return None if x.is_meta and not isinstance(x, Draw) else x
