@@ -3,6 +3,10 @@
     shardfn speculate RUN text.jsonl --kind lstm --out lstm
     python benchmarks/bench_speculators.py RUN held_out.txt --speculator lstm mlp --out results/speculators.md
 
+Or without a model: a small GPT and a speculator of each kind are trained here, in about three minutes.
+
+    python benchmarks/bench_speculators.py
+
 Prompts are parts of the held-out text. Each is completed by one sequence, greedy and sampled. Times are the
 processor's, of one thread. Drafters take turns within a round; ratios are formed within it. All tokens and log
 probabilities are compared with those without a drafter. Accepted drafts a step count all steps of a sequence, also
@@ -18,35 +22,48 @@ import os
 import pathlib
 import statistics
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from _report import publish, table
+from _small_gpt import LENGTH, train_small_gpt
 
 from shardfn import make_mesh, speculators
-from shardfn.inference import Drafter, Engine, Ngram, Runner, Sampling, Suffix, limits_of
+from shardfn.inference import Decoder, Drafter, Engine, Jacobi, Ngram, Runner, Sampling, Suffix, decoder, limits_of
+from shardfn.models import gpt
 from shardfn.pretrained import ModelSettings, detect_kind, load_model
 
 SAMPLINGS = {"greedy": {"temperature": 0.0}, "temperature 0.8": {"temperature": 0.8, "seed": 1}}
+
+
+class Measured(NamedTuple):
+    """A model, its drafters, and prompts.
+
+    Attributes:
+        title: line about the model.
+        decoder: decoder of the model.
+        params: parameters.
+        prompts: token ids.
+        drafters: drafters by name, "none" first.
+    """
+
+    title: str
+    decoder: Decoder
+    params: Any
+    prompts: list[list[int]]
+    drafters: dict[str, Drafter | None]
 
 
 def main() -> None:
     """Measures and reports."""
     args = _arguments()
     torch.set_num_threads(1)
-    path = pathlib.Path(args.model)
-    served = load_model(ModelSettings(model=args.model, kind=detect_kind(path)), make_mesh({}, alone=True))
-    made, params = served.decoder, served.params
+    given = _train_all(args) if args.model is None else _load(args)
+    made, params, prompts, drafters = given.decoder, given.params, given.prompts, given.drafters
     limits = limits_of(made, drafts=15, running=4, buckets=(1, 2, 4, 8, 16, 64))
     runner = Runner(made, limits)
-    ids = served.text.plain(pathlib.Path(args.text).read_text(encoding="utf-8", errors="replace"))
-    room = limits.context - args.tokens
-    places = range(0, len(ids) - room, max(1, (len(ids) - room) // args.prompts))
-    prompts = [ids[at : at + room] for at in places][: args.prompts]
-    drafters: dict[str, Drafter | None] = {"none": None, "n-grams": Ngram(), "suffixes": Suffix()}
-    drafters |= {pathlib.Path(x).name: speculators.load(x, made, params) for x in args.speculator}
     body = [
-        f"{args.model}: {served.size:,} parameters; {len(prompts)} prompts of {room} tokens, {args.tokens} tokens each;"
+        f"{given.title}; {len(prompts)} prompts of {len(prompts[0])} tokens, {args.tokens} tokens each;"
         f" {args.rounds} rounds; one thread, processor time; load of the machine {os.getloadavg()[0]:.1f}"
     ]
     for name, fields in SAMPLINGS.items():
@@ -61,13 +78,49 @@ def main() -> None:
                 drawn = sum(len(one.tokens) for one in found)
                 runs[each].append((seconds, accepted / (drawn - accepted), found))
                 assert found == runs["none"][0][2], each
-        rows = [_row(each, runs[each][1:], runs["none"][1:]) for each in drafters]
+        rows = [_row(each, runs[each][1:] or runs[each], runs["none"][1:] or runs["none"]) for each in drafters]
         head = ("drafter", "accepted drafts a step", "speed over none", "quartiles", "s, least")
         bound = _bound([one for one in runs["none"][0][2]], args.drafts)
         body.append(
             f"## {name}\n\n{table(head, rows)}\n\nbound of {args.drafts} drafts by the model's certainty: {bound:.2f}"
         )
     publish("Speculators", "\n\n".join(body), out=args.out)
+
+
+def _load(args: argparse.Namespace) -> Measured:
+    """Returns the model and the speculators of the arguments."""
+    path = pathlib.Path(args.model)
+    served = load_model(ModelSettings(model=args.model, kind=detect_kind(path)), make_mesh({}, alone=True))
+    made = served.decoder
+    ids = served.text.plain(pathlib.Path(args.text).read_text(encoding="utf-8", errors="replace"))
+    room = made.context - args.tokens
+    places = range(0, len(ids) - room, max(1, (len(ids) - room) // args.prompts))
+    prompts = [ids[at : at + room] for at in places][: args.prompts]
+    drafters: dict[str, Drafter | None] = {"none": None, "n-grams": Ngram(), "suffixes": Suffix()}
+    drafters |= {pathlib.Path(x).name: speculators.load(x, made, served.params) for x in args.speculator}
+    return Measured(f"{args.model}: {served.size:,} parameters", made, served.params, prompts, drafters)
+
+
+def _train_all(args: argparse.Namespace) -> Measured:
+    """Returns a small model, and a speculator of each kind, trained here."""
+    small = train_small_gpt(args.steps)
+    made, rows = decoder(small.config), small.training[:: max(1, len(small.training) // args.rows)][: args.rows]
+    drafters: dict[str, Drafter | None] = {"none": None, "n-grams": Ngram(), "suffixes": Suffix(), "jacobi": Jacobi()}
+    for kind in speculators.KINDS:
+        config = speculators.config_of(made, kind, num_drafts=args.drafts, window=args.window)  # pyright: ignore
+        hidden = torch.stack(list(speculators.hidden_states(made, small.params, rows, config.layers)))
+        losses = list[float]()
+        how: dict[str, Any] = {"learning_rate": 2e-3, "report": lambda _, x, losses=losses: losses.append(x)}
+        params = speculators.train(config, speculators.HiddenRows(hidden, rows), steps=args.steps, **how)
+        mean = sum(losses[-10:]) / len(losses[-10:]) / sum(config.step_weights)
+        print(f"{kind}: loss {losses[0] / sum(config.step_weights):.3f} -> {mean:.3f} a draft", flush=True)
+        drafters[kind] = speculators.Speculator(config, params)
+    step = max(1, len(small.held_out) // args.prompts)
+    prompts = [row[: LENGTH // 2].tolist() for row in small.held_out[::step][: args.prompts]]
+    size = gpt.num_params(small.config)
+    return Measured(
+        f"a byte-level GPT of {size:,} parameters, on held-out source", made, small.params, prompts, drafters
+    )
 
 
 def _row(name: str, mine: list[Any], plain: list[Any]) -> tuple[str, ...]:
@@ -93,13 +146,16 @@ def _bound(found: list[Any], heads: int) -> float:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("text")
+    parser.add_argument("model", nargs="?", help="default: a small model, trained here with a speculator of each kind")
+    parser.add_argument("text", nargs="?")
     parser.add_argument("--speculator", nargs="+", default=[], metavar="DIR")
     parser.add_argument("--drafts", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=96, help="drawn tokens of each prompt")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=48, help="drawn tokens of each prompt")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=250, help="of training, without a model")
+    parser.add_argument("--rows", type=int, default=400, help="rows of 128 tokens for speculators, without a model")
+    parser.add_argument("--window", type=int, default=8, help="of EAGLE-3, without a model")
     parser.add_argument("--out", help="write the table there")
     return parser.parse_args()
 

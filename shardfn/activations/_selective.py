@@ -18,7 +18,7 @@ from shardfn.collectives import RematResults, current_remat_results, keep_remat_
 from shardfn.core import hearing_names, tree_leaves
 
 from ._offloaded_value import OffloadedTensor, PoolOf, can_leave, flat_of
-from .policies import Action, SavePolicy, check_action, describe, limit_of, names_of
+from .policies import Action, SavePolicy, check_action, describe, keeps_collectives, limit_of, names_of
 
 T = TypeVar("T")
 
@@ -118,11 +118,15 @@ class SavedResults:
         self._last = op
 
     def saw_transfer(self, name: str, out: Tensor) -> Tensor:
-        """Notes a transfer. The result is kept only by name, and by a policy of names: equally on all ranks."""
+        """Notes a transfer.
+
+        The result is kept only by name and by a policy of names, or by a policy of all collectives: equally on all
+        ranks.
+        """
         joined = self._joining
         if joined is None:
             self.conclude()
-        op = _RecordedOp(name, transfers=True)
+        op = self._record_transfer(name)
         self.ops.append(op)
         op.makes, op.results = _single_value, [_Result(out)]
         if joined is None:
@@ -144,8 +148,13 @@ class SavedResults:
         self.conclude()
         first = out[0] if isinstance(out, tuple) else out
         if parts and isinstance(first, Tensor):
-            self._set_owner(first, _RecordedOp("a collective", transfers=True, parts=parts))
+            self._set_owner(first, self._record_transfer("a collective", parts))
         return out
+
+    def _record_transfer(self, name: str, parts: "Sequence[_RecordedOp]" = ()) -> _RecordedOp:
+        op = _RecordedOp(name, transfers=True, parts=parts)
+        op.action = "keep" if keeps_collectives(self._policy) else op.action
+        return op
 
     def _set_owner(self, x: Tensor, op: _RecordedOp) -> None:
         self._of[_storage_key(x)] = StorageWeakRef(x.untyped_storage()), op

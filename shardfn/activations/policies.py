@@ -27,6 +27,7 @@ class SavedTensor:
         nbytes: bytes of memory that a kept value costs: the bytes of the value's storage.
         op: operation with the value as a result, such as "aten.mm.default". None under `offload`, where only saved
             tensors are seen.
+        is_collective: whether the value is the result of a collective.
     """
 
     name: str | None
@@ -34,6 +35,7 @@ class SavedTensor:
     dtype: torch.dtype
     nbytes: int
     op: str | None = None
+    is_collective: bool = False
 
 
 SavePolicy = Callable[[SavedTensor], Action]
@@ -86,6 +88,34 @@ def nothing_saveable(saved: SavedTensor) -> Action:
 
 
 # By operation.
+
+
+def save_collectives(saved: SavedTensor) -> Action:
+    """Keeps the results of collectives, recomputes the rest: the recomputation sends nothing.
+
+    As TED's communication-aware checkpointing does, for every collective of the function: sums of tensor parallelism,
+    exchanges of experts, sums of balance losses. Ranks decide alike, as no size counts. Weights that ZeRO has freed
+    are gathered again, as without recomputation. To keep only some results, use their names: "tp_sum", "tp_gather",
+    "moe_rows", "moe_results" (`save_only_these_names`).
+
+    Example:
+        >>> save_collectives(SavedTensor(None, (2,), torch.float32, 8, "psum", is_collective=True))
+        'keep'
+
+    References:
+        Singh et al., A Hybrid Tensor-Expert-Data Parallelism Approach, 2023, https://arxiv.org/abs/2303.06318
+    """
+    return "keep" if saved.is_collective else "recompute"
+
+
+def keeps_collectives(policy: SavePolicy) -> bool:
+    """Returns whether a policy keeps the results of all collectives, with or without names.
+
+    Example:
+        >>> keeps_collectives(save_collectives), keeps_collectives(nothing_saveable)
+        (True, False)
+    """
+    return policy is save_collectives
 
 
 def dots_saveable(saved: SavedTensor) -> Action:

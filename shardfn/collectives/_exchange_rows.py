@@ -26,7 +26,7 @@ from ._axis_type_mode import run_one_operation
 from ._primitive import Call, bind, recording
 
 
-def arrived_rows(x: Shaped[Tensor, "rows ..."], sizes: Int64[Tensor, "n n"]) -> Shaped[Tensor, "rows ..."]:
+def arrived_rows(x: Shaped[Tensor, "rows ..."], sizes: Int64[Tensor, "..."]) -> Shaped[Tensor, "rows ..."]:
     """Returns `x`, marked: only rows that have come by the table `sizes` are used, in the gradient, too.
 
     All values with a single table have the same number of rows in use. Outside of captures the mark does nothing.

@@ -12,6 +12,8 @@ from ._requests import SAMPLING_OPTIONS as SAMPLING_OPTIONS, encode_sampling as 
 from ._stats import CacheStats as CacheStats, EngineStats as EngineStats, SpeculationStats as SpeculationStats
 from ._draft_tree import DraftTree as DraftTree
 from ._drafters import BatchDrafter as BatchDrafter, Context as Context, Drafter as Drafter, Ngram as Ngram
+from ._drafters import RejectionDrafter as RejectionDrafter
+from ._jacobi import Jacobi as Jacobi
 from ._drafters import HiddenStateDrafter as HiddenStateDrafter, HiddenWindowDrafter as HiddenWindowDrafter
 from ._suffix_drafter import Suffix as Suffix
 from ._events import Add as Add, Cancel as Cancel, Clock as Clock, Drain as Drain, Event as Event

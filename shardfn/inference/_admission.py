@@ -6,7 +6,7 @@ from typing import Any
 
 from ._adapters import Adapters
 from ._decoder import Decoder
-from ._drafters import BatchDrafter, Drafter, find_wanted_layers
+from ._drafters import BatchDrafter, Drafter, RejectionDrafter, find_wanted_layers
 from ._limits import DRAFTS, Limits
 from ._options import Encode
 from ._requests import Request, Sampling, check_request, encode_sampling, ids_of
@@ -17,8 +17,8 @@ def choose_limits(decoder: Decoder, limits: Limits | None, drafter: Drafter | No
     """Returns the limits of an engine, with room for the drafts of its drafter.
 
     Raises:
-        ValueError: the limits have no room for drafts, or the drafter has another vocabulary, or wants states that the
-            decoder does not have.
+        ValueError: the limits have no room for drafts, or for a block of drafts, or the drafter has another vocabulary,
+            or wants states that the decoder does not have.
     """
     if limits is None:
         limits = limits_of(decoder) if drafter is None else limits_of(decoder, drafts=DRAFTS)
@@ -28,6 +28,11 @@ def choose_limits(decoder: Decoder, limits: Limits | None, drafter: Drafter | No
         )
     if isinstance(drafter, BatchDrafter):
         drafter.check(decoder, limits)
+    if isinstance(drafter, RejectionDrafter) and drafter.block > limits.drafts:
+        raise ValueError(
+            f"engine: the drafter has blocks of {drafter.block} drafts, and limits.drafts is {limits.drafts}. Take"
+            f" smaller blocks, or limits_of(..., drafts={drafter.block})."
+        )
     if missing := [x for x in find_wanted_layers(drafter) if x not in decoder.hidden_layers]:
         raise ValueError(
             f"engine: the drafter wants hidden states after {missing} layers, and this decoder has states after"

@@ -117,6 +117,20 @@ class HiddenWindowDrafter(HiddenStateDrafter, Protocol):
         ...
 
 
+@runtime_checkable
+class RejectionDrafter(Drafter, Protocol):
+    """Drafter that sees the tokens that a step drew behind the first wrong draft. Drafts are chains of one length."""
+
+    @property
+    def block(self) -> int:
+        """Returns the number of drafts of each step, whether the last drafts were accepted or not."""
+        ...
+
+    def take_rejected(self, context: Context, drawn: Seq[int]) -> None:
+        """Takes the tokens drawn for the places after the context. -1 where logits were not finite."""
+        ...
+
+
 def find_wanted_layers(drafter: Drafter | None) -> tuple[int, ...]:
     """Returns the layers that a drafter wants hidden states after.
 

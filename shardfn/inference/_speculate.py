@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 from ._draft_tree import DraftTree
-from ._drafters import BatchDrafter, Context
+from ._drafters import BatchDrafter, Context, RejectionDrafter
 from ._plan import Rows
 from ._state import PrefillChunk, Sequence, State
 
@@ -23,7 +23,11 @@ def add_drafts(state: State, chunks: list[Rows], cut: Permit | None = None) -> l
     spare = _count_spare(state, chunks) if state.drafter is not None and chunks else 0
     if spare <= 0:
         return chunks
-    able = {i: most for i, chunk in enumerate(chunks) if (most := _bound_drafts(chunk, grammars=cut is not None))}
+    able = {
+        i: most
+        for i, chunk in enumerate(chunks)
+        if (most := _bound_drafts(chunk, state.draft_block, grammars=cut is not None))
+    }
     found = (_propose_at_once if isinstance(state.drafter, BatchDrafter) else _propose_in_turn)(
         state, chunks, able, spare
     )
@@ -43,6 +47,8 @@ def take_drafts(state: State, sequence: Sequence, chunk: PrefillChunk, accepted:
     state.speculation = state.speculation.add(len(drafted), accepted)
     num = len(sequence.tokens)
     sequence.draft_length = sequence.draft_length.after(len(drafted), accepted, num_tokens=num, height=drafted.height)
+    if state.draft_block and isinstance(state.drafter, RejectionDrafter):
+        state.drafter.take_rejected(sequence.context, drawn[accepted + 1 :])
     needed = state.limits.blocks_of(num)
     state.pool.release(sequence.blocks[needed:])
     del sequence.blocks[needed:]
@@ -59,18 +65,18 @@ def _count_spare(state: State, chunks: list[Rows]) -> int:
     return min(room, limits.budget - rows, limits.wanted(limits.budget) - wanted)
 
 
-def _bound_drafts(chunk: Rows, *, grammars: bool) -> int:
-    """Returns the most drafts of a chunk.
+def _bound_drafts(chunk: Rows, block: int, *, grammars: bool) -> int:
+    """Returns the most drafts of a chunk: `block`, or with 0 the number that suits the sequence.
 
     0 unless the chunk is the last known token of a sequence that may have drafts.
     """
     sequence = chunk.sequence
     num, how, draft_length = len(sequence.tokens), sequence.request.sampling, sequence.draft_length
     draws = chunk.num == len(chunk.positions) == 1 and sequence.computed == num - 1
-    if not draws or (how.grammar is not None and not grammars) or num < draft_length.resume:
+    if not draws or (how.grammar is not None and not grammars) or (not block and num < draft_length.resume):
         return 0
     return min(
-        draft_length.width, max(0, sequence.prompt + how.max_tokens - num - 1)
+        block or draft_length.width, max(0, sequence.prompt + how.max_tokens - num - 1)
     )  # the last drawn token is never fed
 
 

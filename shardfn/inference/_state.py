@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ._draft_tree import NO_DRAFTS, DraftTree
-from ._drafters import Context, Drafter, find_hidden_window
+from ._drafters import Context, Drafter, RejectionDrafter, find_hidden_window
 from ._limits import Limits
 from ._pool import BlockContent, BlockPool, PrefixScope
 from ._requests import Request
@@ -174,6 +174,7 @@ class State:
         chain: eight bytes of all inputs and plans so far: equal on two ranks if these were equal.
         consumed: whether `advance` has taken this state.
         hidden_window: most hidden states of a sequence that are kept for the drafter.
+        draft_block: number of drafts of each step for a drafter that sees rejected rows. 0: by `DraftLength`.
     """
 
     limits: Limits
@@ -198,6 +199,7 @@ class State:
     chain: bytes = bytes(8)
     consumed: bool = False
     hidden_window: int = 1
+    draft_block: int = 0
 
     @property
     def idle(self) -> bool:
@@ -339,7 +341,9 @@ def start(limits: Limits, tokenizer: bytes = b"", drafter: Drafter | None = None
     data = tokenizer + (b"" if drafter is None else drafter.digest())
     chain = hashlib.blake2b(data, digest_size=8).digest() if data else bytes(8)
     window = find_hidden_window(drafter)
-    return State(limits, BlockPool(limits.blocks), tokenizer, drafter, chain=chain, hidden_window=window)
+    block = drafter.block if isinstance(drafter, RejectionDrafter) else 0
+    pool = BlockPool(limits.blocks)
+    return State(limits, pool, tokenizer, drafter, chain=chain, hidden_window=window, draft_block=block)
 
 
 def draw_key(seed: int, choice: int) -> int:

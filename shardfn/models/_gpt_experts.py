@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from shardfn.collectives import all_gather_invariant, axis_size, psum, pvary, take_own_block
-from shardfn.core import Axes, P, tree_map
+from shardfn.core import Axes, P, checkpoint_name, tree_map
 from shardfn.nn import BatchInvariantWeight, between, enter_parallel, leave_parallel, linear, moe, whole_length
 
 from ._experts import Experts
@@ -75,7 +75,8 @@ def mixture(
     }
     logits_BTE = _logits_of_all(config, p["router"], x_BTD, along)
     routing, seen = _route_tokens(config, config.experts, logits_BTE, name, options, load)
-    if cut:
+    exchange, dealt = config.experts.exchange, _deals_tokens(config.experts, along, name)
+    if cut and not dealt:
         # Each rank has a part of the features of every expert, and so a part of each result.
         x_BTD, routing = enter_parallel(x_BTD, *along), routing._replace(weights=pvary(routing.weights, along.axis))
     elif along.sequence is not None:
@@ -86,13 +87,41 @@ def mixture(
     )
     leaves = {n.removeprefix("e_"): x for n, x in p.items() if n.startswith("e_")}
     leaves = {n if n.startswith("b_") else f"w_{n}": x for n, x in leaves.items()}
-    exchange = config.experts.exchange
-    if isinstance(exchange, moe.AllToAll) and exchange.tokens is None:
-        num = tokens_of_all(config, along, exchange.axis, *x_BTD.shape[:2])
-        exchange = dataclasses.replace(exchange, tokens=num)
+    if isinstance(exchange, moe.AllToAll):
+        exchange = _fit_exchange(config, along, exchange, dealt, *x_BTD.shape[:2])
     y_SD = moe.apply(run, leaves, x_BTD.flatten(0, 1), routing, exchange=exchange, name=name)
     y_BTD = y_SD.view_as(x_BTD)
-    return (leave_parallel(y_BTD, *along) if cut else y_BTD), seen
+    return (leave_parallel(y_BTD, *along) if cut and not dealt else y_BTD), seen
+
+
+def _deals_tokens(experts: Experts, along: Along, name: str) -> bool:
+    """Returns whether each rank along the blocks' axis sends a share of the tokens.
+
+    Raises:
+        ValueError: the exchange names another axis than the blocks' axis.
+    """
+    exchange = experts.exchange
+    if not isinstance(exchange, moe.AllToAll) or axis_size(exchange.dealt) == 1:
+        return False
+    if axis_size(along.axis) == 1 or set(P(exchange.dealt).axes) != set(P(along.axis).axes):
+        raise ValueError(
+            f"{name}: {exchange} deals tokens over {exchange.dealt!r}, but the features of experts are cut along"
+            f" {along.axis!r}. Use dealt={along.axis!r}."
+        )
+    return True
+
+
+def _fit_exchange(
+    config: Config, along: Along, exchange: moe.AllToAll, dealt: bool, num_rows: int, num_tokens: int
+) -> moe.AllToAll:
+    """Returns the exchange with the number of tokens, where ranks may have unequal numbers."""
+    own_rows = dealt and along.sequence is not None
+    tokens, axes = exchange.tokens, P(exchange.axis).axes
+    if tokens is None:
+        axes = (*axes, *P(exchange.dealt).axes) if own_rows else axes
+        tokens = tokens_of_all(config, along, axes, num_rows, num_tokens)
+        tokens = None if tokens == axis_size(axes) * num_rows * num_tokens else tokens
+    return dataclasses.replace(exchange, tokens=tokens, own_rows=own_rows)
 
 
 def mix_residual(
@@ -247,7 +276,7 @@ def _logits_of_all(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Te
     if along.sequence is None:
         return logits_BTE
     # All ranks of the block route all tokens of the block, and go on with equal choices.
-    return all_gather_invariant(logits_BTE, along.axis, dim=1, size=along.sequence)
+    return checkpoint_name(all_gather_invariant(logits_BTE, along.axis, dim=1, size=along.sequence), "tp_gather")
 
 
 def _compute_logits(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:

@@ -32,7 +32,7 @@ from shardfn.collectives import (
     pvary,
     take_own_block,
 )
-from shardfn.core import Axes, P, all_coords, block_slices
+from shardfn.core import Axes, P, all_coords, block_slices, checkpoint_name
 
 from ._batch_invariant import AnyWeight, BatchInvariantWeight, leave_in_order, linear_of, linears_of, rank_node
 
@@ -44,6 +44,8 @@ def enter_parallel(
     x_D: Float[Tensor, "*batch d"], axis: Axes, sequence: int | None = None
 ) -> Float[Tensor, "*batch2 d"]:
     """Enters a block with features cut along `axis`: all ranks have all tokens, for different uses.
+
+    Gathered tokens have the name "tp_gather" in policies.
 
     Args:
         x_D: whole input, or with `sequence` the rank's rows of the tokens, [*batch, T_axis, D].
@@ -58,13 +60,17 @@ def enter_parallel(
         >>> enter_parallel(torch.ones(2, 5, 3), "tp", sequence=5).shape
         torch.Size([2, 5, 3])
     """
-    return pvary(x_D, axis) if sequence is None else all_gather(x_D, axis, dim=-2, size=sequence)
+    if sequence is None:
+        return pvary(x_D, axis)
+    return checkpoint_name(all_gather(x_D, axis, dim=-2, size=sequence), "tp_gather")
 
 
 def leave_parallel(
     y_D: Float[Tensor, "*batch d"], axis: Axes, sequence: int | None = None
 ) -> Float[Tensor, "*batch2 d"]:
     """Leaves a block: returns the sum of the ranks' results of local features, whole or as rows of the tokens.
+
+    The sum has the name "tp_sum" in policies.
 
     Args:
         y_D: summand of the rank, for all tokens.
@@ -83,10 +89,10 @@ def leave_parallel(
         torch.Size([2, 5, 3])
     """
     if sequence is None:
-        return psum(y_D, axis)
+        return checkpoint_name(psum(y_D, axis), "tp_sum")
     if y_D.shape[-2] != sequence:
         raise ValueError(f"leave_parallel: sequence={sequence}, but y of shape {tuple(y_D.shape)} has other tokens.")
-    return psum_scatter(y_D, axis, dim=-2)
+    return checkpoint_name(psum_scatter(y_D, axis, dim=-2), "tp_sum")
 
 
 def between(w: Tensor, axis: Axes, sequence: int | None = None) -> Tensor:

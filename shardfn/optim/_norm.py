@@ -14,7 +14,7 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from shardfn._torch import foreach_norm
-from shardfn.collectives import current_mesh, pmax, psum, transforming
+from shardfn.collectives import current_mesh, pmax, psum, transforming, values_are_known
 from shardfn.core import Ambient, P, PyTree, tree_leaves
 
 from ._base import Specs
@@ -24,6 +24,7 @@ from ._leaves import spec_leaves, wide
 # length, then a sum of rows in float64, are as fast, with an error of 1e-8 (at most 1e-6 for bfloat16).
 _ROW = 1024
 _LARGE = 4 * _ROW
+_TILE = 256 * _ROW  # elements: a megabyte in float32, as the tiles of `fused`
 
 
 def sum_squares(tree: PyTree, specs: Specs = None) -> Float[Tensor, " num_leaves"]:
@@ -212,12 +213,22 @@ def _leaf_norms(leaves: list[Tensor]) -> tuple[Tensor, ...] | list[Tensor]:
 
 
 def large_square(x: Tensor) -> Float[Tensor, ""]:
-    """Returns the sum of squares of one tensor, row by row."""
-    flat = wide(x).reshape(-1)
-    cut = flat.numel() // _ROW * _ROW
-    whole = flat if cut == flat.numel() else flat[:cut]
-    total = torch.linalg.vector_norm(whole.view(-1, _ROW), dim=1).double().square().sum()
-    return total if whole is flat else total + torch.linalg.vector_norm(flat[cut:]).double().square()
+    """Returns the sum of squares of one tensor, row by row. A narrow tensor is cast tile by tile."""
+    flat = x.reshape(-1)
+    narrow = x.dtype != wide(flat[:1]).dtype and values_are_known(x)
+    parts = [_row_norms(tile) for tile in (flat.split(_TILE) if narrow else (flat,))]
+    norms = parts[0][0] if len(parts) == 1 else torch.cat([of_rows for of_rows, _ in parts])
+    total, rest = norms.double().square().sum(), parts[-1][1]
+    return total if rest is None else total + rest
+
+
+def _row_norms(tile: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns the norms of whole rows, and the square of the rest, if any."""
+    tile = wide(tile)
+    cut = tile.numel() // _ROW * _ROW
+    whole = tile if cut == tile.numel() else tile[:cut]
+    norms = torch.linalg.vector_norm(whole.view(-1, _ROW), dim=1)
+    return norms, None if whole is tile else torch.linalg.vector_norm(tile[cut:]).double().square()
 
 
 def over_blocks(

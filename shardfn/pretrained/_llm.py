@@ -43,7 +43,7 @@ class LLM:
         activations: "int8" rounds the inputs of layers in codes, see `inference.decoder`.
         context: most tokens of a sequence. Default: the model's.
         cache_gib: most GiB of the KV cache, on all ranks together.
-        drafter: "none", "ngram" or "suffix", for speculative decoding.
+        drafter: "none", "ngram", "suffix" or "jacobi", for speculative decoding.
         speculator: directory of a speculator of the model, in place of a drafter.
         adapters: directories of peft, by the names that calls give.
         **sizes: other fields of `inference.Limits`.

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from shardfn.core import MemoryKind
-from shardfn.inference import Drafter, Ngram, Suffix
+from shardfn.inference import Drafter, Jacobi, Ngram, Suffix
 from shardfn.kernels import Activations, Quantization
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8", "fp8")
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DRAFTERS: Mapping[str, Drafter | None] = {"none": None, "ngram": Ngram(), "suffix": Suffix()}
+DRAFTERS: Mapping[str, Drafter | None] = {"none": None, "ngram": Ngram(), "suffix": Suffix(), "jacobi": Jacobi()}
 _DRAFTS = 15
 KINDS = {"run": "a run of examples/train_gpt.py", "files": "files of Hugging Face", "gguf": "a GGUF file"}
 
