@@ -16,8 +16,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from shardfn import nn, sparse
-from shardfn.core import Axes, P, PyTree, full, normal, raise_all, split, tree_flatten, tree_leaves, tree_unflatten
+from shardfn import core, nn, sparse
 from shardfn.engine import WeightedMean
 from shardfn.nn import recurrent as layers
 from shardfn.nn.recurrent import Kind, Structure, dense
@@ -72,7 +71,7 @@ class Config:
             problems.append(f"depth={self.depth} has an effect only on kind='highway', got {self.kind!r}")
         if self.tie_embeddings and self.hidden and self.d_model != self.hidden[-1]:
             problems.append(f"tie_embeddings needs d_model={self.hidden[-1]}, the last of hidden, got {self.d_model}")
-        raise_all(ValueError, "recurrent.Config:", problems)
+        core.raise_all(ValueError, "recurrent.Config:", problems)
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -110,19 +109,19 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
         >>> init(Config(vocab_size=64, d_model=16, hidden=(24,)), key(0))["layers"][0]["w_x"].shape
         torch.Size([4, 24, 16])
     """
-    shapes, treedef = tree_flatten(_leaf_shapes(config), is_leaf=_is_shape)
-    keys = split(key, len(shapes))
-    drawn = [normal(k, s, stddev=(3 * s[-1]) ** -0.5) for k, s in zip(keys, shapes, strict=True)]
-    params: Params = tree_unflatten(treedef, drawn)
-    params["head_b"] = full((config.vocab_size,), 0.0, device=key.device)
+    shapes, treedef = core.tree_flatten(_leaf_shapes(config), is_leaf=_is_shape)
+    keys = core.split(key, len(shapes))
+    drawn = [core.normal(k, s, stddev=(3 * s[-1]) ** -0.5) for k, s in zip(keys, shapes, strict=True)]
+    params: Params = core.tree_unflatten(treedef, drawn)
+    params["head_b"] = core.full((config.vocab_size,), 0.0, device=key.device)
     for layer in params["layers"]:
-        b = full(tuple(layer["b"].shape), -2.0 * (config.kind == "highway"), device=key.device)
+        b = core.full(tuple(layer["b"].shape), -2.0 * (config.kind == "highway"), device=key.device)
         gate = torch.arange(b.shape[-2], device=key.device)[:, None]
         layer["b"] = b.masked_fill(gate == 1, 1.0) if config.kind == "lstm" else b.masked_fill(gate == 0, 0.0)
     return params
 
 
-def specs(config: Config, *, tp: Axes = None) -> PyTree:
+def specs(config: Config, *, tp: core.Axes = None) -> core.PyTree:
     """Returns the compute layout: `P()`, whole, for every leaf. With `tp`, units and the vocabulary are cut.
 
     Args:
@@ -134,9 +133,9 @@ def specs(config: Config, *, tp: Axes = None) -> PyTree:
         P(None, 'tp')
     """
     of_x, of_h = (layers.map_specs(structure, tp) for structure in config.maps)
-    cut, one = (P(), P()) if tp is None else (P(tp), P(None, tp))
+    cut, one = (core.P(), core.P()) if tp is None else (core.P(tp), core.P(None, tp))
     if config.kind == "highway":
-        one = P() if tp is None else P(None, None, tp)
+        one = core.P() if tp is None else core.P(None, None, tp)
         of_h = [of_h] * config.depth
     tree = {"embed": cut, "layers": [{"w_x": of_x, "w_h": of_h, "b": one} for _ in config.hidden], "head_b": cut}
     return tree if config.tie_embeddings else tree | {"head": cut}
@@ -149,7 +148,7 @@ def num_params(config: Config) -> int:
         >>> num_params(Config(vocab_size=10000, d_model=1500, hidden=(1500, 1500)))
         66022000
     """
-    return sum(math.prod(shape) for shape in tree_leaves(_leaf_shapes(config), is_leaf=_is_shape))
+    return sum(math.prod(shape) for shape in core.tree_leaves(_leaf_shapes(config), is_leaf=_is_shape))
 
 
 def count_flops(config: Config) -> int:
@@ -174,7 +173,7 @@ def encode(
     *,
     key: Int64[Tensor, "2"] | None = None,
     index_B: Int64[Tensor, " b"] | None = None,
-    axis: Axes = None,
+    axis: core.Axes = None,
 ) -> Encoded:
     """Returns the outputs and last states of all layers.
 
@@ -201,7 +200,7 @@ def encode(
     """
     if key is not None and config.dropout and index_B is None:
         raise ValueError("dropout needs the samples' global numbers: put 'index', int64 [B], in the batch.")
-    keys = [None] * (len(config.hidden) + 1) if key is None else list(split(key, len(config.hidden) + 1))
+    keys = [None] * (len(config.hidden) + 1) if key is None else list(core.split(key, len(config.hidden) + 1))
     drop = functools.partial(_drop, config.dropout, index_B)
     x_BTD = drop(keys[0], nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, axis=axis))
     layer, found = _LAYERS[config.kind], Encoded([], [])
@@ -216,7 +215,7 @@ def encode(
 
 
 def decode(
-    config: Config, params: Params, outputs_BTH: Float[Tensor, "b t h"], *, axis: Axes = None
+    config: Config, params: Params, outputs_BTH: Float[Tensor, "b t h"], *, axis: core.Axes = None
 ) -> Float[Tensor, "b t v"]:
     """Returns the logits of the last layer's outputs. Over several ranks, the rank's classes.
 
@@ -237,7 +236,7 @@ def apply(
     *,
     key: Int64[Tensor, "2"] | None = None,
     index_B: Int64[Tensor, " b"] | None = None,
-    axis: Axes = None,
+    axis: core.Axes = None,
 ) -> Float[Tensor, "b t v"]:
     """Returns the logits of the next token at each position. Over several ranks, the rank's classes.
 
@@ -259,7 +258,7 @@ def loss(
     batch: dict[str, Any],
     key: Int64[Tensor, "2"] | None = None,
     *,
-    axis: Axes = None,
+    axis: core.Axes = None,
 ) -> Any:
     """Returns the mean cross entropy of each token given earlier tokens.
 
@@ -321,10 +320,10 @@ def units(config: Config) -> sparse.WeightGroups:
             places += [("embed", 1), ("layers.0.w_x", 2)]
         else:
             places.append(("head", 1))
-        families[name] = sparse.Family(size, tuple(sparse.LeafIndices(path, dim) for path, dim in places))
-    shapes, treedef = tree_flatten(_leaf_shapes(config), is_leaf=_is_shape)
+        families[name] = sparse.GroupFamily(size, tuple(sparse.LeafIndices(path, dim) for path, dim in places))
+    shapes, treedef = core.tree_flatten(_leaf_shapes(config), is_leaf=_is_shape)
     return sparse.WeightGroups(
-        families, sparse.leaf_shapes(tree_unflatten(treedef, [torch.empty(s, device="meta") for s in shapes]))
+        families, sparse.leaf_shapes(core.tree_unflatten(treedef, [torch.empty(s, device="meta") for s in shapes]))
     )
 
 
@@ -348,7 +347,7 @@ def _drop(rate: float, index_B: Tensor | None, key: Tensor | None, x_BTD: Tensor
     return x_BTD if key is None or not rate or index_B is None else nn.dropout(key, x_BTD, rate, index_B)
 
 
-def _leaf_shapes(config: Config) -> PyTree:
+def _leaf_shapes(config: Config) -> core.PyTree:
     V, K, (of_x, of_h) = config.vocab_size, _GATES[config.kind], config.maps
     rows = []
     for D, H in zip(config.inputs, config.hidden, strict=True):

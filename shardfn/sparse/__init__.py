@@ -1,7 +1,7 @@
 """Structured sparsity: groups of weights that are trained to 0 together, and then removed from the model."""
 
 from ._groups import (
-    Family as Family,
+    GroupFamily as GroupFamily,
     WeightGroups as WeightGroups,
     LeafIndices as LeafIndices,
     leaf_shapes as leaf_shapes,

@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from shardfn.collectives import GlobalTensor, bind_mesh, local, shard
-from shardfn.core import PyTree, raise_all, tree_flatten, tree_map, tree_unflatten
+from shardfn import collectives, core
 
 from ._groups import WeightGroups, leaf_names
 from ._lasso import group_norms
@@ -22,7 +21,7 @@ from ._lasso import group_norms
 Alive = Mapping[str, Int64[Tensor, " kept"]]
 
 
-def find_alive(groups: WeightGroups, params: PyTree, threshold: float = 0.0) -> dict[str, Int64[Tensor, " kept"]]:
+def find_alive(groups: WeightGroups, params: core.PyTree, threshold: float = 0.0) -> dict[str, Int64[Tensor, " kept"]]:
     """Returns the numbers of the groups with a norm above a threshold. Collective, where leaves are `GlobalTensor`s.
 
     Args:
@@ -34,17 +33,17 @@ def find_alive(groups: WeightGroups, params: PyTree, threshold: float = 0.0) -> 
         ValueError: no group of a family is alive, so a whole layer would be removed, or as `group_norms`.
 
     Example:
-        >>> from shardfn.sparse import Family, LeafIndices
-        >>> groups = WeightGroups({"units": Family(3, (LeafIndices("w", 0),))}, {"w": (3, 1)})
+        >>> from shardfn.sparse import GroupFamily, LeafIndices
+        >>> groups = WeightGroups({"units": GroupFamily(3, (LeafIndices("w", 0),))}, {"w": (3, 1)})
         >>> find_alive(groups, {"w": torch.tensor([[1.0], [0.0], [2.0]])})
         {'units': tensor([0, 2])}
     """
-    some = next((x for x in tree_flatten(params)[0] if isinstance(x, GlobalTensor)), None)
-    specs = None if some is None else tree_map(lambda x: x.spec, params)
-    with contextlib.nullcontext() if some is None else bind_mesh(some.mesh), torch.no_grad():
-        norms = group_norms(groups, local(params), specs)
+    some = next((x for x in core.tree_flatten(params)[0] if isinstance(x, collectives.GlobalTensor)), None)
+    specs = None if some is None else core.tree_map(lambda x: x.spec, params)
+    with contextlib.nullcontext() if some is None else collectives.bind_mesh(some.mesh), torch.no_grad():
+        norms = group_norms(groups, collectives.local(params), specs)
     alive = {name: (norm > threshold).nonzero()[:, 0].cpu() for name, norm in norms.items()}
-    raise_all(
+    core.raise_all(
         ValueError,
         "a family must keep a group:",
         [
@@ -57,7 +56,7 @@ def find_alive(groups: WeightGroups, params: PyTree, threshold: float = 0.0) -> 
     return alive
 
 
-def compact(groups: WeightGroups, tree: PyTree, alive: Alive) -> PyTree:
+def compact(groups: WeightGroups, tree: core.PyTree, alive: Alive) -> core.PyTree:
     """Returns a tree in which the leaves of the groups have only the indices of groups that are alive.
 
     The tree is params, an optimizer's state, or a whole state: a leaf counts as the leaf of the groups if its path ends
@@ -77,13 +76,13 @@ def compact(groups: WeightGroups, tree: PyTree, alive: Alive) -> PyTree:
             and families without a group.
 
     Example:
-        >>> from shardfn.sparse import Family, LeafIndices
-        >>> groups = WeightGroups({"units": Family(3, (LeafIndices("w", 0),))}, {"w": (3, 1)})
+        >>> from shardfn.sparse import GroupFamily, LeafIndices
+        >>> groups = WeightGroups({"units": GroupFamily(3, (LeafIndices("w", 0),))}, {"w": (3, 1)})
         >>> compact(groups, {"mu": {"w": torch.tensor([[1.0], [0.0], [2.0]])}}, {"units": torch.tensor([0, 2])})
         {'mu': {'w': tensor([[1.],
                 [2.]])}}
     """
-    raise_all(
+    core.raise_all(
         ValueError,
         "compact:",
         [
@@ -93,22 +92,22 @@ def compact(groups: WeightGroups, tree: PyTree, alive: Alive) -> PyTree:
         ],
     )
     paths = sorted(groups.shapes, key=len, reverse=True)
-    (leaves, treedef), problems, new = tree_flatten(tree), [], []
+    (leaves, treedef), problems, new = core.tree_flatten(tree), [], []
     for name, x in zip(leaf_names(tree), leaves, strict=True):
         path = next((p for p in paths if name == p or name.endswith(f".{p}")), None)
-        if path is None or not groups.list_places(path) or not isinstance(x, Tensor | GlobalTensor):
+        if path is None or not groups.list_places(path) or not isinstance(x, Tensor | collectives.GlobalTensor):
             new.append(x)
         elif tuple(x.shape) != tuple(groups.shapes[path]):
             problems.append(f"{name} is {tuple(x.shape)}, and its parameter {tuple(groups.shapes[path])}")
         else:
             new.append(_keep(groups, path, x, alive))
-    raise_all(ValueError, "compact takes leaves of the shapes of parameters:", problems)
-    return tree_unflatten(treedef, new)
+    core.raise_all(ValueError, "compact takes leaves of the shapes of parameters:", problems)
+    return core.tree_unflatten(treedef, new)
 
 
 def _keep(groups: WeightGroups, path: str, x: Any, alive: Alive) -> Any:
     """Returns the kept indices of a leaf."""
-    whole = x.full_tensor() if isinstance(x, GlobalTensor) else x
+    whole = x.full_tensor() if isinstance(x, collectives.GlobalTensor) else x
     for dim, size in enumerate(whole.shape):
         places = [(name, at) for name, _, at in groups.list_places(path) if at.dim == dim]
         if places:
@@ -118,4 +117,4 @@ def _keep(groups: WeightGroups, path: str, x: Any, alive: Alive) -> Any:
                 free[at.start : at.start + groups.families[name].size] = False
                 kept[at.start + alive[name].cpu()] = True
             whole = whole.index_select(dim, (kept | free).nonzero()[:, 0].to(whole.device))
-    return shard(whole, x.spec, x.mesh) if isinstance(x, GlobalTensor) else whole
+    return collectives.shard(whole, x.spec, x.mesh) if isinstance(x, collectives.GlobalTensor) else whole

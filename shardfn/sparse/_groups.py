@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from shardfn.core import PyTree, did_you_mean, raise_all, tree_entries, tree_leaves
+from shardfn import core
 
 
 class LeafIndices(NamedTuple):
@@ -29,7 +29,7 @@ class LeafIndices(NamedTuple):
     start: int = 0
 
 
-class Family(NamedTuple):
+class GroupFamily(NamedTuple):
     """WeightGroups of the same form, such as the hidden units of a layer.
 
     Attributes:
@@ -53,16 +53,16 @@ class WeightGroups:
         ValueError: lists all places of absent leaves, dims or indices, and indices that two groups share.
 
     Example:
-        >>> units = Family(4, (LeafIndices("w", 0), LeafIndices("head", 1)))
+        >>> units = GroupFamily(4, (LeafIndices("w", 0), LeafIndices("head", 1)))
         >>> WeightGroups({"units": units}, {"w": (4, 3), "head": (2, 5)}).families["units"].size
         4
-        >>> WeightGroups({"units": Family(4, (LeafIndices("w", 0), LeafIndices("w", 0, 2)))}, {"w": (8, 3)})
+        >>> WeightGroups({"units": GroupFamily(4, (LeafIndices("w", 0), LeafIndices("w", 0, 2)))}, {"w": (8, 3)})
         Traceback (most recent call last):
         ValueError: groups:
           - index 2 of dim 0 of w is in group 2 of 'units' and in group 0 of 'units'; give each index to one group
     """
 
-    families: Mapping[str, Family]
+    families: Mapping[str, GroupFamily]
     shapes: Mapping[str, tuple[int, ...]]
 
     def __post_init__(self) -> None:
@@ -73,12 +73,12 @@ class WeightGroups:
                 problems.append(f"{name!r} has {family.size} groups in {len(family.places)} places; it needs 1 of each")
             for at in family.places:
                 problems += self._check_slice(name, family, at) or _take_indices(taken, name, family, at)
-        raise_all(ValueError, "groups:", problems)
+        core.raise_all(ValueError, "groups:", problems)
 
-    def _check_slice(self, name: str, family: Family, at: LeafIndices) -> list[str]:
+    def _check_slice(self, name: str, family: GroupFamily, at: LeafIndices) -> list[str]:
         shape = self.shapes.get(at.path)
         if shape is None:
-            return [f"{name!r} is in {at.path}, which is not a leaf.{did_you_mean(at.path, self.shapes)}"]
+            return [f"{name!r} is in {at.path}, which is not a leaf.{core.did_you_mean(at.path, self.shapes)}"]
         if not 0 <= at.dim < len(shape):
             return [f"{name!r} is in dim {at.dim} of {at.path} of shape {shape}; dims are 0 to {len(shape) - 1}"]
         if at.start < 0 or at.start + family.size > shape[at.dim]:
@@ -91,7 +91,7 @@ class WeightGroups:
         return [(name, f.size, at) for name, f in self.families.items() for at in f.places if at.path == path]
 
 
-def _take_indices(taken: dict[tuple[str, int, int], str], name: str, family: Family, at: LeafIndices) -> list[str]:
+def _take_indices(taken: dict[tuple[str, int, int], str], name: str, family: GroupFamily, at: LeafIndices) -> list[str]:
     """Notes the indices of a place. Returns the first index that another group has, as a problem."""
     for k in range(family.size):
         spot, group = (at.path, at.dim, at.start + k), f"group {k} of {name!r}"
@@ -103,26 +103,26 @@ def _take_indices(taken: dict[tuple[str, int, int], str], name: str, family: Fam
     return []
 
 
-def _is_repeated(family: Family, at: LeafIndices) -> bool:
+def _is_repeated(family: GroupFamily, at: LeafIndices) -> bool:
     return family.places.count(at) > 1
 
 
-def leaf_names(tree: PyTree) -> list[str]:
+def leaf_names(tree: core.PyTree) -> list[str]:
     """Returns the path of each leaf, with points.
 
     Example:
         >>> leaf_names({"layers": [{"w": 1}]})
         ['layers.0.w']
     """
-    return [".".join(map(str, entries)) for entries in tree_entries(tree)]
+    return [".".join(map(str, entries)) for entries in core.tree_entries(tree)]
 
 
-def leaf_shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+def leaf_shapes(tree: core.PyTree) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each whole leaf, by path with points."""
-    return {name: tuple(x.shape) for name, x in zip(leaf_names(tree), tree_leaves(tree), strict=True)}
+    return {name: tuple(x.shape) for name, x in zip(leaf_names(tree), core.tree_leaves(tree), strict=True)}
 
 
-def read_groups(source: str | Path | Mapping[str, list[dict[str, object]]], params: PyTree) -> WeightGroups:
+def read_groups(source: str | Path | Mapping[str, list[dict[str, object]]], params: core.PyTree) -> WeightGroups:
     """Returns the groups of a module from JSON of the published form.
 
     The JSON has a list of places for each family: `{"units": [{"var_name": "lstm.weight_ih_l0", "axis": 0, "start": 0,
@@ -160,9 +160,9 @@ def read_groups(source: str | Path | Mapping[str, list[dict[str, object]]], para
             for p, size in zip(places, sizes, strict=True)
             if size != sizes[0]
         ]
-        families[name] = Family(
+        families[name] = GroupFamily(
             sizes[0],
             tuple(LeafIndices(str(p["var_name"]), int(p["axis"]), int(p["start"])) for p in places),  # pyright: ignore[reportArgumentType]
         )
-    raise_all(ValueError, "read_groups:", problems)
+    core.raise_all(ValueError, "read_groups:", problems)
     return WeightGroups(families, leaf_shapes(params))

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.collectives import current_mesh, psum
-from shardfn.core import P, PyTree, block_slices, broadcast_prefix, raise_all, tree_flatten, tree_unflatten
+from shardfn import collectives, core
+from shardfn.core import PyTree
 from shardfn.optim import GradientTransformation, Needs, stateless
 
 from ._groups import LeafIndices, WeightGroups, leaf_names
@@ -40,8 +40,8 @@ def group_norms(groups: WeightGroups, params: PyTree, specs: PyTree = None) -> d
         ValueError: lists leaves of the groups that the tree does not have, or of other shapes.
 
     Example:
-        >>> from shardfn.sparse import Family, LeafIndices
-        >>> groups = WeightGroups({"units": Family(2, (LeafIndices("w", 1),))}, {"w": (2, 2)})
+        >>> from shardfn.sparse import GroupFamily, LeafIndices
+        >>> groups = WeightGroups({"units": GroupFamily(2, (LeafIndices("w", 1),))}, {"w": (2, 2)})
         >>> group_norms(groups, {"w": torch.tensor([[3.0, 0.0], [4.0, 0.0]])})
         {'units': tensor([5., 0.])}
     """
@@ -61,8 +61,8 @@ def group_lasso(groups: WeightGroups, params: PyTree, strength: float, *, specs:
         ValueError: as `group_norms`.
 
     Example:
-        >>> from shardfn.sparse import Family, LeafIndices
-        >>> groups = WeightGroups({"units": Family(2, (LeafIndices("w", 1),))}, {"w": (2, 2)})
+        >>> from shardfn.sparse import GroupFamily, LeafIndices
+        >>> groups = WeightGroups({"units": GroupFamily(2, (LeafIndices("w", 1),))}, {"w": (2, 2)})
         >>> group_lasso(groups, {"w": torch.tensor([[3.0, 0.0], [4.0, 0.0]])}, 0.5)
         tensor(2.5001)
     """
@@ -93,8 +93,8 @@ def group_shrink(groups: WeightGroups, strength: float) -> GradientTransformatio
 
     Example:
         >>> from shardfn.optim import chain, sgd
-        >>> from shardfn.sparse import Family, LeafIndices
-        >>> groups = WeightGroups({"units": Family(2, (LeafIndices("w", 1),))}, {"w": (2, 2)})
+        >>> from shardfn.sparse import GroupFamily, LeafIndices
+        >>> groups = WeightGroups({"units": GroupFamily(2, (LeafIndices("w", 1),))}, {"w": (2, 2)})
         >>> tx, w = chain(sgd(1.0), group_shrink(groups, 2.5)), {"w": torch.tensor([[3.0, 1.0], [4.0, 1.0]])}
         >>> tx.update({"w": torch.zeros(2, 2)}, tx.init(w), w)[0]["w"] + w["w"]
         tensor([[1.5000, 0.0000],
@@ -104,16 +104,16 @@ def group_shrink(groups: WeightGroups, strength: float) -> GradientTransformatio
         raise ValueError(f"group_shrink: strength must be at least 0, got {strength}.")
 
     def update_fn(updates: PyTree, params: PyTree, specs: PyTree) -> PyTree:
-        (us, treedef), ps = tree_flatten(updates), tree_flatten(params)[0]
+        (us, treedef), ps = core.tree_flatten(updates), core.tree_flatten(params)[0]
         moved = [p.double() + u.double() for p, u in zip(ps, us, strict=True)]
-        tree = tree_unflatten(treedef, moved)
+        tree = core.tree_unflatten(treedef, moved)
         norms = group_norms(groups, tree, specs)
         factors = {
             name: torch.where(n > strength, 1 - strength / n.clamp(min=1e-300), 0.0) for name, n in norms.items()
         }
         new = _scale_groups(groups, tree, factors, specs)
-        rows = zip(tree_flatten(new)[0], ps, strict=True)
-        return tree_unflatten(treedef, [x.to(p.dtype).double() - p.double() for x, p in rows])
+        rows = zip(core.tree_flatten(new)[0], ps, strict=True)
+        return core.tree_unflatten(treedef, [x.to(p.dtype).double() - p.double() for x, p in rows])
 
     return stateless(update_fn)._replace(needs=Needs("tree", ascends=True))
 
@@ -123,7 +123,7 @@ def group_squares(groups: WeightGroups, params: PyTree, specs: PyTree = None) ->
     by_axes: dict[tuple[str, ...], dict[str, list[Tensor]]] = {}
     for path, x, spec, bounds in _own_leaves(groups, params, specs):
         wide = torch.promote_types(x.dtype, torch.float32)
-        square, axes = x.to(wide).square(), current_mesh().axes(spec.axes)
+        square, axes = x.to(wide).square(), collectives.current_mesh().axes(spec.axes)
         for name, size, places in _by_family(groups, path):
             own = [_sum_at(square, at, size, bounds) for at in places]
             shared = [_sum_both(square, a, b, size, bounds) for a, b in itertools.combinations(places, 2)]
@@ -131,26 +131,26 @@ def group_squares(groups: WeightGroups, params: PyTree, specs: PyTree = None) ->
     found: dict[str, list[Tensor]] = {name: [] for name in groups.families}
     for axes, parts in by_axes.items():
         sums = torch.cat([torch.stack(rows).sum(0) for rows in parts.values()])
-        sums = psum(sums, axes) if axes else sums
+        sums = collectives.psum(sums, axes) if axes else sums
         sizes = [groups.families[name].size for name in parts]
         for name, part in zip(parts, sums.split(sizes), strict=True):
             found[name].append(part)
     return {name: torch.stack(rows).sum(0).clamp(min=0) for name, rows in found.items()}
 
 
-def _own_leaves(groups: WeightGroups, params: PyTree, specs: PyTree) -> list[tuple[str, Tensor, P, Bounds]]:
+def _own_leaves(groups: WeightGroups, params: PyTree, specs: PyTree) -> list[tuple[str, Tensor, core.P, Bounds]]:
     """Returns path, block, spec and bounds of the block, for each leaf of the groups.
 
     Raises:
         ValueError: lists leaves that are absent, or of other shapes.
     """
-    mesh, leaves = current_mesh(), tree_flatten(params)[0]
+    mesh, leaves = collectives.current_mesh(), core.tree_flatten(params)[0]
     cuts = (
-        [P()] * len(leaves)
+        [core.P()] * len(leaves)
         if specs is None
-        else broadcast_prefix(specs, params, lambda x: isinstance(x, P), names=("specs", "params"))
+        else core.broadcast_prefix(specs, params, lambda x: isinstance(x, core.P), names=("specs", "params"))
     )
-    have: dict[str, tuple[Any, P]] = dict(zip(leaf_names(params), zip(leaves, cuts, strict=True), strict=True))
+    have: dict[str, tuple[Any, core.P]] = dict(zip(leaf_names(params), zip(leaves, cuts, strict=True), strict=True))
     wanted = dict.fromkeys(at.path for family in groups.families.values() for at in family.places)
     rows, problems = [], []
     for path in wanted:
@@ -158,13 +158,13 @@ def _own_leaves(groups: WeightGroups, params: PyTree, specs: PyTree) -> list[tup
             problems.append(f"{path} is not in the tree, which has {', '.join(have)}")
             continue
         (x, spec), shape = have[path], groups.shapes[path]
-        bounds = tuple((s.start, s.stop) for s in block_slices(shape, spec, mesh.shape, mesh.coords))
+        bounds = tuple((s.start, s.stop) for s in core.block_slices(shape, spec, mesh.shape, mesh.coords))
         if tuple(x.shape) != tuple(stop - start for start, stop in bounds):
             problems.append(
                 f"{path} is {tuple(x.shape)}, a block {spec} of {shape} is expected; pass the block's specs="
             )
         rows.append((path, x, spec, bounds))
-    raise_all(ValueError, "the groups are of other leaves:", problems)
+    core.raise_all(ValueError, "the groups are of other leaves:", problems)
     return rows
 
 
@@ -216,5 +216,5 @@ def _scale_groups(groups: WeightGroups, params: PyTree, factors: Mapping[str, Te
             own = F.pad(factors[name][group : group + num], ends, value=1.0)
             x = x * own.view([-1 if d == at.dim else 1 for d in range(x.ndim)])
         new[path] = x
-    leaves, treedef = tree_flatten(params)
-    return tree_unflatten(treedef, [new.get(name, x) for name, x in zip(leaf_names(params), leaves, strict=True)])
+    leaves, treedef = core.tree_flatten(params)
+    return core.tree_unflatten(treedef, [new.get(name, x) for name, x in zip(leaf_names(params), leaves, strict=True)])

@@ -15,7 +15,7 @@ from shardfn.core import tree_map
 from shardfn.models import recurrent
 from shardfn.models.recurrent import Config
 from shardfn.sparse import (
-    Family,
+    GroupFamily,
     LeafIndices,
     WeightGroups,
     compact,
@@ -112,7 +112,9 @@ def test_moments_follow_and_training_goes_on_as_with_zeros() -> None:
 
 
 def test_group_shrink_is_the_proximal_step_of_groups_without_common_elements() -> None:
-    groups = WeightGroups({"rows": Family(3, (LeafIndices("w", 0), LeafIndices("b", 0, 1)))}, {"w": (3, 2), "b": (5,)})
+    groups = WeightGroups(
+        {"rows": GroupFamily(3, (LeafIndices("w", 0), LeafIndices("b", 0, 1)))}, {"w": (3, 2), "b": (5,)}
+    )
     generator = torch.Generator().manual_seed(0)
     p = {"w": torch.randn(3, 2, generator=generator, dtype=torch.float64)}
     p["b"] = torch.randn(5, generator=generator, dtype=torch.float64)
@@ -171,10 +173,12 @@ def test_bad_groups_are_refused(tmp_path: pathlib.Path) -> None:
     wrong = r"(?s)'a' is in hed, which is not a leaf.*'head'.*'b' is in dim 2 of w.*'c' is in indices 5 to 8"
     with pytest.raises(ValueError, match=wrong):
         places = {"a": LeafIndices("hed", 0), "b": LeafIndices("w", 2), "c": LeafIndices("w", 0, 5)}
-        WeightGroups({name: Family(4, (at,)) for name, at in places.items()}, shapes)
+        WeightGroups({name: GroupFamily(4, (at,)) for name, at in places.items()}, shapes)
     with pytest.raises(ValueError, match=r"index 3 of dim 0 of w is in group 3 of 'a' and in group 0 of 'b'"):
-        WeightGroups({"a": Family(4, (LeafIndices("w", 0),)), "b": Family(4, (LeafIndices("w", 0, 3),))}, shapes)
-    groups = WeightGroups({"a": Family(8, (LeafIndices("w", 0), LeafIndices("head", 1)))}, shapes)
+        WeightGroups(
+            {"a": GroupFamily(4, (LeafIndices("w", 0),)), "b": GroupFamily(4, (LeafIndices("w", 0, 3),))}, shapes
+        )
+    groups = WeightGroups({"a": GroupFamily(8, (LeafIndices("w", 0), LeafIndices("head", 1)))}, shapes)
     with pytest.raises(
         ValueError, match=r"all 8 groups of 'a' are at 0.0 or below, and a whole layer would be removed"
     ):

@@ -25,9 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.collectives import all_gather, all_gather_invariant, axis_size, current_axis_types, pvary, transforming
-from shardfn.core import Axes, tree_map
-from shardfn.nn import enter_parallel, rank_range, scan
+from shardfn import collectives, core, nn
 
 from ._structure import Leaves, Structure, apply_map, dense
 
@@ -40,7 +38,7 @@ class CellWeights(NamedTuple):
 
     Attributes:
         w_x: map of the inputs: [K, H, D], or the leaves of a structured map.
-        w_h: map of the hidden units: [K, H, H], or leaves. Of a highway layer L maps, one for each depth.
+        w_h: map of the hidden units: [K, H, H], or leaves. A highway layer has L maps, one for each depth.
         b: biases: [K, H], of a GRU [4, H] with the biases of n of inputs and of hidden units, of a highway layer [L, K,
             H].
     """
@@ -61,12 +59,12 @@ class _LayerShape(NamedTuple):
     """Sizes and maps of a layer."""
 
     hidden: int
-    axis: Axes
+    axis: core.Axes
     maps: tuple[Structure, Structure]
 
     def read(self, h_BH: Tensor) -> Tensor:
         """Returns all hidden units, where each rank has some."""
-        return all_gather(h_BH, self.axis, dim=-1, size=self.hidden)
+        return collectives.all_gather(h_BH, self.axis, dim=-1, size=self.hidden)
 
     def recur(self, w_h: Leaves, h_BH: Tensor) -> Tensor:
         """Returns [B, K, H] of all hidden units."""
@@ -80,7 +78,7 @@ def lstm(
     *,
     hidden: int,
     maps: tuple[Structure, Structure] = (dense(), dense()),
-    axis: Axes = None,
+    axis: core.Axes = None,
 ) -> tuple[Float[Tensor, "b t h"], LSTMState]:
     """Returns the hidden units at all positions, and the last state.
 
@@ -106,7 +104,7 @@ def lstm(
     """
     layer = _LayerShape(hidden, axis, maps)
     _check_bias(layer, w.b, (4,))
-    if maps == (dense(), dense()) and axis_size(axis) == 1 and not transforming():
+    if maps == (dense(), dense()) and collectives.axis_size(axis) == 1 and not collectives.transforming():
         return _lstm_of_torch(x_BTD, w, state)
 
     def step(state: LSTMState, w_h: Leaves, z_BKH: Tensor) -> tuple[LSTMState, Tensor]:
@@ -126,7 +124,7 @@ def gru(
     *,
     hidden: int,
     maps: tuple[Structure, Structure] = (dense(), dense()),
-    axis: Axes = None,
+    axis: core.Axes = None,
 ) -> tuple[Float[Tensor, "b t h"], Float[Tensor, "b own"]]:
     """Returns the hidden units at all positions, and the last hidden units.
 
@@ -168,7 +166,7 @@ def highway(
     *,
     hidden: int,
     maps: tuple[Structure, Structure] = (dense(), dense()),
-    axis: Axes = None,
+    axis: core.Axes = None,
 ) -> tuple[Float[Tensor, "b t h"], Float[Tensor, "b own"]]:
     """Returns the units at all positions, and the last units, of a recurrent highway layer of depth L.
 
@@ -204,7 +202,7 @@ def highway(
 
 def _read_inputs(layer: _LayerShape, w: CellWeights, x_BTD: Tensor, b_KH: Tensor | None) -> Tensor:
     """Returns [B, T, K, H] of all positions."""
-    x_BTD = enter_parallel(x_BTD, layer.axis)
+    x_BTD = nn.enter_parallel(x_BTD, layer.axis)
     z_BTKH = apply_map(layer.maps[0], w.w_x, x_BTD, outputs=layer.hidden, axis=layer.axis)
     return z_BTKH if b_KH is None else z_BTKH + b_KH
 
@@ -214,21 +212,23 @@ def _run(layer: _LayerShape, step: Callable[..., Any], z_BTKH: Tensor, state: An
 
     def body(carry: tuple[Any, Any], z_BKH: Tensor) -> tuple[tuple[Any, Any], Tensor]:
         # Views, so that the gradients of the uses in a step are added first, in a captured step as in the loop.
-        state, leaves = tree_map(lambda x: x.view(x.shape), carry[0]), carry[1]
+        state, leaves = core.tree_map(lambda x: x.view(x.shape), carry[0]), carry[1]
         state, h_BH = step(state, leaves, z_BKH)
         return (state, leaves), h_BH
 
     # A view, so that a leaf in pieces is gathered before the loop, and not in each step.
-    leaves = tree_map(lambda w: w.view(w.shape), leaves)
-    (state, _), h_TBH = scan(body, (state, leaves), z_BTKH.transpose(0, 1))
-    return all_gather_invariant(h_TBH.transpose(0, 1).contiguous(), layer.axis, dim=-1, size=layer.hidden), state
+    leaves = core.tree_map(lambda w: w.view(w.shape), leaves)
+    (state, _), h_TBH = nn.scan(body, (state, leaves), z_BTKH.transpose(0, 1))
+    return collectives.all_gather_invariant(
+        h_TBH.transpose(0, 1).contiguous(), layer.axis, dim=-1, size=layer.hidden
+    ), state
 
 
 def _zeros(z_BTKH: Tensor, num: int) -> list[Tensor]:
     """Returns states of zeros, which vary along the axes along which the inputs vary."""
     zeros = [z_BTKH.new_zeros(z_BTKH.shape[0], z_BTKH.shape[-1]) for _ in range(num)]
-    mode = current_axis_types(begin=False)
-    return zeros if mode is None else [pvary(x, mode.axes_of(z_BTKH)) for x in zeros]
+    mode = collectives.current_axis_types(begin=False)
+    return zeros if mode is None else [collectives.pvary(x, mode.axes_of(z_BTKH)) for x in zeros]
 
 
 def _lstm_of_torch(x_BTD: Tensor, w: CellWeights, state: LSTMState | None) -> tuple[Tensor, LSTMState]:
@@ -241,9 +241,9 @@ def _lstm_of_torch(x_BTD: Tensor, w: CellWeights, state: LSTMState | None) -> tu
 
 
 def _check_bias(layer: _LayerShape, b: Tensor, front: tuple[int, ...]) -> None:
-    start, stop = rank_range(layer.hidden, layer.axis)
+    start, stop = nn.rank_range(layer.hidden, layer.axis)
     if tuple(b.shape) != (*front, stop - start):
         raise ValueError(
-            f"a recurrent layer of hidden={layer.hidden} over {axis_size(layer.axis)} ranks must have biases of shape"
+            f"a recurrent layer of hidden={layer.hidden} over {collectives.axis_size(layer.axis)} ranks must have biases of shape"
             f" {(*front, stop - start)}, got {tuple(b.shape)}. Cut the units along {layer.axis!r}, or correct hidden."
         )

@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from shardfn.collectives import all_gather, axis_index, axis_size
-from shardfn.core import Axes, P, PyTree, raise_all
+from shardfn import collectives, core
 from shardfn.nn import all_ranges
 from shardfn.nn._parallel import affine
 
@@ -55,7 +54,7 @@ class Structure:
     def __post_init__(self) -> None:
         numbers = {"groups": self.groups, "first_groups": self.first_groups, "rank": self.rank}
         low = [f"{name} must be at least 1, got {n}" for name, n in numbers.items() if n is not None and n < 1]
-        raise_all(ValueError, "the structure of a linear map:", low)
+        core.raise_all(ValueError, "the structure of a linear map:", low)
 
 
 def dense() -> Structure:
@@ -91,7 +90,7 @@ def low_rank(rank: int) -> Structure:
     return Structure(1, 1, rank)
 
 
-def map_shapes(structure: Structure, gates: int, outputs: int, inputs: int) -> PyTree:
+def map_shapes(structure: Structure, gates: int, outputs: int, inputs: int) -> core.PyTree:
     """Returns the shapes of a map's leaves: [K, N, M] for dense maps and [G, K, N / G, M / G] for blocks.
 
     Args:
@@ -115,7 +114,7 @@ def map_shapes(structure: Structure, gates: int, outputs: int, inputs: int) -> P
     return {"first": _part_shape(structure.first_groups, 1, width, inputs), "last": last}
 
 
-def map_specs(structure: Structure, axis: Axes) -> PyTree:
+def map_specs(structure: Structure, axis: core.Axes) -> core.PyTree:
     """Returns the layout of a map with outputs cut along `axis`: dense maps between outputs, and blocks between groups.
 
     Example:
@@ -123,8 +122,8 @@ def map_specs(structure: Structure, axis: Axes) -> PyTree:
         {'first': P('tp'), 'last': P(None, 'tp')}
     """
     if axis is None:
-        return P() if structure.first_groups is None else {"first": P(), "last": P()}
-    first, last = (P(axis) if n != 1 else P(None, axis) for n in (structure.first_groups, structure.groups))
+        return core.P() if structure.first_groups is None else {"first": core.P(), "last": core.P()}
+    first, last = (core.P(axis) if n != 1 else core.P(None, axis) for n in (structure.first_groups, structure.groups))
     return last if structure.first_groups is None else {"first": first, "last": last}
 
 
@@ -134,7 +133,7 @@ def apply_map(
     x_M: Float[Tensor, "*batch m"],
     *,
     outputs: int,
-    axis: Axes = None,
+    axis: core.Axes = None,
 ) -> Float[Tensor, "*batch k n"]:
     """Returns the outputs of each gate, [*batch, K, N], or the rank's outputs.
 
@@ -201,18 +200,18 @@ def _part_shape(groups: int, gates: int, outputs: int, inputs: int) -> tuple[int
     return (groups, gates, -(-outputs // groups), -(-inputs // groups))
 
 
-def _apply_part(groups: int, w: Tensor, x_M: Tensor, outputs: int, axis: Axes, *, gather: bool) -> Tensor:
+def _apply_part(groups: int, w: Tensor, x_M: Tensor, outputs: int, axis: core.Axes, *, gather: bool) -> Tensor:
     """Returns [*batch, K, N] of a single map. With `gather`, all outputs, otherwise the rank's outputs."""
     if groups == 1:
         y_KN = affine(x_M, w, None)
-        return all_gather(y_KN, axis, dim=-1, size=outputs) if gather else y_KN
+        return collectives.all_gather(y_KN, axis, dim=-1, size=outputs) if gather else y_KN
     ranges = all_ranges(groups, axis)
-    (start, stop), size = ranges[int(axis_index(axis))], -(-outputs // groups)
+    (start, stop), size = ranges[int(collectives.axis_index(axis))], -(-outputs // groups)
     x_SGm = F.pad(x_M, (0, groups * w.shape[-1] - x_M.shape[-1])).reshape(-1, groups, w.shape[-1])[:, start:stop]
     y_GSn = torch.bmm(x_SGm.transpose(0, 1), w.flatten(1, 2).mT)
     y_SKGn = y_GSn.unflatten(-1, w.shape[1:3]).permute(1, 2, 0, 3)
     if gather:
-        y_SKGn = all_gather(y_SKGn.contiguous(), axis, dim=-2, size=groups)
+        y_SKGn = collectives.all_gather(y_SKGn.contiguous(), axis, dim=-2, size=groups)
     else:
         _check_ranges(groups, ranges, outputs, axis)
     own = outputs if gather else min(stop * size, outputs) - min(start * size, outputs)
@@ -224,13 +223,13 @@ def _shuffle(x_M: Tensor, groups: int) -> Tensor:
     return x_M.unflatten(-1, (groups, -1)).mT.flatten(-2)
 
 
-def _check_ranges(groups: int, ranges: list[tuple[int, int]], outputs: int, axis: Axes) -> None:
+def _check_ranges(groups: int, ranges: list[tuple[int, int]], outputs: int, axis: core.Axes) -> None:
     size = -(-outputs // groups)
     have = [(min(a * size, outputs), min(b * size, outputs)) for a, b in ranges]
     want = all_ranges(outputs, axis)
     if have != want:
         raise ValueError(
-            f"a map of {groups} groups of {outputs} outputs over the {axis_size(axis)} ranks of {axis!r} must have"
+            f"a map of {groups} groups of {outputs} outputs over the {collectives.axis_size(axis)} ranks of {axis!r} must have"
             f" whole groups on each rank, got outputs {have} of the groups on ranks with outputs {want}. Choose groups"
             " that the ranks divide, or a structure with a dense last map."
         )
@@ -247,4 +246,4 @@ def _check_sizes(structure: Structure, gates: int, outputs: int, inputs: int) ->
             f"rank={structure.rank} of a map from {inputs} to {gates * outputs} features; a rank is at most"
             f" {min(gates * outputs, inputs)}, the rank of a dense map"
         )
-    raise_all(ValueError, f"{structure} does not fit:", problems)
+    core.raise_all(ValueError, f"{structure} does not fit:", problems)
