@@ -243,7 +243,8 @@ def _lstm_of_torch(x_BTD: Tensor, w: CellWeights, state: LSTMState | None) -> tu
 def _check_bias(layer: _LayerShape, b: Tensor, front: tuple[int, ...]) -> None:
     start, stop = nn.rank_range(layer.hidden, layer.axis)
     if tuple(b.shape) != (*front, stop - start):
+        num = collectives.axis_size(layer.axis)
         raise ValueError(
-            f"a recurrent layer of hidden={layer.hidden} over {collectives.axis_size(layer.axis)} ranks must have biases of shape"
+            f"a recurrent layer of hidden={layer.hidden} over {num} ranks must have biases of shape"
             f" {(*front, stop - start)}, got {tuple(b.shape)}. Cut the units along {layer.axis!r}, or correct hidden."
         )

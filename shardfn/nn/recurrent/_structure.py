@@ -228,10 +228,11 @@ def _check_ranges(groups: int, ranges: list[tuple[int, int]], outputs: int, axis
     have = [(min(a * size, outputs), min(b * size, outputs)) for a, b in ranges]
     want = all_ranges(outputs, axis)
     if have != want:
+        num = collectives.axis_size(axis)
         raise ValueError(
-            f"a map of {groups} groups of {outputs} outputs over the {collectives.axis_size(axis)} ranks of {axis!r} must have"
-            f" whole groups on each rank, got outputs {have} of the groups on ranks with outputs {want}. Choose groups"
-            " that the ranks divide, or a structure with a dense last map."
+            f"a map of {groups} groups of {outputs} outputs over the {num} ranks of {axis!r} must have whole groups on"
+            f" each rank, got outputs {have} of the groups on ranks with outputs {want}. Choose groups that the ranks"
+            " divide, or a structure with a dense last map."
         )
 
 
