@@ -82,10 +82,16 @@ def enter(namespace: str) -> None:
 
 
 class Link:
-    """`ranks` namespaces on one switch, whose ports carry `rate` each way.
+    """Nodes on one switch, whose ports carry `rate` each way. A node is a namespace of `per_node` ranks.
+
+    Args:
+        ranks: number of ranks.
+        rate: rate of each port, as tc has it, or "unlimited".
+        per_node: number of ranks of a node. Ranks of a node do not use the switch.
+        delay: time that a packet takes longer, as tc has it, for example "0.2ms".
 
     Attributes:
-        namespaces: one name a rank.
+        namespaces: name of the namespace of each rank.
         interface: the interface that gloo is to use inside of them.
         master: the address of rank 0.
 
@@ -96,11 +102,12 @@ class Link:
     interface = INTERFACE
     master = "10.0.0.1"
 
-    def __init__(self, ranks: int = 2, rate: str = "1gbit") -> None:
-        self.ranks, self.rate, self.bits = ranks, rate, bits_per_second(rate)
+    def __init__(self, ranks: int = 2, rate: str = "1gbit", *, per_node: int = 1, delay: str = "") -> None:
+        self.ranks, self.rate, self.bits, self._delay = ranks, rate, bits_per_second(rate), delay
         base = f"{_PREFIX}-{os.getpid()}-{_started(os.getpid())}-{time.monotonic_ns() % 10**6}"
         self._hub = f"{base}-hub"
-        self.namespaces = [f"{base}-r{rank}" for rank in range(ranks)]
+        self._nodes = [f"{base}-r{node}" for node in range(-(-ranks // per_node))]
+        self.namespaces = [self._nodes[rank // per_node] for rank in range(ranks)]
         self._before: dict[int, Any] = {}
         self._running: list[subprocess.Popen[bytes]] = []
 
@@ -127,7 +134,7 @@ class Link:
     def close(self) -> None:
         """Ends running processes and removes the namespaces; may be called twice."""
         _end(self._running)
-        for name in (*self.namespaces, self._hub):
+        for name in (*self._nodes, self._hub):
             if (_NETNS / name).exists():
                 subprocess.run(["ip", "netns", "del", name], check=False)
         for number, handler in self._before.items():
@@ -193,18 +200,23 @@ class Link:
         _ip("netns", "add", self._hub)
         _ip("-n", self._hub, "link", "add", "switch", "type", "bridge")
         _ip("-n", self._hub, "link", "set", "switch", "addrgenmode", "none", "up")
-        for rank, name in enumerate(self.namespaces):
-            port = f"port{rank}"
+        for node, name in enumerate(self._nodes):
+            port = f"port{node}"
             _ip("netns", "add", name)
             _ip("-n", self._hub, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", INTERFACE, "addrgenmode", "none", "up")
-            _ip("-n", name, "addr", "add", f"10.0.0.{rank + 1}/24", "dev", INTERFACE)
+            _ip("-n", name, "addr", "add", f"10.0.0.{node + 1}/24", "dev", INTERFACE)
             _ip("-n", self._hub, "link", "set", port, "addrgenmode", "none", "master", "switch", "up")
-            self._shape(name, INTERFACE)
+            self._shape(name, INTERFACE, self._delay)
             self._shape(self._hub, port)
 
-    def _shape(self, namespace: str, interface: str) -> None:
+    def _shape(self, namespace: str, interface: str, delay: str = "") -> None:
+        if delay and self.rate != "unlimited":
+            raise ValueError(f"Link(rate={self.rate!r}, delay={delay!r}): a delayed link must be unlimited.")
+        if delay:
+            line = ["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "netem", "delay", delay]
+            _call([*line, "limit", "100000"])
         if self.rate == "unlimited":
             return
         # A burst of 1 ms, and never below one packet of 64 KiB, which the kernel hands over whole.

@@ -48,7 +48,7 @@ LIMITS = {
     "that of, those of": 0.25,
     "pronouns": 28.5,
     "semicolons": 1.18,
-    "one, ones, others": 3.6,
+    "one, ones, others": 3.1,
     "which, whose, who": 4.47,
     "own": 0.55,
     "alone, beside": 0.17,

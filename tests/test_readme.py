@@ -98,6 +98,7 @@ DOCS = [
     "docs/lora.md",
     "docs/recurrent.md",
     "docs/speculators.md",
+    "docs/swiftkv.md",
     "docs/frozen.md",
     "docs/rlhf.md",
     *DESIGN,

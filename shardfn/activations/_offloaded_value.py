@@ -160,8 +160,8 @@ def pool_of(directory: str | os.PathLike[str] | None) -> PoolOf:
         mesh = current_mesh()
         if capturing() and directory is not None:
             raise CaptureError(
-                "a captured step has one disk, its own: leave out directory= of offload and remat, and let the step"
-                " have one: Zero(disk=Disk(...)) with leaves on disk."
+                "a captured step uses only one disk, the disk of the step. Leave directory= of offload and remat out,"
+                " and pass Zero(disk=Disk(...)) with leaves on disk."
             )
         if directory is None:
             pools = list((POOLS.get(mesh) or {}).values())

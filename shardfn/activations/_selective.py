@@ -218,7 +218,7 @@ class SavedResults:
             self._leaving.pop(0).settle(wait=True)
 
     def end(self) -> None:
-        """Ends the forward."""
+        """Ends the forward, and removes the notes on its results."""
         self.conclude()
         self._of.clear()
 

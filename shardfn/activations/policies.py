@@ -192,7 +192,7 @@ def save_and_offload_only_these_names(
     names_which_can_be_offloaded: tuple[str, ...] | list[str],
     offload_dst: Action = "host",
 ) -> SavePolicy:
-    """Keeps some names, sends others to `offload_dst`, recomputes the rest.
+    """Keeps some names, sends other names to `offload_dst`, recomputes the rest.
 
     Raises:
         ValueError: a name is in both lists.

@@ -23,7 +23,7 @@ _CACHE: Any = type(functools.lru_cache(len))
 
 
 class Drawn(Exception):
-    """Raised where a function draws numbers. Has the generator's name and, where known, the line."""
+    """Error for a function that draws numbers, with the name of the generator and, if known, the line."""
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def _numpy_generator() -> tuple[Any, Any]:
 
 
 def forget_cached() -> None:
-    """Empties every `functools.lru_cache` that holds a tensor without data, so that later calls make real ones."""
+    """Empties every `functools.lru_cache` that holds a tensor without data, so that later calls make real tensors."""
     for x in gc.get_objects():
         if type(x) is _CACHE and any(_is_fake(t) for t in tree_leaves(gc.get_referents(x))):
             x.cache_clear()

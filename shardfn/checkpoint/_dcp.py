@@ -69,7 +69,7 @@ def save_dcp(directory: str | os.PathLike[str], tree: PyTree, *, at: str = "") -
 
 
 def restore_dcp(directory: str | os.PathLike[str], like: PyTree, **options: Unpack[ReadKeywords]) -> Any:
-    """Reads a checkpoint of `torch.distributed.checkpoint` into a tree like this one. Collective over its mesh.
+    """Reads a checkpoint of `torch.distributed.checkpoint` into a tree like `like`. Collective over its mesh.
 
     As in `restore`, all leaves are compared before a value is read, and each rank reads only local blocks. The errors
     of compressing optimizers are not rebalanced for another number of ranks. DCP's metadata is a pickle: open trusted

@@ -108,7 +108,7 @@ def write_files(
             if not taken:
                 known = _write_plan(place, plan, read, known, beside)
             done(plan.bytes)
-            # The device finishes this file while the next one is written.
+            # The device finishes this file while the next file is written.
             return _FileOutcome(known, taken, settling.submit(place.settle, plan.name) if durable else None)
 
         running = [writers.submit(core.adopting(write_file), plan) for plan in plans]
@@ -381,9 +381,9 @@ def _begin_draft(store: Store, step: int, token: str, options: SaveOptions) -> s
     newer = [n for n in store.steps() if n > step]
     if newer and options.in_order and not options.replace:
         raise FileExistsError(
-            f"{store} has checkpoints of steps {newer}, newer than step {step}: a restart would go on from those. Go on"
-            " from the newest one, give this run a directory of its own, or pass replace=True, with which they give"
-            " way."
+            f"step {step} must not be saved next to the newer checkpoints of steps {newer} in {store}, from which a"
+            " restart would continue. Continue from the newest checkpoint, pass another directory, or pass"
+            " replace=True to replace the newer checkpoints."
         )
     store.begin(step, token, replace=options.replace)
     return token
@@ -500,11 +500,11 @@ def save(
 
 
 def step_of(tree: core.PyTree, step: int | None) -> int:
-    """Returns the number of a checkpoint: the one given, or the state's.
+    """Returns the number of a checkpoint: the given number, or the state's.
 
     Raises:
         ValueError: both are missing.
     """
     if step is None and not isinstance(tree, TrainState):
-        raise ValueError("this tree is no TrainState, so it has no number of its own. Pass step=.")
+        raise ValueError("step= is needed to save a tree that is not a TrainState: the tree has no step number.")
     return int(tree.step) if step is None else operator.index(step)

@@ -248,7 +248,7 @@ class Manager:
 
         Raises:
             Exception: the error of the previous save, which was still in progress, or an error of `save`.
-            FileExistsError: the directory has a checkpoint of this step, or newer ones, and `replace` is False.
+            FileExistsError: the directory has a checkpoint of this step, or newer checkpoints, and `replace` is False.
             ValueError: leaves are on another mesh than the manager's, or the metric of `best=` is absent.
         """
         number = step_of(tree, step)
@@ -292,7 +292,7 @@ class Manager:
         return done
 
     def restore(self, like: core.PyTree, **options: Any) -> Restored:
-        """Returns the newest checkpoint, or another one. See `checkpoint.restore`."""
+        """Returns the newest checkpoint, or another checkpoint. See `checkpoint.restore`."""
         self.wait()
         return restore(self._directory, like, **options)
 

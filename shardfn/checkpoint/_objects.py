@@ -220,8 +220,8 @@ class ObjectStore:
         """
         if self._owner_object() != self._token.encode():
             raise InUseError(
-                f"another job has begun to write checkpoints to {self}: this one publishes none any more. Give each job"
-                " a URL of its own, or end that one and start this one again."
+                f"another job has started to write checkpoints to {self}, so this job publishes no more checkpoints."
+                " Give each job a separate URL, or end the other job and start this job again."
             )
 
     def begin(self, step: int, token: str, *, replace: bool) -> None:

@@ -108,7 +108,7 @@ class NewLocation(Location, Protocol):
 
 
 class Store(Protocol):
-    """A run's checkpoints."""
+    """Checkpoints of a run, in a directory or at a URL."""
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, in order, for example [100, 200]."""

@@ -27,7 +27,7 @@ class LeafReader(BoxReader, Protocol):
 
 
 def read_into(like: core.PyTree, opened: Callable[[], LeafReader], what: str, options: ReadKeywords) -> Any:
-    """Returns a tree like this one with a reader's values. Collective. No leaf is written before all leaves fit.
+    """Returns a tree like `like` with a reader's values. Collective. No leaf is written before all leaves fit.
 
     Args:
         like: as `restore` expects the tree.
@@ -52,7 +52,7 @@ def make_whole_leaf(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> St
 
 
 def restore_tensors(tensors: Mapping[str, Tensor], like: core.PyTree, **options: Unpack[ReadKeywords]) -> Any:
-    """Copies whole tensors, equal on all ranks, into a tree like this one. Collective over the tree's mesh.
+    """Copies whole tensors, equal on all ranks, into a tree like `like`. Collective over the tree's mesh.
 
     As in `restore`, all leaves are compared before a value is written, and each rank copies only local blocks. The tree
     may have another spec, memory kind or dtype, and stacked layers or a list of layers.

@@ -332,7 +332,7 @@ def restore(
     donate: bool = True,
     pool: Pool | None = None,
 ) -> Restored:
-    """Reads a checkpoint into a tree like this one. Collective over the mesh of the leaves.
+    """Reads a checkpoint into a tree like `like`. Collective over the mesh of the leaves.
 
     The tree may have another mesh, ZeRO stage, memory and dtype than the saved tree, and the layers may be stacked or
     in a list. For example, a run with 8 ranks can continue on 2 ranks. Each rank reads only the bytes of the local

@@ -117,7 +117,7 @@ def safetensors_entries(path: str | os.PathLike[str]) -> dict[str, SafetensorsEn
         (length,) = struct.unpack("<Q", f.read(8)) if size >= 8 else (size,)
         if length > min(size - 8, _MAX_HEADER):
             raise DamagedError(
-                f"{path} is no safetensors file, or was cut short: its header would have {length} bytes."
+                f"{path} is not a safetensors file, or was cut short: the header would have {length} bytes."
             )
         try:
             table: dict[str, Any] = json.loads(f.read(length))

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import functools
 import importlib.util
 import json
 import sys
@@ -9,7 +10,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from shardfn.serve import Delays, measure, trace
+from shardfn.serve import Arrival, Delays, measure, trace
+
+from ._bench_rates import draw_rates, find_goodput, find_percentile, parse_slo, run_rates, write_rates
 
 _PARTS = (50, 90, 99, 100)
 
@@ -22,6 +25,10 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="the model's name there")
     add("--requests", type=int, default=100, metavar="N", help="(default %(default)s)")
     add("--rate", type=float, metavar="R", help="arrivals a second (default: all at once)")
+    text = "several of them in turn: a row for each, latency against throughput"
+    add("--rates", type=float, nargs="+", metavar="R", help=text)
+    text = "objective of a percentile, for the goodput of --rates: p95_itl=50ms, p99_ttft=1s, p50_e2e=2s"
+    add("--slo", nargs="+", default=[], metavar="SLO", help=text)
     add("--prompt", type=int, default=64, metavar="N", help="median tokens of a prompt (default %(default)s)")
     add("--drawn", type=int, default=32, metavar="N", help="median tokens of a completion (default %(default)s)")
     add("--vocab", type=int, default=256, metavar="N", help="prompts have ids below it (default %(default)s)")
@@ -46,18 +53,36 @@ def bench(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}.")
     if args.vocab < 2:
         raise ValueError(f"--vocab must be at least 2, got {args.vocab}.")
-    if args.rate is not None and not args.rate > 0:
-        raise ValueError(f"--rate must be above 0, got {args.rate}.")
+    for name, values in (("rate", [] if args.rate is None else [args.rate]), ("rates", args.rates or [])):
+        if wrong := [x for x in values if not 0 < x < float("inf")]:
+            raise ValueError(f"--{name} must be above 0, got {wrong[0]}.")
+    if args.rate is not None and args.rates is not None:
+        raise ValueError("--rate is given beside --rates. Give one of them.")
+    if args.slo and args.rates is None:
+        raise ValueError("--slo has no effect without --rates. Give rates, or leave it out.")
+    slos = [parse_slo(text) for text in args.slo]
     if importlib.util.find_spec("h11") is None:
         raise ImportError("it needs h11, which is missing: pip install 'shardfn[serve]'")
     lengths = {name: getattr(args, name) for name in ("prompt", "drawn", "vocab", "seed")}
-    arrivals = trace(args.requests, args.rate, **lengths)
-    began = time.monotonic()
-    found = asyncio.run(measure(args.url, args.model, arrivals, args.key))
-    made = summary(found, time.monotonic() - began)
-    print(json.dumps(made) if args.json else table(made))
-    if args.png:
-        _draw_delays(found, args.png)
+    make_trace = functools.partial(trace, args.requests, **lengths)
+
+    async def send(arrivals: Sequence[Arrival]) -> list[Delays]:
+        return await measure(args.url, args.model, arrivals, args.key)
+
+    if args.rates is not None:
+        rows, found = run_rates(args.rates, make_trace, send, slos)
+        made: dict[str, Any] = {"rates": rows, "failed": sum(row["failed"] for row in rows)}
+        made |= {"slo": [str(slo) for slo in slos], "goodput": find_goodput(rows)} if slos else {}
+        print(json.dumps(made) if args.json else write_rates(rows, slos))
+        if args.png:
+            draw_rates(rows, args.png)
+    else:
+        began = time.monotonic()
+        found = asyncio.run(send(make_trace(args.rate)))
+        made = summary(found, time.monotonic() - began)
+        print(json.dumps(made) if args.json else table(made))
+        if args.png:
+            _draw_delays(found, args.png)
     for text in sorted({one.error for one in found if one.error})[:3]:
         print(f"shardfn bench: error: {text}", file=sys.stderr)
     return 1 if made["failed"] else 0
@@ -84,7 +109,7 @@ def summary(found: Sequence[Delays], seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1),
         "delays": {
-            name: {f"p{part}": _find_percentile(values, part) for part in _PARTS} for name, values in rows.items()
+            name: {f"p{part}": find_percentile(values, part) for part in _PARTS} for name, values in rows.items()
         },
     }
 
@@ -106,11 +131,6 @@ def table(made: dict[str, Any]) -> str:
         lines.append(f"{name:<20}" + "".join(f"{value:>9.1f}" for value in row.values()))
     rate = f"{made['tokens']} tokens in {made['seconds']:.1f} s, {made['tokens_per_second']} tokens a second"
     return "\n".join([*lines, f"{made['requests']} requests, {made['failed']} failed; {rate}"])
-
-
-def _find_percentile(values: Sequence[float], part: int) -> float:
-    """Returns the least value that is not below this part of the values, or 0 without values."""
-    return round(sorted(values)[max(0, -(-len(values) * part // 100) - 1)], 3) if values else 0.0
 
 
 def _draw_delays(found: Sequence[Delays], path: str) -> None:

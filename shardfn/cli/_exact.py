@@ -57,10 +57,13 @@ def exact(setup: Setup) -> Exact:
     for axis in ("tp", "pp"):
         if setup.axis(axis) > 1:
             raise ValueError(
-                f"--exact captures the step along dp alone: use {axis}=1, not {setup.axis(axis)}; the formulas know it."
+                f"--exact needs {axis}=1, as it captures the step only along dp, got {setup.axis(axis)}. Without"
+                f" --exact, formulas include {axis}."
             )
     if setup.ep > 1:
-        raise ValueError(f"--exact captures the step with all experts on every rank: use --ep 1, not {setup.ep}.")
+        raise ValueError(
+            f"--exact needs --ep 1, as it captures the step with all experts on every rank, got --ep {setup.ep}."
+        )
     lowered = _make_step(setup).lower(*_make_inputs(setup))
     memory, cost, time = lowered.memory_analysis(), lowered.cost_analysis(), lowered.estimate(setup.cluster)
     kinds = {_KINDS.get(kind, kind): nbytes for kind, nbytes in memory.by_kind.items() if nbytes}

@@ -18,8 +18,18 @@ from shardfn.interop import export, file_dtypes, master_params, module_from_hf, 
 from shardfn.interop.quantized import can_decode, read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import LoRA, save_peft, with_base, without_base
-from shardfn.metrics import Logger, NonFiniteGuard, Throughput
-from shardfn.optim import Schedule, adamw, chain, clip_by_global_norm, constant_schedule, warmup_cosine_decay_schedule
+from shardfn.metrics import CSV, EarlyStopping, Logger, MLflow, NonFiniteGuard, Sink, TensorBoard, Throughput, WandB
+from shardfn.optim import (
+    Schedule,
+    adamw,
+    chain,
+    clip_by_global_norm,
+    constant_schedule,
+    warmup_constant_schedule,
+    warmup_cosine_decay_schedule,
+    warmup_linear_decay_schedule,
+)
+from shardfn.pretrained import LLM, evaluate_tasks
 from shardfn.transforms import (
     TrainState,
     WeightedMean,
@@ -32,7 +42,7 @@ from shardfn.transforms import (
 )
 
 from ._arguments import device_cluster, local_cluster
-from ._finetune_job import FinetuneJob, settings
+from ._finetune_job import FinetuneJob, settings, split_names
 from ._finetune_rows import check_samples, encode_row
 from ._models import parse_model
 from ._plan import plan
@@ -79,7 +89,7 @@ def load_model(job: FinetuneJob, mesh: core.Mesh) -> Trained:
         specs = propose_specs(batch_loss, dict(module.named_parameters()), mesh, pad(job.length)([[0]] * rows))
     lora = None
     if job.lora:
-        targets, transposed = _lora_targets(module)
+        targets, transposed = _lora_targets(module, job.lora_target)
         quantization: Any = job.quantization or None
         lora = LoRA.of(
             params,
@@ -87,17 +97,25 @@ def load_model(job: FinetuneJob, mesh: core.Mesh) -> Trained:
             rank=job.lora,
             alpha=job.lora_alpha or None,
             fan_in_fan_out=transposed,
+            rank_pattern={name: int(n) for name, n in (x.split("=") for x in split_names(job.lora_rank_pattern))},
+            dropout=job.lora_dropout,
             quantization=quantization,
         )
         if quantization:
             specs = _quantized_specs(specs, lora, mesh.axis_size("tp")) if cut else lora.base_specs
         specs = {"base": specs, "lora": core.P()}  # `partition` finds out how adapters next to cut leaves are used
-    whole = batch_loss if lora is None else lora.adapt(batch_loss)
+    whole = batch_loss if lora is None else lora.adapt(batch_loss, _row_numbers)
     whole = partition(whole) if cut else whole
     whole = mixed_precision(whole, core.Policy.bf16()) if job.precision == "bf16" else whole
     whole = accumulate(whole, job.accumulate) if job.accumulate > 1 else whole
     first = params if lora is None else {"base": params, "lora": lora.init(core.key(job.seed))}
     return Trained(module, whole, first, specs, lora)
+
+
+def _row_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Returns the global numbers of rows. Evaluations drop nothing, so their rows count from 0."""
+    tokens = batch["tokens"]
+    return batch["index"] if "index" in batch else torch.arange(len(tokens), device=tokens.device)
 
 
 def load_part(name: str, source: Any, load: Callable[[Any], Any]) -> Any:
@@ -135,11 +153,21 @@ def _empty_module(job: FinetuneJob) -> Any:
     return module
 
 
-def _lora_targets(module: Any) -> tuple[list[str], bool]:
-    """Returns patterns of all linear layers but the head, and whether the weights are `[in, out]`."""
+def _lora_targets(module: Any, names: str = "") -> tuple[list[str], bool]:
+    """Returns patterns of linear layers except the head, and whether the weights are `[in, out]`.
+
+    Args:
+        module: model.
+        names: parts of paths, with commas between them. Empty for all layers.
+    """
     head = module.get_output_embeddings()
     kinds = {path: type(sub).__name__ for path, sub in module.named_modules() if sub is not head}
     paths = [path for path, kind in kinds.items() if kind in ("Linear", "Conv1D")]
+    wanted = split_names(names)
+    if unknown := [name for name in wanted if not any(name in path for path in paths)]:
+        known = sorted({path.rpartition(".")[2] for path in paths})
+        raise ValueError(f"--lora-target must be parts of {', '.join(known)}, got {', '.join(unknown)}.")
+    paths = [path for path in paths if not wanted or any(name in path for name in wanted)]
     own = {kinds[path] for path in paths}
     if len(own) != 1:
         raise ValueError(
@@ -221,7 +249,8 @@ def _train_model(job: FinetuneJob, mesh: core.Mesh) -> None:
     made = load_model(job, mesh)
     training, validation = _make_batches(job, tokenizer, made.module)
     schedule = _make_schedule(job)
-    optimizer = chain(clip_by_global_norm(1.0), adamw(schedule, weight_decay=job.weight_decay))
+    optimizer = adamw(schedule, weight_decay=job.weight_decay)
+    optimizer = chain(clip_by_global_norm(job.clip), optimizer) if job.clip else optimizer
     step = sharded_step(
         made.loss,
         optimizer,
@@ -231,20 +260,25 @@ def _train_model(job: FinetuneJob, mesh: core.Mesh) -> None:
         zero=core.Zero(stage=job.zero),
         trainable=True if made.lora is None else made.lora.trainable,
         skip_nonfinite=True,
+        key=core.key(job.seed) if job.lora_dropout else None,
     )
     state = step.init(made.params)
     cursor, speed, guard = Cursor(training, job.steps, mesh), Throughput(), NonFiniteGuard(job.max_nonfinite)
     by = "validation_loss" if job.validation else None
     checkpoints = Manager(pathlib.Path(job.out, "checkpoints"), mesh=mesh, save_every=job.every, best=by)
+    stopping, rows = EarlyStopping(max(job.patience, 1)), step.rows(job.batch)
     if checkpoints.steps():
         state, at = _restore_state(checkpoints, state, made.lora)
+        stopping = stopping.at(at.pop("stopping", stopping.state()))
         _move_cursor(job, cursor, at)
     _write_settings(job, mesh)
-    with checkpoints, Logger(job.out, mesh, start=cursor.next) as logger:
+    with checkpoints, Logger(job.out, mesh, sinks=_make_sinks(job), start=cursor.next) as logger:
         first = cursor.next
         bar = core.progress(cursor, total=job.steps, initial=first, desc="fine-tuning", unit="step", mesh=mesh)
         for n, batch in enumerate(bar, first):
             last = n + 1 == job.steps
+            if job.lora_dropout:
+                batch["index"] = torch.arange(n * job.batch + rows.start, n * job.batch + rows.stop)
             state, metrics = step(state, _move_batch(batch, mesh))
             logged: dict[str, Any] = {**metrics, "learning_rate": schedule(n)}
             if validation is not None and ((n + 1) % job.every == 0 or last):
@@ -252,19 +286,26 @@ def _train_model(job: FinetuneJob, mesh: core.Mesh) -> None:
                 held_out = (_move_batch(held, mesh) for held in validation.once(**dp))
                 with speed.pause():
                     logged["validation_loss"] = step.evaluate(state, held_out)["loss"]
+                stopping = stopping.update(float(logged["validation_loss"]))
+                last = last or (job.patience > 0 and stopping.stop)
             tokens = batch["tokens"].numel() * mesh.axis_size("dp")
             row = logger.write(n + 1, logged, speed(tokens))
             if n == first or (n + 1) % job.log_every == 0 or last or "validation_loss" in row:
                 _report_step(job, bar, row)
             if _is_finite(job, guard, n + 1, metrics, batch):
                 kept = None if by is None else logged
-                checkpoints.save(_saved_part(state, made.lora), n + 1, user=cursor.state(), metrics=kept, now=last)
+                user = {**cursor.state(), "stopping": stopping.state()}
+                checkpoints.save(_saved_part(state, made.lora), n + 1, user=user, metrics=kept, now=last)
+            if last:
+                break
         best = checkpoints.best() if by else None
-        if best is not None and best != job.steps:
+        if best is not None and best != int(state.step):
             state, _ = _restore_state(checkpoints, state, made.lora, step=best)
         if best is not None and mesh.rank == 0:
             print(f"The result is that of step {best}, with the lowest validation loss.", flush=True)
     _write_result(job, made, tokenizer, state, mesh)
+    if job.eval_tasks:
+        _evaluate_result(job, mesh)
 
 
 def _load_tokenizer(job: FinetuneJob) -> Any:
@@ -279,11 +320,27 @@ def _load_tokenizer(job: FinetuneJob) -> Any:
 def _make_schedule(job: FinetuneJob) -> Schedule:
     """Returns the learning rate.
 
-    A warmup of a tenth of the steps, then a cosine. A run of a single step has the whole rate.
+    By default a warmup of a tenth of the steps, then a cosine. A run of a single step has the whole rate.
     """
-    if job.steps == 1:
+    warmup = max(1, job.steps // 10) if job.warmup < 0 else job.warmup
+    if job.steps == 1 or (job.schedule == "constant" and not warmup):
         return constant_schedule(job.lr)
-    return warmup_cosine_decay_schedule(0.0, job.lr, max(1, job.steps // 10), job.steps)
+    if job.schedule == "constant":
+        return warmup_constant_schedule(0.0, job.lr, warmup)
+    make = warmup_linear_decay_schedule if job.schedule == "linear" else warmup_cosine_decay_schedule
+    return make(0.0, job.lr, warmup, max(job.steps, warmup + 1))
+
+
+_SINKS: dict[str, Callable[[FinetuneJob], Sink]] = {
+    "csv": lambda job: CSV(),
+    "tensorboard": lambda job: TensorBoard(),
+    "wandb": lambda job: WandB(project="shardfn", config=settings(job)),
+    "mlflow": lambda job: MLflow("shardfn", params=settings(job)),
+}
+
+
+def _make_sinks(job: FinetuneJob) -> list[Sink]:
+    return [_SINKS[name](job) for name in split_names(job.loggers)]
 
 
 def _report_step(job: FinetuneJob, bar: Any, row: Mapping[str, float]) -> None:
@@ -398,6 +455,17 @@ def _write_result(job: FinetuneJob, made: Trained, tokenizer: Any, state: TrainS
         tokenizer.save_pretrained(out / "adapter")
         if merged is not None:
             module_to_hf(made.module, merged, out / "model", dtype=dtype, tokenizer=tokenizer)
+
+
+def _evaluate_result(job: FinetuneJob, mesh: core.Mesh) -> None:
+    """Computes the tasks of `--eval-tasks` by the written files, on the first rank."""
+    if mesh.rank == 0:
+        out = pathlib.Path(job.out)
+        found = evaluate_tasks(LLM(str(out / "model")), split_names(job.eval_tasks))["results"]
+        (out / "tasks.json").write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
+        print(f"{out / 'tasks.json'}: {', '.join(found)}", flush=True)
+    if mesh.size > 1:
+        dist.barrier()
 
 
 def _merge_adapters(job: FinetuneJob, made: Trained, state: TrainState, adapters: core.PyTree) -> dict[str, Any]:

@@ -28,9 +28,18 @@ _HELP = {
     "accumulate": "microbatches a step",
     "lr": "learning rate, after a warmup of a tenth of the steps",
     "weight_decay": "of AdamW",
+    "schedule": "cosine, linear or constant, after the warmup",
+    "warmup": "steps until the whole learning rate; -1 for a tenth of the steps",
+    "clip": "bound of the norm of the gradient; 0 for none",
+    "patience": "validations without a lower loss after which the run ends; 0 for none",
+    "loggers": "further logs, as in csv,tensorboard,wandb,mlflow",
+    "eval_tasks": "tasks of lm-evaluation-harness for the result, as in arc_easy,hellaswag",
     "seed": "of the order of examples and of the adapters",
     "lora": "rank of adapters; 0 trains all weights",
     "lora_alpha": "their scale is alpha / rank; 0 takes the rank",
+    "lora_target": "parts of names of layers with adapters, as in q_proj,v_proj (default: all linear layers)",
+    "lora_rank_pattern": "other ranks of some layers, as in q_proj=16,v_proj=4",
+    "lora_dropout": "probability with which an input of an adapter is dropped",
     "quantization": "int8 or int4 quantizes the weights that have an adapter (QLoRA)",
     "merge": "also write the model with the adapters added",
     "learn": "answers: only completions, and messages of the assistant; everything: all tokens",
@@ -60,9 +69,18 @@ class FinetuneJob:
     accumulate: int = 1
     lr: float = 1e-4
     weight_decay: float = 0.0
+    schedule: str = "cosine"
+    warmup: int = -1
+    clip: float = 1.0
+    patience: int = 0
+    loggers: str = ""
+    eval_tasks: str = ""
     seed: int = 0
     lora: int = 0
     lora_alpha: float = 0.0
+    lora_target: str = ""
+    lora_rank_pattern: str = ""
+    lora_dropout: float = 0.0
     quantization: str = ""
     merge: bool = False
     learn: str = "answers"
@@ -91,7 +109,12 @@ class FinetuneJob:
 
 
 # These settings change no number of the run, and a resumed run may change them.
-_FREE = ("out", "merge", "cluster", "mesh", "every", "validation", "dtype", "log_every", "max_nonfinite")
+_FREE = (
+    *("out", "merge", "cluster", "mesh", "every", "validation", "dtype", "log_every", "max_nonfinite"),
+    *("patience", "loggers", "eval_tasks"),
+)
+LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
+SCHEDULES = ("cosine", "linear", "constant")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -139,7 +162,7 @@ def _read_settings(path: str | None) -> dict[str, Any]:
     try:
         settings = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"--config {path} is no TOML: {error}.") from error
+        raise ValueError(f"--config must be a TOML file, got {path}: {error}.") from error
     fields = {field.name: field for field in dataclasses.fields(FinetuneJob)[2:]}
     problems, out = [], {}
     for key, value in settings.items():
@@ -165,12 +188,13 @@ def _find_problems(job: FinetuneJob) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} must be at least 1, got {getattr(job, name)}"
     if not 0 < job.lr < math.inf:
         yield f"--lr must be above 0, and finite, got {job.lr}"
-    for name in ("weight_decay", "lora_alpha"):
+    for name in ("weight_decay", "lora_alpha", "clip"):
         if not 0 <= getattr(job, name) < math.inf:
             yield f"--{name.replace('_', '-')} must be 0 or more, and finite, got {getattr(job, name)}"
     if job.lora < 0:
         yield f"--lora {job.lora}: the rank is 1 or more, or 0 for no adapters"
-    for name in ("lora_alpha", "quantization", "merge"):
+    yield from _find_option_problems(job)
+    for name in ("lora_alpha", "lora_target", "lora_rank_pattern", "lora_dropout", "quantization", "merge"):
         if not job.lora and getattr(job, name):
             yield f"--{name.replace('_', '-')} has no effect without --lora RANK"
     if job.quantization and job.quantization not in core.GROUP_BYTES:
@@ -184,6 +208,34 @@ def _find_problems(job: FinetuneJob) -> Iterator[str]:
         yield f"--precision {job.precision}: it is bf16 or fp32.{core.did_you_mean(job.precision, ('bf16', 'fp32'))}"
     yield from _wrong_mesh(job)
     yield from _find_differences(job)
+
+
+def _find_option_problems(job: FinetuneJob) -> Iterator[str]:
+    if job.schedule not in SCHEDULES:
+        hint = core.did_you_mean(job.schedule, SCHEDULES)
+        yield f"--schedule must be {', '.join(SCHEDULES)}, got {job.schedule!r}.{hint}"
+    if job.warmup < -1:
+        yield f"--warmup must be at least 0, or -1 for a tenth of the steps, got {job.warmup}"
+    if job.patience < 0 or (job.patience and not job.validation):
+        yield f"--patience must be at least 0, and above 0 it needs --validation, got {job.patience}"
+    if not 0 <= job.lora_dropout < 1:
+        yield f"--lora-dropout must be at least 0 and below 1, got {job.lora_dropout}"
+    for name in split_names(job.loggers):
+        if name not in LOGGERS:
+            yield f"--loggers must be names of {', '.join(LOGGERS)}, got {name!r}.{core.did_you_mean(name, LOGGERS)}"
+    for item in split_names(job.lora_rank_pattern):
+        part, _, rank = item.partition("=")
+        if not part or not rank.isdecimal() or int(rank) < 1:
+            yield f"--lora-rank-pattern must be as in q_proj=16,v_proj=4, got {item!r}"
+    if job.eval_tasks and job.lora and not job.merge:
+        yield "--eval-tasks needs the whole model as a result: pass --merge, too"
+    if job.eval_tasks and importlib.util.find_spec("lm_eval") is None:
+        yield "--eval-tasks needs lm-eval, which is not installed: pip install 'shardfn[eval]'"
+
+
+def split_names(text: str) -> list[str]:
+    """Returns the names of a text with commas."""
+    return [name for name in map(str.strip, text.split(",")) if name]
 
 
 def _wrong_model(path: pathlib.Path) -> Iterator[str]:

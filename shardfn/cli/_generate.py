@@ -158,7 +158,9 @@ def _encode_prompt(job: GenerateJob, text: ModelText, asked: str) -> list[int]:
     if not job.chat:
         return text.encode(asked)
     if text.chat is None:
-        raise ValueError(f"--chat needs a chat template, but the tokenizer of {job.model} has none. Leave --chat out.")
+        raise ValueError(
+            f"--chat needs a tokenizer with a chat template, got the tokenizer of {job.model}. Leave --chat out."
+        )
     system = [] if job.system is None else [{"role": "system", "content": job.system}]
     return text.plain(text.chat([*system, {"role": "user", "content": asked}]))
 

@@ -280,7 +280,7 @@ def activation_bytes(setup: Setup) -> Activations:
 
 
 def _block_bytes(setup: Setup) -> int:
-    """Returns the bytes that one block keeps for each token."""
+    """Returns the bytes that a block keeps for each token."""
     c, size = setup.config, setup.bytes_of.params
     features = math.ceil((4 if c.is_gated else 2) * mean_width(c))
     heads, kv_heads = setup.heads_on_a_rank

@@ -130,7 +130,7 @@ _BEST = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program.
+    """Runs the command line of shardfn, and returns the exit status.
 
     Args:
         argv: arguments of the program. Default: the arguments of the process.

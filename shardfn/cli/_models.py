@@ -23,15 +23,16 @@ from ._report import plan_json, plan_text, table
 from ._states import Setup
 from ._units import gb, seconds
 
-_SWITCHES = ("tie_embeddings", "bias", "stacked", "embedding_norm")
-_WORDS = ("norm", "mlp", "position")
+_SWITCHES = ("tie_embeddings", "bias", "stacked", "embedding_norm", "norm_plus_one", "sinks", "head_bias")
+_WORDS = ("norm", "mlp", "position", "qk_norm", "norm_place", "parallel")
+_NUMBERS = ("dropout", "softcap", "logits_softcap", "attention_scale", "embedding_scale")
 _LITERALS = {"true": True, "false": False, "none": None}
-_OPTIONAL = ("num_kv_heads", "d_ff")
+_OPTIONAL = ("num_kv_heads", "d_ff", "d_head", "window", "softcap", "logits_softcap")
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Published model.
+    """Published model that `--model NAME` finds.
 
     Attributes:
         config: config of the model.
@@ -123,9 +124,9 @@ def _type_problem(name: str, value: Any) -> list[str]:
         return []
     if name in _SWITCHES:
         return [] if isinstance(value, bool) else [f"{name}={value!r} must be True or False."]
-    kinds = (int, float) if name == "dropout" else (int,)
+    kinds = (int, float) if name in _NUMBERS else (int,)
     good = isinstance(value, kinds) and not isinstance(value, bool)
-    return [] if good else [f"{name}={value!r} must be {'a number' if name == 'dropout' else 'an integer'}."]
+    return [] if good else [f"{name}={value!r} must be {'a number' if name in _NUMBERS else 'an integer'}."]
 
 
 def _gpt_config(layers: int, width: int, heads: int, vocab: int = 50257, length: int = 1024, **more: Any) -> gpt.Config:
@@ -211,7 +212,7 @@ _FIGURES: Mapping[str, Callable[[JobPlan], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Published run.
+    """Published training run, for example the hardware and the measured speed.
 
     Attributes:
         setup: settings of the run.

@@ -131,7 +131,7 @@ def memory_table(p: JobPlan, exact: Exact | None = None) -> str:
 
 
 def search_text(found: SearchResult, number: int = 10) -> str:
-    """Returns the best plans of a search, and why the others fail, as Markdown."""
+    """Returns the best plans of a search, and why the other plans fail, as Markdown."""
     best = [_plan_row(i + 1, p) for i, p in enumerate(found.best[:number])]
     failed = [(*_setting_names(p), gib(p.peak), gib(p.peak - p.limit), _largest_kind(p)) for p in found.failed]
     names = ("mesh", "stage", "accumulate", "remat")

@@ -10,7 +10,7 @@ gathered leaves, is the largest of three, for elements of s bytes and a loss tha
     a block's backward              attention (11 D + 2 K) t s or, if larger, the MLP: whole (4 D + 8 F + 2.5 K) t s,
                                     in tiles of w tokens 6 t D s + (4 D + 8 F) w s; and
       the last block's              + kept t D s + the gradients of the output layer and of a block
-      the first one's               + t D s + all gradients but the embedding's
+      the first stage's               + t D s + all gradients but the embedding's
     the update                      all gradients + the largest leaf
 
 where kept is L, for the inputs of L blocks, or 0 if these are stored on the host. The factors were read off steps of
@@ -23,6 +23,7 @@ B batch, t tokens of a rank, D model, K head dim, F ffn, V vocabulary, L layers.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 from shardfn.core import progress, raise_all
@@ -206,7 +207,7 @@ def longest(setup: Setup, limit: int | None = None) -> tuple[LongestSequence, ..
         limit: bytes that a rank's tensors may take. Default: the device's memory less a reserve.
 
     Raises:
-        ValueError: a mesh with tp or pp, or more sequences than one a step.
+        ValueError: a mesh with tp or pp, or several sequences a step.
 
     Example:
         >>> from shardfn.cli import parse_model
@@ -268,6 +269,6 @@ def _most_tokens(setup: Setup, settings: LongSettings, room: int) -> int:
 
 
 def _block_grads(c: gpt.Config) -> int:
-    """Returns the number of parameters of one block."""
-    one, two = (gpt.num_params(dataclasses.replace(c, num_layers=n)) for n in (1, 2))
-    return two - one
+    """Returns the number of parameters of the largest block: blocks with experts may be few, and differ."""
+    blocks = gpt.leaf_shapes(c)["blocks"]
+    return max(sum(math.prod(shape) for shape in block.values()) for block in blocks)

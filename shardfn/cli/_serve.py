@@ -6,13 +6,15 @@ import pathlib
 import sys
 from typing import Any
 
+import torch
+
 from shardfn.kernels import num_processors
 from shardfn.pretrained import compile_chat_template, load_text
 from shardfn.serve import Settings, Text, read_keys, serve
 from shardfn.waits import end_start
 
 from ._generate import flatten_message
-from ._serve_job import ServeJob, command_of
+from ._serve_job import ServeJob, choose_devices, command_of
 
 _PACKAGES = ("starlette", "uvicorn", "jinja2")
 
@@ -43,13 +45,17 @@ def serve_command(job: ServeJob) -> int:
             text = load_text(job.model)._replace(**changes)
             return Text(text.encode, text.tokenizer, text.chat, text.plain, text.template, text.pair)
 
+        all_ranks = settings.replicas * job.model.ranks
+        num = torch.cuda.device_count() if settings.replicas > 1 else 0  # a single replica sees all devices
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num)))).split(",") if num else []
         end_start()  # from here on the first rank reports
         return serve(
             settings,
             load_front_text,
             lambda end: command_of(job, end, sys.executable),
             ranks=job.model.ranks,
-            threads=None if "OMP_NUM_THREADS" in os.environ else max(1, num_processors() // job.model.ranks),
+            threads=None if "OMP_NUM_THREADS" in os.environ else max(1, num_processors() // all_ranks),
+            environment=lambda replica: choose_devices(replica, job.model.ranks, devices),
             report=_write_line,
         )
     except (ValueError, OSError, ImportError) as error:

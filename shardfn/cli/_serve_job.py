@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from shardfn.inference import Limits
+from shardfn.kernels import num_processors
 from shardfn.pretrained import DTYPES, KINDS, ModelSettings, Problem, detect_kind
 from shardfn.serve import POOLINGS, REASONING_PARSERS, TOOL_PARSERS
 
@@ -75,6 +78,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     text = "the model's first logit is a reward, as examples/rlhf/chat_reward.py trains it: for /v1/score and /classify"
     add("--reward-head", action="store_true", help=text)
     add("--mesh", default="", metavar="tp=N", help="ranks, which the command starts (default tp=1)")
+    text = "groups of ranks, each with the whole model, behind one address (default %(default)s)"
+    add("--replicas", type=int, default=1, metavar="N", help=text)
+    text = "of a replica in a row, with growing waits, before the server ends (default 3, or 0 without --replicas)"
+    add("--restarts", type=int, metavar="N", help=text)
+    text = "more ranks than this machine has cores or devices"
+    add("--oversubscribe", action="store_true", help=f"let replicas have {text}")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
     add_weights_arguments(parser)
     add("--context", type=int, metavar="N", help="the most tokens of prompt and completion (default: the model's)")
@@ -99,7 +108,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     path = pathlib.Path(args.model)
     kind, ranks = detect_kind(path), _parse_ranks(args.mesh)
     wrong = [] if kind in KINDS else [str(kind)]
-    wrong += [] if isinstance(ranks, int) else [ranks]
+    wrong += list(find_crowding(args, ranks, num_places())) if isinstance(ranks, int) else [ranks]
     weights = weights_of(args)
     recommended = recommended_of(args, kind)
     wrong += [value for value in (*weights.values(), recommended) if isinstance(value, Problem)]
@@ -129,6 +138,8 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         "pooling": args.pooling,
         "hosts": tuple(args.allowed_host),
         "origins": tuple(args.allowed_origin),
+        "replicas": args.replicas,
+        "restarts": args.restarts if args.restarts is not None else 3 if args.replicas > 1 else 0,
         "tool_call_parser": args.tool_call_parser,
         "reasoning_parser": args.reasoning_parser,
         "max_body": int(args.max_body_mib * _MIB),
@@ -147,6 +158,43 @@ def _parse_ranks(mesh: str) -> int | str:
     if found is None or int(found[1]) < 1:
         return f"--mesh {mesh}: write tp=N, with at least one rank"
     return int(found[1])
+
+
+def num_places() -> int:
+    """Returns the number of this machine's devices, or of its cores where it has none."""
+    return torch.cuda.device_count() or num_processors()
+
+
+def find_crowding(args: argparse.Namespace, ranks: int, places: int) -> Iterator[str]:
+    """Yields what is wrong with the number of replicas.
+
+    Args:
+        args: arguments of the command.
+        ranks: ranks of each replica.
+        places: cores or devices of this machine.
+    """
+    if args.replicas < 1:
+        yield f"--replicas must be at least 1, got {args.replicas}"
+    if args.restarts is not None and args.restarts < 0:
+        yield f"--restarts must be at least 0, got {args.restarts}"
+    if 1 < args.replicas and args.replicas * ranks > places and not args.oversubscribe:
+        yield (
+            f"--replicas {args.replicas} of {ranks} ranks must have at most {places} ranks, the cores or devices of"
+            f" this machine, got {args.replicas * ranks}; take fewer, or add --oversubscribe"
+        )
+    if args.oversubscribe and args.replicas == 1:
+        yield "--oversubscribe has no effect without --replicas; leave it out"
+
+
+def choose_devices(replica: int, ranks: int, devices: Sequence[str]) -> dict[str, str]:
+    """Returns the variables of the environment by which the ranks of a replica see their own devices.
+
+    Example:
+        >>> choose_devices(1, 2, ["0", "1", "2", "3"]), choose_devices(1, 1, [])
+        ({'CUDA_VISIBLE_DEVICES': '2,3'}, {})
+    """
+    own = [devices[(replica * ranks + rank) % len(devices)] for rank in range(ranks)] if devices else []
+    return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(own))} if own else {}
 
 
 def _find_problems(args: argparse.Namespace) -> Iterator[str]:

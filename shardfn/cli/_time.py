@@ -1,7 +1,7 @@
 """Time and traffic of a single step, by formula.
 
 Work: 6 N + 12 L D T operations per token, for N multiplied weights (tables for look-ups do not count) and sequences of
-T tokens; with remat the blocks' forward runs twice. Attention counts all pairs, masked ones too, as in PaLM's appendix
+T tokens; with remat the blocks' forward runs twice. Attention counts all pairs, masked pairs too, as in PaLM's appendix
 B (Chowdhery et al. 2022, arXiv 2204.02311). Data-parallel transfers overlap with the computation: a layer takes
 max(computation, transfers). The time of sums of tensor parallelism is added, without an overlap. A pipeline is as slow
 as the slowest stage, and is idle during the filling and draining, by the schedule's timeline.

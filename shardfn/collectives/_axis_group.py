@@ -160,7 +160,7 @@ class AxisGroup:
 
     @staticmethod
     def alone() -> "AxisGroup":
-        """Returns the line of only this rank. Rows are moved on this line, too."""
+        """Returns a group with only this rank. Rows are also moved in such a group."""
         return AxisGroup((), (), 0, range(1), current_mesh())
 
     @property
@@ -184,7 +184,7 @@ class AxisGroup:
 
 
 def axis_group_along(axis: core.Axes) -> AxisGroup | None:
-    """Returns the line of the bound mesh along `axis`, or None for only this rank.
+    """Returns the group of ranks along `axis` of the bound mesh, or None if the group has only this rank.
 
     Raises:
         ValueError: an axis is unknown or named twice.

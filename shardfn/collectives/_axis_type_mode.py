@@ -77,7 +77,7 @@ def run_one_operation(f: Callable[..., Any], *args: Any, along: core.Axes = None
         with no_axis_types():
             return f(*args)
 
-    # A number along these axes is one more operand.
+    # A number along these axes is a further operand.
     return mode.operation(run_unfollowed, (AxisNumber(0, named), *args), {})
 
 

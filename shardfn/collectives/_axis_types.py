@@ -75,7 +75,7 @@ class AxisTypeMode(NotingMode):
         self._around: list[Any] = []
 
     def __enter__(self) -> "AxisTypeMode":
-        """Begins to follow."""
+        """Starts to track differences between ranks by mesh axis."""
         around = interception()
         around.__enter__()
         self._around.append(around)
@@ -83,7 +83,7 @@ class AxisTypeMode(NotingMode):
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        """Ends following."""
+        """Stops tracking the axes."""
         super().__exit__(*failure)
         self._around.pop().__exit__(None, None, None)
 
@@ -102,7 +102,7 @@ class AxisTypeMode(NotingMode):
         return self._cast_missing(x, missing) if missing and _is_differentiable(x) else x
 
     def origin(self, x: Tensor) -> str:
-        """Returns the line that made a tensor, in words."""
+        """Returns a text with the line of code that made a tensor."""
         code, line = x.__dict__.get(_MADE_AT, (None, 0))
         return "" if code is None else f", made at {code.co_filename}:{line}"
 
@@ -391,7 +391,7 @@ def _recording_gradients() -> bool:
 def _is_differentiable(x: Tensor) -> bool:
     """Returns whether a gradient may be wanted.
 
-    Inside torch.func any tensor of floats may have one at an outer level.
+    Inside torch.func any tensor of floats may have a tangent at an outer level.
     """
     if not (x.is_floating_point() or x.is_complex()):
         return False

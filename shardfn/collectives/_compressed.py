@@ -256,7 +256,7 @@ def _decode_leaf(codes: Codes, like: Tensor, cut: Cut, compressor: Compressor, o
 def _compressed_and_exact_lines(
     op: str, axis: core.Axes, outer: core.Axes
 ) -> tuple[AxisGroup | None, AxisGroup | None]:
-    """Returns the line of ranks with compressed traffic, and the line of ranks with exact traffic."""
+    """Returns two groups of ranks: with compressed and with exact transfers."""
     axis_group_along(axis)  # raises if it is wrong
     between, inside = split_axes(op, axis, outer)
     return axis_group_along(between), axis_group_along(inside)

@@ -9,7 +9,7 @@
 A compressor works on `x [r, c]` in float32. The codes are tensors with a leading dim of r, so that each row can go to
 another rank. The memory from a call to the next is an error like `x`, or `()`.
 
-Compressed collectives also share checks before any message, and buckets under way while others start.
+Compressed collectives also share checks before any message, and buckets under way while other buckets start.
 """
 
 import collections
@@ -124,7 +124,7 @@ class Compress(Protocol):
     """`(x, memory, whole=, donate=) -> (codes, memory)`."""
 
     def __call__(self, x: Tensor, memory: Memory, /, *, whole: bool, donate: bool) -> tuple[Codes, Memory]:
-        """Compresses."""
+        """Returns the codes of a tensor."""
         ...
 
 

@@ -5,13 +5,13 @@ oldest transfer. So both ranks of the first unfinished transfer have started the
 deadlock. A message of several parts has the place of the first part. Both ranks of a message know all parts between the
 two, so the ranks agree on the message, and the message comes before the end of each leaf inside.
 
-The messages by which a leaf goes from a mesh to another: the overlaps of its present blocks with the wanted ones.
+The messages by which a leaf goes from a mesh to another: the overlaps of its present blocks with the wanted blocks.
 
 The distinct blocks of a leaf lie side by side. A rank with a new block needs the overlap of the new block with each old
 block, and may itself have some overlap already. The rank receives every other overlap once. So the bytes sent are the
 fewest possible:
 
-    bytes to a rank = bytes of its new block - bytes of the overlap of its new block with its old one
+    bytes to a rank = bytes of its new block - bytes of the overlap of its new block with its old block
 """
 
 import collections
@@ -178,7 +178,7 @@ class _Message:
         return self.numel * self.dtype.itemsize
 
     def add(self, crossing: LeafCrossing, box: Box) -> None:
-        """Adds a part."""
+        """Adds a box of elements to the message."""
         self.parts.append((crossing, box))
         self.numel += _box_numel(box)
 

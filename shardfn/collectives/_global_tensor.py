@@ -220,7 +220,7 @@ class GlobalTensor:
         if self.mesh.device_mesh is None:
             if self.mesh.size > 1:
                 raise ValueError(
-                    f"a DTensor needs a DeviceMesh, but {self.mesh!r} has none. Make the mesh from all ranks."
+                    f"a DTensor needs a DeviceMesh, but {self.mesh!r} is without one. Make the mesh from all ranks."
                 )
             raise ValueError("a DTensor needs a process group. With a single rank, use full_tensor().")
         placements: list[Any] = [Replicate()] * len(self.mesh.shape)

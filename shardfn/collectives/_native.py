@@ -50,7 +50,7 @@ def start_op(name: str, line: AxisGroup, *args: Any) -> Callable[[], Tensor]:
 
 
 def all_reduce(x: Tensor, line: AxisGroup, op: str, *, name: str) -> Tensor:
-    """Returns `op` ("sum" or "max") over the line, the same on every rank."""
+    """Returns `op` ("sum" or "max") over the group of ranks, the same on every rank."""
     if x.numel() == 0:
         return x.clone()
     channel = _channel_for(x, line)
@@ -63,7 +63,7 @@ def all_reduce(x: Tensor, line: AxisGroup, op: str, *, name: str) -> Tensor:
 
 
 def all_gather_start(x: Tensor, line: AxisGroup) -> Callable[[], Tensor]:
-    """Starts to gather the blocks of the line, stacked by index: `[...] -> [n, ...]`. The result waits.
+    """Starts to gather the blocks of the group, stacked by index: `[...] -> [n, ...]`. Use of the result waits.
 
     Do not write to `x` until then.
     """

@@ -53,7 +53,7 @@ def tensor_dim(op: str, x: Shaped[Tensor, "..."], dim: int, name: str = "dim") -
 def find_global_size(op: str, x: Shaped[Tensor, "..."], line: AxisGroup | None, dim: int, size: int | None) -> int:
     """Returns the global size along a dim on which blocks are joined.
 
-    Without `size`, every block is as long as this one.
+    Without `size`, every block is as long as this block.
 
     Raises:
         ValueError: this rank's block is not of the length that follows from `size`.

@@ -63,7 +63,7 @@ def ragged_all_to_all(
     Args:
         x: `[rows, ...]`. Any number of rows, which may differ between ranks.
         out: `[capacity, ...]`, with rows of the same shape and dtype as in `x`. The capacity may differ between ranks.
-        input_offsets: int32 or int64 numbers, one a rank along `axis`: the first row of `x` for the rank.
+        input_offsets: int32 or int64 numbers, a number for each rank along `axis`: the first row of `x` for the rank.
         send_sizes: numbers as above: how many rows of `x` go to the rank.
         output_offsets: numbers as above: the row of the rank's `out` at which the rows begin.
         recv_sizes: numbers as above: how many rows come from the rank.
@@ -114,7 +114,7 @@ def ragged_exchange(
 
     Args:
         x: `[rows, ...]`. Any number of rows, which may differ between ranks.
-        send_sizes: int32 or int64 numbers, one a rank along `axis`: how many rows go to the rank.
+        send_sizes: int32 or int64 numbers, a number for each rank along `axis`: how many rows go to the rank.
         axis: see `ragged_all_to_all`.
 
     Returns:

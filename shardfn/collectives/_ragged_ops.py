@@ -1,7 +1,7 @@
 """Exchanges of rows whose numbers are data, as ops of a captured graph. Other transfers are in `_wire_ops.py`.
 
     ragged_places_start(output_offsets, input_offsets, send_sizes, recv_sizes, rows, capacity, looks, axes)
-        -> handle, like output_offsets      compares the places of all ranks; where the rows for this one go
+        -> handle, like output_offsets      compares the places of all ranks; where the rows for this rank go
     ragged_all_to_all_start(x, input_offsets, send_sizes, offsets, sizes, rows, axes)
         -> handle [rows, ...]               the rows from each rank at their places, zeros elsewhere; rows of -1 end
                                             with the last that arrives

@@ -135,8 +135,8 @@ def check_compressor(op: str, compressor: Any) -> None:
     if not isinstance(compressor, Compressor):
         called = " Call it: it makes one." if callable(compressor) else ""
         raise TypeError(
-            f"{op}: compressor={compressor!r} is no Compressor.{called} There are sign(), int8(), int4(),"
-            " top_k(fraction), identity(), and error_feedback(...) around each."
+            f"{op}: compressor must be a Compressor, got {compressor!r}.{called} The compressors are sign(), int8(),"
+            " int4(), top_k(fraction), identity(), and error_feedback(...) of each."
         )
 
 

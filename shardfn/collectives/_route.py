@@ -208,7 +208,7 @@ def _normalize_placement(placement: Placement, mesh: Mesh) -> Placement:
     unreduced = tuple(a for a in mesh.axis_names if a in mesh.axes(placement.unreduced))
     here = placement.with_(spec=spec, unreduced=unreduced, brought=mesh.axes(placement.brought))
     for dim in range(len(spec)) if here.brought else ():
-        if set(spec.dim_axes(dim)) == set(here.brought):  # the others have a single rank: this is the whole
+        if set(spec.dim_axes(dim)) == set(here.brought):  # the other axes have a single rank: this is the whole
             return here.with_(spec=_drop_axes(spec, dim, here.brought), brought=())
     return here
 

@@ -214,7 +214,7 @@ class TracedControl:
         *,
         begins: bool = False,
     ) -> Agreed:
-        """Agrees with itself."""
+        """Returns agreement without a message, because no other rank takes part in a trace."""
         del what, text, constant, sizes, remedy, begins
         return Agreed(True, known)
 

@@ -13,7 +13,7 @@ infinity or NaN stays as before. In a captured graph each call is one node.
 
 Channels whose transfers are quantised: a `Channel`'s interface, messages of a `Quantizer` on the wire.
 
-    all_gather       own block => message; all messages => all blocks, this rank's own rounded like the others'
+    all_gather       own block => message; all messages => all blocks, this rank's own rounded like all
     reduce_scatter   one hop:   the messages of all blocks go to their ranks, which add them up
                      two hops:  near ranks exchange and add the blocks of the nodes at their near index, encode the
                                 sums, exchange them across the far axes and add again
@@ -25,7 +25,7 @@ Wang et al., ZeRO++, 2023, https://arxiv.org/abs/2306.10209 (qwZ, qgZ)
 
 A gather in two hops: across nodes once, and within a node as often as the whole is wanted (ZeRO++'s hpZ).
 
-    block of rank (f, g)             f along the far axes, g along the near ones
+    block of rank (f, g)             f along the far axes, g along the near axes
     bring       far axes:            [A_0g] [A_1g] => [A_0g, A_1g]       the secondary piece of near rank g
     all_gather  near axes:           the secondary pieces => [A_00, A_01, A_10, A_11], in the order of ranks
 
@@ -322,7 +322,7 @@ class QuantizedReduce:
 
     def all_reduce(self, flat: Tensor) -> Pending[Tensor]:
         """Refuses whole gradients: they are not quantised."""
-        raise AssertionError("a gradient that is summed whole does not travel in a code")
+        raise AssertionError("a gradient that is summed whole cannot be sent quantized")
 
 
 class Relayed(Pending[Tensor]):

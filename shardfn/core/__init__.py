@@ -54,11 +54,11 @@ from ._modules import named_buffers as named_buffers, named_modules as named_mod
 from ._modules import named_parameters as named_parameters, state_names as state_names
 from ._modules import is_compiled as is_compiled, uncompiled as uncompiled
 from ._metadata import METADATA as METADATA, MetadataTensor as MetadataTensor
-from ._program_flags import op_by_op as op_by_op, runs_op_by_op as runs_op_by_op
+from ._ambient import op_by_op as op_by_op, runs_op_by_op as runs_op_by_op
 from ._progress import progress as progress
 from ._mesh import PerMesh as PerMesh
 from ._stored_value import Pending as Pending
-from ._program_flags import serialize_tracing as serialize_tracing
+from ._ambient import serialize_tracing as serialize_tracing
 from ._stored_value import Absent as Absent, Stored as Stored, StoredValue as StoredValue
 from ._stored_value import as_stored as as_stored, load as load, read_rows as read_rows
 from ._texts import as_html as as_html, columns as columns, size as size
@@ -71,7 +71,7 @@ from ._ambient import (
     ambient_names as ambient_names,
     this_program as this_program,
 )
-from ._program_flags import evaluating as evaluating, is_evaluating as is_evaluating
+from ._ambient import evaluating as evaluating, is_evaluating as is_evaluating
 from ._ambient_rebind import Again as Again, Note as Note, Replaced as Replaced, capture_ambient as capture_ambient
 from ._ambient_rebind import (
     rebind_ambient as rebind_ambient,

@@ -116,7 +116,7 @@ _ARGUMENTS: list[Callable[[Sequence[Any]], Note | None]] = []
 
 
 def rebind_ambient(look: Callable[[], Sequence[Again]]) -> Callable[[], Sequence[Again]]:
-    """Registers a look at an ambient value that later code needs: a function that returns how to bind the value.
+    """Registers a function that returns contexts to bind the current ambient values again, for code that runs later.
 
     The block that binds a value of this kind enters `rebind_in_checkpoints`, too.
 

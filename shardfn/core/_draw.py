@@ -206,7 +206,7 @@ def uniform_block(
     Args:
         key: the key.
         shape: shape of the full draw.
-        slices: slices of step 1, one a dim. Dims without a slice are whole.
+        slices: slices of step 1, a slice for each dim. Dims without a slice are whole.
         dtype: see `uniform`.
         minval: see `uniform`.
         maxval: see `uniform`.
@@ -246,7 +246,7 @@ def normal_block(
     Args:
         key: the key.
         shape: shape of the full draw.
-        slices: slices of step 1, one a dim. Dims without a slice are whole.
+        slices: slices of step 1, a slice for each dim. Dims without a slice are whole.
         mean: see `normal`.
         stddev: see `normal`.
         dtype: see `normal`.
@@ -278,7 +278,7 @@ def draw_block(leaf: Shaped[Tensor, "..."], slices: Slices) -> Shaped[Tensor, ".
 
     Args:
         leaf: a `Draw` or a tensor.
-        slices: slices of step 1, one a dim. Dims without a slice are whole.
+        slices: slices of step 1, a slice for each dim. Dims without a slice are whole.
 
     Example:
         >>> draw_block(torch.arange(4), (slice(1, 3),)).tolist()

@@ -51,7 +51,7 @@ class MadeGroups:
         self._sends.append(sends)
 
     def unwatch(self, sends: Sends) -> None:
-        """Forgets a queue."""
+        """Removes a queue, whose transfers the end then does not wait for."""
         self._sends = [x for x in self._sends if x is not sends]
 
     def end(self) -> None:

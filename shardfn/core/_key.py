@@ -112,7 +112,7 @@ def check_key(who: str, key: Any) -> None:
     _check_tensor(who, key)
     if key.shape != (2,) or key.dtype != torch.int64:
         raise TypeError(
-            f"{who}: key is {key.dtype} of shape {tuple(key.shape)}, and a key is int64 of shape (2,). Make it of a"
+            f"{who}: a key must be int64 of shape (2,), got {key.dtype} of shape {tuple(key.shape)}. Make a key from a"
             " seed: key=sf.key(0)."
         )
 

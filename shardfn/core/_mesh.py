@@ -398,7 +398,7 @@ T = TypeVar("T")
 
 
 class PerMesh(Generic[T]):
-    """Objects of a kind, one a mesh. A closed mesh drops the mesh's object.
+    """Objects of a kind, an object for each mesh. A closed mesh drops the mesh's object.
 
     Example:
         >>> from shardfn.core import make_mesh

@@ -101,7 +101,7 @@ class Policy:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"the exception {pattern!r} is no regular expression: {error}.") from error
+                raise ValueError(f"the exception {pattern!r} is not a regular expression: {error}.") from error
 
     def __hash__(self) -> int:
         plain = (getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "exceptions")

@@ -1,4 +1,4 @@
-"""`progress`: the one place that decides whether a bar of progress is shown."""
+"""`progress`: decides in a single place whether a bar of progress is shown."""
 
 import sys
 from collections.abc import Iterable, Iterator

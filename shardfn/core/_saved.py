@@ -44,7 +44,9 @@ def checkpoint_name(x: Shaped[Tensor, "..."], name: str) -> Shaped[Tensor, "..."
         JAX's `jax.ad_checkpoint.checkpoint_name`
     """
     if not isinstance(x, Tensor) or not isinstance(name, str):
-        raise TypeError(f"checkpoint_name takes a tensor and a string, got {type(x).__name__}, {type(name).__name__}.")
+        raise TypeError(
+            f"checkpoint_name expected a tensor and a string, got {type(x).__name__}, {type(name).__name__}."
+        )
     # The wrappers of torch.func have no separate memory. Neither `remat` nor `offload` acts there.
     if _HEARING and not is_functorch_wrapped_tensor(x):
         for hears in _HEARING.all:

@@ -30,7 +30,7 @@ def is_device(kind: str) -> bool:
 
 
 def is_disk(kind: str) -> bool:
-    """Returns whether a value of this memory kind lies on disk, where it is no tensor and is never overwritten."""
+    """Returns whether a value of this memory kind is on disk, where a value is not a tensor and never overwritten."""
     return kind == "disk"
 
 
@@ -137,7 +137,7 @@ class Sharding:
     Attributes:
         spec: the layout.
         memory_kind: the memory in which the leaf is stored: "device", "host" or "disk".
-        stacked: whether the leading dim stacks equal layers, [L, *shape of a layer], that are used one at a time. ZeRO
+        stacked: whether the leading dim stacks equal layers, [L, *shape of a layer], that are used in sequence. ZeRO
             then cuts each layer, and gathers each layer for use. See `shardfn.scan`. An axis that cuts the leading dim
             itself gives each rank some of the layers, as in the stages of a pipeline.
         quantization: "int8" or "int4" for a leaf that is not trained and stored quantized, see

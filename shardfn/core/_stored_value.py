@@ -182,7 +182,7 @@ class Absent:
     Args:
         ndim: of the leaf.
         dtype: of the leaf.
-        kind: the memory that others keep it in.
+        kind: memory of the parts.
         why: the error's text.
     """
 

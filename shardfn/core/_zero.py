@@ -356,8 +356,8 @@ class Zero:
         given = [f"{name} ({why})" for name, (is_given, why) in wrong.items() if is_given]
         if given:
             raise ValueError(
-                f"Zero(reduction='canonical') with {', '.join(given)}: sums would be taken in another order for each"
-                " number of ranks. Leave these out, or the reduction."
+                f"Zero(reduction='canonical') does not support {', '.join(given)}, because the order of a sum would"
+                " depend on the number of ranks. Leave these options or the reduction out."
             )
 
     @property
@@ -384,7 +384,7 @@ class Zero:
             hint = did_you_mean(foreign[0], axes) if foreign else ""
             raise ValueError(f"{given}: the secondary axis must be of those along which leaves are cut.{hint}")
         if set(self.near) == set(axes):
-            raise ValueError(f"{given} has no effect: there is no other axis to spare. Name the near ones alone.")
+            raise ValueError(f"{given} has no effect, because it names all axes. Name only the axes within a node.")
 
     def _check_memory(self) -> None:
         kinds = get_args(MemoryKind)

@@ -254,9 +254,9 @@ class Stream:
         """
         if state["ranks"] != self._loader_size:
             raise ValueError(
-                f"Stream: the position was saved by {state['ranks']} ranks, and there are {self._loader_size}: each"
-                " has a place of its own in the stream. Go on with that number of ranks, or leave at() out, which"
-                " begins anew."
+                f"Stream: the position was saved by {state['ranks']} ranks, but this run has {self._loader_size}. Each"
+                " rank has a separate position. Continue with the same number of ranks, or leave at() out to start"
+                " from the beginning."
             )
         if ("loaders" in state) != (self._resume == "state"):
             was = "state" if "loaders" in state else "replay"
@@ -384,9 +384,9 @@ class Stream:
             )
         if _has_buffer(getattr(loader, "dataset", loader)):
             raise ValueError(
-                "Stream: dataset.shuffle(buffer_size=) of Hugging Face does not save the examples in its buffer: after"
-                " resuming, some would never be seen. Pass Stream(..., resume='replay'), which reads the stream again"
-                " up to the place, or shuffle the shards alone, by buffer_size=1."
+                "Stream: dataset.shuffle(buffer_size=) of Hugging Face does not save the examples in the buffer, so a"
+                " resumed run would skip them. Pass Stream(..., resume='replay'), which reads the stream again up to"
+                " the position, or shuffle only the shards with buffer_size=1."
             )
 
 

@@ -69,8 +69,8 @@ def _checked_batches(loader: DataLoader[Any], world: int) -> Any:
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 and world > 1:
         raise ValueError(
-            f"shard_rows: the loader's DistributedSampler gives each of num_replicas={sampler.num_replicas} ranks its"
-            f" own examples already, and shard_rows would keep 1/{world} of those: the others would never be read. Pass"
+            f"shard_rows: the loader's DistributedSampler already divides the examples among num_replicas="
+            f"{sampler.num_replicas} ranks, so shard_rows would skip all but 1/{world} of them. Pass"
             " a loader of the global batches, without sampler= (shuffle=True, generator=torch.Generator().manual_seed("
             "seed)), or leave shard_rows out and pass this loader's batches to the step."
         )

@@ -73,7 +73,7 @@ class BPETokenizer:
             FileNotFoundError: paths are missing. The message lists all missing paths.
         """
         if vocab_size < 256:
-            raise ValueError(f"vocab_size={vocab_size}: the 256 bytes alone need 256 ids. Ask for more, or use bytes.")
+            raise ValueError(f"vocab_size must be above 256, as each byte has an id, got {vocab_size}.")
         paths, lib = checked(paths), _import_library()
         inner = lib.Tokenizer(lib.models.BPE())
         inner.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -31,7 +31,7 @@ from ._functional import without_writes as without_writes
 
 # Transfers, memory, time.
 from ._transfers import Transfer as Transfer, channel_axes as channel_axes, transfers as transfers
-from ._moves import MemoryMove as MemoryMove, memory_of as memory_of, moves as moves
+from ._transfers import MemoryMove as MemoryMove, memory_of as memory_of, moves as moves
 from ._memory import MemoryAnalysis as MemoryAnalysis, memory_analysis as memory_analysis
 from ._cost import (
     CostAnalysis as CostAnalysis,

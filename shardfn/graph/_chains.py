@@ -71,7 +71,7 @@ def reads(step: Node | Region, first: Mapping[Node, Node]) -> Sequence[Node]:
 
 
 def _viewed_node(node: Node) -> Node | None:
-    # `as_strided` counts in memory, and strides at run time may be others.
+    # `as_strided` counts in memory, and strides at run time may differ.
     of = node.args[0] if is_view(node) and node.target is not torch.ops.aten.as_strided.default else None
     return of if isinstance(of, Node) else None
 

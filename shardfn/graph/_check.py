@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from shardfn.core import RankError, all_coords, dtype_name
+from shardfn import core
 
 from ._transfers import Transfer, is_message, is_wait, start_of, transfers
 from ._values import part_of, where_of
@@ -93,7 +93,7 @@ def prove_no_hang(gms: Sequence[GraphModule], mesh_shape: Mapping[str, int] | No
         >>> prove_no_hang([gm, gm], {"dp": 2})
     """
     shape = dict(mesh_shape if mesh_shape is not None else gms[0].meta.get("mesh_shape", {}))
-    coords = all_coords(shape)
+    coords = core.all_coords(shape)
     if len(coords) != len(gms):
         raise ValueError(
             f"expected a graph for each of the {len(coords)} ranks of a mesh of {shape}, got {len(gms)} graphs."
@@ -202,7 +202,7 @@ def _compare_channels(channels: Sequence[set[str]]) -> None:
     """Refuses ranks that would make different channels, as all ranks of the mesh have to make each channel together."""
     odd = next((rank for rank, own in enumerate(channels) if own != channels[0]), None)
     if odd is not None:
-        raise RankError(
+        raise core.RankError(
             f"ranks use different channels: rank 0 {sorted(channels[0])}, rank {odd} {sorted(channels[odd])}. {_REMEDY}"
         )
 
@@ -221,7 +221,7 @@ def _compare_messages(programs: Sequence[Sequence[Moment]], shape: Mapping[str, 
             continue
         sides = [f"  rank {r} {'sends' if e else 'receives'} {what} ({m.where})" for e, (r, m, what) in found.items()]
         sides += [] if len(found) == 2 else ["  and no rank is at the other end"]
-        raise RankError("\n".join([f"stages differ in message {tag} on channel {channel!r}:", *sides, _STAGES]))
+        raise core.RankError("\n".join([f"stages differ in message {tag} on channel {channel!r}:", *sides, _STAGES]))
 
 
 def _coordinates_of(channel: str, shape: Mapping[str, int], rank: int) -> tuple[tuple[int, ...], int]:
@@ -242,7 +242,7 @@ def _message_end(t: Transfer) -> MessageEnd | None:
     if not is_message(t.node):
         return None
     peer, tag = t.node.args[-3:-1]
-    looks = f"{dtype_name(t.dtype)} {list(t.sizes)}"
+    looks = f"{core.dtype_name(t.dtype)} {list(t.sizes)}"
     return MessageEnd(t.op == "send", int(peer), int(tag), looks)  # pyright: ignore[reportArgumentType]  # fx arguments
 
 
@@ -261,7 +261,7 @@ def _is_made(channel: str) -> bool:
 
 def _format_transfer(t: Transfer) -> str:
     where = f"{_COMMENT}{t.where}" if t.where else ""
-    return f"{t.channel}: {t.op} {dtype_name(t.dtype)} {_format_sizes(t)}{where}"
+    return f"{t.channel}: {t.op} {core.dtype_name(t.dtype)} {_format_sizes(t)}{where}"
 
 
 def _format_sizes(t: Transfer) -> str:
@@ -308,7 +308,7 @@ def _split_by_channel(lines: Sequence[str]) -> dict[str, list[str]]:
 def _compare_lines(channel: str, rank_a: int, a: Sequence[str], rank_b: int, b: Sequence[str]) -> None:
     for i, (x, y) in enumerate(itertools.zip_longest(a, b), start=1):
         if x is None or y is None or not _can_agree(x, y):
-            raise RankError(
+            raise core.RankError(
                 f"ranks {rank_a} and {rank_b} differ in collective {i} on channel {channel!r}:\n"
                 f"  rank {rank_a}: {_format_line(x)}\n  rank {rank_b}: {_format_line(y)}\n{_REMEDY}"
             )
@@ -327,7 +327,7 @@ def _rank_groups(axes: str, mesh_shape: Mapping[str, int] | None, count: int) ->
         return [list(range(count))]
     rows: dict[tuple[int, ...], list[int]] = {}
     names = axes.split(",")
-    for rank, coords in enumerate(all_coords(mesh_shape)):
+    for rank, coords in enumerate(core.all_coords(mesh_shape)):
         rows.setdefault(tuple(c for n, c in coords.items() if n not in names), []).append(rank)
     return list(rows.values())
 
@@ -356,7 +356,7 @@ class _Simulation:
             ready.extend(self._advance_rank(ready.popleft()))
         stuck = [r for r, p in enumerate(self._programs) if self._at[r] < len(p)]
         if stuck:
-            raise RankError(self._describe_deadlock(stuck))
+            raise core.RankError(self._describe_deadlock(stuck))
 
     def _group_of_rank(self, channel: str, shape: Mapping[str, int]) -> dict[int, tuple[int, int]]:
         """Returns the number of each rank's group along the channel's axes, and the group's size."""

@@ -18,9 +18,8 @@ from shardfn.core import dtype_name, is_device
 
 from ._device import Cluster, Device, Link
 from ._formulas import torch_flops
-from ._moves import MemoryMove, moves
 from ._ops import op_of
-from ._transfers import Transfer, is_start, is_wait, transfers
+from ._transfers import MemoryMove, Transfer, is_start, is_wait, moves, transfers
 from ._values import PHASES, is_view, num_bytes, phases_of, tensors_of, where_of, written_by
 
 # Floating-point operations and bytes of a node of a captured graph.

@@ -139,7 +139,7 @@ def label_product(*terms: str) -> Callable[[OpUse], Labels]:
 
 
 def label_all_but(dims: Callable[[OpUse], Sequence[int]]) -> Callable[[OpUse], Labels]:
-    """Labels an op that computes along some dims, not to be cut, for each index of the others.
+    """Labels an op that computes along some dims, not to be cut, for each index of the other dims.
 
     Results have all dims.
     """

@@ -22,9 +22,9 @@ from shardfn.kernels import KernelChain, without_dispatch
 from shardfn.memory import on_host
 
 from ._chains import ChainRegion, list_needed, reads, whole_views, with_chains
-from ._moves import memory_of
 from ._ops import op_of
 from ._regions import Region, is_view
+from ._transfers import memory_of
 from ._values import overwritten, part_of, storage_of, tensors_of
 
 _FILE = "<shardfn graph "

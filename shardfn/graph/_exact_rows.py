@@ -11,10 +11,9 @@ from shardfn.core import is_device
 
 from ._edit import reorder_graph
 from ._hazards import Memory
-from ._moves import memory_of
 from ._ops import WAIT, op_of
 from ._reuse import value_numbers
-from ._transfers import start_of
+from ._transfers import memory_of, start_of
 from ._values import tensors_of
 
 _START = torch.ops.shardfn.ragged_all_to_all_start.default
@@ -23,7 +22,7 @@ _ROWS = 5  # the argument of `_START` that has the number of rows
 
 
 def exact_rows(gm: GraphModule) -> GraphModule:
-    """Gives exchanges exactly the rows that come, in place of the most that may, where all users allow shorter values.
+    """Lets exchanges return only the received rows, instead of the largest possible number, if all users allow it.
 
     For example, a rank of a mixture of experts that gets 700 of at most 4096 rows computes 700. Values with the mark
     `arrived_rows` have the rows that came by the table, and so have values made row by row. Such values may be shorter
@@ -31,7 +30,7 @@ def exact_rows(gm: GraphModule) -> GraphModule:
 
         "each"     row i of the result is made of row i of the operands, as of pointwise ops
         "places"   row i of the result is made of the rows that row i of the second operand names
-        "first"    row i of the result is made of row i of the first operand; the others are whole
+        "first"    row i of the result is made of row i of the first operand; other operands are whole
         "sum"      a sum over groups of rows, which fill the operands up to the rows in use
         "sent"     only the rows that other operands name are read
         "like"     the result has the number of rows of the second operand

@@ -30,7 +30,7 @@ _REMEDY = "write to a clone(), or use the operation that returns a new value"
 
 
 def without_writes(gm: GraphModule) -> Iterator[str]:
-    """Replaces the writes of a captured forward. See above. Yields writes that cannot be replaced, with a remedy."""
+    """Replaces the writes of a captured forward. Yields writes that cannot be replaced, with a remedy."""
     walk = _Walk(gm)
     for node in list(gm.graph.nodes):
         reason = walk.visit(node)

@@ -24,10 +24,9 @@ from torch.fx import GraphModule, Node
 
 from shardfn._torch import OpOverload
 
-from ._moves import is_fetch
 from ._op import by_identity
 from ._ops import PSUM_SCATTER, SENT, WAIT, find_op, op_of
-from ._transfers import is_gather, is_message, is_start, is_wait, start_of
+from ._transfers import is_fetch, is_gather, is_message, is_start, is_wait, start_of
 from ._values import tensors_of, written_by
 
 # Pseudo-memories, for orders that no memory carries.

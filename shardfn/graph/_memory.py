@@ -11,9 +11,8 @@ from torch.fx import GraphModule, Node
 from shardfn.core import dtype_name
 
 from ._exact_rows import balanced_shares
-from ._moves import MemoryMove, made_bytes, memory_of, moves
 from ._ops import ROWS_TO_DEVICE, TO_DEVICE, op_of
-from ._transfers import Transfer, sources, transfers
+from ._transfers import MemoryMove, Transfer, made_bytes, memory_of, moves, sources, transfers
 from ._values import phases_of, storage_of, tensors_of, where_of, written_by
 
 # Lifetimes of the memory of a captured step: when the graph, run in order, allocates and frees each piece.
@@ -32,7 +31,7 @@ from ._values import phases_of, storage_of, tensors_of, where_of, written_by
 
 @dataclasses.dataclass
 class Block:
-    """Piece of memory.
+    """Piece of memory, alive from a first to a last node.
 
     Attributes:
         nbytes: size.

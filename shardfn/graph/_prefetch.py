@@ -7,10 +7,9 @@ from torch.fx import GraphModule, Node
 
 from ._edit import reorder_graph
 from ._hazards import Memory, dependences, legal_order, put_off, ready_after
-from ._moves import is_fetch
 from ._ops import READ, ROWS_TO_DEVICE, ROWS_TO_HOST, TO_DEVICE
 from ._reorder import waits_and_views
-from ._transfers import is_gather, is_start, is_wait, start_of
+from ._transfers import is_fetch, is_gather, is_start, is_wait, start_of
 from ._values import phases_of
 
 # How much further ahead than the gather of a leaf the first of two hops starts, and the read from disk.

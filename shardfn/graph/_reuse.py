@@ -10,10 +10,9 @@ from shardfn.collectives import Sizes
 
 from ._edit import reorder_graph, revalue
 from ._hazards import Memory, is_random
-from ._moves import is_fetch
 from ._ops import ALL_GATHER, TO_DEVICE
 from ._prefetch import gathered_bytes
-from ._transfers import is_gather, is_start, is_wait, wait_of
+from ._transfers import is_fetch, is_gather, is_start, is_wait, wait_of
 
 
 def value_numbers(memory: Memory) -> dict[Node, int]:
@@ -164,7 +163,7 @@ class _Recent:
     def _touch_leaf(self, leaf: int, nbytes: int) -> None:
         self._total += nbytes - self._recent.pop(leaf, 0)
         self._recent[leaf] = nbytes
-        # All other values were used after the oldest value. The oldest stays only while the others fit the budget.
+        # All other values were used after the oldest value. The oldest value stays only while all fit the budget.
         while self._recent and self._total - next(iter(self._recent.values())) > self._budget:
             self._total -= self._recent.popitem(last=False)[1]
 

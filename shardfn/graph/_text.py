@@ -8,8 +8,7 @@ from torch.fx import GraphModule, Node
 
 from shardfn.core import dtype_name
 
-from ._moves import crossing, is_move, transferred_bytes
-from ._transfers import Transfer, is_message, is_wait, start_of, transfers
+from ._transfers import Transfer, crossing, is_message, is_move, is_wait, start_of, transferred_bytes, transfers
 from ._values import part_of, phases_of, tensors_of, where_of
 
 

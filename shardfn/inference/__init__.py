@@ -9,7 +9,7 @@ from ._matchers import Compiler as Compiler
 from ._requests import Request as Request, Sampling as Sampling, check_request as check_request
 from ._options import JsonKind as JsonKind
 from ._requests import SAMPLING_OPTIONS as SAMPLING_OPTIONS, encode_sampling as encode_sampling
-from ._stats import CacheStats as CacheStats, EngineStats as EngineStats, SpeculationStats as SpeculationStats
+from ._results import CacheStats as CacheStats, EngineStats as EngineStats, SpeculationStats as SpeculationStats
 from ._draft_tree import DraftTree as DraftTree
 from ._drafters import BatchDrafter as BatchDrafter, Context as Context, Drafter as Drafter, Ngram as Ngram
 from ._drafters import RejectionDrafter as RejectionDrafter
@@ -18,7 +18,7 @@ from ._drafters import HiddenStateDrafter as HiddenStateDrafter, HiddenWindowDra
 from ._suffix_drafter import Suffix as Suffix
 from ._events import Add as Add, Cancel as Cancel, Clock as Clock, Drain as Drain, Event as Event
 from ._events import Stop as Stop, Weights as Weights
-from ._pool import BlockPool as BlockPool
+from ._pool import BlockPool as BlockPool, PrefixScope as PrefixScope, list_prefix_keys as list_prefix_keys
 from ._state import State as State, start as start
 from ._plan import StepPlan as StepPlan
 from ._schedule import Output as Output, advance as advance
@@ -33,7 +33,7 @@ from ._runner import MemoryPlan as MemoryPlan, Runner as Runner, limits_of as li
 from ._draft_model import DraftModel as DraftModel
 from ._detokenize import Detokenizer as Detokenizer, DecodeStream as DecodeStream, detokenizer as detokenizer
 from ._score import Score as Score, ScoredPrompt as ScoredPrompt, sum_tokens as sum_tokens
-from ._classify import Activation as Activation, Classes as Classes, Classifier as Classifier
+from ._score import Activation as Activation, Classes as Classes, Classifier as Classifier
 from ._results import Completion as Completion, Token as Token
 from ._processors import check_names as check_names
 from ._engine_core import EngineCore as EngineCore

@@ -44,7 +44,7 @@ class Adapters:
 
     @property
     def hooks(self) -> EngineHooks:
-        """Returns the hooks."""
+        """Returns the engine hooks that select the adapter of each row."""
         return EngineHooks(columns=lambda state, plan: {"low": self.of(plan)})
 
     @property
@@ -80,7 +80,7 @@ class Adapters:
             raise ValueError(f"an adapter named {name!r} is there. Remove it first, or give the new one another name.")
         if not self._decoder.linear:
             raise ValueError(
-                f"adapter {name!r}: adapters are served by batch-invariant decoders alone, and this one is not."
+                f"adapter {name!r} needs a batch-invariant decoder, but this decoder is not batch-invariant."
             )
         try:
             made = make_adapter(*given, self._decoder.linear)
@@ -89,7 +89,7 @@ class Adapters:
         self._keep_adapters(self._names | {name: made})
 
     def remove(self, name: str) -> None:
-        """Forgets an adapter.
+        """Removes an adapter from the engine.
 
         Raises:
             ValueError: the name is unknown, or a request in progress has the adapter.

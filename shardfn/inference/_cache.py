@@ -250,7 +250,7 @@ class PagedAttention(nn.Local):
         slopes_H: Tensor | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Returns the attention of `attend`, with the arguments of `kernels.ragged_attention`."""
+        """Returns attention over the cache, computed by `kernels.ragged_attention`."""
         kind = torch.float64 if self.cache.dtype == torch.float64 else torch.float32
         q_THK, k_TGK, v_TGK = (x[0].to(kind) for x in (q_BTHK, k_BTGK, v_BTGK))
         with self._load_cache() as cache:

@@ -38,7 +38,7 @@ class Constraints:
 
     @property
     def hooks(self) -> EngineHooks:
-        """Returns the hooks."""
+        """Returns the engine hooks that restrict tokens by grammars."""
         hooks = EngineHooks(
             admit=self.compile,
             begin=self.begin,

@@ -44,6 +44,7 @@ class Decoder:
         expert_shape: number of layers with experts, and of a token's choices in each: `Engine(record_experts=True)`.
             (0, 0) if `outputs` has no experts.
         more_layouts: further layouts by name. `outputs`, `specs`, `pack` and `packed` are the layout "tp".
+        num_layers: number of layers, where some share a layer of the cache. None: as many as the cache has.
         name_weights: function from parameters to the leaves by name. Names do not depend on `stacked`. Collective.
     """
 
@@ -61,12 +62,18 @@ class Decoder:
     linear: Mapping[str, Linear] = dataclasses.field(default_factory=dict)
     expert_shape: tuple[int, int] = (0, 0)
     more_layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
+    num_layers: int | None = None
     name_weights: Callable[[PyTree], list[tuple[str, Any]]] = named_leaves
 
     @property
     def embeds(self) -> bool:
         """Returns whether `outputs` has the states that the head multiplies."""
-        return self.cache.layers in self.hidden_layers
+        return self.depth in self.hidden_layers
+
+    @property
+    def depth(self) -> int:
+        """Returns the number of layers."""
+        return self.cache.layers if self.num_layers is None else self.num_layers
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -146,13 +153,14 @@ def decoder(
     return Decoder(
         vocab=config.vocab_size,
         context=config.max_len,
-        cache=CacheLayout(config.num_layers, config.kv_heads, config.head_dim, tp),
+        cache=CacheLayout(config.num_cache_layers, config.kv_heads, config.head_dim, tp),
         specs=gpt.specs(config, tp=tp),
         outputs=compute_outputs,
         pack=pack,
         packed=gpt.packed_specs(config, tp=tp),
         batch_invariant=config.batch_invariant,
         hidden_layers=range(config.num_layers + 1),
+        num_layers=config.num_layers,
         hidden_size=config.d_model,
         digest=_digest_config(config),
         linear=linear,

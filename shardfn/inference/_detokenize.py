@@ -1,4 +1,4 @@
-"""The text of tokens that arrive one at a time: the pieces joined are the decoding of all tokens.
+"""The text of tokens that arrive in sequence: the pieces joined are the decoding of all tokens.
 
 A piece is given as soon as no later token can change the piece. Where a vocabulary has one token for each byte, a piece
 ends with a character. Where single bytes are only a fallback, a piece ends with the run of such bytes, since one wrong

@@ -47,7 +47,7 @@ class Pooled:
         self.total = wide if self.total is None or self.pooling == "last" else self.total + wide
 
     def result(self, normalize: bool) -> Float32[Tensor, " d"]:
-        """Returns the embedding.
+        """Returns the embedding of a request, after all its tokens.
 
         Example:
             >>> import torch
@@ -79,7 +79,7 @@ class Embeddings:
 
     @property
     def hooks(self) -> EngineHooks:
-        """Returns the hooks."""
+        """Returns the engine hooks that compute embeddings."""
         return EngineHooks(take=self.take, columns=lambda state, plan: {"hidden": self.wanted(state)}, ran=self.ran)
 
     def __contains__(self, name: str) -> bool:

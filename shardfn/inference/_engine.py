@@ -17,6 +17,7 @@ from shardfn.core import Disk, MemoryKind, Mesh, PyTree, explains_keywords
 
 from ._adapters import Adapters, Given, split_adapters
 from ._admission import check_name, choose_limits, make_request, split_sampling
+from ._checks import MEANT
 from ._constraints import Constraints
 from ._decoder import Decoder
 from ._detokenize import detokenizer
@@ -25,14 +26,12 @@ from ._embed import Embeddings, check_end, check_pooling
 from ._engine_core import Admitted, EngineCore
 from ._expert_recorder import ExpertRecorder
 from ._limits import Limits
-from ._peer_keywords import MEANT
 from ._processors import LogitsProcessors
 from ._requests import Sampling
-from ._results import Completion, Token, append_token
+from ._results import Completion, EngineStats, Token, append_token
 from ._runner import MemoryPlan, Runner, make_runner
 from ._score import Score, read_choices, sum_tokens
 from ._state import start
-from ._stats import EngineStats
 from ._texts import Texts
 from ._token_queues import TokenQueues
 from ._warm_up import GraphCaptures

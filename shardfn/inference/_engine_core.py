@@ -15,13 +15,12 @@ from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
 from ._hooks import EngineHooks, Place, list_active, list_new_tokens
 from ._plan import StepPlan
 from ._requests import Request
-from ._results import Token
+from ._results import EngineStats, Token
 from ._runner import Cache, Runner, StepResults
 from ._runner import Weights as ServedWeights
 from ._schedule import Output, advance
 from ._speculate import Permit
 from ._state import State
-from ._stats import EngineStats
 
 # A round of the control plane takes 60 bits.
 _BITS = (1 << 60) - 1

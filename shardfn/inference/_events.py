@@ -22,7 +22,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Cancel:
-    """End of a request as "cancelled", in any phase. An unknown name, such as of an ended request, is passed over.
+    """End of a request as "cancelled", in any phase. An unknown name, for example of a finished request, is ignored.
 
     Tokens that the last plan has drawn come before the end. A request whose last token is drawn has ended by that
     token.

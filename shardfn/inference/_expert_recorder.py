@@ -44,7 +44,7 @@ class ExpertRecorder:
 
     @property
     def hooks(self) -> EngineHooks:
-        """Returns the hooks."""
+        """Returns the engine hooks that record the chosen experts."""
         return EngineHooks(
             before=self.before,
             moved=self.moved,

@@ -68,8 +68,8 @@ class Limits:
             raise ValueError(f"buckets must be positive integers and ascend, got {sizes}.")
         if self.running >= sizes[-1]:
             raise ValueError(
-                f"running is {self.running}, but the largest bucket has {sizes[-1]} rows: one more than `running` at"
-                " least, so that a prompt advances beside all decodes. Add a larger bucket or lower `running`."
+                f"the largest bucket must have at least one row more than running={self.running}, so that a prompt"
+                f" advances together with all decodes, got {sizes[-1]} rows. Add a larger bucket or lower `running`."
             )
 
         rows = [rows for _, rows in self.layouts]

@@ -135,7 +135,7 @@ class MatcherAhead:
         return allowed if self._is_usable else None
 
     def _go_back(self, num: int) -> None:
-        """Returns to the place after the first drafts of the path."""
+        """Goes back to the state after the first `num` drafts of the path."""
         if self._is_usable and len(self._path) > num:
             self._inner.rollback(len(self._path) - num)
         del self._path[num:]

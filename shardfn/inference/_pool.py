@@ -141,6 +141,20 @@ class BlockPool:
         return new
 
 
+def list_prefix_keys(tokens: Sequence[int], block: int, scope: PrefixScope) -> list[bytes]:
+    """Returns the keys of the full blocks of a prompt, the same as in the pool of an engine.
+
+    Example:
+        >>> scope = PrefixScope(0, b"", "float32", b"")
+        >>> one, other = (list_prefix_keys(tokens, 2, scope) for tokens in ([1, 2, 3, 4, 5], [1, 2, 3, 5]))
+        >>> len(one), one[0] == other[0], one[1] == other[1]
+        (2, True, False)
+    """
+    contents = list[BlockContent]()
+    extend_contents(contents, array("q", tokens), block, len(tokens) // block, scope)
+    return [content.key for content in contents]
+
+
 def extend_contents(contents: list[BlockContent], tokens: array, block: int, num: int, scope: PrefixScope) -> None:
     """Appends the contents of a sequence's further blocks, up to `num`. Keys are chained from the root on.
 

@@ -32,7 +32,7 @@ class LogitsProcessors:
 
     @property
     def hooks(self) -> EngineHooks:
-        """Returns the hooks."""
+        """Returns the engine hooks that change logits."""
         return EngineHooks(admit=self.admit, columns=lambda state, plan: {"edits": self.list_edits(state)})
 
     @property
@@ -41,7 +41,7 @@ class LogitsProcessors:
         return tuple(self._functions)
 
     def admit(self, request: Request) -> None:
-        """Refuses unknown names.
+        """Refuses requests with unknown names of processors.
 
         Raises:
             ValueError: names the processor.

@@ -1,4 +1,4 @@
-"""Requests, and the one table of their options, from which admission, rows, kernels and the server follow."""
+"""Requests, and the table of their options, from which admission, rows, kernels and the server follow."""
 
 import dataclasses
 import functools

@@ -25,18 +25,17 @@ from shardfn.core import (
     make_mesh,
     raise_all,
     tree_leaves,
-    tree_paths,
 )
 from shardfn.engine import BoundCall, Donated, Sharded, reshard, sharded
 from shardfn.transforms import jit
 
-from ._cache import DTYPES, PagedAttention, check_memory
+from ._cache import PagedAttention, check_memory
+from ._checks import MEANT_BY_LIMITS, check_cache, check_decoder, check_same_model, list_misfits
 from ._decoder import Decoder
 from ._draw_rows import LogitsEdit, Top, draw_tokens, edit_logits, find_top, read_tops
 from ._layouts import Layout
 from ._limits import Limits
 from ._low_rank import LowRank
-from ._peer_keywords import MEANT_BY_LIMITS
 from ._plan import StepPlan, make_padding
 from ._tensors import RowOptions, StepTensors, make_tensors
 from ._weights import WeightSource, count_bytes, drop_copies, find_packed_shapes, make_zero, pack_leafwise
@@ -69,7 +68,7 @@ def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int 
     if "blocks" in sizes:
         raise ValueError("limits_of: blocks follow from cache_bytes. Pass that, or make Limits(...) of your own.")
     one = Limits(vocab=decoder.vocab, context=context, blocks=2, **sizes)
-    raise_all(ValueError, "limits_of:", _list_misfits(decoder, one))
+    raise_all(ValueError, "limits_of:", list_misfits(decoder, one))
     each = decoder.cache.num_bytes(one) // 2
     held, least = cache_bytes // each, 1 + one.width
     if held < least:
@@ -173,7 +172,7 @@ class StepResults(NamedTuple):
 
 
 class Runner:
-    """Graphs of a decoder, one for each bucket. A runner holds neither weights nor cache.
+    """Graphs of a decoder, a graph for each bucket. A runner holds neither weights nor cache.
 
     Args:
         decoder: model.
@@ -204,7 +203,7 @@ class Runner:
         eager_steps: int = 0,
     ) -> None:
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
-        _check_decoder(decoder, limits, mesh)
+        check_decoder(decoder, limits, mesh)
         self._decoder, self.limits, self.mesh = decoder, limits, mesh
         self._zero = make_zero(weights, disk)
         self._cache: MemoryKind = check_memory(cache)
@@ -267,7 +266,7 @@ class Runner:
             ValueError: only the cache or only the parameters of a batch-invariant decoder are in float64, or the
                 parameters have other leaves than `like`, the served form of earlier parameters.
         """
-        _check_cache(self._decoder, self.limits, tree_leaves(params))
+        check_cache(self._decoder, self.limits, tree_leaves(params))
         return {x: self._pack_layout(x, params, None if like is None else like[x]) for x in self._layouts}
 
     def _pack_layout(self, layout: str, params: PyTree, like: PyTree | None) -> PyTree:
@@ -280,16 +279,16 @@ class Runner:
             held = pack.init(params)
         out = pack(held)
         if like is not None:
-            _check_alike(like, out)
+            check_same_model(like, out)
         return out
 
     def _pack_leafwise(self, layout: str, params: PyTree, like: PyTree | None) -> PyTree:
         source = WeightSource(self._layouts[layout], params, self._pack[layout].specs(params), self.mesh)
         shapes = find_packed_shapes(source)
         if like is not None:
-            _check_alike(like, shapes.tree)
+            check_same_model(like, shapes.tree)
         elif self._by_leaf and not self._bound:
-            self._prefetch = shapes.ahead(self._decoder.cache.layers)
+            self._prefetch = shapes.ahead(self._decoder.depth)
             self._steps.clear()
         step = self._step_of(layout)
         kept = step.specs(shapes.tree)
@@ -477,53 +476,3 @@ def _make_bodies(cache: list[Tensor], step: StepTensors) -> list[PagedAttention]
         PagedAttention(x, step.slots, step.positions, step.sequences, step.tables, step.tree, step.host_blocks)
         for x in cache
     ]
-
-
-def _check_decoder(decoder: Decoder, limits: Limits, mesh: Mesh) -> None:
-    ranks, heads = mesh.axis_size(decoder.cache.axis), decoder.cache.heads
-    problems = _list_misfits(decoder, limits)
-    if heads % ranks:
-        problems.append(f"{ranks} ranks of {decoder.cache.axis!r} do not divide the {heads} key heads of the model")
-    used = decoder.axes
-    if mesh.size > 1 and not used:
-        problems.append(
-            f"the mesh {dict(mesh.shape)} has {mesh.size} ranks, and this decoder's specs cut it over no axis; give it"
-            " an axis if it takes one (tp=), or run it on one rank"
-        )
-    elif idle := [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]:
-        problems.append(
-            f"the mesh {dict(mesh.shape)} has axes {idle} that no layout of the decoder uses: {sorted(used)}"
-        )
-    raise_all(ValueError, "engine:", problems)
-
-
-def _list_misfits(decoder: Decoder, limits: Limits) -> list[str]:
-    problems = []
-    if limits.vocab != decoder.vocab:
-        problems.append(f"limits.vocab is {limits.vocab}, and the model has {decoder.vocab} tokens")
-    if limits.context > decoder.context:
-        problems.append(f"limits.context is {limits.context}, and the model's longest sequence has {decoder.context}")
-    if limits.cache_dtype not in DTYPES:
-        problems.append(f"limits.cache_dtype is {limits.cache_dtype!r}; it must be one of {', '.join(DTYPES)}")
-    return problems
-
-
-def _check_cache(decoder: Decoder, limits: Limits, leaves: list[Any]) -> None:
-    wide = torch.float64 in [x.dtype for x in leaves]
-    if decoder.batch_invariant and wide != (limits.cache_dtype == "float64"):
-        own = "float64" if wide else "not float64"
-        raise ValueError(
-            f"engine: parameters are {own}, and limits.cache_dtype is {limits.cache_dtype!r}: logits would not be those"
-            " of one forward. Take limits_of(decoder, cache_dtype='float64') for float64, and for it alone."
-        )
-
-
-def _check_alike(old: PyTree, new: PyTree) -> None:
-    before, after = (dict(zip(tree_paths(x, "params"), tree_leaves(x), strict=True)) for x in (old, new))
-    problems = [f"{path} is missing" for path in before if path not in after]
-    problems += [f"{path} is unknown to the model" for path in after if path not in before]
-    for path, x in before.items():
-        y = after.get(path)
-        if y is not None and (x.shape, x.dtype) != (y.shape, y.dtype):
-            problems.append(f"{path} is {tuple(y.shape)} of {y.dtype}, and was {tuple(x.shape)} of {x.dtype}")
-    raise_all(ValueError, "update_weights: these are the weights of another model:", problems)

@@ -17,7 +17,7 @@ from ._drafters import Context, Drafter, RejectionDrafter, find_hidden_window
 from ._limits import Limits
 from ._pool import BlockContent, BlockPool, PrefixScope
 from ._requests import Request
-from ._stats import CacheStats, SpeculationStats
+from ._results import CacheStats, SpeculationStats
 
 _FIRST, _LONGEST_PAUSE = 4, 5
 
@@ -286,7 +286,7 @@ class State:
         insort(self.waiting.setdefault(sequence.request.priority, []), sequence.serial)
 
     def leave_line(self, sequence: Sequence) -> None:
-        """Takes a waiting sequence out of the line."""
+        """Removes a waiting sequence from the queue."""
         priority = sequence.request.priority
         lane = self.waiting[priority]
         del lane[bisect_left(lane, sequence.serial)]
@@ -347,7 +347,7 @@ def start(limits: Limits, tokenizer: bytes = b"", drafter: Drafter | None = None
 
 
 def draw_key(seed: int, choice: int) -> int:
-    """Returns the key of a choice's draws. The key and a token's position give the one uniform number of the draw.
+    """Returns the key of a choice's draws. The key and a token's position give the uniform number of the draw.
 
     Example:
         >>> draw_key(7, 0) == draw_key(7, 0), draw_key(7, 0) == draw_key(7, 1)

@@ -106,7 +106,7 @@ class Texts:
 
     @property
     def hooks(self) -> EngineHooks:
-        """Returns the hooks."""
+        """Returns the engine hooks that decode texts."""
         if self._detokenizer is None:
             return EngineHooks(admit=self.admit)
         return EngineHooks(admit=self.admit, ends=self.take, fields=lambda output: {"text": self.of(output)})

@@ -2,7 +2,7 @@
 
 from shardfn.interop.leaves import Archive as Archive, ArchiveWriter as ArchiveWriter
 from ._hf_config import gpt_config as gpt_config, hf_config as hf_config
-from ._hf_sizes import check_sizes as check_sizes
+from ._hf_config import check_sizes as check_sizes
 from ._hf_gpt import gpt_from_hf as gpt_from_hf, gpt_to_hf as gpt_to_hf
 from ._hf_classifier import classifier_from_hf as classifier_from_hf, is_classifier as is_classifier
 from ._gguf import GGUFFile as GGUFFile

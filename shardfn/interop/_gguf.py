@@ -117,7 +117,9 @@ class _HeaderParser:
 
     def parse(self) -> tuple[dict[str, Any], dict[str, GGUFEntry]]:
         if self._data[:4] != _MAGIC:
-            raise DamagedError(f"{self._path} begins with {self._data[:4]!r}, and a GGUF file begins with {_MAGIC!r}.")
+            raise DamagedError(
+                f"a GGUF file must begin with {_MAGIC!r}, but {self._path} begins with {self._data[:4]!r}."
+            )
         self._take_version()
         num_tensors, num_fields = self._count("tensors", 24), self._count("settings", 13)
         fields: dict[str, Any] = {}

@@ -54,12 +54,12 @@ def classifier_from_hf(
     if not problems and (len(archive[_HEAD].shape) != 2 or archive[_HEAD].shape[1] != config.d_model):
         problems = [f"{_HEAD} is {archive[_HEAD].shape} in the file, and must be [classes, {config.d_model}]"]
     raise_all(ValueError, f"the files of {directory} have no classification head:", problems)
-    params = params_of_archive(_Body(archive), config, told["model_type"], dtype)
+    params = params_of_archive(_ArchiveBody(archive), config, told["model_type"], dtype)
     box = [(0, num) for num in archive[_HEAD].shape]
     return config, params, archive.box(_HEAD, box).float()
 
 
-class _Body(Mapping[str, Any]):
+class _ArchiveBody(Mapping[str, Any]):
     """Tensors of files without the classification head."""
 
     def __init__(self, archive: Any) -> None:

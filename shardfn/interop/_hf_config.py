@@ -1,9 +1,10 @@
-"""Converts `config.json` of transformers to a `gpt.Config`, and back. Other computations are refused."""
+"""Configs of transformers and of `models.gpt`, in both directions, with checks of their sizes."""
 
 import dataclasses
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,49 @@ from shardfn.models import gpt
 
 from ._hf_families import FAMILIES, Family, has_rope
 from ._hf_rope import read_rope, write_rope
-from ._hf_sizes import check_sizes
+from ._hf_swift import join_swift, split_swift
+
+# Under the names of all families. A missing field, or null, has a default. Layers are made one by one.
+_MOST = 2**31 - 1
+_SIZES = dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000)
+_SIZES |= dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "n_embed", "intermediate_size", "n_inner"), _MOST)
+_SIZES |= dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), _MOST)
+_SIZES |= dict.fromkeys(("max_position_embeddings", "n_positions", "seq_length", "sliding_window"), _MOST)
+_NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta")
+
+
+def check_sizes(told: Mapping[str, Any], where: object = "config.json") -> None:
+    """Refuses sizes and other numbers that no model has.
+
+    Args:
+        told: contents of `config.json`.
+        where: place of the contents, for the message.
+
+    Raises:
+        ValueError: sizes are not integers from 1 to 2**31 - 1 (layers: to 10,000), or numbers are not above 0, or not
+            finite. Lists all.
+
+    Example:
+        >>> check_sizes({"hidden_size": 64, "num_hidden_layers": 2})
+        >>> check_sizes({"hidden_size": 6.4})
+        Traceback (most recent call last):
+        ValueError: config.json has numbers that no model has. Copy the file from the model again:
+          - hidden_size is 6.4; it must be an integer of 1 or more, and at most 2147483647
+    """
+    inside = [x for name in ("rope_scaling", "rope_parameters") if isinstance(x := told.get(name), Mapping)]
+    given = {name: x for part in (told, *inside) for name, x in part.items()}
+    wrong = [
+        f"{name} is {x!r:.60}; it must be an integer of 1 or more, and at most {most}"
+        for name, most in _SIZES.items()
+        if (x := given.get(name)) is not None and (type(x) is not int or not 1 <= x <= most)
+    ]
+    wrong += [
+        f"{name} is {x!r:.60}; it must be a finite number above 0"
+        for name in _NUMBERS
+        if (x := given.get(name)) is not None and (type(x) not in (int, float) or not 0 < x <= sys.float_info.max)
+    ]
+    raise_all(ValueError, f"{where} has numbers that no model has. Copy the file from the model again:", wrong)
+
 
 MODEL_TYPES = tuple(FAMILIES)
 
@@ -43,6 +86,7 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
         >>> gpt_config(told, stacked=True).max_len
         1024
     """
+    told, swift = split_swift(told)
     kind = told.get("model_type")
     if kind not in MODEL_TYPES:
         raise ValueError(
@@ -71,7 +115,7 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
         ropes = read_rope(told, types, refused, layered=family.layered)
         fields |= _rope_fields([r if kind != "smollm3" or has_rope(told, i) else None for i, r in enumerate(ropes)])
     raise_all(ValueError, f"config.json: this {kind} has parts that models.gpt lacks:", refused)
-    return gpt.Config(**{**fields, **changes})
+    return gpt.Config(**{**fields, **swift, **changes})
 
 
 def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, Any]:
@@ -168,6 +212,10 @@ def _find_differences(config: gpt.Config, kind: str) -> list[str]:
 
 def _write_config(c: gpt.Config, kind: str) -> dict[str, Any]:
     """Returns the contents of `config.json` of a config, for a model type that may not fit."""
+    return join_swift(_write_family(c, kind), c.swift)
+
+
+def _write_family(c: gpt.Config, kind: str) -> dict[str, Any]:
     family = FAMILIES[kind]
     values: dict[str, Any] = {name: getattr(c, name) for name in family.keys}
     values |= {"num_kv_heads": c.kv_heads, "d_ff": c.ff_dim, "d_head": c.head_dim}

@@ -35,7 +35,7 @@ class Kept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WeightConversion:
-    """Tensors of files that one conversion of transformers joins, or divides.
+    """Tensors of files that a conversion of transformers joins, or divides.
 
     Attributes:
         key: first leaf that the conversion makes.

@@ -94,10 +94,13 @@ _NAMES = {
     "embed": "model.embed_tokens.weight",
     "norm_w": "model.norm.weight",
     "head": "lm_head.weight",
+    "s_norm_w": "model.norm_swiftkv.weight",
     "norm1_w": "input_layernorm.weight",
     "norm2_w": "post_attention_layernorm.weight",
     **{f"w{x}": f"self_attn.{x}_proj.weight" for x in "qkvo"},
     **{f"b{x}": f"self_attn.{x}_proj.bias" for x in "qkvo"},
+    **{f"s_w{x}": f"self_attn.{x}_proj_swiftkv.weight" for x in "qkv"},
+    **{f"s_b{x}": f"self_attn.{x}_proj_swiftkv.bias" for x in "qkv"},
     **{f"{x}_norm_w": f"self_attn.{x}_norm.weight" for x in "qk"},
     **{f"w_{x}": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
 }

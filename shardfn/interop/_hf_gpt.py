@@ -68,7 +68,7 @@ def gpt_from_hf(
 
 
 def params_of_archive(
-    archive: Archive | CodedArchive, config: gpt.Config, kind: str, dtype: torch.dtype | None, keep_codes: bool
+    archive: Archive | CodedArchive, config: gpt.Config, kind: str, dtype: torch.dtype | None, keep_codes: bool = False
 ) -> gpt.Params:
     """Returns deferred parameters of a model from tensors under the names of transformers.
 
@@ -108,7 +108,8 @@ def params_of_archive(
 
     params: dict[str, Any] = {row.path[0]: draw_leaf(row) for row in table if len(row.path) == 1}
     per_block = [row for row in table if len(row.path) == 2]
-    layers = [{row.path[1]: draw_leaf(row, i) for row in per_block} for i in range(config.num_layers)]
+    num = config.num_layers
+    layers = [{row.path[1]: draw_leaf(row, i) for row in per_block if i in row.list_layers(num)} for i in range(num)]
     params["blocks"] = layers
     return gpt.stack_blocks(config, params, _stack_layers) if config.stacked else params
 
@@ -124,8 +125,8 @@ def gpt_to_hf(
 ) -> None:
     """Writes a model so that `transformers.AutoModelForCausalLM.from_pretrained(directory)` has the same logits.
 
-    Leaves are gathered in sequence, stacked ones layer by layer. The first rank writes. Collective over the mesh of the
-    leaves.
+    Leaves are gathered in sequence, stacked leaves layer by layer. The first rank writes. Collective over the mesh of
+    the leaves.
 
     Args:
         directory: directory for the files, made if missing.
@@ -156,7 +157,7 @@ def gpt_to_hf(
     _check_leaves(leaves, config, table)
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for row in sorted(table, key=lambda row: len(row.path)):
-        for i in range(config.num_layers if len(row.path) == 2 else 1):
+        for i in row.list_layers(config.num_layers):
             entries[row.name.format(i)] = dtype or leaves[row.path][i].leaf.dtype, row.shape
     first = next(iter(entries.values()))[0]
     text = json.dumps(values | {"dtype": str(first).removeprefix("torch.")}, indent=2)
@@ -174,8 +175,7 @@ def _yield_tensors(
     config: gpt.Config, leaves: dict[Any, Any], group: list[Row], put: Callable[[str, Tensor], None], dtype: Any
 ) -> None:
     """Passes the tensors of the file to `put` one after another, and gathers the leaves for each."""
-    per_block = len(group[0].path) == 2
-    for i in range(config.num_layers if per_block else 1):
+    for i in group[0].list_layers(config.num_layers):
         target = None
         for row in group:
             leaf, place = leaves[row.path][i]
@@ -270,7 +270,7 @@ def _name_prefix(archive: Archive | CodedArchive, table: list[Row]) -> Callable[
 def _check_names(
     archive: Archive | CodedArchive, table: list[Row], config: gpt.Config, prefix: Any, dtype: torch.dtype | None
 ) -> None:
-    wanted = {prefix(r.name.format(i)): r for r in table for i in range(config.num_layers if len(r.path) == 2 else 1)}
+    wanted = {prefix(r.name.format(i)): r for r in table for i in r.list_layers(config.num_layers)}
     problems = [
         f"{name} is missing ({'/'.join(r.path)} of the model)" for name, r in wanted.items() if name not in archive
     ]
@@ -318,7 +318,9 @@ def _find_leaf(params: gpt.Params, config: gpt.Config, row: Row) -> list[_LeafSo
 def _check_leaves(leaves: dict[tuple[str, ...], list[_LeafSource]], config: gpt.Config, table: list[Row]) -> None:
     problems = []
     for row in table:
-        shape, shapes = _leaf_shape(config, row), {place.shape for place in leaves[row.path]}
+        found = leaves[row.path]
+        own = found if len(found) == 1 else [found[i] for i in row.list_layers(config.num_layers)]
+        shape, shapes = _leaf_shape(config, row), {place.shape for place in own}
         num = config.num_layers // config.layers_a_block
         lengths = {len(p.leaf) for p in leaves[row.path] if p.layer is not None and p.leaf is not None}
         if shapes != {shape} or lengths - {num}:

@@ -8,6 +8,7 @@ D model, H heads, G key and value heads, K head dim, F ffn, V vocabulary.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from shardfn.core import raise_all
 from shardfn.models import gpt
 
 from ._hf_families import FAMILIES, Family
+from ._hf_swift import SWIFT
 
 
 class Row(NamedTuple):
@@ -32,6 +34,7 @@ class Row(NamedTuple):
         heads: dim of the leaf that counts heads. The next dim has the features, and both may be one dim. None without
             heads.
         span: dim of `view`, and first and last index + 1 along the dim, if the tensor has leaves of several sizes.
+        layers: layers that have a leaf of a block. None: all.
     """
 
     path: tuple[str, ...]
@@ -42,6 +45,11 @@ class Row(NamedTuple):
     shape: tuple[int, ...]
     heads: int | None = None
     span: tuple[int, int, int] | None = None
+    layers: tuple[int, ...] | None = None
+
+    def list_layers(self, num: int) -> Sequence[int]:
+        """Returns the layers of `num` that have the leaf, or 0 for a leaf outside of blocks."""
+        return (0,) if len(self.path) == 1 else range(num) if self.layers is None else self.layers
 
     @property
     def base(self) -> tuple[int, ...]:
@@ -73,9 +81,11 @@ def rows(config: gpt.Config, model_type: str) -> list[Row]:
         >>> rows(config, "llama")[0].name
         'model.embed_tokens.weight'
     """
-    family = FAMILIES[model_type]
+    family = FAMILIES[model_type.removesuffix(SWIFT)]
     tree = gpt.leaf_shapes(dataclasses.replace(config, per_head=True, stacked=False))
-    (block, *_), fused = tree.pop("blocks"), _list_fused(config, family)
+    blocks, fused = tree.pop("blocks"), _list_fused(config, family)
+    block = {name: shape for p in blocks for name, shape in p.items()}
+    places = {name: tuple(i for i, p in enumerate(blocks) if name in p) for name in block}
     raise_all(
         ValueError,
         f"this Config is no {model_type} of transformers:",
@@ -83,14 +93,16 @@ def rows(config: gpt.Config, model_type: str) -> list[Row]:
     )
     out = [_plain_row((name,), family.names[name], *shape) for name, shape in tree.items()]
     return out + [
-        fused[name] if name in fused else _plain_row(("blocks", name), family.block + family.names[name], *shape)
+        fused[name]
+        if name in fused
+        else _plain_row(("blocks", name), family.block + family.names[name], *shape)._replace(layers=places[name])
         for name, shape in block.items()
     ]
 
 
 def _plain_row(path: tuple[str, ...], name: str, *view: int) -> Row:
     # In the file heads and their features are one dim: the first two of a projection and its bias, the last two of wo.
-    heads = {"wq": 0, "wk": 0, "wv": 0, "bq": 0, "bk": 0, "bv": 0, "wo": 1}.get(path[-1])
+    heads = {"wq": 0, "wk": 0, "wv": 0, "bq": 0, "bk": 0, "bv": 0, "wo": 1}.get(path[-1].removeprefix("s_"))
     shape = view if heads is None else (*view[:heads], view[heads] * view[heads + 1], *view[heads + 2 :])
     return Row(path, name, view, None, tuple(range(len(view))), shape, heads)
 

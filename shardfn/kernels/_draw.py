@@ -88,7 +88,7 @@ def draw(
     """
     DRAW.check_dtype("logits", logits)
     if not logits.shape[1]:
-        raise ValueError(f"logits is of shape {tuple(logits.shape)}: there is no token to draw")
+        raise ValueError(f"logits must have at least one row and one token, got the shape {tuple(logits.shape)}")
     given = {"uniform": uniform, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     if targets is not None:
         given["targets"] = targets

@@ -64,7 +64,7 @@ def fit_blocks(
         raise ValueError(f"rows of weight must be a multiple of {GROUP}, a block of codes, got {k}. Pad with zeros.")
     if moments is not None and tuple(moments.shape) not in ((k,), (k, k)):
         raise ValueError(
-            f"moments are {tuple(moments.shape)}, and a weight {(n, k)} has inputs of ({k},) or ({k}, {k})"
+            f"moments must have the shape ({k},) or ({k}, {k}) for a weight {(n, k)}, got {tuple(moments.shape)}"
         )
     if not n or not k or not bool(weight.isfinite().all()):
         return quantize_blocks(weight, quantization)

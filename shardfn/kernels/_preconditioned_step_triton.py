@@ -13,7 +13,7 @@ WIDTH = 1024
 
 
 def moving_average(m: Tensor, x: Tensor, b: float) -> None:
-    """Overwrites m, fp32."""
+    """Overwrites m, fp32, with the moving average of g."""
     launch(_average_kernel, ceil(m.numel(), WIDTH), m.device, m, x, b, 1 - b, m.numel(), WIDTH=WIDTH)
 
 

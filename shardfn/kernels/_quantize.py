@@ -190,7 +190,7 @@ def _check_summands(codes: Tensor, scales: Tensor, c: int, bits: int, block: int
     check_block(bits, block)
     _check_codes(codes, scales, tuple(codes.shape[:2]), c, bits, block)
     if codes.shape[0] < 1:
-        raise ValueError("codes has no row: there is no sum of nothing")
+        raise ValueError("codes must have at least one row to sum")
 
 
 # The definitions.

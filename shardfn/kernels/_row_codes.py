@@ -194,7 +194,7 @@ def unpack_rows(packed: Tensor, num: int, k: int) -> Float[Tensor, "num k"]:
 
 
 def take_rows(packed: Tensor, index: Int[Tensor, "*batch"], k: int) -> Float[Tensor, "*batch k"]:
-    """Returns some rows of a packed weight, as of a table of embeddings. Indices are from 0 to num - 1.
+    """Returns rows of a packed weight by index, for example embeddings of tokens. Indices are from 0 to num - 1.
 
     Args:
         packed: packed from `pack_rows` or `pack_blocks`.

@@ -199,7 +199,7 @@ def sum_chunks(chains: Sequence[Tensor]) -> Tensor:
     Neighbours come first, and the last remaining nodes from the end. For example 5 chains a to e make ((a + b) + (c +
     d)) + e.
 
-    Nodes of equal numbers of chunks, a power of two, may take the place of the chunks.
+    The list may also hold sums of 2, 4, 8, ... neighbouring chunks, if all sums have equally many chunks.
 
     Args:
         chains: list with a tensor for each chunk, or for each node.

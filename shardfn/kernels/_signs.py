@@ -244,7 +244,7 @@ def _check_averaged(bits: Tensor, scale: Tensor, error: Tensor) -> None:
     check_shape("scale", scale, (k,), "one of each row of bits")
     check_shape("error", error, (8 * b,), "8 elements of each byte of bits")
     if k < 1:
-        raise ValueError("bits has no row: there is no mean of nothing")
+        raise ValueError("bits must have at least one row for a mean")
 
 
 # The definitions.

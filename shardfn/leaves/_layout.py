@@ -75,7 +75,7 @@ class LeafLayout:
     def mean_axes(self) -> tuple[str, ...]:
         """Returns the axes of the batch over which its gradient has a mean.
 
-        Along its own ones the loss has added it up.
+        The loss has added it up along its own axes.
         """
         return tuple(a for a in self.places.batch_axes if a not in self.distinct_axes)
 

@@ -85,7 +85,7 @@ class LeafEnds(NamedTuple):
     """The tensors at which the gradient of a leaf arrives.
 
     Attributes:
-        handles: handle; for a stack, one per layer.
+        handles: handle; for a stack, a handle per layer.
         stacked: whether it is a stack.
     """
 
@@ -276,7 +276,7 @@ def fetching(fetch: Callable[[LeafBook, int], Tensor]) -> AbstractContextManager
 
 
 def packs_leaves(pack: Any) -> bool:
-    """Returns whether a saved-tensor hook is that of `keep_out_of_graph`."""
+    """Returns whether a saved-tensor hook is the hook of `keep_out_of_graph`."""
     return isinstance(getattr(pack, "__self__", None), LeafBook)
 
 
@@ -395,7 +395,7 @@ class LazyLeaf(MetadataTensor):
         return func(*args, **kwargs)
 
     def ends(self) -> LeafEnds:
-        """Returns the tensors at which its gradient arrives: its handle; for a stack, one per layer."""
+        """Returns the tensors at which its gradient arrives: its handle; for a stack, a handle per layer."""
         return LeafEnds([x.handle if type(x) is LazyLeaf else x for x in self._layers or (self,)], bool(self._layers))
 
     def _to_saved(self) -> "_SavedLeaf":

@@ -35,13 +35,14 @@ class Memories(NamedTuple):
 
 
 class Manner(NamedTuple):
-    """The choices of a leaf's routes that its placements leave open.
+    """Settings of a leaf's routes that its placements do not determine.
 
     Attributes:
-        far: the axes of the first hop where it is gathered in two. A gradient in code is summed along them last.
-        gather_quantization: (bits, elements that share a scale) in which it is gathered. None: in the dtype that the
-            loss sees.
-        reduce_quantization: the same for its gradient, if that arrives in rows.
+        far: axes of the first hop, if the leaf is gathered in two hops. A quantized gradient is summed along these axes
+            last.
+        gather_quantization: (bits, elements that share a scale) of the gathered leaf. None: the dtype that the loss
+            sees.
+        reduce_quantization: (bits, elements that share a scale) of the gradient, if the gradient arrives in rows.
         unreduced: axes of the batch along which the gradient stays a summand, which the optimizer reduces.
     """
 
@@ -143,7 +144,7 @@ def _way_in(kept: Placement, used: Placement, manner: Manner) -> list[Placement]
 
 
 def _way_out(sent: Placement, summed: Placement, state: Placement, manner: Manner) -> list[Placement]:
-    """Summed to rows, if these are cut along axes of the batch alone, then over the others, or summed whole, then cut.
+    """Returns the stops of a gradient: summed to rows, if the batch cuts the rows, or summed whole and then cut.
 
     All stops have the dtype that is sent; sums of codes are in float32.
     """

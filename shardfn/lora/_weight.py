@@ -34,7 +34,7 @@ class Site:
         entries: keys of the path.
         shape: global shape.
         spec: spec of the leaf.
-        stacked: whether layers are gathered one at a time (`Sharding`).
+        stacked: whether layers are gathered in sequence (`Sharding`).
         rank: r.
         alpha: the numerator of the scale.
         full: whether a copy of the whole leaf is trained, in place of an adapter.
@@ -118,7 +118,7 @@ class LowRankWeight(core.MetadataTensor):
         return made
 
     def whole(self) -> Tensor:
-        """Returns the sum."""
+        """Returns the base weight plus the product of the adapter's matrices."""
         return self.weight + self.scale * (self.left @ self.right)
 
     def with_parts(self, f: Callable[[Tensor], Tensor]) -> "LowRankWeight":

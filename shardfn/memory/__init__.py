@@ -22,8 +22,8 @@ from ._quantized import QuantizedBlocks as QuantizedBlocks
 from ._disk import DiskTensor as DiskTensor, DiskWriter as DiskWriter
 from ._traced import TracedPool as TracedPool, TracedStored as TracedStored, capturing as capturing
 from ._ops import bind_pool as bind_pool, stored_of as stored_of, token_of as token_of
-from ._errors import DamagedError as DamagedError, DiskFullError as DiskFullError
-from ._errors import InUseError as InUseError, PoolInUseError as PoolInUseError
+from ._lock import DamagedError as DamagedError, DiskFullError as DiskFullError
+from ._lock import InUseError as InUseError, PoolInUseError as PoolInUseError
 from ._lock import locked as locked, unlock as unlock
 from ._manifest import sync as sync
 from ._slots import FULL as FULL

@@ -26,8 +26,8 @@ import torch
 
 from shardfn.core import raise_all
 
-from ._errors import DamagedError
 from ._host import PAGE, Bytes, aligned_window, as_bytes
+from ._lock import DamagedError
 from ._slots import FULL, Slot, no_room
 from ._threads import Threads, in_background
 

@@ -246,8 +246,9 @@ def ledger(device: torch.device | str | None = None, *, timeline: bool = False) 
     place = torch.device(device) if device is not None else default_device()
     if timeline and place.type != "cpu":
         raise ValueError(
-            f"ledger(timeline=True) on {place}: its allocator reports sums alone. Use ledger('cpu', timeline=True) on a"
-            " CPU, or step.lower(state, batch).plot() for the memory of a captured step."
+            f"ledger(timeline=True) is not supported on {place}, whose allocator reports only sums. Use"
+            " ledger('cpu', timeline=True) on a CPU, or step.lower(state, batch).plot() for the memory of a captured"
+            " step."
         )
     book = Ledger(place, TimelineRecorder() if timeline else None)
     if place.type == "cuda":

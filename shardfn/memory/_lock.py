@@ -1,11 +1,26 @@
-"""Directories that one process owns at a time. The kernel releases a directory at any end of the process."""
+"""Directories that a single process owns at a time, and errors of a disk."""
 
 import contextlib
 import os
 import pathlib
 from collections.abc import Iterator
 
-from ._errors import InUseError
+
+class DiskFullError(OSError):
+    """No room for a value. Earlier values on disk are untouched."""
+
+
+class DamagedError(OSError):
+    """A file differs from the written file: truncated, changed, or gone."""
+
+
+class InUseError(OSError):
+    """Another process owns a directory that only one may write to."""
+
+
+class PoolInUseError(InUseError):
+    """Another pool, of this process or of another, owns the directory."""
+
 
 _NAME = "owner"
 # Descriptors by which this process owns directories, for a forked child to close.

@@ -14,8 +14,8 @@ from torch import Tensor
 from shardfn.core import dtype_name
 
 from ._disk import DiskTensor
-from ._errors import DamagedError
 from ._host import as_bytes, host_empty
+from ._lock import DamagedError
 from ._slots import FULL, no_room
 
 NAME = "manifest.json"

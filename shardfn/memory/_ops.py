@@ -166,7 +166,7 @@ def bind_pool(pool: Any = None) -> Iterator[None]:
             _wait_in_flight()
     finally:
         while _IN_FLIGHT.here():
-            with contextlib.suppress(Exception):  # the error that ended the program is the one to raise
+            with contextlib.suppress(Exception):  # the error that ended the program is raised
                 _wait_in_flight()
 
 

@@ -22,10 +22,9 @@ from shardfn.core import Pending, PerMesh
 
 from . import _manifest as manifest
 from ._disk import DiskTensor, DiskWriter
-from ._errors import PoolInUseError
 from ._host import PAGE
 from ._io import Checksums, Io, check_sizes, why_not_direct
-from ._lock import locked, unlock
+from ._lock import PoolInUseError, locked, unlock
 from ._slots import Slot, Slots
 from ._traced import TracedPool
 
@@ -163,7 +162,7 @@ class Pool:
         """
         place = pathlib.Path(directory)
         if not place.is_dir():
-            raise FileNotFoundError(f"{place} is no directory: nothing was committed there.")
+            raise FileNotFoundError(f"{place} is not a directory, so nothing was committed there.")
         pool, chosen = cls.__new__(cls), _Options(**options)
         with locked(place, *_USE, PoolInUseError) as lock:
             path, step, entries = _choose_manifest(place, step)
@@ -178,10 +177,10 @@ class Pool:
 
     @staticmethod
     def steps(directory: str | os.PathLike[str]) -> tuple[int, ...]:
-        """Returns the steps of the commits that can be opened, the last one first.
+        """Returns the steps of the commits that can be opened, the last commit first.
 
         Raises:
-            DamagedError: a manifest differs from the one that was written.
+            DamagedError: a manifest differs from the written manifest.
         """
         return tuple(manifest.read(path)[0] for path in manifest.commits(pathlib.Path(directory)))
 
@@ -190,7 +189,7 @@ class Pool:
         """Returns the `about=` of the last commit without opening the pool. Empty without a commit.
 
         Raises:
-            DamagedError: the manifest differs from the one that was written.
+            DamagedError: the manifest differs from the written manifest.
         """
         return manifest.about(pathlib.Path(directory))
 
@@ -416,7 +415,7 @@ def _named_files(directory: pathlib.Path) -> set[str] | None:
 
 
 def _choose_manifest(directory: pathlib.Path, step: int | None) -> tuple[pathlib.Path, int, dict[str, Any]]:
-    """Returns the manifest of a step, or the last one."""
+    """Returns the manifest of a step, or the last manifest."""
     manifest.load(directory)  # raises without a commit
     found = [(path, *manifest.read(path)) for path in manifest.commits(directory)]
     for path, at, entries in found:

@@ -77,7 +77,7 @@ class _MemoryPut(torch.autograd.Function):
 
 
 class Fetch(Pending[Tensor]):
-    """Transfer of a piece to the device in one or two steps: disk to host, host to device.
+    """Transfer of a piece to the device, in up to two steps: disk to host, host to device.
 
     Args:
         source: piece: a tensor on the host, or a pending transfer to the host.

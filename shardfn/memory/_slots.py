@@ -13,8 +13,8 @@ import shutil
 import threading
 import weakref
 
-from ._errors import DiskFullError
 from ._ledger import record_owner
+from ._lock import DiskFullError
 
 # The errors of a write or a reservation without room: on the disk, in the quota, under `ulimit -f`.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from shardfn.core import MemoryKind, Pending, is_device
+from shardfn import core
 
 from ._host import host_empty
 from ._ledger import default_device, record_move
@@ -25,7 +25,7 @@ from ._traced import capturing, traced_to_device, traced_to_host
 T = TypeVar("T")
 
 
-def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> Pending[T]:
+def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> core.Pending[T]:
     """Returns a transfer that is done when all of `futures` are. The error is the first future's error."""
     futures = tuple(futures)
 
@@ -39,10 +39,10 @@ def of_futures(value: T, futures: Sequence[concurrent.futures.Future[Any]]) -> P
         wait_for_event()
         return value
 
-    return Pending(wait_for_all, lambda: all(f.done() for f in futures), wait_for_event)
+    return core.Pending(wait_for_all, lambda: all(f.done() for f in futures), wait_for_event)
 
 
-def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) -> Pending[Tensor]:
+def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) -> core.Pending[Tensor]:
     """Starts the copy of a device tensor to the host. Not differentiable. `put` is.
 
     Args:
@@ -74,7 +74,7 @@ def to_host(x: Shaped[Tensor, "..."], out: Shaped[Tensor, "..."] | None = None) 
 
 def to_device(
     x: Shaped[Tensor, "..."], device: torch.device | str | None = None, out: Shaped[Tensor, "..."] | None = None
-) -> Pending[Tensor]:
+) -> core.Pending[Tensor]:
     """Starts the copy of a host tensor to a device. Not differentiable. `put` is.
 
     Args:
@@ -106,11 +106,11 @@ def to_device(
 
 def send(
     x: Shaped[Tensor, "..."],
-    src: MemoryKind,
-    dst: MemoryKind,
+    src: core.MemoryKind,
+    dst: core.MemoryKind,
     device: torch.device,
     out: Shaped[Tensor, "..."] | None = None,
-) -> Pending[Tensor]:
+) -> core.Pending[Tensor]:
     """Starts the copy of a tensor from the device to the host, or back. Not differentiable. `put` is.
 
     Args:
@@ -128,18 +128,18 @@ def send(
         tensor([1., 1.])
     """
     if src == dst:
-        return Pending.of(x if out is None else out.copy_(x))
-    return to_host(x, out) if is_device(src) else to_device(x, device, out)
+        return core.Pending.of(x if out is None else out.copy_(x))
+    return to_host(x, out) if core.is_device(src) else to_device(x, device, out)
 
 
-def copies_to_device(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Pending[Tensor]:
+def copies_to_device(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> core.Pending[Tensor]:
     """Returns a device tensor, in flight, with parts copied from the host: `(part, source)` for each part."""
     if out.is_cuda:
         return _copy_cuda(out, parts, out.device, "up")
     return on_thread("up", out, _copy_parts, parts)
 
 
-def on_thread(way: str, out: Tensor, run: Callable[..., object], *args: Any) -> Pending[Tensor]:
+def on_thread(way: str, out: Tensor, run: Callable[..., object], *args: Any) -> core.Pending[Tensor]:
     """Returns a tensor, in flight, that a call by the thread of one direction fills."""
     return of_futures(out, [_thread(way).submit(run, *args)])
 
@@ -163,7 +163,9 @@ def _copy_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
         out.copy_(x)
 
 
-def _copy_cuda(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], device: torch.device, way: str) -> Pending[Tensor]:
+def _copy_cuda(
+    out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], device: torch.device, way: str
+) -> core.Pending[Tensor]:
     stream, event = _copy_stream(device.index, way), torch.cuda.Event()
     # After the computation of the source, and after earlier uses of the memory of a fresh `out`.
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -184,7 +186,7 @@ def _copy_cuda(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], device: torc
 
     # A pinned source need not be kept alive: torch's allocator waits for the copy. A pageable source is copied
     # immediately.
-    return Pending(is_ready, event.query, event.synchronize)
+    return core.Pending(is_ready, event.query, event.synchronize)
 
 
 @functools.cache

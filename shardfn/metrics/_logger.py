@@ -94,7 +94,9 @@ class Logger:
         if not self._writes:
             return {}
         if not self._deliveries:
-            raise ValueError("Logger.write: this logger is closed. Write before its `with` or `close` ends.")
+            raise ValueError(
+                "Logger.write was called after the logger was closed. Write inside of its `with`, or before `close`."
+            )
         self.rows.append({"step": step, **to_floats({name: x for part in metrics for name, x in part.items()})})
         for delivery in self._deliveries:
             delivery.send(self.rows)

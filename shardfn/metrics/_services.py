@@ -70,11 +70,11 @@ class WandB:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Logs a row."""
+        """Sends the metrics of a step to the service."""
         self._run.log({"step": step, **row})
 
     def close(self) -> None:
-        """Ends the run."""
+        """Ends the run of the service, after all rows are sent."""
         self._run.finish()
 
 
@@ -129,13 +129,13 @@ class MLflow:
             self._run = known.value
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Logs a row."""
+        """Sends the metrics of a step to the service."""
         now = int(time.time() * 1000)
         metrics = [self._metric(_OTHER.sub("_", name), x, now, step) for name, x in row.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
-        """Ends the run."""
+        """Ends the run of the service, after all rows are sent."""
         self._client.set_terminated(self._run)
 
     def _begin_run(self) -> str:

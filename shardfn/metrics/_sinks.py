@@ -51,7 +51,7 @@ class Sink(Protocol):
     """
 
     def open(self, folder: pathlib.Path, start: int) -> None:
-        """Begins.
+        """Opens the sink for a new or a resumed run.
 
         Args:
             folder: folder of the logger. The folder exists.
@@ -232,7 +232,7 @@ class JSONFile:
         self.rows = [json.loads(line) for line in lines]
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Writes a line."""
+        """Writes the metrics of a step as a line."""
         assert self._file is not None
         self._file.append((json.dumps({"step": step, **row}) + "\n").encode())
 

@@ -92,8 +92,9 @@ def _norm_part(config: Config, along: Along, p: Params, names: tuple[str, str], 
 def _attend_tokens(
     config: Config, along: Along, p: Params, x_BTD: Tensor, table: dict[str, Any], rows_R: Tensor | None
 ) -> Tensor:
-    biases = (p.get(name) for name in ("bq", "bk", "bv", "bo", "sinks"))
-    weights = nn.AttentionWeights(*(weight(config, p[name]) for name in ("wq", "wk", "wv", "wo")), *biases)
+    query, bias = ("s_wq", "s_bq") if "keys" in table else ("wq", "bq")
+    biases = (p.get(name) for name in (bias, "bk", "bv", "bo", "sinks"))
+    weights = nn.AttentionWeights(*(weight(config, p[name]) for name in (query, "wk", "wv", "wo")), *biases)
     heads = nn.Heads(config.num_heads, config.kv_heads, config.head_dim)
     norms = None if config.qk_norm is None else _make_head_norms(config, along, p)
     return nn.self_attention(x_BTD, weights, heads, norms=norms, rows_R=rows_R, **table, **along._asdict())

@@ -9,6 +9,7 @@ from shardfn.core import did_you_mean, explains_fields, raise_all
 from shardfn.nn import AttentionBackend, Dense, Mask, Rope
 
 from ._experts import Experts
+from ._swift import Swift
 
 DENSE = Dense()
 _SIZES = (
@@ -109,6 +110,7 @@ class Config:
             in Phi, or "two_norms", as in GPT-NeoX. None: the MLP reads the sum after attention.
         sinks: whether each query head has a learnt attention sink, as in gpt-oss.
         head_bias: whether the output layer has a bias, as in Phi.
+        swift: rule by which later layers take keys and values from one state (SwiftKV). None: each from its own input.
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another field.
@@ -157,6 +159,7 @@ class Config:
     parallel: Literal["one_norm", "two_norms"] | None = None
     sinks: bool = False
     head_bias: bool = False
+    swift: Swift | None = None
 
     def __post_init__(self) -> None:
         raise_all(ValueError, "Config:", _list_problems(self))
@@ -165,6 +168,11 @@ class Config:
     def head_dim(self) -> int:
         """Returns K."""
         return self.d_head or self.d_model // self.num_heads
+
+    @property
+    def num_cache_layers(self) -> int:
+        """Returns the layers of a KV cache: L, or fewer where layers share keys and values."""
+        return self.num_layers if self.swift is None else 1 + self.swift.cache_layer(self.num_layers - 1)
 
     @property
     def kv_heads(self) -> int:
@@ -288,7 +296,7 @@ def _list_problems(c: Config) -> list[str]:
         out.append(f"num_kv_heads={c.kv_heads} does not divide num_heads={c.num_heads}.")
     if c.position == "rope" and c.rope is None and c.head_dim % 2:
         out.append(f"position='rope' needs an even head dim, but d_model={c.d_model} / num_heads={c.num_heads} is odd.")
-    out += _find_rope_problems(c) + _find_shape_problems(c)
+    out += _find_rope_problems(c) + _find_shape_problems(c) + _find_swift_problems(c)
     for name, asked in (("position='alibi'", c.position == "alibi"), (f"window={c.window}", c.window is not None)):
         if asked and not c.causal:
             out.append(f"{name} looks back only, but causal=False; leave one of them out.")
@@ -322,6 +330,15 @@ def _find_shape_problems(c: Config) -> list[str]:
     if c.experts is not None and c.mlp not in ("gelu", "swiglu"):
         out.append(f"experts have mlp='gelu' or 'swiglu', got mlp={c.mlp!r}.")
     return out
+
+
+def _find_swift_problems(c: Config) -> list[str]:
+    if c.swift is None:
+        return []
+    asked = {"stacked=True": c.stacked, "experts": c.experts is not None, f"qk_norm={c.qk_norm!r}": c.qk_norm}
+    asked |= {"rope= of single layers": isinstance(c.rope, tuple), "causal=False": not c.causal}
+    out = [f"swift does not know {name}; leave one of them out." for name, found in asked.items() if found]
+    return out + c.swift.list_problems(c.num_layers)
 
 
 def _problems_of_experts(c: Config, experts: Experts) -> list[str]:

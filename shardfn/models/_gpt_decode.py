@@ -22,6 +22,7 @@ from ._gpt_block import Along, block, causal_mask, norm, rope_table, score_argum
 from ._gpt_config import Config
 from ._gpt_forward import compute_logits, name_head, scale_embeddings
 from ._gpt_leaves import Params, block_shapes, check_leaves, specs, unstack_blocks
+from ._gpt_swift import SwiftKeys
 
 
 class Decoded(NamedTuple):
@@ -66,7 +67,7 @@ def decode(
         tokens_T: ids.
         positions_T: positions of each token in its sequence, below `max_len`.
         rows_R: tokens whose logits are wanted.
-        bodies: bodies of attention, one for each layer.
+        bodies: bodies of attention, one for each layer of the KV cache (`Config.num_cache_layers`).
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
         then: functions for weights of a batch-invariant config, by names such as "blocks.0.wq". Each is a
             `BatchInvariantWeight.then`.
@@ -93,8 +94,11 @@ def decode(
         ((1, 32), (3, 0, 0))
     """
     check_decodable(config)
-    if len(bodies) != config.num_layers:
-        raise ValueError(f"decode: {len(bodies)} bodies for num_layers={config.num_layers}. Pass one for each layer.")
+    if len(bodies) != config.num_cache_layers:
+        raise ValueError(
+            f"decode: {len(bodies)} bodies for {config.num_cache_layers} layers of the cache, of"
+            f" num_layers={config.num_layers}. Pass one for each."
+        )
     if config.batch_invariant:
         params = _make_batch_invariant_weights(config, params, axis, then, activations)
     config = _drop_losses(config)
@@ -105,32 +109,43 @@ def decode(
     if config.embedding_norm:
         x_TD = norm(config, along, x_TD, params["embed_norm_w"], params.get("embed_norm_b"))
     rotations = {rope: [params[name][positions_T] for name in names] for rope, names in _name_tables(config).items()}
-    kinds = config.layer_settings
+    kinds, swift = config.layer_settings, config.swift
+    bodies = bodies if swift is None else [bodies[swift.cache_layer(i)] for i in range(config.num_layers)]
     bodies = [
         body if kind.rope is None else _Rotating(body, *rotations[kind.rope])
         for body, kind in zip(bodies, kinds, strict=True)
     ]
     shared, x_1TD = score_arguments(config, positions_T, x_TD.dtype), x_TD[None]
-    *early, last = params["blocks"]
-    wanted = _narrow_last(bodies[-1], last, rows_R, None if then else len(tokens_T))
-    if wanted is not None:
-        bodies[-1] = wanted
+    blocks, keys = params["blocks"], SwiftKeys(config, along, params)
+    first = config.num_layers - 1 if swift is None else min(swift.first, config.num_layers - 1)
+    found = (_narrow_body(x, blocks[-1], rows_R, None if then else len(tokens_T)) for x in bodies[first:])
+    narrow = [x for x in found if x is not None]
+    is_narrow = len(narrow) == config.num_layers - first
     experts, states = list[Tensor](), [x_1TD]
-    for p, body, kind in zip([*early, last], bodies, kinds, strict=True):
-        table, rows = shared | {"how": nn.Attending(causal_mask(kind), body)}, rows_R if body is wanted else None
+    for i, (p, body, kind) in enumerate(zip(blocks, bodies, kinds, strict=True)):
+        body = narrow[i - first] if is_narrow and i >= first else body
+        table = keys.add_to(shared | {"how": nn.Attending(causal_mask(kind), body)}, i, x_1TD)
+        rows = rows_R if is_narrow and i == first else None
+        if rows is not None and "keys" in table:  # all tokens have given their keys and values
+            x_1TD, rows = x_1TD[:, rows_R], None
         x_1TD, seen = block(config, along, None, p, x_1TD, table, None, None, rows_R=rows)
         experts += [] if seen is None else [seen.experts]
         states.append(x_1TD)
-    x_RD = gather_tokens(x_1TD[0])[rows_R] if wanted is None else x_1TD[0]
+    x_RD = x_1TD[0] if is_narrow else gather_tokens(x_1TD[0])[rows_R]
     x_RD = norm(config, along, x_RD, params["norm_w"], params.get("norm_b"))
     own_RV = compute_logits(config, params, x_RD, along)
     logits_RV = all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size)
     experts_Tmk = torch.stack(experts, 1) if experts else tokens_T.new_zeros(len(tokens_T), 0, 0)
-    return Decoded(logits_RV, x_RD, experts_Tmk, _LayerStates(states, x_RD, rows_R, gather_tokens))
+    return Decoded(
+        logits_RV,
+        x_RD,
+        experts_Tmk,
+        _LayerStates(states, x_RD, rows_R, gather_tokens, first + 1 if is_narrow else len(states)),
+    )
 
 
-def _narrow_last(body: nn.AttentionBackend, p: Params, rows_R: Tensor, num: int | None) -> nn.Local | None:
-    """Returns the body of the last layer for only the wanted tokens, or None where the layer computes all tokens.
+def _narrow_body(body: nn.AttentionBackend, p: Params, rows_R: Tensor, num: int | None) -> nn.Local | None:
+    """Returns the body of a late layer for only the wanted tokens, or None where the layer computes all tokens.
 
     Adapters and records of experts need all `num` tokens.
     """
@@ -147,16 +162,20 @@ class _LayerStates(NamedTuple):
         last_RD: states after the last norm.
         rows_R: rows.
         gather_tokens: see `decode`.
+        whole: number of states of all tokens. Later states have only the rows.
     """
 
     states: list[Tensor]
     last_RD: Tensor
     rows_R: Tensor
     gather_tokens: Callable[[Tensor], Tensor]
+    whole: int
 
     def __call__(self, layers: int) -> Tensor:
         if layers == len(self.states) - 1:
             return self.last_RD
+        if layers >= self.whole:
+            return self.states[layers][0]
         return self.gather_tokens(self.states[layers][0])[self.rows_R]
 
 
@@ -317,7 +336,7 @@ def _tables_of_all(config: Config, params: Params) -> Params:
     return out
 
 
-_LINEAR = ("wq", "wk", "wv", "wo", "w_up", "w_gate", "w_down", "router", "mix")
+_LINEAR = ("wq", "wk", "wv", "s_wq", "s_wk", "s_wv", "wo", "w_up", "w_gate", "w_down", "router", "mix")
 # Small layers that decide on experts, never in codes.
 _GATES = ("router", "mix")
 # Whose inputs tensor parallelism cuts.
@@ -352,7 +371,9 @@ def _make_batch_invariant_weights(
 
 
 def linear_sizes(config: Config) -> dict[str, tuple[int, int]]:
-    """Returns inputs and outputs of the linear layers inside blocks, routers left out, by the names of their weights.
+    """Returns inputs and outputs of the linear layers inside blocks, by the names of their weights.
+
+    Routers are left out, and the keys and queries that SwiftKV replaces.
 
     Example:
         >>> sizes = linear_sizes(Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4))
@@ -362,8 +383,9 @@ def linear_sizes(config: Config) -> dict[str, tuple[int, int]]:
     shapes: Any = block_shapes(config, None)
     sizes = {}
     for i, own in enumerate(shapes["blocks"]):
+        unread = (*_GATES, *(("wq", "wk", "wv") if "s_wq" in own else ()))
         for name in _LINEAR:
-            if name in own and name not in _GATES:
+            if name in own and name not in unread:
                 shape = own[name].shape
                 outs = 1 if name == "wo" else len(shape) - 1
                 sizes[f"blocks.{i}.{name}"] = math.prod(shape[outs:]), math.prod(shape[:outs])

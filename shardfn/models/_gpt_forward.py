@@ -30,6 +30,7 @@ from ._gpt_block import (
 from ._gpt_config import Config, LayerSettings
 from ._gpt_experts import check_bias, join_seen
 from ._gpt_leaves import Params, check_blocks, layers_of
+from ._gpt_swift import SwiftKeys
 
 _WHOLE = Along()
 
@@ -65,11 +66,12 @@ def compute_hidden(
             config, run, params["blocks"], x_BTD, tables, keys[:-1], index_B, bias, mask_BT, chosen
         )
     else:
-        found = list[Seen]()
+        found, swift = list[Seen](), SwiftKeys(config, along, params)
         for i, (p, k) in enumerate(zip(params["blocks"], keys[:-1], strict=True)):
             own = (None if x is None or "router" not in p else x[len(found)] for x in (bias, chosen))
             bias_E, chosen_BTk = own
-            x_BTD, one = run(p, x_BTD, tables[i], k, index_B, bias_E, f"blocks.{i}", mask_BT, chosen_BTk)
+            table = swift.add_to(tables[i], i, x_BTD)
+            x_BTD, one = run(p, x_BTD, table, k, index_B, bias_E, f"blocks.{i}", mask_BT, chosen_BTk)
             found += [] if one is None else [one]
         seen = join_seen(config, found)
     return norm(config, along, x_BTD, params["norm_w"], params.get("norm_b")), seen

@@ -221,6 +221,8 @@ def _list_leaves(config: Config) -> PyTree:
     V, D = config.vocab_size, config.d_model
     blocks = [_block_leaves(config, i) for i in range(config.num_layers)]
     tree = {"embed": _DrawnLeaf((V, D), cut=0), "blocks": blocks}
+    if config.swift is not None and config.swift.first < config.num_layers:
+        tree |= _norm_leaves(config, "s_norm")
     tree |= _norm_leaves(config, "norm") | (_norm_leaves(config, "embed_norm") if config.embedding_norm else {})
     if config.position == "learned":
         tree["position"] = _DrawnLeaf((config.max_len, D))
@@ -290,9 +292,17 @@ def _block_leaves(config: Config, i: int) -> dict[str, _DrawnLeaf]:
     has_experts = config.experts is not None and config.experts.in_layer(i)
     has_mlp = config.experts is None or not has_experts or config.experts.shared or config.experts.residual
     tree = _attention_leaves(config)
+    tree |= {f"s_{name}": tree[name] for name in _list_swift_names(config, i) if name in tree}
     for name in block_norms(config):
         tree |= _norm_leaves(config, name)
     return tree | (_mlp_leaves(config) if has_mlp else {}) | (_expert_leaves(config, i) if has_experts else {})
+
+
+def _list_swift_names(config: Config, i: int) -> tuple[str, ...]:
+    """Returns the leaves of attention that a layer has again for SwiftKV."""
+    if config.swift is None or i < config.swift.first:
+        return ()
+    return ("wq", "bq", *(("wk", "wv", "bk", "bv") if config.swift.is_leader(i) else ()))
 
 
 def block_norms(config: Config) -> list[str]:

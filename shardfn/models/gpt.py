@@ -1,4 +1,4 @@
-"""A transformer of one stack: GPT-2, Llama and, with `causal=False`, BERT's encoder are settings of one `Config`.
+"""A transformer of one stack: GPT-2, Llama, Gemma and, with `causal=False`, BERT's encoder are settings of a `Config`.
 
 B batch, T tokens, D model, H heads, G key and value heads, K head dim, F ffn, V vocabulary.
 
@@ -46,6 +46,10 @@ from ._gpt_loss import shifted as shifted
 from ._gpt_stages import Stages as Stages
 from ._gpt_stages import stages as stages
 from ._gpt_stages import stages_and_seen as stages_and_seen
+from ._gpt_swift import add_swift_kv as add_swift_kv
+from ._gpt_swift import drop_swift_kv as drop_swift_kv
+from ._gpt_swift import swift_trainable as swift_trainable
+from ._swift import Swift as Swift
 
 
 def apply(
@@ -102,6 +106,34 @@ def apply(
     batch = {"tokens": tokens_BT, "index": index_B}
     x_BTD, _ = _compute_hidden(config, params, batch, key, wrap, along, bias=bias, chosen=chosen)
     return _compute_logits(config, params, x_BTD if at is None else _take_rows(config, along, x_BTD, at), along)
+
+
+def apply_and_hidden(
+    config: Config,
+    params: Params,
+    tokens_BT: Int64[Tensor, "b t"],
+    *,
+    wrap: Wrap = lambda inner: inner,
+    axis: Axes = None,
+) -> tuple[Float[Tensor, "b t v"], Float[Tensor, "b t d"]]:
+    """Returns the logits of `apply`, and the states that the head multiplies, for losses of both.
+
+    Args:
+        config: see `apply`.
+        params: see `apply`.
+        tokens_BT: see `apply`.
+        wrap: see `apply`.
+        axis: see `apply`.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> config = Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
+        >>> apply_and_hidden(config, init(config, core.key(0)), torch.zeros(2, 5, dtype=torch.int64))[1].shape
+        torch.Size([2, 5, 32])
+    """
+    along = _Along(axis)
+    x_BTD, _ = _compute_hidden(config, params, {"tokens": tokens_BT}, wrap=wrap, along=along)
+    return _compute_logits(config, params, x_BTD, along), x_BTD
 
 
 def choices(

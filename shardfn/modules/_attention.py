@@ -131,9 +131,8 @@ class RoutedCall(Replacement):
                 yield
         if not run.again and self.attends and not self.num_calls:
             raise ValueError(
-                f"from_module(attention={self.body}): the forward has not asked transformers for its attention, and"
-                " may have attended to this rank's tokens alone. Use a model whose attention follows its"
-                " AttentionInterface."
+                f"from_module(attention={self.body}): the forward has not called the attention of transformers, and"
+                " may have attended only to this rank's tokens. Use a model whose attention uses AttentionInterface."
             )
 
     def mask(self, q_BTHK: Tensor, *, causal: bool, window: int | None, chunk: int | None) -> Mask:
@@ -190,7 +189,7 @@ _CALL = Ambient[RoutedCall]("attention of a module's call", by_thread=True)
 
 
 def none_attends() -> None:
-    """Marks the running call as one whose layers with attention are all on other ranks."""
+    """Marks the running call: all layers with attention are on other ranks."""
     call = _CALL.innermost()
     if call is not None:
         call.attends = False
@@ -271,7 +270,7 @@ def mask_of_none(
     """Replaces the mask that transformers would make of this rank's tokens, and notes the window."""
     del kwargs
     if use_vmap or _adds_pairs(mask_function):
-        raise ValueError("from_module(attention=): the model attends by a mask of its own, which is not routed.")
+        raise ValueError("from_module(attention=): the model uses a custom mask, which is not supported.")
     if (windows := WINDOWS.innermost()) is not None:
         windows.made.add(local_size)
 

@@ -313,7 +313,7 @@ class BatchInvariance(Replacement):
     order = 100
 
     def running(self, run: ModuleRun) -> AbstractContextManager[Any]:
-        """Returns the mode."""
+        """Returns the function mode that is active while the module runs."""
         return BatchInvariantForward(run.placed.given.params)
 
 

@@ -170,7 +170,7 @@ def decoding(module: nn.Module, params: Mapping[str, Tensor] | None = None) -> D
     """
     plain = uncompiled(module)
     if plain not in models_in(plain):
-        raise TypeError(f"a decoder is made of a model of transformers, and this is {a_kind(plain)}.")
+        raise TypeError(f"a decoder expected a model of transformers, got {a_kind(plain)}.")
     raise_all(
         ValueError,
         f"{type(plain).__name__} cannot be served:",

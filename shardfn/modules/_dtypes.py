@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.core import Ambient, tree_leaves, tree_map
+from shardfn import core
 
 from ._call import Forwards, ModuleCall, ModuleRun, Replacement
 from ._given_tensors import GivenTensors, ModuleParts
 
-_COMPUTE = Ambient[tuple[torch.dtype | None]]("dtype in which the loss computes", by_thread=True)
+_COMPUTE = core.Ambient[tuple[torch.dtype | None]]("dtype in which the loss computes", by_thread=True)
 # (own dtype, dtype of the given parameter) -> number of elements.
 _Moves = collections.Counter[tuple[torch.dtype, torch.dtype]]
 
@@ -127,12 +127,12 @@ def find_casts(
 
 def _run_in_dtype(dtype: torch.dtype, main: torch.dtype | None, forward: Callable[..., Any]) -> Callable[..., Any]:
     def cast_forward(*args: Any, **kwargs: Any) -> Any:
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [x for x in core.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         came = next((x.dtype for x in tensors if x.is_floating_point()), main)
         if not tensors or came is None:
             return forward(*args, **kwargs)
-        args, kwargs = tree_map(lambda x: _cast_tensor(x, dtype), (args, kwargs))  # pyright: ignore[reportGeneralTypeIssues]
-        return tree_map(lambda x: _cast_tensor(x, came), forward(*args, **kwargs))
+        args, kwargs = core.tree_map(lambda x: _cast_tensor(x, dtype), (args, kwargs))  # pyright: ignore[reportGeneralTypeIssues]
+        return core.tree_map(lambda x: _cast_tensor(x, came), forward(*args, **kwargs))
 
     return cast_forward
 

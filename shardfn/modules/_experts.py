@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardfn.core import Ambient, P, named_modules, named_parameters, raise_all
+from shardfn import core
 from shardfn.nn import moe
 
 from ._attention import name_functions
@@ -54,7 +54,7 @@ class ExpertsRoute(Replacement):
     def __init__(self, module: nn.Module, exchange: moe.Exchange, *, batch_invariant: bool = False) -> None:
         self.exchange, self.product = exchange, functools.partial(moe.grouped, batch_invariant=batch_invariant)
         found = experts_in(module)
-        raise_all(
+        core.raise_all(
             ValueError,
             f"from_module(experts={exchange}) of this {type(module).__name__}:",
             _find_problems(module, found),
@@ -62,7 +62,9 @@ class ExpertsRoute(Replacement):
         self._paths = {id(m): path for path, m in found.items()}
         self._configs = {id(m.config): m.config for m in found.values()}.values()
         of_experts = {f"{path}.{leaf}" if path else leaf for path, m in found.items() for leaf in leaves_of(m)}
-        self.specs = {name: exchange.spec if name in of_experts else P() for name, _ in named_parameters(module)}
+        self.specs = {
+            name: exchange.spec if name in of_experts else core.P() for name, _ in core.named_parameters(module)
+        }
         _register_experts()
 
     def path_of(self, module: Any) -> str:
@@ -77,7 +79,7 @@ class ExpertsRoute(Replacement):
             yield
 
 
-_ROUTE = Ambient[ExpertsRoute]("experts of a module's call", by_thread=True)
+_ROUTE = core.Ambient[ExpertsRoute]("experts of a module's call", by_thread=True)
 
 
 def routed_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -109,7 +111,7 @@ def _find_problems(module: nn.Module, found: Mapping[str, Any]) -> list[str]:
     known = {id(sub) for m in found.values() for sub in m.modules()}
     others = {
         path: type(m).__name__
-        for path, m in named_modules(module)
+        for path, m in core.named_modules(module)
         if _EXPERTS.search(type(m).__name__) and not any(id(sub) in known for sub in m.modules())
     }
     out += [
@@ -142,7 +144,7 @@ def _problems_of(module: Any) -> list[str]:
 
 def experts_in(module: nn.Module) -> dict[str, Any]:
     """Returns the experts looked up by transformers in the table, by path."""
-    found = named_modules(module)
+    found = core.named_modules(module)
     return {p: m for p, m in found if hasattr(m, "_is_expert_parallel") and hasattr(m, "is_transposed")}
 
 

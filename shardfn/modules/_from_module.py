@@ -260,7 +260,7 @@ class StatefulFunction:
         if set(state) != self._names:
             missing, others = sorted(self._names - set(state)), sorted(set(state) - self._names)
             raise ValueError(
-                f"the model state does not fit the module: {missing} are missing, {others} are not its own."
+                f"the model state does not fit the module: {missing} are missing, {others} are not in the module."
             )
         return self._function.run(draws, params, state, args, kwargs)
 

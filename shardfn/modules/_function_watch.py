@@ -138,9 +138,9 @@ class ModuleMode(TorchFunctionMode):
         for x in tensors_of(given):
             if id(x) in self._own:
                 raise ValueError(
-                    f"the forward of the module gives {name} its own parameter {self._own[id(x)]!r} in place of the one"
-                    " that the step trains, so it has that by another way than its name (a list, a function, a hook)."
-                    " Take it by its name."
+                    f"the forward of the module gives {name} the parameter {self._own[id(x)]!r} of the module instead"
+                    " of the parameter that the step trains. The forward has found the parameter in another place,"
+                    " such as a list, a function or a hook. Read the parameter by its name."
                 )
             self._buffers.see(name, x)
 
@@ -175,7 +175,7 @@ def _embed_dense(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Gives a dense gradient with the same values where a sparse one is requested."""
+    """Gives a dense gradient with the same values where a sparse gradient is requested."""
     del sparse
     _check_embedding("embedding", max_norm, scale_grad_by_freq)
     return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, False)

@@ -84,7 +84,7 @@ def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, T
     """
     if not isinstance(given, Mapping):
         raise TypeError(
-            f"a function that from_module made takes the parameters first, apply(params, ...), and this is a"
+            "a function of from_module expected the parameters first, apply(params, ...), got a"
             f" {type(given).__name__}. Pass the first argument of the loss."
         )
     for name, x in given.items():
@@ -233,8 +233,8 @@ def refuse_two_threads(module: nn.Module, caller: int) -> Iterator[None]:
         thread, depth = _RUNNING.get(id(module), (me, 0))
         if thread != me and caller == me:
             raise RuntimeError(
-                f"this {type(module).__name__} is running in another thread, and a module has one place for each of its"
-                " tensors. Give each thread a module of its own: from_module(copy.deepcopy(module))."
+                f"this {type(module).__name__} is running in another thread, but a module can run only once at a time."
+                " Give each thread a copy: from_module(copy.deepcopy(module))."
             )
         _RUNNING[id(module)] = thread, depth + 1
     try:

@@ -76,7 +76,7 @@ class Layers(Protocol):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Returns the list."""
+        """Returns the list of layers in the module."""
         ...
 
 

@@ -126,7 +126,7 @@ class ModuleReplay(Replacement):
         name, found = type(module).__name__, experts_in(module)
         if not found:
             raise ValueError(
-                f"replaying needs experts that transformers looks up in ExpertsInterface, but this {name} has none."
+                f"replaying needs experts that transformers looks up in ExpertsInterface, got a {name} without."
                 " Call the function itself, without choices."
             )
         if chosen.is_floating_point() or chosen.dtype == torch.bool:

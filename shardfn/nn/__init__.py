@@ -49,11 +49,11 @@ from ._batch_invariant_functions import (
     batch_invariant_softmax as batch_invariant_softmax,
 )
 from ._batch_invariant_functions import batch_invariant_rope_table as batch_invariant_rope_table
-from ._linear import embedding as embedding, linear as linear
+from ._layers import embedding as embedding, linear as linear
 from ._tiled_linear import init_tiles as init_tiles, tile_shapes as tile_shapes
 from ._tiled_linear import tiled_linear as tiled_linear, tiles as tiles, untile as untile
 from ._mlp import fused_swiglu as fused_swiglu, gated_gelu as gated_gelu, mlp as mlp, swiglu as swiglu
-from ._norm import layer_norm as layer_norm, rms_norm as rms_norm
+from ._layers import layer_norm as layer_norm, rms_norm as rms_norm
 from ._parallel import column_linear as column_linear, row_linear as row_linear
 from ._parallel import enter_parallel as enter_parallel, leave_parallel as leave_parallel
 from ._parallel import (
@@ -63,6 +63,7 @@ from ._parallel import (
     rank_tokens as rank_tokens,
 )
 from ._self_attention import AttentionWeights as AttentionWeights, HeadNorms as HeadNorms, Heads as Heads
+from ._self_attention import KeyValues as KeyValues, project_keys as project_keys
 from ._self_attention import fused_self_attention as fused_self_attention, self_attention as self_attention
 from ._products import Product as Product, product_of as product_of
 from ._products import Trilinear as Trilinear, derivative as derivative

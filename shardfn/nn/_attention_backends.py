@@ -70,7 +70,7 @@ class Local(abc.ABC):
 
     @property
     def lengths(self) -> frozenset[int]:
-        """Returns the stated numbers of tokens of the whole sequence."""
+        """Returns the lengths of the whole sequence that the body and its inner bodies were given."""
         return frozenset()
 
     def order(self, length: int, num_ranks: Sequence[int]) -> Rows:
@@ -198,7 +198,7 @@ class Ring:
 
     @property
     def lengths(self) -> frozenset[int]:
-        """Returns the stated numbers of tokens of the whole sequence."""
+        """Returns the lengths of the whole sequence that the body and its inner bodies were given."""
         return frozenset() if self.length is None else frozenset({self.length})
 
     def rows(self, length: int) -> Rows:
@@ -252,7 +252,7 @@ class Ulysses:
 
     @property
     def lengths(self) -> frozenset[int]:
-        """Returns the stated numbers of tokens of the whole sequence."""
+        """Returns the lengths of the whole sequence that the body and its inner bodies were given."""
         return self.inner.lengths | (frozenset() if self.length is None else {self.length})
 
     @property
@@ -427,7 +427,12 @@ def _multiply_scores(
         if how.sinks_H is not None:
             sinks_H1 = how.sinks_H.to(s_BHTS.dtype)[:, None, None].expand(*s_BHTS.shape[:-1], 1)
             s_BHTS = torch.cat([s_BHTS, sinks_H1], -1)
-        p_BHTS = s_BHTS.softmax(-1)[..., : k_BHSK.shape[2]]
+        if bias is None:
+            p_BHTS = s_BHTS.softmax(-1)
+        else:  # numbers of -inf may leave a row without keys, and torch's softmax of such a row is nan
+            empty = (s_BHTS == -math.inf).all(-1, keepdim=True)
+            p_BHTS = s_BHTS.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+        p_BHTS = p_BHTS[..., : k_BHSK.shape[2]]
         return ((p_BHTS if scales is None else p_BHTS * scales) @ v_BHSK).to(qkv[0].dtype)
 
 

@@ -172,7 +172,7 @@ class BatchInvariantWeight(Weight):
         return y if bias is None else y + bias
 
     def rows(self, index: Tensor) -> Float[Tensor, "*batch k"]:
-        """Returns rows of the weight [N, K], as of a table of embeddings.
+        """Returns rows of the weight [N, K] by index, for example embeddings of tokens.
 
         With panels, indices must be from 0 to N - 1.
         """
@@ -186,7 +186,7 @@ class BatchInvariantWeight(Weight):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """`linear` and `embedding`.
+        """Computes `linear` and `embedding` with this weight. Refuses other functions of torch.
 
         Raises:
             TypeError: for other functions.
@@ -248,7 +248,7 @@ def wrong_dtype_error(begin: str) -> TypeError:
 
 
 def rank_node(w: BatchInvariantWeight, inputs: int, axis: Axes) -> BatchInvariantWeight:
-    """Returns the rank's block of a weight with cut inputs, with the block's chunks of the whole weight.
+    """Returns this rank's block of a weight whose inputs are cut, summed in the same chunks as the whole weight.
 
     Args:
         w: the block, [N, K_axis].
@@ -314,7 +314,7 @@ def _apply_embedding(input: Any, weight: Any, *options: Any, norm_type: float = 
     if any(x is not None and x is not False for x in (*options, *named.values())) or not isinstance(
         weight, BatchInvariantWeight
     ):
-        raise TypeError("embedding of an BatchInvariantWeight takes the indices and the weight alone.")
+        raise TypeError("embedding of a BatchInvariantWeight expected only the indices and the weight.")
     return weight.rows(input)
 
 

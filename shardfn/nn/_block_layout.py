@@ -47,15 +47,17 @@ class BlockLayout(Mask):
         object.__setattr__(self, "blocks", blocks)
         if blocks.ndim not in (2, 3) or blocks.shape[-1] != blocks.shape[-2] or self.block < 1:
             raise ValueError(
-                f"BlockLayout of shape {blocks.shape}, block={self.block}: give [N, N] or [H, N, N], and a block >= 1."
+                f"BlockLayout must have the shape [N, N] or [H, N, N] and a block >= 1, got {blocks.shape} and"
+                f" block={self.block}."
             )
         if blocks.shape[0] == 1 and blocks.ndim == 3:
             object.__setattr__(self, "blocks", blocks[0])
         empty = np.argwhere(~blocks.any(-1))
         if len(empty) and not self.allow_empty:
             raise ValueError(
-                f"BlockLayout: {len(empty)} rows have no block, the first at {tuple(map(int, empty[0]))}. The queries"
-                " would attend to nothing. Give each at least its own block, or pass allow_empty=True."
+                "BlockLayout: each row of blocks needs at least one block, for example the block on the diagonal, but"
+                f" {len(empty)} rows are without one, the first at {tuple(map(int, empty[0]))}. Or pass"
+                " allow_empty=True."
             )
 
     def __eq__(self, other: object) -> bool:

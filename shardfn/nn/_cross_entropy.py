@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfn.collectives import axis_size, pmax, psum
 from shardfn.core import Axes
 
-from ._linear import rank_classes, rank_index
+from ._layers import rank_classes, rank_index
 
 
 def cross_entropy(

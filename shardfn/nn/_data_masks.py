@@ -177,7 +177,7 @@ class Relative(Mask):
 
 
 def together(found: Iterable[Given]) -> Given:
-    """Joins several `Given`: sums of added numbers, and ids with equality where all given ids are equal.
+    """Joins several `Given`: added numbers are summed, and two tokens attend if all of their ids are equal.
 
     Example:
         >>> a, b = (Given(torch.tensor([ids]), torch.tensor([ids])) for ids in ([7, 7, 9], [1, 2, 1]))

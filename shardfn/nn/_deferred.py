@@ -188,7 +188,7 @@ def splitting() -> bool:
 
 
 class _Splitting(TorchFunctionMode):
-    """Sees the products."""
+    """Function mode that defers the products of weights."""
 
     def __init__(self, deferring: DeferredGradients) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from shardfn.core import fold_in, is_evaluating, threefry2x32
+from shardfn import core
 from shardfn.kernels import Dropped, Given
 
 from ._masks import Cover, Full, Mask, Span
@@ -112,7 +112,7 @@ def dropout_of_rows(
 def _draw_lanes(key: Tensor, index_B: Tensor, size: int, start: int, count: int) -> Tensor:
     """Returns [B, count] of [B, size] numbers in [0, 2**16): the four quarters of the cipher's output, in order."""
     quarter = -(-size // 4)
-    keys = fold_in(key, index_B)[:, None]
+    keys = core.fold_in(key, index_B)[:, None]
     if count >= quarter:  # every counter is wanted
         parts = quarters(keys, torch.arange(quarter, device=key.device))
         return torch.cat(parts, dim=1)[:, start : start + count]
@@ -123,12 +123,12 @@ def _draw_lanes(key: Tensor, index_B: Tensor, size: int, start: int, count: int)
 
 def dropped_levels(rate: float) -> int:
     """Returns the number of the `LEVELS` values at which an element is dropped: 0 in an evaluation."""
-    return 0 if is_evaluating() else min(round(rate * LEVELS), LEVELS - 1)
+    return 0 if core.is_evaluating() else min(round(rate * LEVELS), LEVELS - 1)
 
 
 def quarters(keys: Tensor, counter: Tensor) -> list[Tensor]:
     """Returns four numbers in [0, LEVELS) of each counter. The leading dims of the keys broadcast with the counter."""
-    hi, lo = threefry2x32(keys, counter)
+    hi, lo = core.threefry2x32(keys, counter)
     return [q & (LEVELS - 1) for q in (hi, hi >> 16, lo, lo >> 16)]
 
 
@@ -202,7 +202,7 @@ class PairDropout(Mask):
         # A call of the cipher serves the keys 4 i .. 4 i + 3 of a query, so a tile's first may be inside a call.
         first, last = keys[0] // 4, max(-(-keys[1] // 4), keys[0] // 4)
         head_H = torch.arange(self.first_head, self.first_head + heads, device=like.device)
-        key_BH = fold_in(fold_in(self.key.to(like.device), self.index_B.to(like.device))[:, None], head_H)
+        key_BH = core.fold_in(core.fold_in(self.key.to(like.device), self.index_B.to(like.device))[:, None], head_H)
         query_Q, four_S = (torch.arange(*span, device=like.device) for span in (queries, (first, last)))
         lanes = torch.stack(quarters(key_BH[:, :, None, None], (query_Q[:, None] << 32) + four_S), -1).flatten(-2)
         keep = lanes[..., keys[0] - 4 * first : keys[1] - 4 * first] >= drop
@@ -210,5 +210,5 @@ class PairDropout(Mask):
 
     def make_data(self, queries: Span, keys: Span) -> Given:
         level, first = dropped_levels(self.rate), (self.first_head, queries[0], keys[0])
-        numbers = fold_in(self.key.to(self.index_B.device), self.index_B)
+        numbers = core.fold_in(self.key.to(self.index_B.device), self.index_B)
         return Given(dropped=Dropped(numbers, level, *first) if level else None)

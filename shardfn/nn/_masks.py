@@ -55,7 +55,7 @@ class Mask(abc.ABC):
 
     @property
     def lead(self) -> tuple[int, int]:
-        """Returns the numbers of samples and heads with separate masks, or 1 where all share a mask."""
+        """Returns the numbers of samples and of heads with separate masks. A number is 1 if all share a mask."""
         return 1, 1
 
     @property
@@ -230,7 +230,7 @@ class Causal(Window):
 
 @dataclasses.dataclass(frozen=True)
 class Prefix(Mask):
-    """Causal mask where all tokens also see the first `length` tokens: a prefix language model.
+    """Causal mask with a visible prefix: every token also sees the first `length` tokens (prefix language model).
 
     Attributes:
         length: tokens of the prefix.

@@ -286,7 +286,7 @@ def _split_groups(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _rows_of(x: Tensor, at: Span) -> Tensor:
-    """Rows of a tile, of [.., T, K] or [.., T]."""
+    """Returns the rows of a tile, from a tensor [.., T, K] or [.., T]."""
     return take(x, at) if x.ndim == 5 else x[..., at[0] : at[1]]
 
 

@@ -88,7 +88,7 @@ class Product:
     grads: tuple[OperandGrad, OperandGrad]
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        """Returns the product."""
+        """Returns the product of the operands."""
         if has_torch_function((a, b)):  # a lazy leaf, or `_Splitting` of backwards
             return handle_torch_function(self, (a, b), a, b)
         return _TwoOperands.apply(self, a, b)  # pyright: ignore[reportReturnType]

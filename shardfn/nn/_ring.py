@@ -185,7 +185,7 @@ def _add_sink(y_BTHK: Tensor, lse_BHT: Tensor, sinks_H: Tensor | None) -> tuple[
 
 
 def _sink_gradient(dy_BTHK: Tensor, y_BTHK: Tensor, lse_BHT: Tensor, sinks_H: Tensor) -> Tensor:
-    """Returns the gradient of the scores of sinks: -p delta, as of a key with the value 0."""
+    """Returns the gradient of the scores of sinks, -p delta. A sink is a key with the value 0."""
     delta_BHT = (dy_BTHK.to(lse_BHT.dtype) * y_BTHK.to(lse_BHT.dtype)).sum(-1).transpose(1, 2)
     return -((sinks_H.to(lse_BHT.dtype)[:, None] - lse_BHT).exp() * delta_BHT).sum((0, 2)).to(sinks_H.dtype)
 

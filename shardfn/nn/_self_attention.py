@@ -83,6 +83,50 @@ class HeadNorms(NamedTuple):
     joint: bool = False
 
 
+class KeyValues(NamedTuple):
+    """Keys and values of a rank, for several layers.
+
+    Attributes:
+        first: number of the first key head.
+        k_BSGK: keys, rotated where there is a table.
+        v_BSGK: values.
+    """
+
+    first: int
+    k_BSGK: Float[Tensor, "b s g k"]
+    v_BSGK: Float[Tensor, "b s g k"]
+
+
+def project_keys(
+    x_BSD: Float[Tensor, "b s d"],
+    w: AttentionWeights,
+    heads: Heads,
+    *,
+    table: tuple[Tensor, Tensor] | None = None,
+    axis: Axes = None,
+    sequence: int | None = None,
+) -> KeyValues:
+    """Returns keys and values x wk^T, x wv^T, with biases: for layers that share keys, or take keys from another state.
+
+    Args:
+        x_BSD: see `self_attention`.
+        w: blocks of the weights of the rank. Only keys and values are read.
+        heads: heads of the whole layer.
+        table: cos and sin for `rope`, of all tokens. None: no rotation.
+        axis: see `self_attention`.
+        sequence: see `self_attention`.
+
+    Example:
+        >>> w = AttentionWeights(*(torch.ones(8, 8) for _ in range(4)))
+        >>> x, heads = torch.ones(2, 5, 8), Heads(queries=2, keys=2, dim=4)
+        >>> y = self_attention(x, w, heads, keys=project_keys(x, w, heads))
+        >>> torch.equal(y, self_attention(x, w, heads))
+        True
+    """
+    found = _project_keys(enter_parallel(x_BSD, axis, sequence), w, heads, axis)
+    return found if table is None else found._replace(k_BSGK=rope(found.k_BSGK, *table))
+
+
 def self_attention(
     x_BTD: Float[Tensor, "b t d"],
     w: AttentionWeights,
@@ -95,6 +139,7 @@ def self_attention(
     softcap: float | None = None,
     norms: HeadNorms | None = None,
     rows_R: Int[Tensor, " r"] | None = None,
+    keys: KeyValues | None = None,
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "b t2 d"]:
@@ -112,6 +157,8 @@ def self_attention(
         norms: norms of queries and keys. Ranks that cut heads exchange the heads of joint norms.
         rows_R: tokens with wanted results, for a body from `Local.with_queries(rows_R)`, without a table. All
             tokens give their keys and values. None: all tokens.
+        keys: keys and values from `project_keys`, without norms, in place of keys of x. wk and wv are not read. x may
+            have only some of the tokens then, for a body from `Local.with_queries`.
         axis: mesh axes along which heads are cut. None means a single device.
         sequence: T where x and the result are the rank's rows of the tokens (sequence parallelism).
 
@@ -129,19 +176,22 @@ def self_attention(
     start, stop = _local_heads(w.wq, heads, axis)
     x_BTD = enter_parallel(x_BTD, axis, sequence)
     joint = norms is not None and norms.joint
-    first, q_BTHK, k_BTGK, v_BTGK = _project_inputs(x_BTD, w, heads, axis, rows_R, whole_keys=joint)
+    if keys is None:
+        first, q_BTHK, k_BTGK, v_BTGK = _project_inputs(x_BTD, w, heads, axis, rows_R, whole_keys=joint)
+    else:
+        (first, k_BTGK, v_BTGK), q_BTHK = keys, _split_heads(affine(x_BTD, w.wq, w.bq), heads)
     if norms is not None:
         cut_keys = joint and axis_size(axis) > 1 and _has_local_keys(w, heads, axis)
         q_BTHK, k_BTGK = _norm_heads(q_BTHK, k_BTGK, norms, heads, axis, cut_keys=cut_keys)
     if table is not None:
-        q_BTHK, k_BTGK = rope(q_BTHK, *table), rope(k_BTGK, *table)
+        q_BTHK, k_BTGK = rope(q_BTHK, *table), k_BTGK if keys is not None else rope(k_BTGK, *table)
     read = [h // (heads.queries // heads.keys) - first for h in range(start, stop)]
     if not evenly(read, k_BTGK.shape[2]):
         k_BTGK, v_BTGK = k_BTGK[:, :, read], v_BTGK[:, :, read]
     slopes_H = None if slopes_H is None else slopes_H[start:stop]
     mask = how.mask.of_heads(start, stop)
     scores: Any = {"slopes_H": slopes_H, "scale": scale, "softcap": softcap, "sinks_H": w.sinks}
-    if rows_R is None:
+    if rows_R is None and q_BTHK.shape[1] == k_BTGK.shape[1]:
         y_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, mask=mask, impl=how.impl, **scores)
     else:  # the body knows the positions of its queries, and masks by number do not fit
         y_BTHK = how.impl.attend(q_BTHK, k_BTGK, v_BTGK, OnlineScores(mask, **scores), k_BTGK.shape[1])
@@ -234,29 +284,42 @@ def _project_inputs(
 
     There are R queries where `rows_R` is given. With `whole_keys`, ranks that share heads get all key heads.
     """
-    rows = 1 if w.wk.ndim == 3 else heads.dim
-    for name, x in (("wk", w.wk), ("wv", w.wv), ("bk", w.bk), ("bv", w.bv)):
-        if x is not None:
-            _check_rows(name, x, heads.keys, heads, axis, by_head=rows == 1)
-    if _has_local_keys(w, heads, axis):
-        if rows_R is None:
-            q, k, v = affines(x_BTD, (w.wq, w.wk, w.wv), (w.bq, w.bk, w.bv))
-        else:
-            q, (k, v) = affine(x_BTD[:, rows_R], w.wq, w.bq), affines(x_BTD, (w.wk, w.wv), (w.bk, w.bv))
+    if rows_R is None and _has_local_keys(w, heads, axis):
+        _check_key_rows(w, heads, axis)
+        q, k, v = affines(x_BTD, (w.wq, w.wk, w.wv), (w.bq, w.bk, w.bv))
         start, _ = rank_range(heads.keys, axis)
         return start, _split_heads(q, heads), _split_heads(k, heads), _split_heads(v, heads)
     q_BTHK = _split_heads(affine(x_BTD if rows_R is None else x_BTD[:, rows_R], w.wq, w.bq), heads)
+    start, k_BTGK, v_BTGK = _project_keys(x_BTD, w, heads, axis, whole_keys=whole_keys)
+    return start, q_BTHK, k_BTGK, v_BTGK
+
+
+def _project_keys(
+    x_BTD: Tensor, w: AttentionWeights, heads: Heads, axis: Axes, *, whole_keys: bool = False
+) -> KeyValues:
+    """Returns the first needed key head, and the rank's keys and values [B, T, heads, K]."""
+    _check_key_rows(w, heads, axis)
+    if _has_local_keys(w, heads, axis):
+        k, v = affines(x_BTD, (w.wk, w.wv), (w.bk, w.bv))
+        return KeyValues(rank_range(heads.keys, axis)[0], _split_heads(k, heads), _split_heads(v, heads))
+    rows = 1 if w.wk.ndim == 3 else heads.dim
     start, stop = keys_of(rank_range(heads.queries, axis), heads.queries // heads.keys)
     if whole_keys:
         start, stop = 0, heads.keys
-    size = heads.keys * rows
-    own = slice(start * rows, stop * rows)
+    own, size = slice(start * rows, stop * rows), heads.keys * rows
     if isinstance(w.wk, BatchInvariantWeight):  # with joined keys, as panels cannot be cut
         parts = torch.stack([affine(x_BTD, w.wk, w.bk), affine(x_BTD, w.wv, w.bv)], -1)
         k, v = all_gather(parts, axis, dim=2, size=size)[:, :, own].unbind(-1)
-        return start, q_BTHK, _split_heads(k, heads), _split_heads(v, heads)
-    wk, wv, bk, bv = _gather_weights(w, axis, size, own)
-    return start, q_BTHK, _split_heads(affine(x_BTD, wk, bk), heads), _split_heads(affine(x_BTD, wv, bv), heads)
+    else:
+        wk, wv, bk, bv = _gather_weights(w, axis, size, own)
+        k, v = affine(x_BTD, wk, bk), affine(x_BTD, wv, bv)
+    return KeyValues(start, _split_heads(k, heads), _split_heads(v, heads))
+
+
+def _check_key_rows(w: AttentionWeights, heads: Heads, axis: Axes) -> None:
+    for name, x in (("wk", w.wk), ("wv", w.wv), ("bk", w.bk), ("bv", w.bv)):
+        if x is not None:
+            _check_rows(name, x, heads.keys, heads, axis, by_head=w.wk.ndim == 3)
 
 
 def _has_local_keys(w: AttentionWeights, heads: Heads, axis: Axes) -> bool:

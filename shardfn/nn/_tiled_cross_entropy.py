@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from shardfn.collectives import axis_size, pmax, psum, summed_inside
+from shardfn import collectives
 from shardfn.core import Axes
 
-from ._linear import rank_classes, rank_index
+from ._layers import rank_classes, rank_index
 from ._online import wide
 from ._parallel import enter_parallel
 
@@ -79,7 +79,7 @@ def tiled_cross_entropy(
         )
     how = _How(tile, ignore_index, classes, axis, torch.is_grad_enabled())
     total: Any = _TiledCrossEntropy.apply(x_BTD.flatten(0, -2), w_VD, targets_BT.flatten(), how)
-    total = summed_inside(total[0], axis)
+    total = collectives.summed_inside(total[0], axis)
     return total, (targets_BT != ignore_index).sum().to(total.dtype)
 
 
@@ -173,7 +173,7 @@ def _compute_tile(x_ND: Tensor, w_VD: Tensor, targets: _Targets, how: _How) -> t
     """
     logits_NV = F.linear(x_ND, w_VD)
     logits_NV = logits_NV.to(wide(logits_NV.dtype))
-    if axis_size(how.axis) == 1:
+    if collectives.axis_size(how.axis) == 1:
         log_p_NV = logits_NV.log_softmax(-1)
         del logits_NV
         loss_N = -log_p_NV.gather(-1, targets.classes[:, None])[:, 0]
@@ -193,7 +193,7 @@ def _reduce_over_ranks(logits_NV: Tensor, targets: _Targets, how: _How) -> tuple
     else:
         hit_N = logits_NV.gather(-1, targets.classes[:, None])[:, 0].masked_fill(~targets.hits, 0.0)
     lse_N = logits_NV.logsumexp(-1)
-    top_N = pmax(lse_N, how.axis)
-    sum_N, hit_N = psum(torch.stack([(lse_N - top_N).exp(), hit_N]), how.axis).unbind()
+    top_N = collectives.pmax(lse_N, how.axis)
+    sum_N, hit_N = collectives.psum(torch.stack([(lse_N - top_N).exp(), hit_N]), how.axis).unbind()
     lse_N = sum_N.log() + top_N
     return lse_N, lse_N - hit_N

@@ -200,7 +200,7 @@ def _grid_sizes(grid: Grid) -> tuple[list[int], list[int]]:
         f"row {i} has {len(r)} tiles, row 0 {len(columns)}" for i, r in enumerate(shapes) if len(r) != len(columns)
     ]
     if wrong:
-        raise ValueError(f"tiled_linear: the tiles are no grid: {'; '.join(wrong)}.")
+        raise ValueError(f"tiled_linear: the tiles must form a grid: {'; '.join(wrong)}.")
     return rows, columns
 
 

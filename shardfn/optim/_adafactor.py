@@ -252,7 +252,7 @@ class _Factored:
 
 
 class _FactoredLeaf(NamedTuple):
-    """A leaf.
+    """Leaf with the dims of its factored second moments.
 
     Attributes:
         shape: shape of the whole.

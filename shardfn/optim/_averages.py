@@ -85,8 +85,8 @@ def average_params(
         return _AverageParams(as_transformation(inner), _debiased_rates(decay) if debias else decay).rule()
     if debias:
         raise ValueError(
-            "average_params(debias=True) takes a number as decay, and this is a function: let it return 0 for t = 0, so"
-            " that the first parameters have no weight, or leave debias out."
+            "average_params(debias=True) expected a number as decay, got a function. Let the function return 0 for t ="
+            " 0, so that the first parameters have no weight, or leave debias out."
         )
     return _AverageParams(as_transformation(inner), decay).rule()
 
@@ -152,7 +152,7 @@ class _AverageParams:
 
 
 class EmaState(NamedTuple):
-    """Average.
+    """Running average of updates.
 
     Attributes:
         count: int32, 0-d: steps taken.

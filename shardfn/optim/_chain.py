@@ -187,20 +187,21 @@ def _find_communicating(txs: Sequence[base.GradientTransformation]) -> int | Non
     early = [i for i, tx in enumerate(txs[:at]) if tx.needs.measure is not None]
     if early:
         raise ValueError(
-            f"rules {early} of a chain need the norm of the gradient, but rule {at} averages for itself, so that"
-            " each rank would use the norm of its own. Clip elements (optim.clip) in place of norms, or do without."
+            f"rules {early} of a chain need the norm of the gradient, but rule {at} averages gradients itself, so each"
+            " rank would use a different norm. Clip elements with optim.clip, or leave these rules out."
         )
     blind = [i for i, tx in enumerate(txs[:at]) if tx.needs.whole]
     if blind:
         raise ValueError(
-            f"rules {blind} of a chain have an update without `specs`, which may look at whole gradients, but rule"
-            f" {at} averages for itself, so that each rank would show them its own. Put them after it, or declare that"
-            ' they treat every element alike: GradientTransformation(init, update, needs=Needs(granularity="element")).'
+            f"rules {blind} of a chain have an update without `specs` and may need whole gradients, but rule {at}"
+            " averages gradients itself, so each rank would pass different gradients. Put these rules after it, or"
+            " declare that they"
+            ' treat every element equally: GradientTransformation(init, update, needs=Needs(granularity="element")).'
         )
     if phases.is_last and at + 1 < len(txs):
         raise ValueError(
-            f"rule {at} of a chain steps each rank alone and takes ranks together again by where it has stepped to,"
-            f" so that none may change its steps. Put rules {list(range(at + 1, len(txs)))} before it."
+            f"rule {at} of a chain lets each rank step separately and later averages the steps, so no other rule may"
+            f" change the steps. Put rules {list(range(at + 1, len(txs)))} before it."
         )
     return at
 
@@ -215,8 +216,8 @@ def _check_early(states: Sequence[base.OptState]) -> None:
     keeping = [i for i, state in enumerate(states) if any(x.is_floating_point() for x in core.tree_leaves(state))]
     if keeping:
         raise ValueError(
-            f"rules {keeping} of a chain remember gradients, but rule {len(states)} averages for itself, so that each"
-            " rank would remember its own, where all ranks should have one state. Put them after it, or do without."
+            f"rules {keeping} of a chain remember gradients, but rule {len(states)} averages gradients itself, so each"
+            " rank would have a different state. Put these rules after it, or leave them out."
         )
 
 

@@ -50,7 +50,7 @@ class Averaging:
 
     @property
     def over(self) -> tuple[str, ...]:
-        """Returns the axes."""
+        """Returns the mesh axes of the average."""
         return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis or ())
 
     def of(self, share: Share) -> "Averaging":

@@ -40,7 +40,7 @@ def delayed(tx: base.GradientTransformation | base.Pair, warmup: int = 0) -> bas
     """Steps along the gradients of the previous step: `p_{t+1} = p_t + tx(g_{t-1})`, `g_t` the gradient at `p_t`.
 
     The update of step t does not depend on the gradients of step t, so an optimizer on the host can run in parallel
-    with forward and backward on the device. The first `warmup` steps are plain ones, `p_{t+1} = p_t + tx(g_t)`:
+    with forward and backward on the device. The first `warmup` steps are plain steps, `p_{t+1} = p_t + tx(g_t)`:
     gradients change fast at first. Step t = `warmup` moves nothing, inner counters included: g_{t-1} is spent (or there
     was none), and g_t begins to wait. So after T > `warmup` steps `tx` has run T - 1 times, and the last gradient is
     unused.

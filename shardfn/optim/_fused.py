@@ -87,7 +87,7 @@ def fused(
 
 
 def pad_for_fused(columns: Columns) -> Iterator[Columns]:
-    """Yields the columns in one or several forms for a fused kernel, and writes ends back after each.
+    """Yields the columns in all forms for a fused kernel, and writes ends back after each.
 
     Args:
         columns: a list for each role, gradients last. Leaves are contiguous, and on a single device. All have the same
@@ -132,7 +132,7 @@ def _start_of_end(n: int) -> int:
 
 
 def _leaf_body(x: Tensor, n: int, start: int) -> Tensor:
-    """Returns a leaf without the end, or `x` unchanged if only whole vectors are left."""
+    """Returns the part of a leaf that fills whole vectors of the kernel: the leaf without its last elements."""
     return x if start == n else x.view(-1).narrow(0, 0, start)
 
 

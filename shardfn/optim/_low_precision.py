@@ -222,7 +222,7 @@ class _BlockSpan(NamedTuple):
 
 
 class _BlockCodes(NamedTuple):
-    """Codes of 8 bits, with a scale for each block: some neighbours of the last dim, in one or more rows.
+    """Codes of 8 bits, with a scale for each block: some neighbours of the last dim, in a row or in several rows.
 
     Averages of squares are kept as square roots, since an update divides by the root: half the powers of ten are
     enough. A value between two of the table is rounded up or down in turn, by a sequence over steps and positions that

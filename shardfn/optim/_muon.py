@@ -79,7 +79,7 @@ class NewtonSchulz:
         a, b, c = self.coefficients
         tall = x.shape[0] > x.shape[1]
         y = wide(x.mT if tall else x)
-        # In the wide dtype: a gradient below the range of a narrow one would become zero.
+        # In the wide dtype: a gradient below the range of a narrow dtype would become zero.
         y = y / (torch.linalg.vector_norm(y) + self.eps)
         y = y if self.dtype is None else y.to(self.dtype)
         for _ in range(self.steps):
@@ -138,7 +138,7 @@ def default_dims(x: Tensor) -> MatrixDims:
 
 
 def all_matrices(params: base.Params) -> core.PyTree:
-    """Returns the dims of every leaf, where all are matrices."""
+    """Returns the dims of rows and columns for every leaf of a tree of matrices."""
     return core.tree_map(default_dims, params)
 
 
@@ -494,14 +494,14 @@ class _MatrixCut:
         return tuple(a for a, n in self.sizes.items() if a in own and n > 1)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Returns the place of a rank of the line."""
+        """Returns the coordinates of a rank in the group that shares a matrix."""
         out = {}
         for axis in reversed(self.axes):
             rank, out[axis] = divmod(rank, self.sizes[axis])
         return out
 
     def box(self, rank: int) -> tuple[slice, ...]:
-        """Returns the block of a matrix that a rank of the line has."""
+        """Returns the block of a matrix that a rank of the group holds."""
         cuts = core.block_slices(self.leaf.shape, self.spec, self.sizes, self.coords(rank))
         return tuple(cuts[d] for d in self.leaf.inner)
 
@@ -510,7 +510,7 @@ class _MatrixCut:
         return tuple(s.stop - s.start for s in self.box(rank))
 
     def join_blocks(self, blocks: Sequence[Tensor]) -> Tensor:
-        """Joins a matrix from the blocks, in the order of the line."""
+        """Joins a matrix from the blocks, in the order of the group's ranks."""
         axes = [[a for a in self.spec.dim_axes(d) if self.sizes.get(a, 1) > 1] for d in self.leaf.inner]
         at = [self.coords(k) for k in range(len(blocks))]
         order = sorted(range(len(blocks)), key=lambda k: [[at[k][a] for a in own] for own in axes])

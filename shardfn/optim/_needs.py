@@ -211,6 +211,6 @@ def refuse_phases(who: str, *txs: GradientTransformation) -> None:
     for i, tx in enumerate(txs):
         if tx.needs.phases is not None:
             raise ValueError(
-                f"{who} takes no rule that averages gradients for itself, as rule {i} does over"
-                f" {tx.needs.phases.axes}. Put such a rule outside, or use its own options."
+                f"{who} cannot wrap a rule that averages gradients itself, such as rule {i}, which averages over"
+                f" {tx.needs.phases.axes}. Put that rule outside, or use its options."
             )

@@ -152,7 +152,7 @@ def dtype_of_squares(leaves: Iterable[Tensor]) -> torch.dtype:
 
 
 def global_norm(tree: PyTree, specs: Specs = None, *, ord: float | str | None = None) -> Float[Tensor, ""]:
-    """Returns the norm of a whole tree, as of a single vector.
+    """Returns the norm of all elements of a tree, as if the tree were a single vector.
 
     Euclidean, the sum of absolute values, or the largest absolute value.
 
@@ -234,7 +234,7 @@ def _row_norms(tile: Tensor) -> tuple[Tensor, Tensor | None]:
 def over_blocks(
     local: Shaped[Tensor, "num_leaves *rest"], specs: list[P], reduce: Callable[..., Tensor] | None = None
 ) -> Shaped[Tensor, "num_leaves *rest"]:
-    """Returns the sum (or another `reduce`) over blocks, of one or a few numbers a leaf.
+    """Returns the sum (or another `reduce`) over blocks, of a few numbers a leaf.
 
     One call for each set of axes.
     """

@@ -146,9 +146,8 @@ def check_in_round(tree: core.PyTree) -> None:
     for state in core.tree_leaves(tree, is_leaf=is_compressing):
         if isinstance(state, ZeroOneAdamState) and not is_in_round(state):
             raise ValueError(
-                "the state is from between two rounds of zero_one_adam, when each rank has parameters and momentum of"
-                " its own, and it holds those of one rank. Save after a step that leaves optim.is_in_round(opt_state)"
-                " true."
+                "the state must not be from the middle of a round of zero_one_adam, when ranks have different"
+                " parameters and momentum. Save after a step for which optim.is_in_round(opt_state) is true."
             )
 
 

@@ -280,7 +280,7 @@ def join_schedules(schedules: Sequence[base.Schedule], boundaries: Sequence[int]
     """
     if not schedules or len(boundaries) != len(schedules) - 1:
         raise ValueError(
-            f"{len(schedules)} schedules need {max(0, len(schedules) - 1)} boundaries, not {len(boundaries)}."
+            f"{len(schedules)} schedules need {max(0, len(schedules) - 1)} boundaries, got {len(boundaries)}."
         )
     for boundary in boundaries:
         check_num_steps("join_schedules", boundary=boundary)
@@ -305,7 +305,7 @@ def _check_warmup(who: str, warmup_steps: int, decay_steps: int) -> None:
     check_num_steps(who, warmup_steps=warmup_steps, decay_steps=decay_steps)
     if decay_steps <= warmup_steps:
         raise ValueError(
-            f"{who}: decay_steps={decay_steps} counts from 0 and must exceed warmup_steps={warmup_steps}."
+            f"{who}: decay_steps includes the warmup and must be above warmup_steps={warmup_steps}, got {decay_steps}."
             f" Did you mean {warmup_steps + decay_steps}?"
         )
 
@@ -365,7 +365,7 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> base.Schedule:
     """
     cycles = [dict(cycle) for cycle in cosine_kwargs]
     if not cycles:
-        raise ValueError("sgdr_schedule: there are no cycles. Give the arguments of at least one.")
+        raise ValueError("sgdr_schedule needs the arguments of at least one cycle.")
     schedules = [_cosine_cycle(**cycle) for cycle in cycles]
     ends = list(itertools.accumulate(cycle["decay_steps"] for cycle in cycles))
     return join_schedules(schedules, ends[:-1])

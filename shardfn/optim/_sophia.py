@@ -57,7 +57,7 @@ def sophia(
         m = b1 m + (1 - b1) g;   u = clip(m / (1 - b1^t) / max(gamma h, eps), clip_threshold)
         p = p - lr (u + weight_decay p)
 
-    After the first step, and then after each `update_interval` steps, one more gradient is for the estimate: of the
+    After the first step, and then after each `update_interval` steps, a further gradient is for the estimate: of the
     same loss with labels that are drawn from the model's own distribution (Gauss-Newton-Bartlett). This gradient moves
     no parameter:
 

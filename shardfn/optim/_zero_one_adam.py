@@ -368,7 +368,7 @@ class _LocalRows(NamedTuple):
 
 
 def _count_interval(interval: Interval, often: int, most: int | None) -> Interval:
-    """Returns the interval after one more count."""
+    """Returns the interval after a further count."""
     counted = interval.counted + 1
     grown = 2 * interval.steps if most is None else (2 * interval.steps).clamp(max=most)
     full = counted == often

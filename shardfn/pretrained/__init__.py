@@ -11,7 +11,8 @@ from ._load import (
     describe_engine as describe_engine,
     make_engine as make_engine,
 )
-from ._load import load_model as load_model, load_text as load_text
+from ._load import load_model as load_model
+from ._tokenizers import load_text as load_text
 from ._policy import TextPolicy as TextPolicy, load_policy as load_policy
 from ._text import ModelText as ModelText, wrap_transformers_tokenizer as wrap_transformers_tokenizer
 from ._text import compile_chat_template as compile_chat_template

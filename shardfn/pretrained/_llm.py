@@ -117,8 +117,8 @@ class LLM:
 
         Args:
             prompts: text or token ids of a prompt, or a list of prompts.
-            sampling: one `Sampling` for all prompts, or one for each. Default: `sampling`.
-            adapter: name of one adapter, or one for each prompt.
+            sampling: a `Sampling` for all prompts, or a list with a `Sampling` for each. Default: `sampling`.
+            adapter: name of an adapter, or a list with a name for each prompt.
 
         Returns:
             For each prompt a `Completion` with its text, or for a request of n > 1 choices a list of n.
@@ -191,7 +191,7 @@ class LLM:
         """Returns the cosines of the embeddings of pairs of texts.
 
         Args:
-            text: one text for all pairs, or one for each.
+            text: a text for all pairs, or a list with a text for each.
             pairs: text or texts that are compared with `text`.
             pooling: see `embed`.
 

@@ -3,8 +3,6 @@
 import atexit
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import pathlib
 import shutil
 import tempfile
@@ -27,7 +25,6 @@ from shardfn.core import (
     tree_leaves,
     tree_map,
 )
-from shardfn.data import BPETokenizer, ByteTokenizer
 from shardfn.inference import (
     Activation,
     Classes,
@@ -38,6 +35,7 @@ from shardfn.inference import (
     Engine,
     Limits,
     decoder,
+    fit_quantization,
     hf_decoder,
     limits_of,
 )
@@ -63,16 +61,20 @@ from shardfn.speculators import load as load_speculator
 from shardfn.transforms import eval_shape, sharded
 
 from ._files import GENERATION_CONFIG, describe_sampling, name_file_in_errors, read_json_object
-from ._fit import fit_codes
-from ._gguf_text import load_byte_level
 from ._settings import DRAFTERS, DTYPES, ModelSettings, detect_kind, find_run
 from ._text import ModelText, wrap_data_tokenizer, wrap_transformers_tokenizer
+from ._tokenizers import (
+    FILES_ALONE,
+    import_transformers,
+    load_gguf_text,
+    load_run_tokenizer,
+    load_tokenizer,
+    read_stop_tokens,
+)
 
 AXIS = "tp"
 # A model of transformers, and weights for a model without weights.
 _Module = tuple[Any, Mapping[str, Any] | None]
-_FILES_ALONE = {"trust_remote_code": False}  # without it transformers asks the user, and waits
-_TOKENIZER_KEYS = "model_type", "tokenizer_class"  # of config.json and of tokenizer_config.json
 _WIDE = "_keep_in_fp32_modules_strict"  # names layers that from_pretrained leaves in float32
 
 
@@ -133,7 +135,7 @@ def load_model(job: ModelSettings, mesh: Mesh) -> LoadedModel:
         )
     if made.plain is None:
         return made
-    params, remark = fit_codes(job, made.params, made.text, made.plain())
+    params, remark = _fit_codes(job, made.params, made.text, made.plain())
     return made._replace(params=params, coded=", ".join(filter(None, (made.coded, remark))), plain=None)
 
 
@@ -145,7 +147,7 @@ def _load_model(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedMod
     tokenizer = load_tokenizer(path)
     configs = ("config.json", GENERATION_CONFIG) if job.generation_config == "auto" else ("config.json",)
     text = wrap_transformers_tokenizer(
-        tokenizer, frozenset[int]().union(*(_stop_tokens(path / name) for name in configs))
+        tokenizer, frozenset[int]().union(*(read_stop_tokens(path / name) for name in configs))
     )
     return _load_files(path, job, mesh, text)
 
@@ -245,29 +247,6 @@ def _load_drafter(job: ModelSettings, limits: Limits, served: LoadedModel) -> Dr
     return DraftModel(guessing.decoder, guessing.params, limits=sizes)
 
 
-def load_text(job: ModelSettings) -> ModelText:
-    """Loads only a model's tokenizer. The ends of GGUF files are the tokenizer's, not the model's.
-
-    Raises:
-        OSError: a file is missing.
-        ImportError: a package is missing. The message has the installation.
-    """
-    path = pathlib.Path(job.model)
-    if job.kind == "run":
-        run = find_run(path)
-        assert run is not None
-        return wrap_data_tokenizer(_load_run_tokenizer(run, read_json_object(run / "model.json")))
-    return _load_gguf_text(GGUFFile(path)) if job.kind == "gguf" else wrap_transformers_tokenizer(load_tokenizer(path))
-
-
-def _load_run_tokenizer(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
-    name = given.get("tokenizer")
-    if not isinstance(name, str):
-        raise ValueError(f"{run / 'model.json'}: tokenizer must be 'bytes', or a file's name, got {name!r:.60}.")
-    with name_file_in_errors(run / name, "its tokenizer"):
-        return ByteTokenizer() if name == "bytes" else BPETokenizer.load(run / name)
-
-
 def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelText) -> LoadedModel:
     settings = read_json_object(path / "config.json")
     check_sizes(settings, path / "config.json")
@@ -278,7 +257,7 @@ def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelT
         return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text)
     try:
         with name_file_in_errors(path / "config.json", "its model"):
-            gpt_config(settings)
+            gpt_config(settings, **changes)
     except ValueError as error:
         return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text, error)
     with name_file_in_errors(path, "its weights"):
@@ -340,7 +319,7 @@ def _read_classes(settings: Mapping[str, Any], path: pathlib.Path, num: int) -> 
 
 def _load_gguf(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedModel:
     file = GGUFFile(path)
-    text = _load_gguf_text(file)
+    text = load_gguf_text(file)
     changes, inexact = _choose_batch_invariant(job)
     # Layers that are batch-invariant read blocks as they are. Ranks cut blocks only where codes are asked for.
     keep_codes = bool(changes) and (job.weights is not None or (mesh.size == 1 and job.fit is None))
@@ -397,7 +376,7 @@ def _load_run(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedModel
     with name_file_in_errors(run / "model.json", "its model"):
         check_sizes(given["model"], run / "model.json")
         config = gpt_config(given["model"], per_head=given["per_head"], **changes)
-    tokenizer = _load_run_tokenizer(run, given)
+    tokenizer = load_run_tokenizer(run, given)
     place = sharded(lambda params: params, mesh=mesh, specs=gpt.specs(config, tp=_mesh_axis(mesh)))
     shapes = eval_shape(functools.partial(gpt.init, config), key(0))
     like = place.init(tree_map(lambda x: x.to(DTYPES[job.dtype]), shapes))
@@ -445,59 +424,11 @@ def _param_bytes(params: PyTree) -> int:
     return sum(x.shape.numel() for x in tree_leaves(params))
 
 
-def _import_transformers(path: pathlib.Path) -> Any:
-    if importlib.util.find_spec("transformers") is None:
-        raise ImportError(f"{path}: its tokenizer is read by transformers, which is missing: pip install 'shardfn[hf]'")
-    return importlib.import_module("transformers")
-
-
-def load_tokenizer(path: pathlib.Path) -> Any:
-    """Loads the tokenizer of a directory of transformers.
-
-    Raises:
-        OSError: a file is missing.
-        ImportError: transformers is missing. The message has the installation.
-    """
-    transformers = _import_transformers(path)
-    with name_file_in_errors(path, "its tokenizer"):
-        return transformers.AutoTokenizer.from_pretrained(path, config=_tokenizer_config(path), **_FILES_ALONE)
-
-
-def _tokenizer_config(path: pathlib.Path) -> Any:
-    """Returns a config with all that the choice of the tokenizer's class needs, or None if the choice needs more.
-
-    transformers would take the model's config, whose import takes longer than the rest of the tokenizer.
-    """
-    files = [path / name for name in ("config.json", "tokenizer_config.json")]
-    if not all(file.is_file() for file in files):
-        return None
-    kind, name = (read_json_object(file).get(key) for file, key in zip(files, _TOKENIZER_KEYS, strict=True))
-    if not isinstance(kind, str) or not isinstance(name, str):
-        return None
-    config = _import_transformers(path).PreTrainedConfig(name_or_path=str(path))
-    config.model_type = kind
-    return config
-
-
-def _load_gguf_text(file: GGUFFile) -> ModelText:
-    ends = (file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    given = frozenset(x for x in ends if type(x) is int)
-    return load_byte_level(file, given) or wrap_transformers_tokenizer(_load_gguf_tokenizer(file.path), given)
-
-
-def _load_gguf_tokenizer(path: pathlib.Path) -> Any:
-    if importlib.util.find_spec("gguf") is None:
-        raise ImportError(f"{path}: transformers reads its tokenizer by a package that is missing: pip install gguf")
-    transformers = _import_transformers(path)
-    with name_file_in_errors(path, "its tokenizer"):  # AutoTokenizer would read the whole file, for a config
-        return transformers.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
-
-
 def _make_module(directory: pathlib.Path, job: ModelSettings, axis: str | None) -> _Module:
     """Returns a model of transformers, without weights on several ranks, where each rank reads a part."""
-    transformers = _import_transformers(directory)
+    transformers = import_transformers(directory)
     with name_file_in_errors(directory, "its config.json"):
-        config = transformers.AutoConfig.from_pretrained(directory, **_FILES_ALONE)
+        config = transformers.AutoConfig.from_pretrained(directory, **FILES_ALONE)
     quantized = getattr(config, "quantization_config", None) is not None
     decoded = quantized and can_decode(read_quantization(directory))
     if decoded:  # read as floats, into a module of plain layers
@@ -505,7 +436,7 @@ def _make_module(directory: pathlib.Path, job: ModelSettings, axis: str | None) 
     if not decoded and (axis is None or quantized):
         return _load_weights(directory, job), None
     with name_file_in_errors(directory, "its config.json"), without_weights():
-        made = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[job.dtype], **_FILES_ALONE).eval()
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[job.dtype], **FILES_ALONE).eval()
     if job.dtype != "float32" and getattr(made, _WIDE, None) and not decoded:
         return _load_weights(directory, job), None
     return made, module_from_hf(made, directory, dtype=DTYPES[job.dtype])
@@ -513,8 +444,8 @@ def _make_module(directory: pathlib.Path, job: ModelSettings, axis: str | None) 
 
 def _load_weights(directory: pathlib.Path, job: ModelSettings, **more: Any) -> Any:
     """Returns a model of transformers with the weights."""
-    automatic = _import_transformers(directory).AutoModelForCausalLM
-    more |= _FILES_ALONE if "gguf_file" in more else {"use_safetensors": True, **_FILES_ALONE}
+    automatic = import_transformers(directory).AutoModelForCausalLM
+    more |= FILES_ALONE if "gguf_file" in more else {"use_safetensors": True, **FILES_ALONE}
     with name_file_in_errors(directory, "its model"):
         how = {"dtype": DTYPES[job.dtype], "output_loading_info": True, **more}
         made, about = automatic.from_pretrained(directory, **how)
@@ -526,18 +457,27 @@ def _load_weights(directory: pathlib.Path, job: ModelSettings, **more: Any) -> A
     return made.eval()
 
 
-def _stop_tokens(path: pathlib.Path) -> frozenset[int]:
-    """Returns the tokens that end a text by a file of configuration, if present.
+# Rows of the text, and tokens of each.
+_ROWS, _LENGTH = 16, 512
+
+
+def _fit_codes(job: ModelSettings, params: PyTree, text: ModelText, plain: Decoder) -> tuple[PyTree, str]:
+    """Returns the parameters on the grids of the codes, and a remark. Each rank fits all. Collective.
+
+    Args:
+        job: job with the text and the codes.
+        params: parameters of the model. Parameters in codes already are not changed.
+        text: tokenizer of the model.
+        plain: decoder of the model, without codes, on a single rank.
 
     Raises:
-        ValueError: the tokens are not integers.
+        ValueError: the text has no tokens, or the model's layers are not known one by one.
+        OSError: the text cannot be read.
     """
-    value = read_json_object(path).get("eos_token_id") if path.is_file() else None
-    tokens = [] if value is None else value if isinstance(value, list) else [value]
-    if any(type(x) is not int for x in tokens):
-        raise ValueError(f"{path}: eos_token_id must be a token, an integer, or a list of tokens, got {value!r:.60}.")
-    return frozenset(tokens)
-
-
-def _list_ids(value: int | list[int] | None) -> frozenset[int]:
-    return frozenset() if value is None else frozenset([value] if isinstance(value, int) else value)
+    assert job.fit is not None
+    place, length = pathlib.Path(job.fit), min(_LENGTH, plain.context)
+    tokens = text.encode(place.read_text(encoding="utf-8"))[: _ROWS * length]
+    if not tokens:
+        raise ValueError(f"--fit must be a text with tokens, similar to the prompts, got no tokens in {place}.")
+    rows = [tokens[at : at + length] for at in range(0, len(tokens), length)]
+    return fit_quantization(plain, params, job.weights, rows), f"fitted to {len(tokens):,} tokens of {place.name}"

@@ -21,8 +21,8 @@ from shardfn.models import gpt
 from shardfn.optim import GradientTransformation
 from shardfn.transforms import ShardedStep, TrainState, WeightedMean, sharded_step
 
-from ._load import load_tokenizer
 from ._text import wrap_transformers_tokenizer
+from ._tokenizers import load_tokenizer
 
 _ZERO = Zero(stage=3)
 Prompt = str | Sequence[dict[str, str]] | Sequence[int]
@@ -184,7 +184,9 @@ def load_policy(
     """
     mesh = make_mesh({"dp": -1}) if mesh is None else mesh
     if other := [name for name in mesh.axis_names if name != "dp"]:
-        raise ValueError(f"load_policy: the mesh must have the axis 'dp' alone, got {other}. Each rank has an engine.")
+        raise ValueError(
+            f"load_policy: the mesh must have only the axis 'dp', as each rank has an engine, got {other}."
+        )
     config, params = gpt_from_hf(model, batch_invariant=True)
     tokenizer = load_tokenizer(pathlib.Path(model))
     branches = _make_branches(config, params, lora, beta > 0, seed)
@@ -243,7 +245,7 @@ def _policy_loss(
     policy = params["policy"] if lora is None else lora.apply(params["base"], params["lora"])
 
     def logprobs_of(branch: PyTree) -> Tensor:
-        return rl.completion_logprobs(gpt.apply(config, branch, rollout.ids), rollout.ids, *rollout.where)
+        return rl.completion_logprobs(gpt.apply(config, branch, rollout.ids), rollout.ids, rollout.spans)
 
     logprobs, reference = logprobs_of(policy), dict[str, Any]()
     if beta:

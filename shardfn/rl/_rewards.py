@@ -204,7 +204,7 @@ class RewardSignal(NamedTuple):
     waited: int = 0
 
     def update(self, flat: Any) -> "RewardSignal":
-        """Returns the value after one more rollout.
+        """Returns the value after a further rollout.
 
         Args:
             flat: part of answers whose advantage is 0, a number or a 0-d tensor that all ranks have.

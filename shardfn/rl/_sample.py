@@ -9,13 +9,12 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from shardfn import core
-from shardfn.inference import Completion, Decoder, Engine, Outputs, Sampling, widen_floats
+from shardfn import core, inference
 
 from ._rollout import Rollout, empty_rollout
 
 
-def with_temperature(decoder: Decoder, temperature: float) -> Decoder:
+def with_temperature(decoder: inference.Decoder, temperature: float) -> inference.Decoder:
     """Returns the model whose logits are the logits of another model, divided by a temperature.
 
     An engine of the result draws by `Sampling(temperature=1.0)` at this temperature. Its log probabilities belong to
@@ -47,10 +46,10 @@ def with_temperature(decoder: Decoder, temperature: float) -> Decoder:
             " Sampling(temperature=0.0) draws the most probable tokens."
         )
 
-    def divide_logits(outputs: Callable[..., Outputs]) -> Callable[..., Outputs]:
-        def compute_outputs(weights: core.PyTree, *rest: Any) -> Outputs:
+    def divide_logits(outputs: Callable[..., inference.Outputs]) -> Callable[..., inference.Outputs]:
+        def compute_outputs(weights: core.PyTree, *rest: Any) -> inference.Outputs:
             found = outputs(weights, *rest)
-            return found._replace(logits=widen_floats(found.logits) / temperature)
+            return found._replace(logits=inference.widen_floats(found.logits) / temperature)
 
         return compute_outputs
 
@@ -59,9 +58,9 @@ def with_temperature(decoder: Decoder, temperature: float) -> Decoder:
 
 
 def sample(
-    engine: Engine,
+    engine: inference.Engine,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    sampling: inference.Sampling,
     *,
     key: Int64[Tensor, "2"],
     start: int = 0,
@@ -120,7 +119,7 @@ def sample(
     return _make_rollout(rows, rollout_for(engine, len(rows), length, sampling.max_tokens), since, engine)
 
 
-def rollout_for(engine: Engine, rows: int, length: int, width: int) -> Rollout:
+def rollout_for(engine: inference.Engine, rows: int, length: int, width: int) -> Rollout:
     """Returns the empty rollout for answers of an engine."""
     return empty_rollout(rows, length, width, expert_shape=engine.expert_shape, dtype=engine.dtype)
 
@@ -131,13 +130,13 @@ def seeds_of(key: Tensor, start: int, num: int) -> list[int]:
     return [high << 32 | low for high, low in words]
 
 
-def check_sampling(who: str, sampling: Sampling) -> None:
+def check_sampling(who: str, sampling: inference.Sampling) -> None:
     """Refuses a sampling that draws from another distribution than the distribution of its log probabilities.
 
     Raises:
         ValueError: names the field and its value.
     """
-    plain = Sampling()
+    plain = inference.Sampling()
     if sampling.grammar is not None:
         raise ValueError(
             f"{who}: the sampling must have no grammar. A grammar changes the distribution of the draws, so ratios"
@@ -160,7 +159,9 @@ def check_sampling(who: str, sampling: Sampling) -> None:
             )
 
 
-def check_prompts(who: str, prompts: Sequence[Sequence[int]], width: int, length: int, engine: Engine) -> None:
+def check_prompts(
+    who: str, prompts: Sequence[Sequence[int]], width: int, length: int, engine: inference.Engine
+) -> None:
     """Refuses prompts without tokens, or without room for an answer of `width` tokens in `length` and the context.
 
     Raises:
@@ -183,7 +184,7 @@ def check_prompts(who: str, prompts: Sequence[Sequence[int]], width: int, length
 
 
 def _make_rollout(
-    rows: Sequence[tuple[Sequence[int], Completion]], out: Rollout, since: int, engine: Engine
+    rows: Sequence[tuple[Sequence[int], inference.Completion]], out: Rollout, since: int, engine: inference.Engine
 ) -> Rollout:
     for i, (prompt, one) in enumerate(rows):
         check_end("sample", i, one)
@@ -197,13 +198,13 @@ def _make_rollout(
     return Rollout(*(x.to(engine.mesh.device) for x in out))
 
 
-def put_routes(out: Rollout, row: int, one: Completion) -> None:
+def put_routes(out: Rollout, row: int, one: inference.Completion) -> None:
     """Copies the experts of an answer, if the engine has recorded experts."""
     if one.expert_ids is not None:
         out.expert_ids[row, : len(one.expert_ids)] = one.expert_ids
 
 
-def check_end(who: str, row: int, one: Completion) -> None:
+def check_end(who: str, row: int, one: inference.Completion) -> None:
     """Refuses an answer that did not come to its end.
 
     Raises:

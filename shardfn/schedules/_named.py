@@ -1,4 +1,4 @@
-"""Schedules by name: generators with one or several chunks a rank.
+"""Schedules by name: generators with a chunk or several chunks a rank.
 
 Schedules of a single chunk a rank: GPipe, 1F1B and ZB-H1. p ranks, m microbatches.
 

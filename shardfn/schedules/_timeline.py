@@ -74,7 +74,7 @@ class Timeline:
 
 
 def timeline(schedule: PipelineSchedule, costs: Costs | None = None) -> Timeline:
-    """Simulates a schedule.
+    """Simulates the times of a pipeline's schedule.
 
     Args:
         schedule: schedule.

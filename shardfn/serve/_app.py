@@ -21,7 +21,7 @@ from ._model import Model, check_model
 from ._open_responses import parse_responses
 from ._page import page
 from ._parse_request import ParsedRequest, PooledRequest, parse_chat, parse_completions
-from ._request_tracker import ClientRequest, RequestTracker
+from ._request_tracker import DOWN, ClientRequest, RequestTracker
 from ._responses import CHAT_FORMAT, COMPLETION_FORMAT, ResponseBuilder, ResponseFormat, raise_failures
 from ._scores import parse_classify, parse_rerank, parse_score
 from ._settings import Settings
@@ -163,13 +163,18 @@ class App:
         from starlette.responses import Response
 
         counts = self._calls.counts
-        usable = sum(counts.get(name, 0) for name in ("free", "held", "cached"))
-        gauges = {
-            "vllm:num_requests_running": counts.get("running", 0),
-            "vllm:num_requests_waiting": counts.get("waiting", 0),
-            "vllm:kv_cache_usage_perc": counts.get("held", 0) / usable if usable else 0,
-            "shardfn:cached_blocks": counts.get("cached", 0),
-            "shardfn:free_blocks": counts.get("free", 0),
+        usable = {i: sum(x.get(name, 0) for name in ("free", "held", "cached")) for i, x in counts.items()}
+
+        def list_counts(name: str) -> dict[str, float]:
+            return {i: x.get(name, 0) for i, x in counts.items()}
+
+        gauges: dict[str, float | Mapping[str, float]] = {
+            "shardfn:replica_up": {str(i): float(str(i) in counts) for i in range(self._settings.replicas)},
+            "vllm:num_requests_running": list_counts("running"),
+            "vllm:num_requests_waiting": list_counts("waiting"),
+            "vllm:kv_cache_usage_perc": {i: x / max(1, usable[i]) for i, x in list_counts("held").items()},
+            "shardfn:cached_blocks": list_counts("cached"),
+            "shardfn:free_blocks": list_counts("free"),
             "shardfn:waiting_tokens": self._calls.waiting,
             "shardfn:open_streams": len(self._calls),
         }
@@ -273,6 +278,8 @@ class App:
             raise ApiError(503, self.closed, headers={"Retry-After": "5"})
         if self.model is None:
             raise ApiError(503, "The model is being loaded.", headers={"Retry-After": "5"})
+        if not self._calls.is_up:
+            raise ApiError(503, DOWN, code="engine_dead", headers={"Retry-After": "5"})
         return self.model
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -253,6 +254,7 @@ class WorkerProcesses:
         ranks: number of ranks.
         threads: threads of each rank's computation. None leaves the number.
         report: function that takes the lines of ranks' stderr, so that no rank waits for a reader.
+        environment: further variables of the ranks' environment.
     """
 
     def __init__(
@@ -261,7 +263,9 @@ class WorkerProcesses:
         ranks: int,
         threads: int | None = None,
         report: Callable[[str], None] = print,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self._environment = environment
         self._command, self._ranks, self._threads, self._report = command, ranks, threads, report
         self._running: list[asyncio.subprocess.Process] = []
         self._writers: list[asyncio.StreamWriter] = []
@@ -270,7 +274,7 @@ class WorkerProcesses:
 
     async def start(self) -> None:
         """Starts all processes."""
-        environment = dict(os.environ)
+        environment = {**os.environ, **self._environment}
         if self._threads is not None:
             environment["OMP_NUM_THREADS"] = str(self._threads)
         if self._ranks > 1:

@@ -34,7 +34,7 @@ class Log:
         self._thread.start()
 
     def __call__(self, line: str) -> None:
-        """Puts a line in line, or leaves the line out where too many wait."""
+        """Queues a line of the log, or drops the line if too many lines wait."""
         try:
             self._lines.put_nowait(line)
         except queue.Full:

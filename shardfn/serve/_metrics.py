@@ -26,11 +26,13 @@ _COUNTS = {
     "vllm:prefix_cache_queries": "tokens of sequences that began, which were looked for in the cache",
     "vllm:prefix_cache_hits": "tokens of these that were found there",
     "vllm:num_preemptions": "sequences that lost their blocks, to be computed anew",
+    "shardfn:replica_restarts": "starts of a replica after the end of one of its ranks",
     "shardfn:answers": "answers, by status",
     "shardfn:stalled": "streams that were cancelled because their reader stalled",
     "shardfn:disconnected": "requests that were cancelled because their client left",
 }
 _GAUGES = {
+    "shardfn:replica_up": "1 for a replica that takes requests",
     "vllm:num_requests_running": "sequences that hold blocks of the cache",
     "vllm:num_requests_waiting": "sequences that wait for blocks",
     "vllm:kv_cache_usage_perc": "the part of the cache's blocks that sequences hold, from 0 to 1",
@@ -40,6 +42,11 @@ _GAUGES = {
     "shardfn:open_streams": "requests in progress",
 }
 _LABELS = {"vllm:request_success": "finished_reason", "shardfn:answers": "status"}
+# Numbers of each replica.
+_BY_REPLICA = "vllm:prompt_tokens vllm:generation_tokens vllm:prefix_cache_queries vllm:prefix_cache_hits"
+_BY_REPLICA += " vllm:spec_decode_num_drafts vllm:spec_decode_num_draft_tokens vllm:spec_decode_num_accepted_tokens"
+_BY_REPLICA += " vllm:num_preemptions shardfn:replica_restarts"
+_LABELS |= dict.fromkeys(_BY_REPLICA.split(), "replica")
 
 
 class Metrics:
@@ -47,18 +54,22 @@ class Metrics:
 
     Args:
         model: label `model_name` of each number.
+        replicas: number of replicas.
 
     Example:
         >>> metrics = Metrics("gpt")
-        >>> metrics.add("vllm:prompt_tokens", 3)
-        >>> 'vllm:prompt_tokens_total{model_name="gpt"} 3' in metrics.text({}).splitlines()
+        >>> metrics.add("vllm:prompt_tokens", 3, "0")
+        >>> 'vllm:prompt_tokens_total{model_name="gpt",replica="0"} 3' in metrics.text({}).splitlines()
         True
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, replicas: int = 1) -> None:
         escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self._model = f'model_name="{escaped}"'
-        self._counts: dict[str, dict[str, float]] = {name: {} if name in _LABELS else {"": 0} for name in _COUNTS}
+        zeros = {None: [""], "replica": [str(i) for i in range(replicas)]}
+        self._counts: dict[str, dict[str, float]] = {
+            name: dict.fromkeys(zeros.get(_LABELS.get(name), ()), 0) for name in _COUNTS
+        }
         self._places = {name: [0] * (len(_SECONDS) + 1) for name in _TIMES}
         self._sums = dict.fromkeys(_TIMES, 0.0)
 
@@ -72,14 +83,22 @@ class Metrics:
         self._places[name][bisect_left(_SECONDS, seconds)] += 1
         self._sums[name] += seconds
 
-    def text(self, gauges: Mapping[str, float]) -> str:
-        """Returns the page, with the present values of the gauges."""
+    def text(self, gauges: Mapping[str, float | Mapping[str, float]]) -> str:
+        """Returns the page.
+
+        Args:
+            gauges: present values of the gauges by their names, and of some by the number of the replica.
+        """
         return "\n".join([*self._write_gauges(gauges), *self._write_counters(), *self._write_histograms(), ""])
 
-    def _write_gauges(self, values: Mapping[str, float]) -> Iterator[str]:
+    def _write_gauges(self, values: Mapping[str, float | Mapping[str, float]]) -> Iterator[str]:
         for name, about in _GAUGES.items():
             yield from _write_head(name, about, "gauge")
-            yield f"{name}{{{self._model}}} {values.get(name, 0):g}"
+            value = values.get(name, 0)
+            if isinstance(value, Mapping):
+                yield from (f'{name}{{{self._model},replica="{i}"}} {x:g}' for i, x in value.items())
+            else:
+                yield f"{name}{{{self._model}}} {value:g}"
 
     def _write_counters(self) -> Iterator[str]:
         for name, about in _COUNTS.items():

@@ -12,7 +12,7 @@ from ._message_formats import ReasoningFormat, ToolFormat
 
 
 class Text(NamedTuple):
-    """Tokenizer as a server uses it. The functions are called in two threads, one for long bodies.
+    """Tokenizer as a server uses it. The functions are called in two threads, of which the second is for long bodies.
 
     Attributes:
         encode: function from a text to the ids of a prompt.

@@ -183,7 +183,7 @@ def _read_tool(tool: Any, at: str) -> Any:
 
 
 class ResponseWriter:
-    """AnswerWriter of a response.
+    """Writer of the events of an answer of `/v1/responses`.
 
     Args:
         given: fields of the body.

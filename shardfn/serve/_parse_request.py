@@ -50,12 +50,12 @@ class MessageRules(NamedTuple):
 
 
 class ParsedRequest(NamedTuple):
-    """A body, checked.
+    """Request body whose fields have been checked.
 
     Attributes:
         model: name of the model that the client has given.
-        requests: requests of the engine, one for each prompt. All have the same sampling except for the seed. In place
-            of an adapter's digest a request has the adapter's name, which the ranks look up.
+        requests: requests of the engine, a request for each prompt. All have the same sampling except for the seed. In
+            place of an adapter's digest a request has the adapter's name, which the ranks look up.
         stream: whether the answer comes in pieces.
         usage: whether the last piece has the usage.
         logprobs: number of most probable tokens that the answer has next to each token, or None for an answer without

@@ -1,18 +1,32 @@
 """Calls: requests of clients in progress, each with one or more requests of the engine and the requests' tokens."""
 
 import asyncio
+import functools
 import itertools
 import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardfn.inference import Add, CacheStats, Cancel, Drain, Request, SpeculationStats, Token
+from shardfn.inference import (
+    Add,
+    CacheStats,
+    Cancel,
+    Drain,
+    Limits,
+    PrefixScope,
+    Request,
+    SpeculationStats,
+    Token,
+    list_prefix_keys,
+)
 
 from ._errors import ApiError, refusal
 from ._ipc import Capture, End, Message, Result, StepReport
 from ._metrics import Metrics
+from ._router import PrefixTable, choose_replica
 
 # The counters of the fields of `SpeculationStats`, and of `CacheStats`.
 _OF_ENGINE = (
@@ -25,6 +39,8 @@ _OF_ENGINE = (
 )
 
 
+_USUAL = 256  # tokens of an answer whose length is not known
+DOWN = "All replicas of the model have ended, and are started again. Try again later."
 # Function from number, name and request to an event that begins the request.
 MakeEvent = Callable[[int, str, Request], Message]
 
@@ -111,34 +127,123 @@ class ClientRequest:
             self._news.set()
 
 
-class RequestTracker:
-    """All calls in progress, and the numbered events of the calls.
+class _Replica:
+    """A replica as the tracker sees it, from its readiness until its end: numbered events, and reports.
 
     Args:
         send: function that takes each event.
+        limits: sizes of the replica's engine.
+    """
+
+    def __init__(self, send: Callable[[Message], None], limits: Limits) -> None:
+        self._send, self.table = send, PrefixTable(limits.usable)
+        self.events = self.taken = 0
+        self.progress = time.monotonic()
+        self.counts: dict[str, int] = {}
+        self.so_far = (*SpeculationStats(), *CacheStats())
+
+    def send(self, make: Callable[[int], Message]) -> None:
+        """Sends an event, made from its number."""
+        self.events += 1
+        self._send(make(self.events - 1))
+
+
+@dataclass
+class _SentRequest:
+    """A request of the engine that has not ended.
+
+    Attributes:
+        call: call of the request.
+        request: request.
+        replica: number of the replica that computes the request.
+        prompt: tokens of the prompt that the replica's cache lacks.
+        begun: whether a token has arrived.
+    """
+
+    call: ClientRequest
+    request: Request
+    replica: int
+    prompt: int
+    begun: bool = False
+
+    def load_of(self, name: str) -> int:
+        """Returns the tokens to compute. A completion without a close limit counts as a usual answer."""
+        sampling = self.request.sampling
+        waiting = self.prompt if name in self.call.waiting else 0
+        return waiting + sampling.n * min(sampling.max_tokens, _USUAL)
+
+
+class RequestTracker:
+    """All calls in progress, and their requests on the replicas that are up.
+
+    Args:
+        replicas: number of replicas.
         metrics: metrics, kept up to date.
         max_waiting: most tokens of prompts in line for a first token.
     """
 
-    def __init__(self, send: Callable[[Message], None], metrics: Metrics, max_waiting: int) -> None:
-        self._send, self._metrics, self.max_waiting = send, metrics, max_waiting
-        self._numbers, self._events = itertools.count(), 0
-        self._of: dict[str, ClientRequest] = {}  # by names of the engine's requests
+    def __init__(self, replicas: int, metrics: Metrics, max_waiting: int) -> None:
+        self._metrics, self.max_waiting = metrics, max_waiting
+        self._replicas: list[_Replica | None] = [None] * replicas
+        self._limits: Limits | None = None
+        self._numbers, self._arrivals = itertools.count(), itertools.count()
+        self._sent: dict[str, _SentRequest] = {}  # by names of the engine's requests
         self._open: dict[int, ClientRequest] = {}
         self.waiting = 0  # tokens
-        self.taken, self.progress = 0, time.monotonic()
         self._rate = 0.0  # prompt tokens a second that have left the line, lately
-        self.counts: dict[str, int] = {}
         self._ending = False
-        self._so_far = (*SpeculationStats(), *CacheStats())
 
     def __len__(self) -> int:
         return len(self._open)
 
     @property
     def behind(self) -> float:
-        """Returns the seconds since the last step, while there is work."""
-        return time.monotonic() - self.progress if self._of or self.taken < self._events else 0.0
+        """Returns the longest time in seconds since the last step of a replica with work."""
+        now, busy = time.monotonic(), {sent.replica for sent in self._sent.values()}
+        return max((now - x.progress for i, x in self._list_up() if i in busy or x.taken < x.events), default=0.0)
+
+    @property
+    def num_events(self) -> int:
+        """Returns the number of events so far of the replicas that are up."""
+        return sum(x.events for _, x in self._list_up())
+
+    @property
+    def is_up(self) -> bool:
+        """Returns whether a replica takes requests."""
+        return any(self._list_up())
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Returns counts of sequences and blocks, by the number of the replica."""
+        return {str(i): dict(x.counts) for i, x in self._list_up()}
+
+    def begin(self, replica: int, send: Callable[[Message], None], limits: Limits, graphs_left: int = 0) -> None:
+        """Takes a replica that is ready.
+
+        Args:
+            replica: number of the replica.
+            send: function that takes each event of the replica.
+            limits: sizes of the replica's engine.
+            graphs_left: see `StepReport`.
+        """
+        made = self._replicas[replica] = _Replica(send, limits)
+        self._limits = limits
+        if self._ending:
+            made.send(Drain)
+        self.capture_next(replica, graphs_left)
+
+    def lose(self, replica: int, error: ApiError) -> None:
+        """Takes the end of a replica. Its requests without a token go to another one, and the others' calls fail.
+
+        Args:
+            replica: number of the replica.
+            error: error of the calls that fail.
+        """
+        self._replicas[replica] = None
+        for name, sent in [(name, sent) for name, sent in self._sent.items() if sent.replica == replica]:
+            if sent.begun or self._ending or sent.call.done or not self._send_request(name, sent.call, sent.request):
+                del self._sent[name]
+                sent.call.fail(error)
 
     def open(self, requests: Sequence[Request], event: MakeEvent = Add) -> ClientRequest:
         """Begins a call.
@@ -150,7 +255,7 @@ class RequestTracker:
 
         Raises:
             ApiError: the prompts have more tokens than may ever wait, 413. Or too many tokens wait already, 429, with
-                the seconds after which to try again.
+                the seconds after which to try again. Or no replica is up, 503.
         """
         call = ClientRequest(requests, next(self._numbers), event)
         if call.prompt_tokens > self.max_waiting:
@@ -168,13 +273,42 @@ class RequestTracker:
                 f" must be at most {self.max_waiting}. Try again later.",
                 headers={"Retry-After": str(self.retry_after)},
             )
-        self.progress = self.progress if self._of else time.monotonic()
+        if not self.is_up:
+            raise ApiError(503, DOWN, code="engine_dead", headers={"Retry-After": "5"})
         self.waiting += call.prompt_tokens
         self._open[id(call)] = call
         for name, request in zip(call.names, requests, strict=True):
-            self._of[name] = call
-            self._send_event(event(self._events, name, request))
+            self._send_request(name, call, request)
         return call
+
+    def _send_request(self, name: str, call: ClientRequest, request: Request) -> bool:
+        """Sends a request to a replica, and returns whether a replica is up."""
+        assert self._limits is not None
+        # Requests share the blocks of prefixes only within an adapter and a salt.
+        scope = PrefixScope(0, request.adapter, self._limits.cache_dtype, request.salt)
+        keys = list_prefix_keys(request.prompt, self._limits.block, scope)
+        hits = [None if x is None else x.table.count_hits(keys) for x in self._replicas]
+        at = choose_replica(hits, self._list_loads(), next(self._arrivals))
+        replica = None if at is None else self._replicas[at]
+        if at is None or replica is None:
+            return False
+        if not any(sent.replica == at for sent in self._sent.values()):
+            replica.progress = time.monotonic()
+        replica.table.record(keys)
+        missing = len(request.prompt) - (hits[at] or 0) * self._limits.block
+        self._sent[name] = _SentRequest(call, request, at, missing)
+        replica.send(lambda number: call.event(number, name, request))
+        return True
+
+    def _list_loads(self) -> list[int]:
+        """Returns the tokens to compute of each replica."""
+        loads = [0] * len(self._replicas)
+        for name, sent in self._sent.items():
+            loads[sent.replica] += sent.load_of(name)
+        return loads
+
+    def _list_up(self) -> list[tuple[int, _Replica]]:
+        return [(i, x) for i, x in enumerate(self._replicas) if x is not None]
 
     @property
     def retry_after(self) -> int:
@@ -187,46 +321,53 @@ class RequestTracker:
             return
         for name in call.names:
             self._record_start(call, name)
-            if self._of.pop(name, None) is not None:
-                self._send_event(Cancel(self._events, name))
+            sent = self._sent.pop(name, None)
+            if sent is not None and (replica := self._replicas[sent.replica]) is not None:
+                replica.send(functools.partial(Cancel, name=name))
 
-    def report(self, report: StepReport) -> None:
-        """Hands the tokens of a step to their calls."""
-        now = time.monotonic()
+    def report(self, report: StepReport, replica: int = 0) -> None:
+        """Hands the tokens of a replica's step to their calls."""
+        now, source = time.monotonic(), self._replicas[replica]
+        if source is None:
+            return
         for name in report.begun:
-            if (call := self._of.get(name)) is not None and call.ran is None:
-                call.ran = max(call.began, self.progress)  # a step begins with the report of the step before
-        self.counts, self.taken, self.progress = dict(report.stats.counts), report.taken, now
-        before, self._so_far = self._so_far, (*report.stats.speculation, *report.stats.cache)
-        for name, old, new in zip(_OF_ENGINE, before, self._so_far, strict=True):
-            self._metrics.add(name, new - old)
+            if (sent := self._sent.get(name)) is not None and sent.call.ran is None:
+                sent.call.ran = max(sent.call.began, source.progress)  # a step begins with the report of the one before
+        source.counts, source.taken, source.progress = dict(report.stats.counts), report.taken, now
+        before, source.so_far = source.so_far, (*report.stats.speculation, *report.stats.cache)
+        for name, old, new in zip(_OF_ENGINE, before, source.so_far, strict=True):
+            self._metrics.add(name, new - old, str(replica))
         for name, reason in report.refused.items():
-            if (call := self._of.pop(name, None)) is not None:
-                call.fail(refusal(reason))
+            if (sent := self._sent.pop(name, None)) is not None:
+                sent.call.fail(refusal(reason))
         for name, result in report.results.items():
-            if (call := self._of.get(name)) is not None:
-                call.results[call.names[name]] = result
+            if (sent := self._sent.get(name)) is not None:
+                sent.call.results[sent.call.names[name]] = result
         ends = dict[str, int]()
         for token in report.tokens:
-            call = self._of.get(token.name)
-            if call is None:  # closed in between
+            sent = self._sent.get(token.name)
+            if sent is None:  # closed in between
                 continue
-            self._record_token(call, token, now)
+            sent.begun = True
+            self._record_token(sent.call, token, now, str(replica))
             if token.finish_reason is not None:
                 ends[token.name] = ends.get(token.name, 0) + 1
         for name, num in ends.items():
-            call = self._of[name]
+            call = self._sent[name].call
             at = call.names[name]
             call.choices[at] -= num
             if not call.choices[at]:
-                del self._of[name]
-        self.capture_next(report.graphs_left)
+                del self._sent[name]
+        self.capture_next(replica, report.graphs_left)
 
-    def capture_next(self, graphs_left: int) -> None:
-        """Lets the ranks capture a further graph if they have nothing else to do. The report then brings the next."""
-        if graphs_left and not self._ending and not self._of and self.taken == self._events:
-            self.progress = time.monotonic()
-            self._send_event(Capture(self._events))
+    def capture_next(self, replica: int, graphs_left: int) -> None:
+        """Lets a replica capture a further graph if it has nothing else to do. The report then brings the next."""
+        target = self._replicas[replica]
+        if target is None or not graphs_left or self._ending or target.taken < target.events:
+            return
+        if not any(sent.replica == replica for sent in self._sent.values()):
+            target.progress = time.monotonic()
+            target.send(Capture)
 
     def fail_all(self, error: ApiError) -> None:
         """Ends all calls by an error."""
@@ -234,19 +375,17 @@ class RequestTracker:
             call.fail(error)
 
     def drain(self) -> None:
-        """Lets the engine refuse further requests."""
+        """Lets the engines refuse further requests."""
         self._ending = True
-        self._send_event(Drain(self._events))
+        for _, replica in self._list_up():
+            replica.send(Drain)
 
     def stop(self) -> None:
         """Ends the ranks."""
-        self._send_event(End(self._events))
+        for _, replica in self._list_up():
+            replica.send(End)
 
-    def _send_event(self, event: Message) -> None:
-        self._events += 1
-        self._send(event)
-
-    def _record_token(self, call: ClientRequest, token: Token, now: float) -> None:
+    def _record_token(self, call: ClientRequest, token: Token, now: float, replica: str) -> None:
         at = call.names[token.name]
         choice = call.starts[at] + token.choice
         is_drawn = token.token is not None and token.position >= call.lengths[at]  # not a token of the prompt
@@ -256,10 +395,10 @@ class RequestTracker:
                 call.first = now
                 self._metrics.observe("vllm:time_to_first_token_seconds", waited)
             num = self._record_start(call, token.name)
-            self._metrics.add("vllm:prompt_tokens", num)
+            self._metrics.add("vllm:prompt_tokens", num, replica)
             self._rate = 0.9 * self._rate + 0.1 * num / max(waited, 1e-3)
         if is_drawn and call.has_tokens:
-            self._record_drawn(call, choice, now)
+            self._record_drawn(call, choice, now, replica)
         if token.finish_reason in ("stop", "length") and call.has_tokens:
             self._metrics.add("vllm:request_success", label=token.finish_reason)
         call.put(Chunk(choice, token))
@@ -276,9 +415,9 @@ class RequestTracker:
             self._metrics.observe("vllm:request_prefill_time_seconds", call.first - call.ran)
             self._metrics.observe("vllm:request_decode_time_seconds", now - call.first)
 
-    def _record_drawn(self, call: ClientRequest, choice: int, now: float) -> None:
+    def _record_drawn(self, call: ClientRequest, choice: int, now: float, replica: str) -> None:
         call.drawn += 1
-        self._metrics.add("vllm:generation_tokens")
+        self._metrics.add("vllm:generation_tokens", 1, replica)
         if (last := call.last.get(choice)) is not None:
             self._metrics.observe("vllm:inter_token_latency_seconds", now - last)
         call.last[choice] = now

@@ -140,7 +140,7 @@ def parse_classify(body: Mapping[str, Any], model: Model) -> PooledRequest:
 
 
 def _parse_choices(asked: _Asked) -> PooledRequest:
-    """Returns requests for the log probabilities of continuations. A prompt's first one fills the prefix cache."""
+    """Returns requests for the log probabilities of continuations. A prompt's first request fills the prefix cache."""
     given, model = asked.given, asked.model
     check_generates(model)
     for name in ("text_2", "queries", "documents", "use_activation"):
@@ -243,7 +243,7 @@ def _score_pairs(
 def _classify_pairs(
     asked: _Asked, lefts: list[Prompt], rights: list[Prompt], field: str, write: _Write
 ) -> PooledRequest:
-    """Returns a request for each pair. The first pair with a left text fills the prefix cache for the others."""
+    """Returns a request for each pair. The first pair with a left text fills the prefix cache for the other pairs."""
     classes = asked.model.classes
     assert classes is not None
     if len(classes.labels) > 1:

@@ -5,24 +5,25 @@ clients -- HTTP -- front -- pairs of sockets -- ranks
 
 import asyncio
 import contextlib
-import functools
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 from shardfn.inference import Compiler, detokenizer
 
 from ._app import App
 from ._connection import protocol
 from ._errors import ApiError
-from ._ipc import Message, Ready, StepReport, WorkerProcesses
+from ._ipc import Ready, WorkerProcesses
 from ._log import Log, reporting_records
 from ._message_formats import find_reasoning_format, find_tool_format
 from ._metrics import Metrics
 from ._model import Model, Text, find_longest
 from ._open_files import allow_connections
+from ._replicas import ReplicaEnd, ReplicaSet, Workers
 from ._request_tracker import RequestTracker
 from ._settings import Settings
 
@@ -30,30 +31,6 @@ ENDING = "The server ends."
 _LAST_WORDS = 3.0  # seconds in which clients read their error events
 _WAITING = 1 << 16  # tokens in line, unless the settings have a number
 _LAST_STEPS = 10.0  # seconds in which a process ends
-
-
-class Workers(Protocol):
-    """Ranks as a front sees them: `WorkerProcesses`, or stand-ins in tests."""
-
-    async def start(self) -> None:
-        """Starts all ranks."""
-
-    def send(self, message: Message) -> None:
-        """Sends a message to all ranks."""
-
-    async def read(self, take: Mapping[type, Callable[[Any], None]]) -> None:
-        """Passes on the messages of the first rank by their types, until the rank ends."""
-
-    async def first_end(self) -> tuple[int, int]:
-        """Returns the first rank that ends, and its status."""
-        ...
-
-    async def all_end(self, seconds: float) -> bool:
-        """Returns whether all ranks end within some seconds."""
-        ...
-
-    async def end(self) -> None:
-        """Ends all ranks."""
 
 
 def _make_server(app: Any, settings: Settings) -> Any:
@@ -86,7 +63,7 @@ class Server:
     Args:
         settings: settings of the server.
         load_text: function that returns the tokenizer, called in a thread while the ranks start.
-        ranks: ranks, not started yet.
+        make_workers: function from the number of a replica to its ranks, not started yet.
         report: function that takes lines for the user.
     """
 
@@ -94,18 +71,19 @@ class Server:
         self,
         settings: Settings,
         load_text: Callable[[], Text],
-        ranks: Workers,
+        make_workers: Callable[[int], Workers],
         report: Callable[[str], None] = print,
     ) -> None:
-        self.settings, self._load_text, self._ranks, self._report = settings, load_text, ranks, report
-        self.metrics = Metrics(settings.name)
-        self.calls = RequestTracker(ranks.send, self.metrics, settings.max_waiting or _WAITING)
+        self.settings, self._load_text, self._report = settings, load_text, report
+        self.metrics = Metrics(settings.name, settings.replicas)
+        self.calls = RequestTracker(settings.replicas, self.metrics, settings.max_waiting or _WAITING)
+        self.replicas = ReplicaSet(settings, make_workers, self.calls, self.metrics, report)
         self.app = App(settings, self.calls, self.metrics)
         self.signals = 0
         self._signal = asyncio.Event()
 
     async def run(self, listener: socket.socket) -> int:
-        """Serves until a signal, or until a rank ends.
+        """Serves until a signal, or until a replica ends that is not started again.
 
         Args:
             listener: bound socket. Clients are answered from the start, before the model is loaded.
@@ -116,34 +94,32 @@ class Server:
         """
         server = _make_server(self.app.asgi(), self.settings)
         serving = asyncio.ensure_future(server.serve([listener]))
+        text = asyncio.ensure_future(asyncio.to_thread(self._load_text))
+
+        def begin(replica: int, ready: Ready) -> None:
+            if self.app.model is None:
+                self._begin_serving(text.result(), ready)
+            if self.settings.replicas > 1:
+                self._report(f"shardfn serve: replica {replica} is ready")
+
+        running = asyncio.ensure_future(self.replicas.run(begin, text))
+        signalled = asyncio.ensure_future(self._signal.wait())
         try:
-            await self._ranks.start()
-            return await self._until_the_end(serving, await asyncio.to_thread(self._load_text))
+            await asyncio.wait({running, signalled, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done() or not signalled.done():
+                return await self._end_lost(running)
+            return await self._drain_calls(running)
         finally:
             server.ended.set()
             await serving
-            await self._ranks.end()
+            for task in (running, signalled):
+                task.cancel()
+            await self.replicas.close()
 
     def take_signal(self) -> None:
         """Takes a signal. The first ends the server once its requests are done, and the second at once."""
         self.signals += 1
         self._signal.set()
-
-    async def _until_the_end(self, serving: asyncio.Future[None], text: Text) -> int:
-        begin = functools.partial(self._begin_serving, text)
-        reading = asyncio.ensure_future(self._ranks.read({StepReport: self.calls.report, Ready: begin}))
-        ended = asyncio.ensure_future(self._ranks.first_end())
-        signalled = asyncio.ensure_future(self._signal.wait())
-        try:
-            await asyncio.wait({reading, ended, signalled, serving}, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done() and (error := reading.exception()) is not None:
-                self._report(f"shardfn serve: error: the front has failed: {type(error).__name__}: {error}")
-            if not signalled.done() or reading.done() or ended.done():
-                return await self._end_lost(ended)
-            return await self._drain_calls(ended)
-        finally:
-            for task in (reading, ended, signalled):
-                task.cancel()
 
     def _begin_serving(self, text: Text, ready: Ready) -> None:
         settings = self.settings
@@ -161,40 +137,37 @@ class Server:
         self._report(ready.about)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._report(f"shardfn serve: ready at http://{host}:{settings.port}/v1, model {settings.name!r}")
-        self.calls.capture_next(ready.graphs_left)
 
-    async def _end_lost(self, ended: asyncio.Future[tuple[int, int]]) -> int:
+    async def _end_lost(self, running: asyncio.Future[ReplicaEnd]) -> int:
         """Sends an error to each stream, and ends the server."""
-        # A process closes its sockets before its status is known. A server that has not begun has no waiting clients.
-        patience = 1.0 if self.app.model is not None else _LAST_STEPS
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(ended), patience)
-        rank, status = ended.result() if ended.done() else (0, 1)
-        how = f"by signal {-status}" if status < 0 else f"with status {status}"
-        begun = self.app.model is not None
-        self.app.closed = f"Rank {rank} of the engine has ended, {how}; the server ends."
+        if not running.done():  # the front itself has ended
+            return 1
+        end = running.result()
+        text = self.replicas.describe(end)
+        self.app.closed = f"{text}; the server ends."
         self.calls.fail_all(ApiError(503, self.app.closed, code="engine_dead"))
-        self._report(f"shardfn serve: error: rank {rank} has ended {how}")
+        again = f", after {self.settings.restarts} restarts in a row" if self.settings.restarts else ""
+        self._report(f"shardfn serve: error: {text[0].lower()}{text[1:]}{again}")
         await self._wait_quiet(_LAST_WORDS)
-        return 1 if begun or status <= 0 else status
+        return 1 if self.app.model is not None or end.status <= 0 else end.status
 
-    async def _drain_calls(self, ended: asyncio.Future[tuple[int, int]]) -> int:
+    async def _drain_calls(self, running: asyncio.Future[ReplicaEnd]) -> int:
         """Lets requests in progress end, for a limited time."""
-        self.app.closed = ENDING
+        self.app.closed, self.replicas.ending = ENDING, True
         self._report(f"shardfn serve: ends when {len(self.calls)} requests in progress are done")
         self.calls.drain()
         waiting = asyncio.ensure_future(self._wait_quiet(self.settings.drain_seconds))
         again = asyncio.ensure_future(self._wait_signals())
-        await asyncio.wait({waiting, again, ended}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({waiting, again, running}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         again.cancel()
-        if ended.done():
-            return await self._end_lost(ended)
+        if running.done():
+            return await self._end_lost(running)
         self.calls.fail_all(ApiError(503, "The server ends; this request was cancelled.", code="server_ends"))
         await self._wait_quiet(_LAST_WORDS)
         if self.app.model is not None:
             self.calls.stop()
-            await self._ranks.all_end(_LAST_STEPS)
+            await self.replicas.all_end(_LAST_STEPS)
         return 0
 
     async def _wait_signals(self) -> None:
@@ -235,17 +208,19 @@ def serve(
     *,
     ranks: int = 1,
     threads: int | None = None,
+    environment: Callable[[int], Mapping[str, str]] = lambda replica: MappingProxyType({}),
     report: Callable[[str], None] = print,
 ) -> int:
-    """Starts ranks and serves their model until SIGTERM, SIGINT, or the end of a rank.
+    """Starts ranks and serves their model until SIGTERM, SIGINT, or the end of a rank that is not started again.
 
     Args:
         settings: settings of the server.
         load_text: function that returns the tokenizer of the model, called in a thread while the ranks start.
         command: function from the number of a rank's end of the pair of sockets to the rank's program, such as a
             program that calls `run_worker`.
-        ranks: number of ranks.
+        ranks: number of ranks of each replica.
         threads: threads of each rank's computation. None leaves the number.
+        environment: function from the number of a replica to variables of its ranks' environment.
         report: function that takes lines for the user, also lines that the ranks write to stderr. The function is
             called in a thread. It may wait or fail, and the server goes on.
 
@@ -262,8 +237,14 @@ def serve(
 
     log = Log(report)
 
+    def make_workers(replica: int) -> WorkerProcesses:
+        def report_line(line: str) -> None:
+            log(f"replica {replica}: {line}" if settings.replicas > 1 else line)
+
+        return WorkerProcesses(command, ranks, threads, report_line, environment(replica))
+
     async def run_front() -> int:
-        front = Server(settings, load_text, WorkerProcesses(command, ranks, threads, log), log)
+        front = Server(settings, load_text, make_workers, log)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, front.take_signal)
         return await front.run(listener)

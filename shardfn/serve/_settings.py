@@ -36,6 +36,9 @@ class Settings:
         tool_call_parser: format of calls of tools: "hermes" (also Qwen's), "llama3_json", "mistral", "none", or "auto"
             for the format that the chat template shows.
         reasoning_parser: format of the model's reasoning: "think" for `<think>`, "mistral", "none" or "auto".
+        replicas: number of groups of ranks, each with the whole model.
+        restarts: number of times that a replica is started again after the end of one of its ranks, with growing waits.
+            The next end is the server's end.
         origins: origins of further sites with pages that may use the server, for example "https://example.org", or "*".
 
     Raises:
@@ -65,6 +68,8 @@ class Settings:
     defaults: Mapping[str, float] = field(default_factory=dict)
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    replicas: int = 1
+    restarts: int = 0
     origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -72,7 +77,7 @@ class Settings:
             raise ValueError(f"port must be from 0 to 65535, got {self.port}.")
         names = (self.name, *self.adapters)
         if len(set(names)) < len(names) or not all(names):
-            raise ValueError(f"the model and its adapters are named {names}. Give each a name of its own.")
+            raise ValueError(f"the model and its adapters must have different names, got {names}.")
         words = {"pooling": POOLINGS, "tool_call_parser": TOOL_PARSERS, "reasoning_parser": REASONING_PARSERS}
         for name, known in words.items():
             if (value := getattr(self, name)) not in known:
@@ -81,10 +86,13 @@ class Settings:
             if name.startswith("max_") or name.endswith("_seconds"):
                 if value is not None and not value > 0:
                     raise ValueError(f"{name} must be above 0, got {value}.")
+        for name, least in (("replicas", 1), ("restarts", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         if not self.loopback and not self.keys:
             raise ValueError(
-                f"host is {self.host}, which other machines reach, and there are no keys: each of them could use the"
-                " model. Give a file of keys, or listen on 127.0.0.1."
+                f"a server that other machines can reach needs a file of keys, got host {self.host} without keys. Pass"
+                " a file of keys, or listen on 127.0.0.1."
             )
 
     @property

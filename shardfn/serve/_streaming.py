@@ -38,7 +38,7 @@ class EventStream:
         self._events, self._ended = events, ended
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Sends the events."""
+        """Sends the events of an answer to the client."""
         how = ""
         scope.setdefault("state", {})["events"] = True  # so that a connection may write comments
         try:

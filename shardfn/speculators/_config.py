@@ -183,7 +183,7 @@ def config_of(
     """
     if not decoder.embeds:
         raise ValueError("speculators: this decoder does not give its hidden states. Take a batch-invariant decoder.")
-    L, E = decoder.cache.layers, decoder.hidden_size if d_inner is None else d_inner
+    L, E = decoder.depth, decoder.hidden_size if d_inner is None else d_inner
     sizes: dict[str, Any] = {"vocab_size": decoder.vocab, "d_model": decoder.hidden_size, "num_layers": L}
     sizes |= {"d_inner": E, "num_drafts": num_drafts}
     if kind != "eagle3":
@@ -217,7 +217,7 @@ def list_misfits(config: SpeculatorConfig, decoder: Decoder) -> list[str]:
     own: dict[str, Any] = {
         "vocab_size": decoder.vocab,
         "d_model": decoder.hidden_size,
-        "num_layers": decoder.cache.layers,
+        "num_layers": decoder.depth,
     }
     return [
         f"{name} is {getattr(config, name)}, and the model has {value}"

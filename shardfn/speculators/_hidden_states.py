@@ -41,7 +41,7 @@ def hidden_states(
     problems = [] if decoder.embeds else ["the decoder does not give its hidden states; take a batch-invariant decoder"]
     if S > decoder.context:
         problems.append(f"rows have {S} tokens, and the model's longest sequence has {decoder.context}")
-    layers = (decoder.cache.layers,) if layers is None else tuple(layers)
+    layers = (decoder.depth,) if layers is None else tuple(layers)
     if missing := [x for x in layers if x not in decoder.hidden_layers]:
         problems.append(f"the decoder has no states after {missing} layers; it has {[*decoder.hidden_layers]}")
     raise_all(ValueError, "hidden_states:", problems)

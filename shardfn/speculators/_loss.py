@@ -89,8 +89,8 @@ def apply(
     Args:
         config: shape.
         params: parameters as from `init`.
-        hidden_BTN: hidden states of the model after `config.layers`, concatenated. States after the last layer are
-            those that the model's head multiplies. EAGLE-3 also reads the states of the positions before.
+        hidden_BTN: hidden states of the model after `config.layers`, concatenated. After the last layer, the
+            model's head multiplies the states. EAGLE-3 also reads the states of the positions before.
         tokens_BTn: token drawn from each state, and the n - 1 tokens after that token.
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. The logits are then the rank's classes.
 

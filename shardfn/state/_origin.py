@@ -45,7 +45,7 @@ def check_origins(mesh: Mesh, control: AnyControl, place: pathlib.Path, told: di
         told: the origin in its last commit, empty if an older version wrote it, or None without a commit.
 
     Raises:
-        ValueError: another number of ranks wrote them, or lists every rank whose directory is another one's.
+        ValueError: another number of ranks wrote them, or lists every rank whose directory is another rank's.
     """
     mine = {k: told[k] for k in ("run", "rank", "mesh", "coords")} if told else {}
     beyond = _ranks_beside(place) if told == {} else -1
@@ -58,8 +58,8 @@ def check_origins(mesh: Mesh, control: AnyControl, place: pathlib.Path, told: di
     if worlds - {mesh.size}:
         there = max(worlds - {mesh.size})
         raise ValueError(
-            f"the state under {place.parent} was written by {there} ranks, this job has {mesh.size}. A rank's directory"
-            f" holds that rank's blocks alone: resume it on {there} ranks."
+            f"the state under {place.parent} must be resumed on {there} ranks, by which it was written, got"
+            f" {mesh.size} ranks. The directory of a rank has only that rank's blocks."
         )
     raise_all(
         ValueError,
@@ -88,7 +88,7 @@ def _find_problem(row: dict[str, Any], shape: dict[str, int]) -> str:
 
 
 def _ranks_beside(place: pathlib.Path) -> int:
-    """Returns the highest rank that has a directory beside this one, or -1 without one."""
+    """Returns the highest rank that has a directory next to this directory, or -1."""
     found = [re.fullmatch(r"rank(\d+)", p.name) for p in place.parent.glob("rank*") if any(p.glob("manifest*.json"))]
     return max([int(match[1]) for match in found if match], default=-1)
 
@@ -98,7 +98,7 @@ def _find_cut(mesh: Mesh, spec: P) -> list[list[str]]:
 
 
 def _find_shape(mesh: Mesh) -> dict[str, int]:
-    """Returns the axes that there are more than one of. The others cut nothing."""
+    """Returns the axes with several ranks. Other axes cut nothing."""
     return {a: n for a, n in mesh.shape.items() if n > 1}
 
 

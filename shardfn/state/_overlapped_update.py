@@ -108,7 +108,7 @@ class OverlappedUpdate:
             self._thread.join()
 
     def wait(self, unit: int) -> None:
-        """Waits until a gradient is in use, or the update waits for another one."""
+        """Waits until a gradient is in use, or the update waits for another gradient."""
         with self._change:
             self._change.wait_for(lambda: self.is_used(unit) or self._wanted)
 
@@ -186,7 +186,7 @@ class Promised:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Number of bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     def flat(self) -> Stored:

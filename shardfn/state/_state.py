@@ -208,7 +208,7 @@ def state_owners(
 ) -> list[int | None]:
     """Returns for each leaf of an optimizer's state the leaf of params that it belongs to, or None for a counter.
 
-    A leaf belongs to the parameter whose path ends its own path and whose local shape it has. The others are 0-d, or
+    A leaf belongs to the parameter whose path ends its own path and whose local shape it has. Other leaves are 0-d, or
     `GlobalTensor`s with a placement of their own, and belong to no parameter.
 
     Args:

@@ -78,13 +78,13 @@ def codes_of(value: StoredValue) -> StoredValue:
 
 
 def with_codes(value: StoredValue, codes: StoredValue, kind: MemoryKind) -> StoredValue:
-    """Returns a value in codes like another one, with these codes in a memory: the inverse of `codes_of`."""
+    """Returns a value in codes like another value, with these codes in a memory: the inverse of `codes_of`."""
     assert isinstance(value, QuantizedBlocks) and isinstance(codes, Tensor)
     return value.with_blocks(codes, kind)
 
 
 def apart(value: StoredValue, at: Placement, pool: AnyPool | None) -> StoredValue:
-    """Returns a value with a place of its own: slices and stacks of others are written anew."""
+    """Returns a value with a place of its own: slices and stacks of other values are written again."""
     if not isinstance(value, StoredSlice | StoredStack):
         return value
     with on_host():
@@ -201,7 +201,7 @@ class Successor:
     """The writer of the new value of a leaf, row by row: of the same shape, dtype and place as the value before.
 
     A tensor is overwritten where it lies; with `beside=True` the new value is a host tensor of its own. A value on disk
-    is not touched, and the new value is another one. All rows are written once, and the rows of one `write` must not
+    is not touched, and the new value is another value. All rows are written once, and the rows of one `write` must not
     change until it is done. Then comes `finish`.
 
     Args:
@@ -329,7 +329,7 @@ def as_graph_value(value: StoredValue) -> Tensor:
 
 
 def returned(x: Tensor, like: Likeness) -> StoredValue:
-    """Returns a result of a graph as a block with the shape and placement of the one before."""
+    """Returns a result of a graph as a block with the shape and placement of the previous block."""
     return _as_block(x, like, lambda: stored_of(x))
 
 

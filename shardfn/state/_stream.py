@@ -1,8 +1,8 @@
 """The update of states that are not all on the device: in chunks, through the memory where the update runs.
 
-While a part of a chunk is stepped, the next ones are read and the ones before are written, so the update takes the
+While a part of a chunk is stepped, the next parts are read and the previous parts are written, so the update takes the
 memory of three chunks, however large the state is. Values on disk are never overwritten: after a step that fails the
-old ones are still there.
+old parts are still there.
 """
 
 import collections

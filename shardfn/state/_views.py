@@ -45,7 +45,7 @@ def _read_stored(value: StoredValue) -> Stored:
 
 
 def _stack_of(rows: Sequence[Tensor]) -> Tensor | None:
-    """Returns the tensor whose rows these are, in their order, and which has no others."""
+    """Returns the tensor whose rows these are, in their order, if the tensor has no other rows."""
     whole = rows[0]._base
     if whole is None or whole.shape != (len(rows), *rows[0].shape) or not whole.is_contiguous():
         return None
@@ -70,7 +70,7 @@ class StoredSlice:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type."""
+        """Dtype of the elements."""
         return self._base.dtype
 
     @property
@@ -80,7 +80,7 @@ class StoredSlice:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Number of bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     def flat(self) -> "StoredSlice":
@@ -115,7 +115,7 @@ class StoredStack:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type."""
+        """Dtype of the elements."""
         return self._parts[0].dtype
 
     @property
@@ -125,7 +125,7 @@ class StoredStack:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Number of bytes."""
         return sum(x.nbytes for x in self._parts)
 
     def flat(self) -> Any:
@@ -137,7 +137,7 @@ class StoredStack:
         return self.read().result()
 
     def read(self, lo: int = 0, hi: int | None = None, out: Tensor | None = None) -> Pending[Tensor]:
-        """Parts `lo:hi`."""
+        """Returns the parts `lo` to `hi - 1`."""
         parts = self._parts[lo : len(self._parts) if hi is None else hi]
         rows: Sequence[Tensor | None] = [None] * len(parts) if out is None else out.unbind(0)
         coming = [x.read(out=row) for x, row in zip(parts, rows, strict=True)]

@@ -22,7 +22,7 @@ _SCRIPT = str(pathlib.Path(__file__).with_name("_fork_server.py"))
 
 
 class Forked:
-    """Worker, a child of the server, with methods as of `subprocess.Popen`.
+    """Worker process, a child of the fork server, with the methods of `subprocess.Popen`.
 
     The server writes the exit code into a pipe, and closes the pipe. A pipe closed without an exit code means that the
     server has ended, too.
@@ -57,7 +57,7 @@ class Forked:
 
 
 class ForkServer:
-    """Running server.
+    """Running server that forks workers.
 
     The server and the workers end with this process, which holds the other end of their standard input.
 
@@ -86,7 +86,7 @@ class ForkServer:
             raise
 
     def fork(self, conn: Connection, files: Sequence[IO[bytes]], request: Mapping[str, Any]) -> Forked:
-        """Returns a worker.
+        """Forks a worker process.
 
         Args:
             conn: end of the pipe to the pool, which is closed here.

@@ -68,8 +68,8 @@ def one_device(
         loss: `loss(params, batch)`, or `loss(params, batch, key)` when `key` is given, with `step=` under `count`.
         optimizer: the optimizer.
         params: tree of whole tensors, not changed.
-        batches: global batches, one for each step.
-        trainable: prefix tree of bools. Default: all leaves but frozen ones.
+        batches: global batches, a batch for each step.
+        trainable: prefix tree of bools. Default: all leaves but frozen leaves.
         key: key to fold with the step's number.
         count: whether the loss takes the number of the step.
         parts: number of pieces of each batch, with gradients added up. Use ranks times microbatches to compare 16-bit
@@ -190,7 +190,7 @@ def on_mesh(
         loss: loss as `sharded_step` takes it.
         optimizer: the optimizer.
         params: tree of whole tensors, the same on all ranks.
-        batches: global batches, one for each step.
+        batches: global batches, a batch for each step.
         mesh: mesh of the ranks.
         batch: specs of the batch. Default: as in `sharded_step`.
         model_state: first model state, with `has_state`.
@@ -233,7 +233,7 @@ def assert_opened(
         loss: loss as `sharded_step` takes it.
         optimizer: the optimizer.
         params: tree of whole tensors, the same on all ranks.
-        batches: global batches, one for each step.
+        batches: global batches, a batch for each step.
         mesh: mesh of the ranks.
         zero: ZeRO rule. With a directory on disk, the halves have a separate directory inside.
         **options: further options of `on_mesh`.
@@ -296,11 +296,11 @@ def assert_parity(
         loss: sharded loss, which may be transformed, for example by `accumulate` or `remat`.
         optimizer: the optimizer.
         params: tree of whole tensors, the same on all ranks.
-        batches: global batches, one for each step.
+        batches: global batches, a batch for each step.
         mesh: mesh of the ranks.
         reference: plain loss for the one-device loop, or `mixed_precision` of a plain loss. Default: `loss`.
         parts: number of pieces of the batch in the one-device loop. See `one_device`.
-        trainable: prefix tree of bools. Default: all leaves but frozen ones.
+        trainable: prefix tree of bools. Default: all leaves but frozen leaves.
         key: key for losses with a key.
         count: whether the loss takes the number of the step.
         zero: ZeRO rule.

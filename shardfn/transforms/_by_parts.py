@@ -25,7 +25,7 @@ def by_parts(
 
     `partition` then plans the values of the projection as cut by parts, and splitting the projection sends no messages.
 
-    Parts of equal size stay one leaf with one more dim, and `whole` is a view. Parts of different sizes become a tuple
+    Parts of equal size stay a leaf with a further dim, and `whole` is a view. Parts of different sizes become a tuple
     of leaves, and `whole` copies the parts at each use. The copy stays in memory for the backward, at ZeRO 3 too.
 
     Args:

@@ -146,7 +146,8 @@ def _check_choosing(
         return
     if not isinstance(cluster, Cluster):
         raise TypeError(
-            f"jit(cluster={cluster!r}): a Cluster, as sf.graph.calibrate(mesh) and sf.graph.cluster(name) make."
+            f"jit(cluster={cluster!r}) expected a Cluster, made with sf.graph.calibrate(mesh) or"
+            " sf.graph.cluster(name)."
         )
     if memory is not None and memory <= 0:
         raise ValueError(f"jit(memory={memory}): a number of bytes above 0.")

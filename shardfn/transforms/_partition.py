@@ -148,7 +148,7 @@ def propose_specs(
 
 
 def _largest_batch(batch: tuple[Any, ...], mesh: core.Mesh) -> tuple[Any, ...]:
-    """Returns the largest batch of a rank, without data, or this rank's batch where all shapes are equal.
+    """Returns the shapes of the largest batch of any rank, or this rank's batch if all ranks have the same shapes.
 
     Raises:
         RankError: the batches of ranks differ in tree or dtype. The message lists the batches.

@@ -138,7 +138,7 @@ def remat(
 ) -> Callable[..., Any]:
     """Keeps only the inputs of `f`, which runs again in the backward: `remat(f)(*args) == f(*args)`, bit for bit.
 
-    This is activation checkpointing: less activation memory for one more forward of `f`. Lazy parameters inside are
+    This is activation checkpointing: less activation memory for a second forward of `f`. Lazy parameters inside are
     gathered once, for the recomputation and the backward. Chen et al., Training Deep Nets with Sublinear Memory Cost,
     2016, https://arxiv.org/abs/1604.06174
 

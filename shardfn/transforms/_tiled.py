@@ -26,7 +26,7 @@ def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> C
 
     The equation holds for functions of single positions, such as an MLP, a norm or a projection, and for sums over
     positions, such as the total of a loss. Intermediate values of `f` exist for one tile at a time, in the forward and
-    the backward. Only `x` and the result stay in memory. The cost is one more forward of `f`. Sharded parameters of a
+    the backward. Only `x` and the result stay in memory. The cost is a second forward of `f`. Sharded parameters of a
     step are gathered once for all tiles. Gradients of parameters are summed over tiles in float32, or wider.
 
     There are always exactly `tiles` tiles, so ranks with different lengths make the same calls. The tiles' lengths
@@ -57,8 +57,8 @@ def tiled(f: Callable[..., Any], dim: int = 1, *, tiles: int | None = None) -> C
     check_order("remat", f)
     if dim < 0 or (tiles is not None and tiles < 1):
         raise ValueError(
-            f"tiled(dim={dim}, tiles={tiles}): dim counts from the front, since tensors of other numbers of dims are"
-            " cut along it, and there is at least one tile."
+            "tiled: dim must be 0 or more, because the tensors may have different numbers of dims, and tiles must be"
+            f" at least 1, got dim={dim} and tiles={tiles}."
         )
     again = remat(f)
 

@@ -258,7 +258,7 @@ def test_orders_that_make_no_sense_name_the_right_one() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             make()
-    with pytest.raises(sf.CaptureError, match="a captured step has one disk"):
+    with pytest.raises(sf.CaptureError, match="a captured step uses only one disk"):
         to_disk = sf.offload(_loss, policies.offload_larger_than(0, "disk"), directory="x", window=0)
         sf.jit(sf.value_and_grad(to_disk))(_weights(), torch.ones(ROWS, WIDTH))
 

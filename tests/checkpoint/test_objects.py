@@ -135,7 +135,7 @@ def test_the_job_that_came_last_publishes_and_the_one_before_raises(url: str) ->
     first = Manager(url, background=False)
     first.save(tree(1), 1)
     with Manager(url) as second:
-        with pytest.raises(InUseError, match="another job has begun to write"):
+        with pytest.raises(InUseError, match="another job has started to write"):
             first.save(tree(2), 2)
         second.save(tree(3), 3)
     first.close()

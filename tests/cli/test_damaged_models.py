@@ -19,7 +19,7 @@ from shardfn.checkpoint import save
 from shardfn.cli import main
 from shardfn.cli._serve_rank import _warm_up
 from shardfn.models import gpt
-from shardfn.pretrained._load import load_text
+from shardfn.pretrained._tokenizers import load_text
 from tests.cli.test_serve_command import CONFIG, LIMIT, ROOT, SMALL, hugging_face, job_of
 
 pytest.importorskip("transformers")
@@ -162,7 +162,7 @@ FILES: dict[str, tuple[Damage, str]] = {
         config("config.json", rope_parameters={"rope_type": "default", "rope_theta": -1.0}),
         "rope_theta is -1.0; it must be a finite number above 0",
     ),
-    "weights empty": (cut(WEIGHTS, 0), "was cut short: its header would have 0 bytes"),
+    "weights empty": (cut(WEIGHTS, 0), "was cut short: the header would have 0 bytes"),
     "weights without header": (cut(WEIGHTS, 4), "was cut short"),
     "header cut": (cut(WEIGHTS, 100), "was cut short"),
     "weights cut": (cut(WEIGHTS, -100), "was cut short: - model.layers.0.self_attn.v_proj.weight ends at byte"),
@@ -176,7 +176,7 @@ FILES: dict[str, tuple[Damage, str]] = {
     "a weight missing": (tensors(**{"model.norm": ...}), "model.norm.weight is missing"),
     "not finite": (tensors(**{"model.norm": float("nan")}), "its weights have values that are not finite"),
     "a pickle": (pickled("pytorch_model.bin"), "must have model.safetensors or model.safetensors.index.json"),
-    "a pickle by another name": (pickled(WEIGHTS), "is no safetensors file, or was cut short"),
+    "a pickle by another name": (pickled(WEIGHTS), "is not a safetensors file, or was cut short"),
     "code": (coded, "contains custom code"),
     "a part missing": (indexed("model-2.safetensors"), "model-2.safetensors"),
     "a part outside": (indexed("../other.safetensors"), "names files outside of its directory"),
@@ -191,7 +191,7 @@ MODEL = interop.hf_config(CONFIG)
 RUN: dict[str, tuple[Damage, str]] = {
     "settings cut": (cut("model.json", 30), "model.json: its JSON cannot be read: Unterminated string"),
     "settings a list": (edit("model.json", lambda _: b"[]"), "model.json must have an object of JSON, got a list"),
-    "no model": (config("model.json", model=...), "model.json has no ['model']"),
+    "no model": (config("model.json", model=...), "model.json must have ['model'], got"),
     "model a text": (config("model.json", model="x"), "model.json: its model cannot be read: AttributeError"),
     "no heads": (
         config("model.json", model=MODEL | {"num_attention_heads": 0}),

@@ -650,3 +650,56 @@ def test_wrong_mixtures_are_refused(
     ):
         assert main([*told[:2], *files, *told[3:]]) == 2
         assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_adapters_of_some_layers_with_dropout(ranks: int, given: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    options = ["--lora", "2", "--lora-target", "q_proj,v_proj", "--lora-rank-pattern", "q_proj=4", "--loggers", "csv"]
+    options += ["--lora-dropout", "0.3", "--schedule", "linear", "--warmup", "1", "--clip", "0", "--precision", "fp32"]
+    command = words(given, tmp_path / "out", *options)
+    if ranks == 1:
+        assert main(command) == 0
+    else:
+        run(torchrun(ranks), *command)
+    described = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
+    assert sorted(x.rpartition(".")[2] for x in described["target_modules"])[0] == "q_proj"
+    assert described["r"] == 2 and set(described["rank_pattern"].values()) == {4}
+    rows = rows_of(tmp_path / "out")
+    assert (tmp_path / "out/metrics.csv").is_file() and rows[1]["learning_rate"] == pytest.approx(0.03)
+    same = [row["loss"] for row in rows]
+    if ranks == 1:
+        assert main([*words(given, tmp_path / "dry", *options), "--lora-dropout", "0.0"]) == 0
+        assert [row["loss"] for row in rows_of(tmp_path / "dry")] != same
+    else:
+        run(ALONE, *words(given, tmp_path / "alone", *options))
+        assert [row["loss"] for row in rows_of(tmp_path / "alone")] == pytest.approx(same, rel=1e-5)
+
+
+def test_patience_ends_a_run(given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--patience", "2", "--steps", "40", "--every", "1", "--lr", "3.0", "--schedule", "constant"]
+    assert main(words(given, tmp_path, *options, "--warmup", "0")) == 0
+    rows = rows_of(tmp_path)
+    best = min(range(len(rows)), key=lambda n: rows[n]["validation_loss"])
+    assert len(rows) < 40 and len(rows) - best - 1 == 2
+    assert f"The result is that of step {best + 1}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        (["--schedule", "cosin"], "--schedule must be cosine, linear, constant, got 'cosin'. Did you mean 'cosine'"),
+        (["--warmup", "-2"], "--warmup must be at least 0, or -1"),
+        (["--patience", "-1"], "--patience must be at least 0"),
+        (["--loggers", "csv,wandbb"], "got 'wandbb'. Did you mean 'wandb'"),
+        (["--lora-target", "q_proj"], "--lora-target has no effect without --lora"),
+        (["--lora", "2", "--lora-target", "q_prj"], "--lora-target must be parts of"),
+        (["--lora", "2", "--lora-rank-pattern", "q_proj"], "--lora-rank-pattern must be as in"),
+        (["--lora", "2", "--lora-dropout", "1"], "--lora-dropout must be at least 0 and below 1"),
+        (["--lora", "2", "--eval-tasks", "arc_easy"], "--eval-tasks needs the whole model"),
+    ],
+)
+def test_wrong_options_are_named(
+    options: list[str], pattern: str, given: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(given, tmp_path, *options)) == 2
+    assert pattern in capsys.readouterr().err

@@ -124,6 +124,27 @@ def test_greedy_tokens_are_those_of_gpt(given: pathlib.Path, capsys: pytest.Capt
 
 
 @pytest.mark.nightly
+def test_models_with_swiftkv(
+    given: pathlib.Path, run: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files of Hugging Face, and a run, with the tokens of the model's own forward."""
+    config, params = gpt.add_swift_kv(*interop.gpt_from_hf(given, batch_invariant=True), first=1)
+    shutil.copytree(given, tmp_path / "files")
+    interop.gpt_to_hf(tmp_path / "files", config, params)
+    [row] = generated(capsys, tmp_path / "files", "one two three", "--temperature", 0, "--max-tokens", 6)
+    want = greedy(config, params, [1, 3, 4, 5], 6)
+    assert row["tokens"] == want[: want.index(2) + 1 if 2 in want else 6]
+    small, params = gpt.add_swift_kv(CONFIG, gpt.init(CONFIG, core.key(0)), first=1)
+    shutil.copytree(run, tmp_path / "run")
+    told = json.loads((run / "model.json").read_text()) | {"model": interop.hf_config(small)}
+    (tmp_path / "run/model.json").write_text(json.dumps(told))
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    save(tmp_path / "run/checkpoints", params, 3, at="params")
+    [row] = generated(capsys, tmp_path / "run", "ab", "--temperature", 0, "--max-tokens", 6)
+    assert row["tokens"] == greedy(small, params, list(b"ab"), 6)
+
+
+@pytest.mark.nightly
 def test_other_models_run_by_their_own_code(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer_of(WORDS).save_pretrained(tmp_path)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -395,7 +416,7 @@ def test_a_prompt_longer_than_the_context(given: pathlib.Path, capsys: pytest.Ca
         ("text", "is a file of b'text'..., and no GGUF file"),
         ("empty", "has neither config.json nor model.json; it has no files"),
         ("untokenized", "has no tokenizer"),
-        ("unchatty", "--chat needs a chat template, but the tokenizer of .* has none"),
+        ("unchatty", "--chat needs a tokenizer with a chat template, got the tokenizer of"),
         ("larger", "the tokenizer of .* has 12 tokens, and the model has 11"),
         ("unknown", "MambaForCausalLM cannot be served: its layers keep a state"),
         ("incomplete", "model.layers.1.mlp.up_proj.weight is missing"),

@@ -13,7 +13,7 @@ from shardfn import memory, optim
 from shardfn.cli import MLP_WIDTH, LongSettings, Setup, longest, main, parse_model, peak_bytes
 from shardfn.core import Zero
 from shardfn.graph import cluster
-from shardfn.models import gpt
+from shardfn.models import gpt, moe
 from shardfn.transforms import policies
 
 
@@ -90,3 +90,13 @@ def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
         longest(setup_of(100, 1, 16, {"dp": 2, "tp": 2}, batch=3))
     assert main(["plan", "--longest", "--search"]) == 2
     assert "leave out:\n  - --search" in capsys.readouterr().err
+
+
+def test_few_layers_with_experts_or_a_pyramid_have_a_peak() -> None:
+    """The gradients of the largest block count, whichever layers have experts."""
+    dense, settings = setup_of(1000, 4, 64), LongSettings(16)
+    peaks = []
+    for experts in (None, moe.Experts(num=4, every=4), moe.Experts(num=(2, 4), every=2), moe.Experts(num=4)):
+        setup = dataclasses.replace(dense, config=dataclasses.replace(dense.config, experts=experts))
+        peaks.append(peak_bytes(setup, settings, 8))
+    assert peaks == sorted(set(peaks))

@@ -34,7 +34,7 @@ length = 16
 batch = 6
 [data.sources]
 docs = {files = "ROOT/docs/a*.md", weight = 2}
-code = {files = ["ROOT/shardfn/core/_errors.py", "ROOT/shardfn/core/_m*.py"], weight = 1}
+code = {files = ["ROOT/shardfn/core/_texts.py", "ROOT/shardfn/core/_m*.py"], weight = 1}
 """
 
 

@@ -220,7 +220,7 @@ def test_an_idle_rank_that_is_killed(model: pathlib.Path) -> None:
     with running(model, *SMALL, "--mesh", "tp=2") as server:
         os.kill(server.ranks[1], signal.SIGKILL)
         assert server.end() == 1
-        assert any("rank 1 has ended by signal 9" in line for line in server.lines)
+        assert any("rank 1 of the engine has ended, by signal 9" in line for line in server.lines)
 
 
 @contextlib.contextmanager
@@ -263,7 +263,7 @@ def test_a_rank_that_is_killed_while_it_loads(model: pathlib.Path, dies: int, mo
         finally:
             process.kill()
         assert process.returncode == 1 and "ready at" not in err
-        assert f"shardfn serve: error: rank {dies} has ended by signal 9" in err
+        assert f"shardfn serve: error: rank {dies} of the engine has ended, by signal 9" in err
         assert not any(pathlib.Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
@@ -307,7 +307,7 @@ def test_a_model_that_a_rank_refuses(model: pathlib.Path) -> None:
             "--draft-model and --drafter ngram are 2 drafters; leave all but one of them out",
         ),
         ("--api-key-file nowhere", "--api-key-file nowhere: there is no such file"),
-        ("--host 0.0.0.0", "host is 0.0.0.0, which other machines reach, and there are no keys"),
+        ("--host 0.0.0.0", "needs a file of keys, got host 0.0.0.0 without keys"),
         ("--port 99999", "port must be from 0 to 65535, got 99999"),
         ("--chat-template {model}/model.json --max-body-mib 0", "max_body must be above 0, got 0"),
     ],
@@ -482,3 +482,29 @@ def test_a_model_of_hugging_face(tmp_path: pathlib.Path) -> None:
         tokens = [row["token"] for row in made["choices"][0]["logprobs"]["content"]]
         assert set(tokens) <= {"<unk>", "<s>", "</s>", *WORDS}
         assert set(made["choices"][0]["message"]["content"].split()) <= set(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--replicas", "3", "--mesh", "tp=2"], "--replicas 3 of 2 ranks must have at most 4 ranks"),
+        (["--replicas", "0"], "--replicas must be at least 1, got 0"),
+        (["--replicas", "2", "--restarts", "-1"], "--restarts must be at least 0, got -1"),
+        (["--oversubscribe"], "--oversubscribe has no effect without --replicas"),
+        (["--replicas", "3", "--mesh", "tp=2", "--oversubscribe"], ""),
+        (["--replicas", "2", "--mesh", "tp=2"], ""),
+    ],
+)
+def test_more_replicas_than_places(
+    model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, options: list[str], words: str
+) -> None:
+    monkeypatch.setattr("shardfn.cli._serve_job.num_places", lambda: 4)
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    args = parser.parse_args([str(model), *options])
+    if words:
+        with pytest.raises(ValueError, match=words):
+            parse_serve(args)
+    else:
+        job = parse_serve(args)
+        assert job.server["replicas"] == args.replicas and job.server["restarts"] == 3

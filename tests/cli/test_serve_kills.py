@@ -1,9 +1,14 @@
-"""Covers ranks that are killed while they compute: each stream and each other request has an error within seconds."""
+"""Covers ranks that are killed while they compute: each stream and each other request has an error within seconds.
+
+With replicas, only the streams of the killed replica have one, and the replica is started again.
+"""
 
 import json
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -11,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_serve_command import LIMIT, LONG, SMALL, Program, events, running
+from tests.cli.test_serve_command import LIMIT, LONG, ROOT, SMALL, Program, events, running
 from tests.cli.test_serve_command import model as model  # a fixture
 
 pytest.importorskip("starlette")
@@ -88,3 +93,47 @@ def test_a_rank_that_is_killed_at_a_phase(model: pathlib.Path, phase: str, dies:
         assert time.monotonic() - began < LIMIT / 20  # 5 s, or more on a machine with other work
         assert server.process.wait(LIMIT) == 1
         assert not any(pathlib.Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def test_a_replica_that_is_killed(model: pathlib.Path) -> None:
+    with running(model, *SMALL, "--replicas", "2", "--oversubscribe") as server:
+        wait_for_replicas(server, [1, 1])
+        streams = [events(server.open("/v1/completions", LONG | {"max_tokens": 400})) for _ in range(6)]
+        for stream in streams:
+            next(stream)
+        os.kill(server.ranks[1], signal.SIGKILL)
+        ends = [list(stream)[-1] for stream in streams]
+        errors = [json.loads(end)["error"]["message"] for end in ends if end != "[DONE]"]
+        assert len(errors) == 3 and all("by signal 9; this request was on it" in text for text in errors)
+        wait_for_replicas(server, [1, 1])
+        assert any("it is started again in 1 s, 1 of 3 times in a row" in line for line in server.lines)
+        assert len(server.ranks) == 2
+        answers = [
+            server.open("/v1/completions", LONG | {"stream": False, "max_tokens": 9, "seed": 7}).read()
+            for _ in range(4)
+        ]
+        assert len({json.loads(x)["choices"][0]["text"] for x in answers}) == 1
+
+
+def wait_for_replicas(server: Program, want: list[int]) -> None:
+    """Waits until these replicas take requests."""
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        lines = server.open("/metrics").read().decode().splitlines()
+        if [int(line[-1]) for line in lines if line.startswith("shardfn:replica_up{")] == want:
+            return
+        time.sleep(0.05)
+    raise AssertionError(server.lines)
+
+
+def test_a_replica_that_dies_while_it_loads(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """A stand-in of the rank's program dies by a signal at each start: three restarts, and then the server's end."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\nif '_serve_rank' in ' '.join(sys.orig_argv): os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "shardfn", "serve", str(model), *SMALL, "--replicas", "2", "--oversubscribe"]
+    made = subprocess.run([*command, "--restarts", "1"], env=environment, capture_output=True, text=True, timeout=LIMIT)
+    assert made.returncode == 1
+    assert "has ended, by signal 9; it is started again in 1 s, 1 of 1 times in a row" in made.stderr
+    assert "has ended, by signal 9, after 1 restarts in a row" in made.stderr

@@ -138,7 +138,7 @@ def test_a_sampler_whose_order_is_not_saved_is_refused() -> None:
 def test_options_and_places_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"Stream\(ends='last'\): it is 'together' or 'first'"):
         Stream([1], ends="last")
-    with pytest.raises(ValueError, match="saved by 2 ranks, and there are 1"):
+    with pytest.raises(ValueError, match="saved by 2 ranks, but this run has 1"):
         Stream([1], resume="replay").at({"pass": 0, "next": 1, "ranks": 2})
     with pytest.raises(ValueError, match=r"saved with resume='replay'. Pass that"):
         Stream([1]).at({"pass": 0, "next": 1, "ranks": 1})

@@ -211,7 +211,7 @@ def test_unsupported_combinations_are_named() -> None:
 
 def test_sums_by_axis_are_refused_before_a_step_is_made() -> None:
     with pytest.raises(
-        ValueError, match=r"\(sums go axis by axis\): sums would be taken in another order.*or the reduction"
+        ValueError, match=r"\(sums go axis by axis\), because the order of a sum would depend.*or the reduction out"
     ):
         sf.Zero(3, axis=("node", "dp"), travel=sf.Travel(secondary_axis="dp"), reduction="canonical")
 

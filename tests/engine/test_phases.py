@@ -164,7 +164,9 @@ def test_conflicting_options_are_refused() -> None:
         with pytest.raises(ValueError, match=r"average.* for (itself|themselves)"):
             wrong()
     for wrong in (lambda: optim.delayed(tx), lambda: optim.masked(tx, True)):
-        with pytest.raises(ValueError, match=r"averages gradients for itself, as rule 0 does over \('dp',\)"):
+        with pytest.raises(
+            ValueError, match=r"averages gradients itself, such as rule 0, which averages over \('dp',\)"
+        ):
             wrong()
 
 

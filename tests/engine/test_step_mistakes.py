@@ -164,7 +164,7 @@ CALLS = [
             lambda: made().init({"w": torch.ones(3), "b": torch.ones(1, device="meta")}),
             ValueError, "some parameters are on 'meta' ... params['b']", "module.to_empty(device='cpu')"),
     Mistake("the parameters have no values", _on_meta,
-            ValueError, "this state has shapes and no values", "give init values ... a function that draws"),
+            ValueError, "is abstract: it has shapes but no values", "pass values to init ... a function that draws"),
     Mistake("the parameters are in half precision", lambda: run(params={"w": torch.ones(3, 2, dtype=torch.float16)}),
             UserWarning, "params['w']: trained in torch.float16 without a policy", "sf.mixed_precision(loss, sf."),
     # A batch.

@@ -19,13 +19,12 @@ from shardfn.graph import Schedule
 from shardfn.graph._bucket import bucket
 from shardfn.graph._donate import donate
 from shardfn.graph._edit import reorder_graph
-from shardfn.graph._moves import is_move
 from shardfn.graph._overlap import overlap_reductions
 from shardfn.graph._prefetch import prefetch
 from shardfn.graph._rematerialise import rematerialise
 from shardfn.graph._reorder import free_at_last_use, sink_waits
 from shardfn.graph._reuse import reuse_gathers
-from shardfn.graph._transfers import is_start
+from shardfn.graph._transfers import is_move, is_start
 from shardfn.memory import _ops
 
 _OPS = torch.ops.shardfn

@@ -185,7 +185,7 @@ def model(tp: str | None = None, **changes: Any) -> Model:
     from shardfn.inference import decoder
 
     adapters = {}
-    if not config.stacked and not config.per_head:
+    if not config.stacked and not config.per_head and config.swift is None:
         mlp = [] if config.experts else [r"\.w_down$"]
         adapters["thin"] = adapter(params[0], [r"\.wq$", *mlp], 3, 0)
         adapters["wide"] = adapter(params[0], [r"\.wo$", r"\.wv$", *mlp, *([r"0\.w_up$"] if mlp else [])], 9, 1)

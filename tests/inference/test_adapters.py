@@ -237,6 +237,6 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="a request's adapter has a and b alone: merge this one"):
         one.adapters.add("c", (dora, dora.init(torch.tensor([0, 1]), params=params)))
     inexact, _ = hf_decoder(MODELS["llama"](), batch_invariant=False)
-    with pytest.raises(ValueError, match="adapters are served by batch-invariant decoders alone"):
+    with pytest.raises(ValueError, match="needs a batch-invariant decoder"):
         Engine(inexact, params, limits=HF_LIMITS, adapters=adapters)
     assert one.adapters.names == ["a", "b"] and one.idle

@@ -225,7 +225,7 @@ def test_an_encoder_and_decoder_is_refused() -> None:
 
 
 def test_mistakes_are_refused() -> None:
-    with pytest.raises(TypeError, match="made of a model of transformers, and this is a Linear"):
+    with pytest.raises(TypeError, match="expected a model of transformers, got a Linear"):
         hf_decoder(torch.nn.Linear(2, 2))
     model = MODELS["llama"]()
     with pytest.raises(ValueError, match=r"training mode. Call eval\(\)"):

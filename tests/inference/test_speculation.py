@@ -111,6 +111,7 @@ ENGINES = {
     "gpt2": SIZES,
     "llama": replace(KINDS["llama"][1], buckets=(2, 7, 11), drafts=6),
     "mistral": replace(KINDS["mistral"][1], buckets=(1, 5, 16), drafts=15),
+    "swift": replace(KINDS["swift"][1], buckets=(1, 5, 12), drafts=8),
 }
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from shardfn import nn
 from shardfn.inference import Limits, Runner
+from shardfn.models.gpt import Swift
 from shardfn.models.moe import Experts
 from tests.inference.stories import Story, check, model, run, stories
 
@@ -20,10 +22,28 @@ KINDS: dict[str, tuple[dict[str, Any], Limits]] = {
     "bloom": ({"position": "alibi", "embedding_norm": True}, replace(LIMITS, block=16, blocks=9, buckets=(16,))),
     "mistral": (LLAMA | {"window": 5}, LIMITS),
     "mixtral": (LLAMA | {"experts": Experts(num=5, d_ff=20)}, LIMITS),
+    "gemma3": (
+        {
+            **LLAMA,
+            **{"qk_norm": "head", "norm_place": "both", "norm_plus_one": True, "mlp": "geglu", "d_head": 10},
+            **{"embedding_scale": 5.0, "attention_scale": 0.2, "softcap": 1.5, "logits_softcap": 90.0},
+            **{"window": (5, None), "rope": (nn.Rope(50.0), nn.Rope(900.0, scaling=nn.LinearScaling(4.0)))},
+        },
+        replace(LIMITS, block=3, buckets=(2, 7), running=4),
+    ),
+    "olmo2": (LLAMA | {"qk_norm": "joint", "norm_place": "after", "rope": (nn.Rope(), None)}, LIMITS),
+    "phi": (
+        {
+            **{"position": "rope", "rope": nn.Rope(fraction=0.5), "parallel": "one_norm", "head_bias": True},
+            **{"d_head": 8, "sinks": True},
+        },
+        LIMITS,
+    ),
     "qwen3_moe": (
         LLAMA | {"experts": Experts(num=16, top_k=8, d_ff=9)},
         replace(LIMITS, block=3, buckets=(2, 7), running=4),
     ),
+    "swift": (LLAMA | {"num_layers": 5, "swift": Swift(first=1, group=2)}, LIMITS),
 }
 _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 _QUICK = settings(derandomize=True, deadline=None, database=None, suppress_health_check=[*_SLOW])

@@ -128,7 +128,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: pathlib.Path) -> None:
 
     refused("more experts than layers have", lambda place: None, num_experts=[2, 2])
     refused(
-        "is no weight of expert 0", lambda place: torch.save({NATIVE.format(0, 1, "w"): torch.ones(2)}, first(place))
+        "is not a weight of expert 0", lambda place: torch.save({NATIVE.format(0, 1, "w"): torch.ones(2)}, first(place))
     )
     refused("has 'note', and is to have tensors", lambda place: torch.save({"note": "x"}, first(place)))
     refused(
@@ -226,7 +226,7 @@ def test_states_of_the_optimizer_have_the_names_of_one_rank(tmp_path: pathlib.Pa
     (place / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(FileNotFoundError, match=r"no optimizer states of ranks \[2\]"):
         interop.read_deepspeed_experts(str(tmp_path), "tag")
-    with pytest.raises(ValueError, match="read it by read_deepspeed_experts"):
+    with pytest.raises(ValueError, match="Read the checkpoint with read_deepspeed_experts"):
         interop.read_deepspeed(str(tmp_path), "tag")
 
 

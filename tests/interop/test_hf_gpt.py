@@ -13,6 +13,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.core import P, tree_leaves, tree_map
+from shardfn.inference import Engine, Limits, Sampling, decoder
 from shardfn.interop import Archive, ArchiveWriter, gpt_config, gpt_from_hf, gpt_to_hf, module_to_hf
 from shardfn.models import gpt
 from shardfn.testing import RTOL, distributed
@@ -128,6 +129,38 @@ def test_there_and_back(name: str, tmp_path: pathlib.Path) -> None:
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     told = other.generate(prompt, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(prompt))
     assert torch.equal(gpt.generate(config, params, prompt, 5, sf.key(0), temperature=0), told)
+
+
+SERVED = [name for name in MODELS if not name.startswith("gpt_neox")]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SERVED)
+@torch.no_grad()
+def test_served_tokens_are_those_of_transformers(name: str, tmp_path: pathlib.Path) -> None:
+    config, params = gpt_from_hf(saved(name, tmp_path), batch_invariant=True)
+    limits = Limits(vocab=VOCAB, context=32, blocks=20, block=4, buckets=(4, 12), running=4)
+    engine = Engine(decoder(config), full(params), limits=limits)
+    prompts = [[5, 6, 7, 8, 9, 10], [11], [5, 6, 7, 8]]
+    together = engine.generate(prompts, Sampling(max_tokens=8, temperature=0.0))
+    assert together[2] == engine.generate(prompts[2:], Sampling(max_tokens=8, temperature=0.0))[0]
+    for prompt, one in zip(prompts, together, strict=True):
+        ids = torch.tensor([prompt])
+        how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8}
+        assert list(one.tokens) == model_of(name).generate(ids, **how)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.nightly
+def test_a_model_of_erf_is_served_without_batch_invariance(tmp_path: pathlib.Path) -> None:
+    place = saved("gpt_neox", tmp_path)
+    with pytest.raises(ValueError, match="batch_invariant=True does not know mlp='gelu_erf'"):
+        gpt_from_hf(place, batch_invariant=True)
+    config, params = gpt_from_hf(place)
+    limits = Limits(vocab=VOCAB, context=32, blocks=20, block=4, buckets=(4, 12), running=4)
+    engine = Engine(decoder(config), full(params), limits=limits)
+    one, ids = engine.generate([[5, 6, 7]], Sampling(max_tokens=8, temperature=0.0))[0], torch.tensor([[5, 6, 7]])
+    how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8}
+    assert list(one.tokens) == model_of("gpt_neox").generate(ids, **how)[0, 3:].tolist()
 
 
 @pytest.mark.parametrize(

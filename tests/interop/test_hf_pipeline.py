@@ -104,5 +104,5 @@ def test_layers_that_do_not_ask_for_attention_are_refused() -> None:
     piped = sf.pipeline_module(causal_lm_loss(apply), apply)
     step = sf.sharded_step(piped, optim.sgd(0.1), mesh=mesh, specs=_specs(params), batch=P())
     batch = causal_lm_batch(nn.Dense(), rows_of(6, False), mesh)
-    with pytest.raises((ValueError, sf.RankError), match="has not asked transformers for its attention"):
+    with pytest.raises((ValueError, sf.RankError), match="has not called the attention of transformers"):
         step(step.init(params), batch)

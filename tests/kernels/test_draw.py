@@ -246,7 +246,7 @@ def test_arguments_out_of_range_are_refused(how: dict[str, Any], said: str) -> N
 def test_a_uniform_number_of_one_and_no_token() -> None:
     with pytest.raises(ValueError, match=r"uniform must be from 0 and below 1\.0, got 1\.0 in row 1"):
         kernels.draw(torch.zeros(2, 6), torch.tensor([0.5, 1.0], dtype=F64), **_of(2))
-    with pytest.raises(ValueError, match="there is no token"):
+    with pytest.raises(ValueError, match="at least one row and one token"):
         kernels.draw(torch.zeros(2, 0), torch.zeros(2, dtype=F64), **_of(2))
 
 

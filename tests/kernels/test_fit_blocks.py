@@ -76,7 +76,7 @@ def test_weights_without_a_spread() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"a multiple of 32, a block of codes, got 95\. Pad with"):
         fit_blocks(weight()[:, :95], "int4")
-    with pytest.raises(ValueError, match=r"moments are \(4,\), and a weight \(48, 96\) has inputs of \(96,\)"):
+    with pytest.raises(ValueError, match=r"moments must have the shape \(96,\) .* a weight \(48, 96\), got \(4,\)"):
         fit_blocks(weight(), "int4", torch.ones(4))
     with pytest.raises(ValueError, match=r"rows of 60 bytes, and rows of 32 elements have 34 \(int8\) or 20 \(int4\)"):
         dequantize_blocks(torch.zeros(1, 60, dtype=torch.uint8), 32)

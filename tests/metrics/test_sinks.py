@@ -69,7 +69,7 @@ def test_every_sink_has_the_same_rows(tmp_path: pathlib.Path) -> None:
     assert _scalars(tmp_path, "loss")[:2] == [(1, 0.5), (2, 0.25)] and _scalars(tmp_path, "validation_loss") == [
         (2, 0.75)
     ]
-    with pytest.raises(ValueError, match="this logger is closed"):
+    with pytest.raises(ValueError, match="after the logger was closed"):
         logger.write(4, {"loss": 1.0})
 
 

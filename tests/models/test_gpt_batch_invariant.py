@@ -25,8 +25,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mistral": {**LLAMA, "window": 4, "stacked": True, "chunks": 3},
     "no biases": {"bias": False, "norm": "rms", "position": "rope", "per_head": True},
     "mixed": {"norm": "layer", "mlp": "swiglu", "position": "rope", "bias": True, "stacked": True},
+    "gemma3": {
+        **LLAMA,
+        **{"qk_norm": "head", "norm_place": "both", "norm_plus_one": True, "mlp": "geglu", "d_head": 10},
+        **{"embedding_scale": 5.0, "attention_scale": 0.2, "softcap": 1.5, "logits_softcap": 4.0, "num_kv_heads": 2},
+        **{"window": (3, None), "rope": (nn.Rope(50.0), nn.Rope(900.0, scaling=nn.LinearScaling(4.0)))},
+    },
+    "olmo2": {**LLAMA, "qk_norm": "joint", "norm_place": "after", "num_kv_heads": 2},
+    "smollm3": {**LLAMA, "rope": (nn.Rope(), None), "num_kv_heads": 1},
+    "phi": {
+        **{"position": "rope", "parallel": "one_norm", "head_bias": True, "rope": nn.Rope(fraction=0.5), "d_head": 8}
+    },
+    "gpt_neox": {"position": "rope", "parallel": "two_norms", "rope": nn.Rope(fraction=0.25), "d_head": 8},
+    "sinks": {
+        **{**LLAMA, "bias": True, "sinks": True, "window": (4, None), "num_kv_heads": 2},
+        **{"rope": nn.Rope(scaling=nn.YarnScaling(4.0, 16, truncate=False))},
+    },
 }
-DAY = "gpt2", "llama", "mistral"
+DAY = "gpt2", "llama", "mistral", "gemma3", "olmo2"
 NAMES = [pytest.param(x, marks=() if x in DAY else NIGHTLY) for x in SETTINGS]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardfn as sf
-from shardfn import optim
+from shardfn import nn, optim
 from shardfn.core import block_slices, tree_flatten, tree_paths, tree_unflatten
 from shardfn.models import gpt
 from shardfn.testing import assert_parity, distributed
@@ -21,8 +21,32 @@ CONFIGS = {
     "llama_gqa": gpt.Config(**{**GPT2, "d_model": 16, "num_heads": 4, "num_kv_heads": 2}, **LLAMA, per_head=True),
     "mqa": gpt.Config(**{**GPT2, "num_kv_heads": 1}, mlp="swiglu", position="rope", per_head=True),
     "bloom": gpt.Config(**GPT2, position="alibi", embedding_norm=True, tie_embeddings=True, per_head=True),
+    "gemma3": gpt.Config(
+        **{**GPT2, **LLAMA, "d_model": 16, "num_heads": 4, "num_kv_heads": 2, "mlp": "geglu"},
+        **{"qk_norm": "head", "norm_place": "both", "norm_plus_one": True, "embedding_scale": 4.0, "d_head": 6},
+        **{"attention_scale": 0.3, "softcap": 2.0, "logits_softcap": 5.0, "window": (3, None)},
+        rope=(nn.Rope(50.0), nn.Rope(900.0, scaling=nn.LinearScaling(4.0))),
+        tie_embeddings=True,
+        per_head=True,
+    ),
+    "olmo2": gpt.Config(
+        **{**GPT2, **LLAMA, "num_kv_heads": 1, "qk_norm": "joint", "norm_place": "after"}, per_head=True
+    ),
+    "olmo2_gqa": gpt.Config(
+        **{**GPT2, **LLAMA, "d_model": 16, "num_heads": 4, "num_kv_heads": 2, "qk_norm": "joint"},
+        norm_place="after",
+        per_head=True,
+    ),
+    "phi": gpt.Config(
+        **GPT2, position="rope", rope=nn.Rope(fraction=0.5), parallel="one_norm", head_bias=True, per_head=True
+    ),
+    "sinks": gpt.Config(
+        **{**GPT2, **LLAMA, "bias": True, "window": (3, None), "sinks": True},
+        rope=(nn.Rope(scaling=nn.YarnScaling(4.0, 16)), None),
+        per_head=True,
+    ),
 }
-SLOW = "mqa", "gpt2_tied"
+SLOW = "mqa", "gpt2_tied", "olmo2", "olmo2_gqa", "phi", "sinks"
 
 
 def params_of(config: gpt.Config, dtype: torch.dtype) -> Any:

@@ -96,7 +96,7 @@ def of_steps(wrap: Any) -> list[Mistake]:
     uneven = layers.AllToAll("ep", uneven=False)
     return [
         Mistake("a router that chooses more than there are", lambda: run(config(route=too_many_choices)),
-                ValueError, "blocks.1: k=5 choices of 4 experts", "choose k in 1 .. 4"),
+                ValueError, "blocks.1: k must be from 1 to 4", "got k=5"),
         Mistake("a router that is not finite", lambda: run(config(), params=spoilt(config())),
                 ValueError, "blocks.1 (on the rank at ep ", "Look for the first activation or parameter"),
         Mistake("more rows than room", lambda: run(config(layers.AllToAll("ep", rows=3))),

@@ -106,7 +106,7 @@ def test_masks_that_have_more_pairs_are_refused() -> None:
         image_token_index=12,
     )
     params, apply = sf.from_module(transformers.PaliGemmaForConditionalGeneration(config), attention=nn.Dense())
-    with pytest.raises(ValueError, match="attends by a mask of its own"):
+    with pytest.raises(ValueError, match="uses a custom mask"):
         apply(params, input_ids=TOKENS, token_type_ids=torch.zeros_like(TOKENS))
 
 
@@ -198,7 +198,7 @@ def test_calls_that_cannot_be_routed_are_refused() -> None:
             return self.inner.model.embed_tokens(x)
 
     params, apply = sf.from_module(Passing(), attention=nn.Dense())
-    with pytest.raises(ValueError, match="has not asked transformers for its attention"):
+    with pytest.raises(ValueError, match="has not called the attention of transformers"):
         apply(params, TOKENS)
 
 

@@ -34,7 +34,7 @@ def _dropout(p: Any, b: Any) -> Any:
     return sf.from_module(nn.Dropout())[1]({}, b["x"] @ p["w"]).mean()
 
 
-_FIRST = "takes the parameters first, apply(params, ...), and this is a Tensor"
+_FIRST = "expected the parameters first, apply(params, ...), got a Tensor"
 MISTAKES = [
     Mistake("the loss is a module", lambda: made(nn.MSELoss()),
             TypeError, "takes a function of parameters and a batch, and MSELoss is a module", "sf.from_module(module)"),

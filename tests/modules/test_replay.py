@@ -135,7 +135,7 @@ def test_choices_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"28 tokens with 2 choices each, and chosen has 28 tokens with 1"):
         apply.replaying(given[..., :1])(params, input_ids=TOKENS)
     _, dense = sf.from_module(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"this Linear has none.*Call the function itself"):
+    with pytest.raises(ValueError, match=r"got a Linear without.*Call the function itself"):
         dense.replaying(given)
     model.model.layers[0].mlp.gate = Argmax(model.model.layers[0].mlp.gate)
     params, apply = sf.from_module(model)

@@ -154,7 +154,7 @@ def test_a_buffer_may_change_in_any_way_and_the_module_stays_unchanged(how: str)
         out, state = apply(params, state, x)
         assert state["n"] == k and torch.equal(out, net.lin(x) * k)
     assert net.n == 1 and first["n"] == 1
-    with pytest.raises(ValueError, match=r"\['n'\] are missing, \['m'\] are not its own"):
+    with pytest.raises(ValueError, match=r"\['n'\] are missing, \['m'\] are not in the module"):
         apply(params, {"m": first["n"]}, x)
     with pytest.raises(ValueError, match=r"or hand it on as model state: from_module\(module, has_state=True\)"):
         sf.from_module(net)[1](params, x)

@@ -25,12 +25,15 @@ with warnings.catch_warnings():  # ranks import this file, and torch's decomposi
 TOL = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, mask: nn.Mask, slopes: Tensor | None = None) -> Tensor:
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, mask: nn.Mask, slopes: Tensor | None = None, softcap: float | None = None
+) -> Tensor:
     """The definition, without the library's arithmetic."""
     T, H, K = q.shape[1:]
     S, G = k.shape[1:3]
     k, v = (x.repeat_interleave(H // G, 2) for x in (k, v))
     s = torch.einsum("bthk,bshk->bhts", q, k) / math.sqrt(K)
+    s = s if softcap is None else softcap * torch.tanh(s / softcap)
     if slopes is not None:
         s = s - slopes[:, None, None] * (torch.arange(T)[:, None] - torch.arange(S)).abs()
     bias = mask.bias((0, T), (0, S))
@@ -85,12 +88,15 @@ def case(draw: random.Random, longest: int) -> tuple[list[Tensor], Tensor, nn.Ma
 
 
 def differentiated(
-    qkv: list[Tensor], w: Tensor, mask: nn.Mask, slopes: Tensor | None, impl: Any = None
+    qkv: list[Tensor], w: Tensor, mask: nn.Mask, slopes: Tensor | None, impl: Any = None, softcap: float | None = None
 ) -> list[Tensor]:
     """y, dq, dk and dv of a body, or of the plain formula."""
     own = [x.detach().clone().requires_grad_() for x in qkv]
     q, k, v = own
-    y = plain(q, k, v, mask, slopes) if impl is None else nn.attention(q, k, v, mask=mask, slopes_H=slopes, impl=impl)
+    if impl is None:
+        y = plain(q, k, v, mask, slopes, softcap)
+    else:
+        y = nn.attention(q, k, v, mask=mask, slopes_H=slopes, softcap=softcap, impl=impl)
     return [y.detach(), *torch.autograd.grad((y * w).sum(), own)]
 
 
@@ -106,11 +112,16 @@ def assert_close(got: list[Tensor], want: list[Tensor], told: str = "") -> None:
 def one_rank(seed: int, longest: int) -> None:
     draw = random.Random(seed)
     qkv, w, mask, slopes = case(draw, longest)
-    want = differentiated(qkv, w, mask, slopes)
+    softcap = draw.choice([None, None, 0.7])
+    want = differentiated(qkv, w, mask, slopes, softcap=softcap)
     blocks = nn.Blockwise(draw.choice([1, 7, 32, 512]) if longest < 50 else 64)
     for impl in (nn.Dense(), blocks, nn.BlockSparse(draw.choice([None, 3, 16, 64])), nn.Ring("sp")):
-        got = differentiated(qkv, w, mask, slopes, impl)
-        assert_close(got, want, f"{impl} {mask} seed {seed}")
+        if softcap is not None and isinstance(impl, nn.BlockSparse):
+            with pytest.raises(ValueError, match=r"BlockSparse\(\) has no softcap=0.7"):
+                differentiated(qkv, w, mask, slopes, impl, softcap)
+            continue
+        got = differentiated(qkv, w, mask, slopes, impl, softcap)
+        assert_close(got, want, f"{impl} {mask} softcap={softcap} seed {seed}")
 
 
 def test_bodies_on_one_rank() -> None:
@@ -243,10 +254,10 @@ def test_blocks_are_closed_under_transforms() -> None:
     impl = nn.Blockwise(4)
 
     def blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return nn.attention(q, k, v, mask=mask, slopes_H=slopes, impl=impl)
+        return nn.attention(q, k, v, mask=mask, slopes_H=slopes, softcap=0.9, impl=impl)
 
     def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return plain(q, k, v, mask, slopes)
+        return plain(q, k, v, mask, slopes, 0.9)
 
     close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
     args = q, k, v
@@ -284,13 +295,16 @@ def many_ranks(mesh: sf.Mesh, impls: Any, seeds: range, longest: int) -> None:
         draw = random.Random(seed)
         qkv, w, mask, slopes = case(draw, longest)
         T = qkv[0].shape[1]
-        want = differentiated(qkv, w, mask, slopes)
+        softcap = 0.7 if seed % 2 else None
+        want = differentiated(qkv, w, mask, slopes, softcap=softcap)
         for impl in impls(T, draw):
+            if softcap is not None and isinstance(getattr(impl, "inner", None), nn.BlockSparse):
+                continue
             with bind_mesh(mesh):
                 at = torch.cat([torch.arange(a, b) for a, b in (*impl.rows(T), (0, 0))])
                 own = [x[:, at] for x in qkv]
                 assert torch.equal(nn.rank_positions(impl, len(at)), at)
-                got = differentiated(own, w[:, at], mask, slopes, impl)
+                got = differentiated(own, w[:, at], mask, slopes, impl, softcap)
             assert_close(got, [x[:, at] for x in want], f"{impl} {mask} T={T} seed {seed}")
 
 

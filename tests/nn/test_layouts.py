@@ -166,7 +166,7 @@ def test_refusals_of_layouts() -> None:
     refused("differ between heads. Pass num_heads", layouts.fixed, num_patterns=2)
     refused("must be one or more sizes", layouts.variable, local_window_blocks=[])
     refused("must be one or more sizes", layouts.variable, local_window_blocks=[2, 0])
-    refused(r"\[\(3, 3\)\] are not 0 <= start < stop", layouts.variable, global_blocks=[1, (3, 3)])
+    refused(r"must have 0 <= start < stop, got \[\(3, 3\)\]", layouts.variable, global_blocks=[1, (3, 3)])
     refused("random blocks must be at most 16, the number of blocks, got 17", layouts.variable, random=(17, sf.key(0)))
     refused(
         "cannot have num_window_blocks=17, random=20. Take smaller",
@@ -181,7 +181,7 @@ def test_refusals_of_layouts() -> None:
 def test_rows_without_blocks_are_asked_for() -> None:
     blocks = np.eye(4, dtype=bool)
     blocks[2] = False
-    with pytest.raises(ValueError, match=r"1 rows have no block, the first at \(2,\).*allow_empty=True"):
+    with pytest.raises(ValueError, match=r"1 rows are without one, the first at \(2,\).*allow_empty=True"):
         nn.BlockLayout(blocks, 2)
     layout = nn.BlockLayout(blocks, 2, allow_empty=True)
     assert layout.count((0, 8), (0, 8)) == 12

@@ -114,7 +114,7 @@ def test_values() -> None:
 
 def test_refusals() -> None:
     q = torch.ones(2, T, 3, 2)
-    with pytest.raises(ValueError, match=r"1 rows have no block, the first at \(1,\)"):
+    with pytest.raises(ValueError, match=r"1 rows are without one, the first at \(1,\)"):
         nn.BlockLayout([[1, 0], [0, 0]], 4)
     with pytest.raises(ValueError, match="distances are 0 or more"):
         nn.Window(-1)

@@ -258,7 +258,7 @@ def test_rounding_is_unbiased_and_keyed() -> None:
 def test_mistakes_are_named() -> None:
     for make, why in (
         (lambda: optim.sam(optim.sgd(0.1), 0.0), r"sam: rho=0.0 must be a finite number > 0"),
-        (lambda: optim.sam(optim.onebit_adam(0.1, freeze_step=1)), "sam takes no rule that averages gradients"),
+        (lambda: optim.sam(optim.onebit_adam(0.1, freeze_step=1)), "sam cannot wrap a rule that averages gradients"),
         (
             lambda: optim.quantize_states(optim.adamw(0.1), code="nf4"),
             "code must be 'dynamic' or 'linear', got 'nf4'",

@@ -176,7 +176,8 @@ class Running:
         self.port = listener.getsockname()[1]
         given: dict[str, Any] = {"adapters": tuple(ADAPTERS)} | settings
         self.settings = Settings(NAME, port=self.port, **given)
-        self.ranks = OneThread(new_engine(), slow, classifier)
+        self.made = dict[int, OneThread]()  # the last ranks of each replica
+        self._parts = slow, classifier
         self.status: int | None = None
         self.lines = list[str]()
         self.held = list[Any]()  # is closed with it
@@ -189,11 +190,19 @@ class Running:
     def _run(self, listener: socket.socket, text: Any) -> None:
         async def main() -> int:
             self.loop = asyncio.get_running_loop()
-            self.front = Server(self.settings, lambda: text, self.ranks, self.lines.append)
+            self.front = Server(self.settings, lambda: text, self._make_ranks, self.lines.append)
             self._made.set()
             return await self.front.run(listener)
 
         self.status = asyncio.run(main())
+
+    def _make_ranks(self, replica: int) -> OneThread:
+        self.made[replica] = OneThread(new_engine(), *self._parts)
+        return self.made[replica]
+
+    @property
+    def ranks(self) -> OneThread:
+        return self.made[0]
 
     @property
     def engine(self) -> Engine:

@@ -93,7 +93,7 @@ def test_a_rank_that_ends_is_reported_to_all(start: Start) -> None:
     assert answers[0].status == 503 and answers[0].error["code"] == "engine_dead"
     assert time.monotonic() - began < 5
     assert server.join() == 1
-    assert any("error: rank 0 has ended with status 1" in line for line in server.lines)
+    assert any("error: rank 0 of the engine has ended, with status 1" in line for line in server.lines)
 
 
 @pytest.mark.nightly

@@ -182,7 +182,7 @@ def base(route: str, name: str) -> dict[str, Any]:
 
 def refuse(server: Running, route: str, body: Any, param: str | None) -> Received:
     """Sends a body that must be refused, and change no state."""
-    before = server.engine.core._state.chain, server.front.calls._events, server.engine.stats.counts
+    before = server.engine.core._state.chain, server.front.calls.num_events, server.engine.stats.counts
     found = server.send(route, body)
     assert found.status in (400, 404), (found.status, str(body)[:200], found.data[:200])
     error = found.error
@@ -193,7 +193,7 @@ def refuse(server: Running, route: str, body: Any, param: str | None) -> Receive
             error,
             str(body)[:200],
         )
-    assert (server.engine.core._state.chain, server.front.calls._events, server.engine.stats.counts) == before
+    assert (server.engine.core._state.chain, server.front.calls.num_events, server.engine.stats.counts) == before
     return found
 
 
@@ -280,7 +280,7 @@ def test_fields_that_are_not_served(server: Running, route: str, at: Path) -> No
 def test_no_body_is_read_without_a_key(start: Any, given: str | None) -> None:
     """A body that is declared and never sent is waited for by no answer; no state changes."""
     server = start(keys=("key",))
-    before = server.engine.core._state.chain, server.front.calls._events
+    before = server.engine.core._state.chain, server.front.calls.num_events
     header = "" if given is None else f"Authorization: {given}\r\n"
     for route in BODIES:
         for more in ("Content-Length: 1000000000\r\n", "Content-Length: 9\r\nExpect: 100-continue\r\n"):
@@ -293,4 +293,4 @@ def test_no_body_is_read_without_a_key(start: Any, given: str | None) -> None:
             assert error is None or error["error"]["code"] == "invalid_api_key"
     for route in ("/v1/models", f"/v1/models/{NAME}", "/v1/nothing"):
         assert server.get(route, None if given is None else {"Authorization": given}).status == 401
-    assert (server.engine.core._state.chain, server.front.calls._events) == before
+    assert (server.engine.core._state.chain, server.front.calls.num_events) == before

@@ -85,7 +85,7 @@ def test_files_of_keys(tmp_path: pathlib.Path) -> None:
 
 
 def test_other_machines_need_keys() -> None:
-    with pytest.raises(ValueError, match=r"host is 0\.0\.0\.0, which other machines reach, and there are no keys"):
+    with pytest.raises(ValueError, match=r"needs a file of keys, got host 0\.0\.0\.0 without keys"):
         Settings(NAME, host="0.0.0.0")
     assert not Settings(NAME, host="0.0.0.0", keys=("a",)).loopback
     with pytest.raises(ValueError, match="port must be from 0 to 65535, got 70000"):

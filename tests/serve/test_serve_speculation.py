@@ -1,10 +1,12 @@
 """Covers the calls of `serve`: counters of guessing and of the cache, parts of a time, and captures in idle time."""
 
+from collections.abc import Callable
+
 import pytest
 
 pytest.importorskip("starlette")
 
-from shardfn.inference import CacheStats, EngineStats, Request, Sampling, SpeculationStats, Token
+from shardfn.inference import CacheStats, EngineStats, Limits, Request, Sampling, SpeculationStats, Token
 from shardfn.serve._ipc import Capture, Message, StepReport
 from shardfn.serve._metrics import Metrics
 from shardfn.serve._request_tracker import RequestTracker
@@ -19,15 +21,22 @@ VALUES = {
 }
 
 
+def tracker(send: Callable[[Message], None], metrics: Metrics, max_waiting: int) -> RequestTracker:
+    """A tracker with a replica that is ready."""
+    made = RequestTracker(1, metrics, max_waiting)
+    made.begin(0, send, Limits(vocab=8, context=64, blocks=9))
+    return made
+
+
 def test_counts_of_the_engine_are_on_the_page() -> None:
     metrics = Metrics("m")
-    calls = RequestTracker(lambda event: None, metrics, 10)
+    calls = tracker(lambda event: None, metrics, 10)
     last = SpeculationStats(3, 9, 5), CacheStats(40, 32, 1)
     for so_far in ((SpeculationStats(), CacheStats()), (SpeculationStats(2, 6, 3), CacheStats(8, 0, 0)), last, last):
         calls.report(StepReport([], EngineStats({}, 0.0, *so_far), 0, {}, {}))
     lines = metrics.text({}).splitlines()
     for name, value in VALUES.items():
-        assert f'vllm:{name}_total{{model_name="m"}} {value}' in lines
+        assert f'vllm:{name}_total{{model_name="m",replica="0"}} {value}' in lines
 
 
 def times(metrics: Metrics) -> dict[str, tuple[float, float]]:
@@ -45,7 +54,7 @@ def test_the_parts_of_a_requests_time_add_up(monkeypatch: pytest.MonkeyPatch) ->
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     metrics = Metrics("m")
-    calls = RequestTracker(lambda event: None, metrics, 100)
+    calls = tracker(lambda event: None, metrics, 100)
 
     def report(at: float, tokens: list[Token], begun: list[str]) -> None:
         clock[0] = at
@@ -72,7 +81,7 @@ def test_the_parts_of_a_requests_time_add_up(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_request_that_never_ran_has_no_parts() -> None:
     metrics = Metrics("m")
-    calls = RequestTracker(lambda event: None, metrics, 100)
+    calls = tracker(lambda event: None, metrics, 100)
     calls.open([Request((1, 2), Sampling())])
     calls.report(StepReport([Token("0.0", 0, 0, None, None, 0, "refused")], EngineStats({}), 0, {}, {}))
     assert [num for num, _ in times(metrics).values()] == [0, 0, 0, 0, 1]
@@ -80,7 +89,7 @@ def test_a_request_that_never_ran_has_no_parts() -> None:
 
 def test_an_idle_engine_captures_graphs_one_by_one_until_a_drain() -> None:
     sent = list[Message]()
-    calls = RequestTracker(sent.append, Metrics("m"), 100)
+    calls = tracker(sent.append, Metrics("m"), 100)
 
     def report(graphs_left: int, tokens: list[Token], taken: int | None = None) -> list[Message]:
         taken = len(sent) if taken is None else taken
@@ -88,7 +97,7 @@ def test_an_idle_engine_captures_graphs_one_by_one_until_a_drain() -> None:
         calls.report(StepReport(tokens, EngineStats({}), taken, {}, {}, graphs_left=graphs_left))
         return sent[before:]
 
-    calls.capture_next(3)
+    calls.capture_next(0, 3)
     assert sent == [Capture(0)]
     assert report(3, [], taken=0) == []  # the event is not taken yet
     assert report(2, []) == [Capture(1)]

@@ -87,7 +87,7 @@ def test_exchanged_directories_are_detected_and_can_be_put_back(tmp_path: pathli
 def test_another_number_of_ranks_is_named(tmp_path: pathlib.Path) -> None:
     _written(tmp_path, {"dp": 2})
     for told, _ in [_resume(tmp_path, {"dp": 1}), *_resumed_by_three(tmp_path)]:
-        assert f"the state under {tmp_path} was written by 2 ranks, this job has" in told, told
+        assert f"the state under {tmp_path} must be resumed on 2 ranks" in told, told
     assert [told for told, _ in _resumed(tmp_path, {"dp": 2})] == ["", ""]
 
 
@@ -135,4 +135,4 @@ def test_a_commit_without_a_rank_is_taken_with_a_warning(
 def test_a_commit_without_a_rank_is_refused_where_more_ranks_wrote_beside_it(tmp_path: pathlib.Path) -> None:
     _written(tmp_path, {"dp": 2})
     _forget_origin(tmp_path)
-    assert "was written by 2 ranks, this job has 1" in _resume(tmp_path, {"dp": 1})[0]
+    assert "must be resumed on 2 ranks, by which it was written, got 1 ranks" in _resume(tmp_path, {"dp": 1})[0]

@@ -324,7 +324,7 @@ def test_alone_it_casts_in_and_out() -> None:
 def test_errors_give_the_remedy() -> None:
     with pytest.raises(ValueError, match="Policy's dtypes"):
         sf.Policy(compute=torch.int8)
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a regular expression"):
         sf.Policy(exceptions={"(": FP32})
     mixed = sf.mixed_precision(_sum_loss, sf.Policy.bf16(exceptions={"nrom": FP32}))
     with pytest.raises(ValueError, match=r"'nrom'.*drop it"):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shardfn.waits import Wait, _program, _waits, waiting
+from shardfn.waits import Wait, _waits, waiting
 
 
 class Terminal(io.StringIO):
@@ -66,4 +66,4 @@ def test_the_wait_for_the_program_is_reported_if_there_is_no_other() -> None:
     ],
 )
 def test_commands_that_load_a_model_are_announced(argv: list[str], announced: bool) -> None:
-    assert _program._is_command(argv) == announced
+    assert _waits._is_command(argv) == announced

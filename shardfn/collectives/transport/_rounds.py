@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardfn import core
 from shardfn._torch import all_gather_single
-from shardfn.core import Mesh, PerMesh, RankError
 
 from ._failure import EndedGroup, close
 from ._memory import IN, OUT, Lanes
@@ -42,10 +42,10 @@ class Notice:
     told: int = 0
 
 
-_NOTICE: PerMesh[Notice] = PerMesh()
+_NOTICE: core.PerMesh[Notice] = core.PerMesh()
 
 
-def notice_of(mesh: Mesh) -> Notice:
+def notice_of(mesh: core.Mesh) -> Notice:
     """Returns the notice of a mesh. The notice outlives communicators, which are made again after a failure.
 
     Example:
@@ -65,7 +65,7 @@ _MASK, _ZERO = (1 << _BITS) - 1, 1 << (_BITS - 1)
 
 
 class Kind(enum.IntEnum):
-    """Kinds of rounds.
+    """Kinds of rounds of an agreement between ranks.
 
     EXCHANGE: exchange of a number, within a call. GATHER: gather of an object, within a call. INNER: agreement within a
     call. CALL: agreement at the beginning of a call.
@@ -97,9 +97,11 @@ class Rounds:
         self,
         group: Any,
         rank: int,
-        failure: Callable[[BaseException], RankError],
+        failure: Callable[[BaseException], core.RankError],
         call: Callable[[], str] = lambda: "a message of its own",
-        mismatch: Callable[[list[str]], RankError] = lambda calls: RankError(f"ranks are at different calls: {calls}"),
+        mismatch: Callable[[list[str]], core.RankError] = lambda calls: core.RankError(
+            f"ranks are at different calls: {calls}"
+        ),
         notice: Notice | None = None,
     ) -> None:
         self._group, self.rank, self._failure = group, rank, failure

@@ -80,7 +80,7 @@ class Traffic:
         return total
 
     def add(self, op: str, axes: tuple[str, ...], sent: int, dtype: torch.dtype | None) -> None:
-        """Counts one collective."""
+        """Counts the bytes of a single collective."""
         entry = self.by_op.setdefault((op, axes), [0, 0])
         entry[0] += 1
         entry[1] += sent

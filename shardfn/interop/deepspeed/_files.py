@@ -229,7 +229,7 @@ class ExpertFiles:
             self._expert_path(kind, "").parent.mkdir(parents=True)
 
     def open(self) -> None:
-        """Finds the directory. On the other ranks.
+        """Finds the directory that the first rank has made. The other ranks call this method.
 
         Raises:
             FileNotFoundError: the first rank has made the directory elsewhere.

@@ -1,6 +1,6 @@
 """`DeepSpeedJob`: settings that determine the place of each element in the files of a job of DeepSpeed.
 
-stage 1, 2   the parameters of a group, in sequence, are cut in equal parts, one per rank
+stage 1, 2   the parameters of a group, in sequence, are cut in equal parts, a part per rank
 stage 3      each parameter is cut so. A rank's part of a group is the rank's pieces, in sequence
 experts      are separate groups, cut among the ranks with the same experts
 stage 0      groups are whole. Only jobs with experts have such files

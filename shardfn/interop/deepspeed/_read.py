@@ -1,10 +1,10 @@
-"""`read_deepspeed`: DeepSpeed's checkpoints, ZeRO stages 1 to 3 and universal ones, as whole named tensors.
+"""`read_deepspeed`: DeepSpeed's checkpoints, ZeRO stages 1 to 3 and universal checkpoints, as whole named tensors.
 
 DeepSpeed's files are pickles, opened by torch's unpickler for weights, with tensors and plain containers as the result.
 The few classes of DeepSpeed in between become objects that do nothing, and any other name is refused.
 
     stage 1, 2   ranks' flat partitions, in sequence, are the group; parameters lie in it in order
-    stage 3      a parameter is cut in equal pieces, one per rank, the last ones padded
+    stage 3      a parameter is cut in equal pieces, a piece per rank, the last pieces padded
     universal    a file for each parameter and each of its states; flat where stage 3 wrote it
 """
 
@@ -92,7 +92,7 @@ def find_checkpoint(directory: pathlib.Path, tag: str | None) -> pathlib.Path:
             raise FileNotFoundError(f"{directory} has no file 'latest' that names a checkpoint. Pass tag=.")
         tag = tags[0].read_text().strip()
     if not _TAG.fullmatch(tag) or tag in (".", ".."):
-        raise ValueError(f"{tag!r} is no name of a checkpoint in {directory}.")
+        raise ValueError(f"{directory} has no checkpoint with the name {tag!r}.")
     place = directory / tag
     if not place.is_dir():
         found = sorted(p.name for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else []
@@ -108,7 +108,7 @@ def load_file(path: pathlib.Path) -> Any:
         raise ValueError(f"{path} is no file of a checkpoint: {str(problem).splitlines()[0]}") from problem
     odd = [x for x in names if x not in _INERT]
     if odd:
-        raise ValueError(f"{path} has objects of {', '.join(odd)}, which are no tensors. It is not opened.")
+        raise ValueError(f"{path} has objects that are not tensors, {', '.join(odd)}, so the file is not opened.")
     try:
         with torch.serialization.safe_globals([(_Inert, x) for x in names]):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -131,13 +131,16 @@ def load_optimizers(place: pathlib.Path) -> list[dict[str, Any]]:
         if found:
             files[int(found[1])] = path
     if not files:
-        raise ValueError(f"{place} has no states of a ZeRO optimizer: stage 0 keeps weights alone in a form of ours.")
+        raise ValueError(
+            f"{place} has no states of a ZeRO optimizer. Stage 0 saves only weights, and the states in another form."
+        )
     missing = sorted(set(range(len(files))) - set(files))
     if missing:
         raise FileNotFoundError(f"{place} has no optimizer states of ranks {missing}.")
     optims = [load_file(files[rank])["optimizer_state_dict"] for rank in range(len(files))]
     count = optims[0]["partition_count"]
-    if (max(count) if isinstance(count, list) else count) != len(files):
+    count = max(count) if isinstance(count, list) else count
+    if count != len(files):
         raise FileNotFoundError(
             f"{place} must have the optimizer states of all {count} ranks that have written, got {len(files)}."
         )
@@ -205,7 +208,7 @@ def read_flat_groups(optim: Mapping[str, Any]) -> list[_Flat]:
 def _read_stage_three(optim: Mapping[str, Any]) -> list[_Flat]:
     inner = optim["optimizer_state_dict"].get("state", {})
     parts = [_read_flat(x, inner.get(number) or {}) for number, x in enumerate(optim["fp32_flat_groups"])]
-    # A state that one flat group lacks is too short when joined, which the cut detects.
+    # A state that a flat group lacks is too short when joined, which the cut detects.
     names = {name for part in parts for name in part.states}
     whole = {name: torch.cat([part.states[name] for part in parts if name in part.states]) for name in names}
     return [_Flat(max([0, *(part.step for part in parts)]), whole)]
@@ -349,7 +352,10 @@ def _read_state(path: pathlib.Path, shape: torch.Size | None) -> Tensor:
     if tensor is not found:
         return tensor.float().clone()
     if shape is None:
-        raise FileNotFoundError(f"{path} is flat, and no *_model_states.pt beside has its shape. Copy them there.")
+        raise FileNotFoundError(
+            f"{path} is flat, and needs a *_model_states.pt with the shapes in the same directory. Copy the files"
+            " there."
+        )
     if tensor.numel() != shape.numel():
         raise ValueError(f"{path} has {tensor.numel()} elements, and its parameter is {tuple(shape)}.")
     return tensor.float().reshape(shape).clone()

@@ -139,7 +139,7 @@ def _read_experts(files: _Paths) -> dict[str, Tensor]:
             native, whole = NATIVE.search(name), FUSED.fullmatch(name)
             number = native[1] if native else whole[2] if whole else None
             if number is None or int(number) != expert:
-                raise ValueError(f"{path} has {name}, which is no weight of expert {expert}.")
+                raise ValueError(f"{path} has {name}, which is not a weight of expert {expert}.")
             if whole and not native:
                 fused.setdefault(whole[1], {})[expert] = x
             else:

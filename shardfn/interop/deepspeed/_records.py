@@ -28,7 +28,7 @@ class _Named:
 
 
 class LossScaler(_Named):
-    """Constant loss scale."""
+    """Stand-in for DeepSpeed's constant loss scale, in a pickle."""
 
     at = ("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
 
@@ -105,7 +105,7 @@ Parts = Callable[[str, int, int], Tensor]
 
 
 class Records:
-    """Contents of files.
+    """Maker of the contents of DeepSpeed's files, for each rank.
 
     Args:
         cut: partition of the job.

@@ -108,7 +108,7 @@ def _make_optimizer(
     return rule(rate, b1, b2, eps, decay, axis=axis, **rest)
 
 
-# Arguments and defaults; `...` marks required ones.
+# Arguments and defaults; `...` marks required arguments.
 _WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"}
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "WarmupLR": _WARMUP,

@@ -1,4 +1,4 @@
-"""Quantised files of others: GPTQ, AWQ, compressed-tensors and block-scaled fp8."""
+"""Quantised files of other libraries: GPTQ, AWQ, compressed-tensors and block-scaled fp8."""
 
 from ._archive import (
     CodedArchive as CodedArchive,

@@ -1,4 +1,4 @@
-"""Files of others with quantised weights, read as floats or as blocks of codes.
+"""Files of other libraries with quantised weights, read as floats or as blocks of codes.
 
 Only weights are decoded: activations stay floats, also where a config asks for rounded activations.
 """

@@ -48,7 +48,7 @@ def ranges(name: str, chosen: Sequence[int | tuple[int, int]]) -> list[tuple[int
     out = [(x, x + 1) if isinstance(x, int) else x for x in chosen]
     wrong = [x for x in out if not 0 <= x[0] < x[1]]
     if wrong:
-        raise ValueError(f"{name}: global_blocks={list(chosen)}: {wrong} are not 0 <= start < stop.")
+        raise ValueError(f"{name}: ranges of global_blocks must have 0 <= start < stop, got {wrong} in {list(chosen)}.")
     return out
 
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from shardfn.collectives import all_gather, axis_index, axis_size, psum
+from shardfn import collectives
 from shardfn.core import Axes, explains_keywords
 
 from ._route import check_index, words_of
@@ -174,7 +174,7 @@ def _find_least(
     for shift in range(-(-bits // _BITS) * _BITS - _BITS, -1, -_BITS):
         digit = (priority >> shift) & (size - 1)
         alike = (experts >= 0) & ((priority >> shift >> _BITS) == least[safe])
-        counts = psum(counts_of(torch.where(alike, safe * size + digit, -1), E * size), axes).view(E, size)
+        counts = collectives.psum(counts_of(torch.where(alike, safe * size + digit, -1), E * size), axes).view(E, size)
         above = counts.flip(1).cumsum(1).flip(1) - counts
         # Falling along the digits: digits without room come first.
         found = (above >= left[:, None]).sum(1)
@@ -188,10 +188,10 @@ def _count_earlier(experts: Tensor, num_experts: int, axes: Axes) -> Tensor:
     flat = experts.flatten()
     order = flat.sort(stable=True).indices
     counts = counts_of(flat, num_experts)
-    n = axis_size(axes)
-    of_all = all_gather(counts, axes).view(n, num_experts)
+    n = collectives.axis_size(axes)
+    of_all = collectives.all_gather(counts, axes).view(n, num_experts)
     ranks = torch.arange(n, device=flat.device)[:, None]
-    before = torch.where(ranks < torch.tensor(axis_index(axes), device=flat.device), of_all, 0).sum(0)
+    before = torch.where(ranks < torch.tensor(collectives.axis_index(axes), device=flat.device), of_all, 0).sum(0)
     # In the order of experts a choice's place is the place less the expert's first place. -1 comes before all.
     first = (counts.cumsum(0) - counts) + (flat < 0).sum()
     own = torch.empty_like(flat).scatter(0, order, torch.arange(len(flat), device=flat.device))

@@ -63,7 +63,7 @@ class Local:
 
     @property
     def spec(self) -> P:
-        """Whole."""
+        """Returns the spec of experts that each rank holds whole."""
         return P()
 
     def run(self, experts: ExpertFunction, params: PyTree, x_SD: Tensor, routing: Routing, *, name: str) -> Tensor:

@@ -128,7 +128,7 @@ def top_k(
     Args:
         logits: logits of any floating dtype, computed in float32, or in float64.
         k: experts of a token.
-        softmax: whether weights are probabilities among all experts, or among the chosen ones.
+        softmax: whether weights are probabilities among all experts, or among the chosen experts.
         renormalise: whether a token's weights are divided by the sum of the weights.
         scale: a factor of the weights.
         mask: False for padding, without an expert.

@@ -158,8 +158,8 @@ def check_k(k: int, num_experts: int, name: str) -> None:
     """
     if not 1 <= k <= num_experts:
         raise ValueError(
-            f"{name}: k={k} choices of {num_experts} experts. A token takes each expert once at most, and one at least:"
-            f" choose k in 1 .. {num_experts}."
+            f"{name}: k must be from 1 to {num_experts}, the number of experts, as a token takes each expert at most"
+            f" once, got k={k}."
         )
 
 

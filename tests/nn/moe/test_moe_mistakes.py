@@ -16,9 +16,9 @@ ROUTING = moe.top_k(X, 2)
 
 MISTAKES = [
     Mistake("more choices than experts", lambda: moe.top_k(X, 5),
-            ValueError, "moe: k=5 choices of 4 experts", "choose k in 1 .. 4"),
+            ValueError, "moe: k must be from 1 to 4", "got k=5"),
     Mistake("no choice", lambda: moe.sigmoid_groups(X, 0, name="layers.1"),
-            ValueError, "layers.1: k=0 choices of 4 experts", "choose k in 1 .. 4"),
+            ValueError, "layers.1: k must be from 1 to 4", "got k=0"),
     Mistake("an unknown softmax", lambda: moe.top_k(X, 2, softmax=LIE),
             ValueError, "softmax='probabilities'", '"before"'),
     Mistake("logits of sequences", lambda: moe.top_k(X.view(2, 3, 4), 2, name="layers.1"),

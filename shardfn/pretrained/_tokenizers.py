@@ -1,13 +1,23 @@
-"""Byte-level tokenizers of GGUF files, made by the package `tokenizers` alone: transformers takes seconds to import."""
+"""Tokenizers of models: directories of Hugging Face, GGUF files, and runs of examples/train_gpt.py.
+
+Byte-level tokenizers of GGUF files need only the package `tokenizers`: transformers takes seconds to import.
+"""
 
 import functools
+import importlib
 import importlib.util
+import pathlib
 from typing import Any
 
+from shardfn.data import BPETokenizer, ByteTokenizer
 from shardfn.interop import GGUFFile
 
-from ._text import ModelText, compile_chat_template
+from ._files import name_file_in_errors, read_json_object
+from ._settings import ModelSettings, find_run
+from ._text import ModelText, compile_chat_template, wrap_data_tokenizer, wrap_transformers_tokenizer
 
+FILES_ALONE = {"trust_remote_code": False}  # without it transformers asks the user, and waits
+_TOKENIZER_KEYS = "model_type", "tokenizer_class"  # of config.json and of tokenizer_config.json
 # Kinds of tokens in a file.
 _CONTROL, _USER_DEFINED = 3, 4
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -112,3 +122,91 @@ def _spell(token: str) -> str:
     rest = [b for b in range(256) if b not in printable]
     letters = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
     return "".join(letters[byte] for byte in token.encode())
+
+
+def load_text(job: ModelSettings) -> ModelText:
+    """Loads only a model's tokenizer. The ends of GGUF files are the tokenizer's, not the model's.
+
+    Raises:
+        OSError: a file is missing.
+        ImportError: a package is missing. The message has the installation.
+    """
+    path = pathlib.Path(job.model)
+    if job.kind == "run":
+        run = find_run(path)
+        assert run is not None
+        return wrap_data_tokenizer(load_run_tokenizer(run, read_json_object(run / "model.json")))
+    return load_gguf_text(GGUFFile(path)) if job.kind == "gguf" else wrap_transformers_tokenizer(load_tokenizer(path))
+
+
+def load_run_tokenizer(run: pathlib.Path, given: dict[str, Any]) -> ByteTokenizer | BPETokenizer:
+    name = given.get("tokenizer")
+    if not isinstance(name, str):
+        raise ValueError(f"{run / 'model.json'}: tokenizer must be 'bytes', or a file's name, got {name!r:.60}.")
+    with name_file_in_errors(run / name, "its tokenizer"):
+        return ByteTokenizer() if name == "bytes" else BPETokenizer.load(run / name)
+
+
+def import_transformers(path: pathlib.Path) -> Any:
+    if importlib.util.find_spec("transformers") is None:
+        raise ImportError(f"{path}: its tokenizer is read by transformers, which is missing: pip install 'shardfn[hf]'")
+    return importlib.import_module("transformers")
+
+
+def load_tokenizer(path: pathlib.Path) -> Any:
+    """Loads the tokenizer of a directory of transformers.
+
+    Raises:
+        OSError: a file is missing.
+        ImportError: transformers is missing. The message has the installation.
+    """
+    transformers = import_transformers(path)
+    with name_file_in_errors(path, "its tokenizer"):
+        return transformers.AutoTokenizer.from_pretrained(path, config=_tokenizer_config(path), **FILES_ALONE)
+
+
+def _tokenizer_config(path: pathlib.Path) -> Any:
+    """Returns a config with all that the choice of the tokenizer's class needs, or None if the choice needs more.
+
+    transformers would take the model's config, whose import takes longer than the rest of the tokenizer.
+    """
+    files = [path / name for name in ("config.json", "tokenizer_config.json")]
+    if not all(file.is_file() for file in files):
+        return None
+    kind, name = (read_json_object(file).get(key) for file, key in zip(files, _TOKENIZER_KEYS, strict=True))
+    if not isinstance(kind, str) or not isinstance(name, str):
+        return None
+    config = import_transformers(path).PreTrainedConfig(name_or_path=str(path))
+    config.model_type = kind
+    return config
+
+
+def load_gguf_text(file: GGUFFile) -> ModelText:
+    ends = (file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    given = frozenset(x for x in ends if type(x) is int)
+    return load_byte_level(file, given) or wrap_transformers_tokenizer(_load_gguf_tokenizer(file.path), given)
+
+
+def _load_gguf_tokenizer(path: pathlib.Path) -> Any:
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError(f"{path}: transformers needs the package gguf to read its tokenizer: pip install gguf")
+    transformers = import_transformers(path)
+    with name_file_in_errors(path, "its tokenizer"):  # AutoTokenizer would read the whole file, for a config
+        return transformers.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def read_stop_tokens(path: pathlib.Path) -> frozenset[int]:
+    """Returns the tokens that end a text by a file of configuration, if present.
+
+    Raises:
+        ValueError: the tokens are not integers.
+    """
+    value = read_json_object(path).get("eos_token_id") if path.is_file() else None
+    tokens = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(x) is not int for x in tokens):
+        raise ValueError(f"{path}: eos_token_id must be a token, an integer, or a list of tokens, got {value!r:.60}.")
+    return frozenset(tokens)
+
+
+def _list_ids(value: int | list[int] | None) -> frozenset[int]:
+    return frozenset() if value is None else frozenset([value] if isinstance(value, int) else value)

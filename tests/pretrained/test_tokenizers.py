@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shardfn.interop import GGUFFile
-from shardfn.pretrained._gguf_text import load_byte_level
+from shardfn.pretrained._tokenizers import load_byte_level
 from tests.interop.test_gguf import file_of
 
 WORDS = "the theme of these other themes is \u00e9t\u00e9 12345 it's they'll don't"
