@@ -125,13 +125,12 @@ def main() -> None:
     tables = {"leaf": (args.leaves, rows)}
     if mesh.size == 1:
         tables["sequence"] = (1, 32), {"decode step": lambda n: count_decode(n, mesh)}
-    say = print if mesh.rank == 0 else lambda text: None
+    say = print if mesh.rank == 0 else lambda *text, **how: None
     say(f"torch {torch.__version__}, Python {platform.python_version()}, {mesh.size} ranks; bytecodes of shardfn")
     for noun, ((few, many), calls) in tables.items():
-        say(f"| call | {few} | {many} | a {noun} |\n|---|---|---|---|")
-        for name, count in calls.items():
-            if args.only not in name:
-                continue
+        chosen = {name: count for name, count in calls.items() if args.only in name}
+        say(f"| call | {few} | {many} | a {noun} |\n|---|---|---|---|" if chosen else "", end="\n" if chosen else "")
+        for name, count in chosen.items():
             a, b = count(few), count(many)
             say(f"| {name} | {a.total()} | {b.total()} | {(b.total() - a.total()) / (many - few):.1f} |")
             for function, most in b.most_common(args.functions):

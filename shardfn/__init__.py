@@ -84,6 +84,7 @@ from shardfn.transforms import (
     shard_map as shard_map,
     sharded as sharded,
     sharded_step as sharded_step,
+    switch_step as switch_step,
     tiled as tiled,
     unpad_layers as unpad_layers,
     value_and_grad as value_and_grad,

@@ -30,6 +30,8 @@ from ._generate_job import GenerateJob
 
 _MOST = 256  # tokens of a completion, unless the job has a number
 _STDIN = "-"
+# A capture takes as long as about 80 tokens gain by it.
+_EAGER_STEPS = 64
 _ADAPTER = "adapter"  # the adapter's name in the engine
 
 
@@ -108,7 +110,7 @@ def _prepare_job(job: GenerateJob) -> PreparedRun:
     adapters = {} if job.adapter is None else {_ADAPTER: job.adapter}
     once = _is_answered_once(job, prompts, mesh)
     with waiting("packing weights"):
-        engine, drafter = make_engine(job, served, limits, mesh, adapters, eager_steps=int(once))
+        engine, drafter = make_engine(job, served, limits, mesh, adapters, eager_steps=_EAGER_STEPS * once)
     # A grammar that the vocabulary cannot write is refused before graphs are captured.
     engine.core.admit(Request(tuple(prompts[0].ids), prompts[0].sampling))
     engine.warm_up(grammars=job.sampling.grammar is not None, penalties=job.sampling.extended, capture=not once)
@@ -229,6 +231,8 @@ def _stream_completion(ready: PreparedRun) -> int:
         drawn += token.token is not None
         if writes:
             print(token.text, end="", flush=sys.stdout.isatty())
+            if sys.stdout.isatty():
+                os.environ["TQDM_DISABLE"] = "1"  # a bar of a capture would overwrite the text's line
     if writes:
         print(flush=True)
     return drawn

@@ -106,4 +106,4 @@ from .transport import (
 )
 from ._global_tensor import GlobalTensor as GlobalTensor, local as local, shard as shard, unshard as unshard
 from ._global_tensor import absent as absent, list_blocks as list_blocks, member as member, stack as stack
-from ._global_tensor import transforming as transforming
+from ._global_tensor import donate_blocks as donate_blocks, list_sharded as list_sharded, transforming as transforming

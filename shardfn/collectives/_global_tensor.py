@@ -6,9 +6,10 @@ stay a single member's: `stack` makes such leaves, `member` takes a member out.
 """
 
 import contextlib
+import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -332,6 +333,31 @@ def list_blocks(leaves: Sequence[GlobalTensor]) -> list[StoredValue]:
 
 
 _BLOCK = operator.attrgetter("_local")
+
+
+def list_sharded(leaves: Iterable[Any]) -> list[GlobalTensor]:
+    """Returns the global tensors among leaves.
+
+    Example:
+        >>> list_sharded([torch.ones(2), 3])
+        []
+    """
+    return [*filter(_is_sharded, leaves)]
+
+
+_is_sharded = functools.partial(type.__instancecheck__, GlobalTensor)
+
+
+def donate_blocks(leaves: Iterable[GlobalTensor]) -> None:
+    """Consumes leaves, as `GlobalTensor.donate` does.
+
+    Raises:
+        DonatedError: a leaf was consumed before, or is there twice.
+    """
+    for x in leaves:
+        if x._local is None:
+            x.donate()
+        x._local = None
 
 
 def shard(x: Tensor, spec: P, mesh: Mesh) -> GlobalTensor:

@@ -60,7 +60,7 @@ from ._mesh import PerMesh as PerMesh
 from ._stored_value import Pending as Pending
 from ._ambient import serialize_tracing as serialize_tracing
 from ._stored_value import Absent as Absent, Stored as Stored, StoredValue as StoredValue
-from ._stored_value import as_stored as as_stored, load as load, read_rows as read_rows
+from ._stored_value import are_tensors as are_tensors, as_stored as as_stored, load as load, read_rows as read_rows
 from ._texts import as_html as as_html, columns as columns, size as size
 from ._ambient import (
     Ambient as Ambient,

@@ -1,5 +1,6 @@
 """`progress`: decides in a single place whether a bar of progress is shown."""
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -48,7 +49,8 @@ def progress(
         2
     """
     first = _is_first(mesh)
-    if not (first and sys.stderr is not None and sys.stderr.isatty()):
+    hidden = os.environ.get("TQDM_DISABLE", "0") not in ("", "0")  # tqdm reads the variable only at its import
+    if hidden or not (first and sys.stderr is not None and sys.stderr.isatty()):
         return _Hidden(iterable, prints=first)
     from tqdm import tqdm  # starts a thread, not needed without bars
 

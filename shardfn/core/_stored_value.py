@@ -5,8 +5,9 @@ operations on them that move a value (`store`, `prefetch`, successors, inputs an
 `shardfn.state`.
 """
 
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar, cast, runtime_checkable
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -151,6 +152,16 @@ class Stored(StoredValue, Protocol):
 def as_stored(value: StoredValue) -> Stored | None:
     """Returns a value that is no tensor; None for a tensor."""
     return None if isinstance(value, Tensor) else cast(Stored, value)
+
+
+def are_tensors(values: Sequence[Any]) -> TypeGuard[list[Tensor]]:
+    """Returns whether all values are tensors, on the device or the host.
+
+    Example:
+        >>> are_tensors([torch.zeros(2)]), are_tensors([torch.zeros(2), None])
+        (True, False)
+    """
+    return all(map(isinstance, values, itertools.repeat(Tensor)))
 
 
 def load(value: StoredValue) -> Tensor:

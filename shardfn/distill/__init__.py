@@ -6,5 +6,5 @@ has the gradient of the whole batch. The teacher is a frozen branch of the param
 
 from ._divergence import Direction as Direction, logits as logits
 from ._features import features as features
-from ._staged import StagedStep as StagedStep, staged_step as staged_step
+from ._staged import staged_step as staged_step
 from ._swift import swift_loss as swift_loss

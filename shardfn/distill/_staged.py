@@ -14,37 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn.core import PyTree, raise_all
-from shardfn.engine import Loss, ShardedStep
+from shardfn.core import raise_all
+from shardfn.engine import Loss
 from shardfn.optim import GradientTransformation, Pair, Schedule
-from shardfn.state import TrainState
-from shardfn.transforms import sharded_step
-
-
-class StagedStep(NamedTuple):
-    """Two steps on one state: the first with a teacher, the second without. `staged_step` builds it.
-
-    Attributes:
-        taught: step with the teacher.
-        alone: step without the teacher.
-        until: number of steps with the teacher.
-    """
-
-    taught: ShardedStep
-    alone: ShardedStep
-    until: int
-
-    def at(self, state: TrainState) -> ShardedStep:
-        """Returns the step that a state takes next, with all its functions, such as `evaluate` and `lower`."""
-        return self.taught if int(state.step) < self.until else self.alone
-
-    def init(self, params: PyTree, *args: Any, model_state: PyTree = ()) -> TrainState:
-        """Returns the first state, as `ShardedStep.init`. `params` has the branches of the student and the teacher."""
-        return self.taught.init(params, *args, model_state=model_state)
-
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        """Makes the step of a state: `at(state)(state, batch)`."""
-        return self.at(state)(state, batch)
+from shardfn.transforms import StepSwitch, sharded_step, switch_step
 
 
 def staged_step(
@@ -55,8 +28,8 @@ def staged_step(
     weight: float | Schedule = 1.0,
     wrap: Callable[[Loss], Loss] = lambda inner: inner,
     **options: Any,
-) -> StagedStep:
-    """Returns a step with a teacher before step `until`, and without the teacher from then on.
+) -> StepSwitch:
+    """Returns a step with a teacher before step `until`, and without the teacher from then on (`sf.switch_step`).
 
     Args:
         loss: `loss(params, batch[, key], *, weight)`. `weight` is b(n), a 0-d tensor, or None in the steps without the
@@ -89,7 +62,8 @@ def staged_step(
     """
     _check_stages(until, weight)
     taught = sharded_step(wrap(_Taught(loss, weight)), optimizer, count=True, **options)
-    return StagedStep(taught, sharded_step(wrap(functools.partial(loss, weight=None)), optimizer, **options), until)
+    alone = sharded_step(wrap(functools.partial(loss, weight=None)), optimizer, **options)
+    return switch_step(taught, alone, choose=lambda state: (int(int(state.step) >= until),))
 
 
 class _Taught(NamedTuple):

@@ -255,7 +255,7 @@ def find_wanted(sequence: Sequence, count: int) -> range:
     return range(end - 1 if end == len(sequence.tokens) else end, end)
 
 
-# Of all sequences at once: in C, without a bytecode for each.
+# For all sequences at once, in C, without a bytecode for each.
 _COMPUTED, _BLOCKS, _KEY = (operator.attrgetter(name) for name in ("computed", "blocks", "key"))
 _EXTENDED = operator.attrgetter("extended")
 

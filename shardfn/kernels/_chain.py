@@ -108,7 +108,8 @@ class TensorLayouts:
     """Shapes, strides, dtypes and devices that tensors must have, compared once for each tensor.
 
     torch makes new objects for a shape, so that to compare the weights of a decode step takes longer than the step's
-    other Python. A tensor that was compared in the call before is known by a weak reference.
+    other Python. A tensor that was compared in the call before is known by a weak reference. So its shape must not be
+    changed in place, as by `resize_`.
 
     Args:
         tensors: tensors of these layouts.

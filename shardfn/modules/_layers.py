@@ -205,8 +205,8 @@ class LayeredFunction:
         try:
             flat |= self.kinds.flat(stack, span.start, span.num)
         except ValueError as error:
-            hint = "; a loss of blocks of layers is for pipeline_module" if whole else ""
-            raise ValueError(f"{error}{hint}.") from None
+            hint = " A loss of blocks of layers is for pipeline_module." if whole else ""
+            raise ValueError(f"{error}{hint}") from None
         run = PartialForward(self, span, draws, forward)
         return self._function.run(draws, flat, None, args, kwargs, run.call)[0]
 

@@ -287,7 +287,7 @@ def _project_inputs(
     if rows_R is None and _has_local_keys(w, heads, axis):
         _check_key_rows(w, heads, axis)
         q, k, v = affines(x_BTD, (w.wq, w.wk, w.wv), (w.bq, w.bk, w.bv))
-        start, _ = rank_range(heads.keys, axis)
+        start = 0 if axis_size(axis) == 1 else rank_range(heads.keys, axis)[0]
         return start, _split_heads(q, heads), _split_heads(k, heads), _split_heads(v, heads)
     q_BTHK = _split_heads(affine(x_BTD if rows_R is None else x_BTD[:, rows_R], w.wq, w.bq), heads)
     start, k_BTGK, v_BTGK = _project_keys(x_BTD, w, heads, axis, whole_keys=whole_keys)
@@ -324,6 +324,8 @@ def _check_key_rows(w: AttentionWeights, heads: Heads, axis: Axes) -> None:
 
 def _has_local_keys(w: AttentionWeights, heads: Heads, axis: Axes) -> bool:
     """Returns whether the query heads of every rank read only the rank's key heads."""
+    if axis_size(axis) == 1:
+        return True
     needed = [keys_of(queries, heads.queries // heads.keys) for queries in all_ranges(heads.queries, axis)]
     held, rows = all_ranges(heads.keys, axis), 1 if w.wk.ndim == 3 else heads.dim
     # Rows cut inside a head are always joined.

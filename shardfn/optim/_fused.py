@@ -115,7 +115,7 @@ def _align_columns(columns: Columns) -> Iterator[Columns]:
     if first[0].device.type != "cpu" or not any(x.numel() % _LANES for x in first):
         yield columns
         return
-    sizes = [x.numel() for x in first]
+    sizes = [*map(Tensor.numel, first)]
     starts = [_start_of_end(n) for n in sizes]
     bodies = [[_leaf_body(x, n, k) for x, n, k in zip(column, sizes, starts, strict=True) if k] for column in columns]
     ends = [[_leaf_end(x, n, k) for x, n, k in zip(column, sizes, starts, strict=True) if k < n] for column in columns]
@@ -145,8 +145,8 @@ def _join_ends(ends: list[Tensor]) -> Tensor:
 
 
 def _split_ends(flat: Tensor, like: list[Tensor]) -> tuple[Tensor, ...]:
-    return flat[: _total_numel(like)].split([x.numel() for x in like])
+    return flat[: _total_numel(like)].split([*map(Tensor.numel, like)])
 
 
 def _total_numel(leaves: list[Tensor]) -> int:
-    return sum(x.numel() for x in leaves)
+    return sum(map(Tensor.numel, leaves))

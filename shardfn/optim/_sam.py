@@ -41,12 +41,8 @@ def sam(optimizer: base.GradientTransformation | base.Pair, rho: float = 0.05) -
         descend:   p = c + u, where u is the optimizer's update at c, by the gradient at p
 
     |g| is the norm of the whole tree over all ranks, 0 moves nothing. The rule is `optax.contrib.sam(optimizer,
-    chain(normalize(), sgd(rho)))`. Each call of the step computes one gradient, so the loop calls the step twice with
-    the same batch, and no part of a step knows of SAM:
-
-        for batch in batches:
-            state, _ = step(state, batch)        # perturbs
-            state, metrics = step(state, batch)  # descends
+    chain(normalize(), sgd(rho)))`. Each call of the step computes one gradient, so a batch takes two calls, and no part
+    of a step knows of SAM: `step = sf.switch_step(sharded_step(loss, sam(...)))` makes both.
 
     Between the two calls the parameters are the perturbed parameters: evaluate, export and save when
     `is_perturbed(state.opt_state)` is false. The cost in memory is a copy of the parameters. ZeRO cuts and

@@ -64,10 +64,7 @@ def sophia(
         h = b2 h + (1 - b2) num_samples g_sampled^2
 
     Both losses are steps with the same optimizer and the same state, so no part of a step knows of Sophia:
-
-        if is_hessian_step(state.opt_state):
-            state, _ = sampled_step(state, batch)
-        state, metrics = step(state, batch)
+    `sf.switch_step(step, sampled_step)` makes the step of a batch, and before it the other where one is due.
 
     States are elementwise: every ZeRO stage and memory is possible. The names and defaults are optax's, except for
     `num_samples`.

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import Draw, PyTree, draw_block, first_of, is_disk
+from shardfn.core import Draw, PyTree, draw_block, first_of
 from shardfn.inference import Decoder
+from shardfn.state import lies_on_disk
 
 _VALUES = 4  # of each leaf, the first: a leaf may be read from a file only in part
 
@@ -78,6 +79,6 @@ def _digest_leaf(x: Any) -> LeafDigest:
 def _find_whole(x: Any) -> Tensor | None:
     """Returns the tensor of a leaf that is whole on this rank, in memory or drawn when cut."""
     if isinstance(x, GlobalTensor):
-        cut = is_disk(x.memory_kind) or any(x.mesh.axis_size(axis) > 1 for axis in x.spec.axes)
+        cut = lies_on_disk(x) or any(x.mesh.axis_size(axis) > 1 for axis in x.spec.axes)
         return None if cut else x.local
     return None if x.is_meta and not isinstance(x, Draw) else x

@@ -18,6 +18,7 @@ from ._storage import (
     graph_inputs as graph_inputs,
     in_memory as in_memory,
     is_read as is_read,
+    lies_on_device as lies_on_device,
     lies_on_disk as lies_on_disk,
     load_at as load_at,
     prefetch as prefetch,

@@ -1,6 +1,7 @@
 """`TrainState`, the state that a step takes and returns, and the checks of a state that a user passes to a step."""
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -8,10 +9,11 @@ import torch
 from torch import Tensor
 
 from shardfn._torch import FakeTensor
-from shardfn.collectives import GlobalTensor, list_blocks
+from shardfn.collectives import GlobalTensor, donate_blocks, list_blocks, list_sharded
 from shardfn.core import (
     DonatedError,
     PyTree,
+    are_tensors,
     as_html,
     columns,
     dtype_name,
@@ -93,9 +95,12 @@ def version_of(x: Tensor) -> int | None:
 
 def _read_versions(xs: Sequence[Tensor]) -> list[int | None]:
     try:
-        return [x._version for x in xs]
+        return [*map(_VERSION, xs)]
     except RuntimeError:  # one of them was made in inference mode
         return [version_of(x) for x in xs]
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 @contextlib.contextmanager
@@ -106,7 +111,7 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     One that fails half-way consumes it, as its values are of no use.
     """
     leaves, treedef = tree_flatten(tree)
-    owned = [x for x in leaves if isinstance(x, GlobalTensor)]
+    owned = list_sharded(leaves)
     given = list_blocks(owned)
     if not donate:
         with torch.no_grad():
@@ -115,18 +120,16 @@ def taken(tree: PyTree, *, donate: bool) -> Iterator[PyTree]:
     if len(owned) < len(leaves):
         rest = iter(given)
         blocks = [next(rest) if isinstance(x, GlobalTensor) else x for x in leaves]
-    held = [x for x in blocks if isinstance(x, Tensor)]
+    held = blocks if are_tensors(blocks) else [x for x in blocks if isinstance(x, Tensor)]
     before = _read_versions(held)
     try:
         yield tree_unflatten(treedef, blocks)
     except BaseException:
         if donate and (None in before or before != _read_versions(held)):
-            for x in owned:
-                x.donate()
+            donate_blocks(owned)
         raise
     if donate:
-        for x in owned:
-            x.donate()
+        donate_blocks(owned)
 
 
 # The number of leaves that are shown before the sum of the rest.
@@ -180,15 +183,16 @@ def check_alive(state: PyTree, name: str = "state", *, abstract: bool = False) -
         ValueError: it is the stacked state of a population, or has no values.
     """
     leaves = tree_leaves(state)
-    dead = [i for i, x in enumerate(leaves) if isinstance(x, GlobalTensor) and x.donated]
-    if dead:
-        paths = tree_paths(state, name)
-        gone = [paths[i] for i in dead]
+    try:
+        list_blocks(list_sharded(leaves))
+    except DonatedError:
+        named = zip(tree_paths(state, name), leaves, strict=True)
+        gone = [path for path, x in named if isinstance(x, GlobalTensor) and x.donated]
         shown = ", ".join(gone[:8]) + (f" and {len(gone) - 8} more" if len(gone) > 8 else "")
         raise DonatedError(
             f"this state was already consumed by a step ({shown}). Go on from the state that step returned, or build"
             " the step with donate=False."
-        )
+        ) from None
     first = [x for x in leaves[:1] if isinstance(x, GlobalTensor)]
     if not abstract and any(isinstance(x.held, FakeTensor) for x in first):
         raise ValueError(

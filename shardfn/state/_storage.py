@@ -118,6 +118,11 @@ def lies_on_disk(x: Any) -> bool:
     return isinstance(x, GlobalTensor) and is_disk(x.memory_kind)
 
 
+def lies_on_device(x: GlobalTensor) -> bool:
+    """Returns whether a leaf is kept in the device's memory."""
+    return is_device(x.memory_kind)
+
+
 def common_kind(kinds: Iterable[MemoryKind]) -> MemoryKind:
     """Returns the memory where an update steps values of these memories: the device, if all are there, or the host."""
     return "device" if all(map(is_device, kinds)) else "host"
@@ -300,7 +305,7 @@ class Likeness(NamedTuple):
 
     @staticmethod
     def of(x: GlobalTensor) -> "Likeness":
-        """That of a leaf's block."""
+        """Returns the likeness of a leaf's block."""
         return Likeness(torch.Size(x.held.shape), x.placement)
 
 
@@ -311,7 +316,7 @@ def graph_inputs(leaves: Sequence[GlobalTensor], device: torch.device) -> list[T
         if lies_on_disk(x):
             out.append(torch.empty(1, dtype=torch.int64))
         else:
-            out += fakes([as_graph_value(x.held)], device if is_device(x.memory_kind) else "cpu")
+            out += fakes([as_graph_value(x.held)], device if lies_on_device(x) else "cpu")
     return out
 
 

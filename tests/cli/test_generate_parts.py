@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardfn import core
 from shardfn.core import Draw
 from shardfn.inference import Engine, Sampling, fit_quantization, hf_decoder, limits_of
-from shardfn.pretrained import ModelSettings, _load
+from shardfn.pretrained import ModelSettings, _load, _tokenizers
 from shardfn.pretrained._load import load_model, make_engine
 from shardfn.testing import distributed
 from tests.cli.test_generate import WORDS, tokenizer_of
@@ -126,9 +126,9 @@ def test_a_tokenizer_is_that_of_its_models_whole_config(tmp_path: pathlib.Path, 
     settings = {key: value for key, value in settings.items() if value is not None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    assert (_load._tokenizer_config(tmp_path) is None) == (name is None)
+    assert (_tokenizers._tokenizer_config(tmp_path) is None) == (name is None)
     want = transformers.AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
-    got = _load.load_tokenizer(tmp_path)
+    got = _tokenizers.load_tokenizer(tmp_path)
     assert type(got) is type(want) and got.get_vocab() == want.get_vocab()
     assert got.special_tokens_map == want.special_tokens_map and got.chat_template == want.chat_template
     assert got.encode(text := "hello, été\n <end>12") == want.encode(text)

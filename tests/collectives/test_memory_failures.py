@@ -45,7 +45,7 @@ class _Rank:
             try:
                 ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
                 torch.set_num_threads(1)
-                _memory.engine = _engine.TransportEngine
+                _memory.engine = _memory.TransportEngine
                 _run(body, Lanes(world, index, timeout), there)
             except BaseException:
                 traceback.print_exc()
@@ -162,7 +162,7 @@ def test_ranks_that_wait_in_orders_of_their_own_never_lock(world: int) -> None:
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[None]:
     """Ranks have folders of their own for temporary and cached files, and leave nothing there or in /dev/shm."""
-    built = pathlib.Path(_engine.TransportEngine()._library._name)
+    built = pathlib.Path(_memory.TransportEngine()._library._name)
     kept, temporary = tmp_path / "shardfn", tmp_path / "temporary"
     for folder in (kept, temporary):
         folder.mkdir()
@@ -305,7 +305,7 @@ def _refused(reason: str) -> None:
 
 
 def test_a_compiler_that_is_missing_or_fails_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = _engine.NoCompilerError("there is no C++ compiler")
+    missing = _memory.NoCompilerError("there is no C++ compiler")
     fails = subprocess.CalledProcessError(1, ["c++"], stderr="cc1plus: no space left\n")
     for error, reason in ((missing, "there is no C++ compiler"), (fails, "cc1plus: no space left")):
         calls: list[object] = []
@@ -314,11 +314,11 @@ def test_a_compiler_that_is_missing_or_fails_is_the_reason(monkeypatch: pytest.M
             calls.append(args)
             raise error
 
-        monkeypatch.setattr(_engine, "load_library", build)
-        monkeypatch.setattr(_engine, "_load_library", functools.cache(_engine._load_library.__wrapped__))
+        monkeypatch.setattr(_memory, "load_library", build)
+        monkeypatch.setattr(_memory, "_load_library", functools.cache(_memory._load_library.__wrapped__))
         for _ in range(2):
             with pytest.raises(NotSharedError, match=re.escape(f"its C++ part cannot be built: {reason}") + "$"):
-                _engine.TransportEngine()
+                _memory.TransportEngine()
         assert len(calls) == 1
 
 
@@ -339,8 +339,8 @@ def test_ranks_that_cannot_share_memory_talk_by_gloo_and_warn_with_the_reason() 
         _refused("rank 0: /proc/")
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(_engine, "_load_library", lambda: "there is no C++ compiler")
-            patch.setattr(_memory, "engine", _engine.TransportEngine)
+            patch.setattr(_memory, "_load_library", lambda: "there is no C++ compiler")
+            patch.setattr(_memory, "engine", _memory.TransportEngine)
         _refused("rank 1: its C++ part cannot be built: there is no C++ compiler")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_memory, "MOST_RANKS", 1)
@@ -435,7 +435,7 @@ def test_ranks_that_do_not_choose_memory_build_nothing_and_ask_no_rank() -> None
         raise AssertionError("built though nobody asked")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_engine, "_load_library", build)
+        patch.setattr(_memory, "_load_library", build)
         patch.setattr(_sharing, "_gather_values", build)
         assert not _made("gloo")
 
@@ -486,7 +486,7 @@ def _next_file() -> int:
     ],
 )
 def test_a_limit_that_forbids_the_memory_is_the_reason(limit: str) -> None:
-    _engine.engine()  # built for the first channel
+    _memory.engine()  # built for the first channel
     what, most = {
         "size of a file": (resource.RLIMIT_FSIZE, 1 << 20),
         "addresses": (resource.RLIMIT_AS, _pages() + (1 << 20)),
@@ -504,23 +504,23 @@ def test_a_reader_without_room_for_the_pages_raises() -> None:
 
 
 def test_a_limit_that_forbids_its_pipe_is_the_reason() -> None:
-    _engine.engine()
+    _memory.engine()
     with (
         _limited(resource.RLIMIT_NOFILE, _next_file() + 1),
         pytest.raises(NotSharedError, match="cannot make the pipe"),
     ):
-        _engine.TransportEngine()
+        _memory.TransportEngine()
 
 
 def test_a_limit_that_forbids_its_thread_is_the_reason() -> None:
-    _engine.engine()
+    _memory.engine()
     pid = os.fork()
     if pid == 0:
         try:
             most = _pages() + (1 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
             for _ in range(100):  # there may be stacks that threads which have ended left
-                _engine.TransportEngine()
+                _memory.TransportEngine()
         except NotSharedError as error:
             os._exit(0 if "cannot start a thread" in str(error) else 2)
         finally:

@@ -90,7 +90,7 @@ def test_steps_equal_one_device(dp: int, stage: int, jit: bool, home: Any) -> No
         got = sf.unshard(state.params)
         for x, y in zip(sf.core.tree_leaves(got), sf.core.tree_leaves(want.params), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
-        assert len(calls) == (1 if jit else UNTIL) and steps.at(state) is steps.alone
+        assert len(calls) == (1 if jit else UNTIL) and steps.at(state) is steps.steps[1]
 
 
 def test_each_part_has_one_graph() -> None:
@@ -105,7 +105,7 @@ def test_each_part_has_one_graph() -> None:
         state, metrics = steps(state, torch.zeros(2))
         losses.append(float(metrics["loss"]))
     assert losses == pytest.approx([2.0, 1.5 * 0.8**2, 1.0 * (0.8 * 0.85) ** 2, 0.0, 0.0])
-    assert [(s.cache_info().misses, s.cache_info().hits) for s in (steps.taught, steps.alone)] == [(1, 2), (1, 1)]
+    assert [(s.cache_info().misses, s.cache_info().hits) for s in steps.steps] == [(1, 2), (1, 1)]
 
 
 @distributed(world=2)
@@ -117,7 +117,7 @@ def test_steps_without_the_teacher_are_those_of_a_training_without_one(world: in
     steps = distill.staged_step(loss, sf.optim.adamw(1e-2), until=0, trainable=FROZEN, **options)
     own_loss = lambda params, batch: loss({"student": params}, batch, weight=None)  # noqa: E731
     plain = sf.sharded_step(own_loss, sf.optim.adamw(1e-2), **options)
-    for step, made in ((steps.alone, params()), (plain, params()["student"])):
+    for step, made in ((steps.steps[1], params()), (plain, params()["student"])):
         state = step.init(made)
         with sf.count_traffic() as traffic:
             for batch in batches(3):

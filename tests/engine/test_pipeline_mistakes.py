@@ -125,7 +125,7 @@ MISTAKES = [
             ValueError, "is for 2 ranks ... and 3 microbatches, but the step has 2 ... and 2.",
             "make the schedule for the step's"),
     Mistake("the schedule is of several chunks", lambda: _loss(schedules.zero_bubble_v(2, 2)),
-            ValueError, "zb-v is of 2 chunks, not 1", "pass num_chunks=2"),
+            ValueError, "num_chunks must be 2 for the schedule zb-v", "got 1"),
     Mistake("the schedule has another number of chunks", lambda: _loss("zb-v", num_chunks=3),
             ValueError, "'zb-v' with num_chunks=3", "must have num_chunks=2"),
     Mistake("the schedule has one chunk", lambda: _loss("interleaved"),

@@ -186,7 +186,7 @@ def test_a_program_of_several_ranks_needs_a_mesh() -> None:
 
 def test_a_launched_program_that_is_not_connected_needs_a_mesh_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="one of 4 runs"):
+    with pytest.raises(ValueError, match="the program has 4 ranks, but no mesh"):
         sf.sharded_step(_loss, optim.sgd(0.1))
     monkeypatch.setenv("WORLD_SIZE", "1")
     sf.sharded_step(_loss, optim.sgd(0.1))

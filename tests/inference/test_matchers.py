@@ -196,5 +196,5 @@ def test_large_schemas_are_compiled(schema: Any) -> None:
 
 
 def test_a_vocabulary_without_bytes_is_refused() -> None:
-    with pytest.raises(ValueError, match="a grammar needs a vocabulary of byte level"):
+    with pytest.raises(ValueError, match="grammar needs a vocabulary of byte level"):
         Compiler(detokenizer(trained("words")), 300)

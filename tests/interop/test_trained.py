@@ -92,7 +92,7 @@ def test_leaves_that_do_not_fit_are_listed() -> None:
         sf.to_module(state, nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 2)))
     assert "1.weight is missing" in str(error.value) and "0.bias is (7,), but (2,)" in str(error.value)
     step = sf.sharded_step(lambda w, x: (w * x).sum(), sf.optim.sgd(0.1))
-    with pytest.raises(ValueError, match="not a dict of names"):
+    with pytest.raises(ValueError, match="must be a dict of names"):
         sf.export(step.init(torch.ones(1)), nn.Linear(1, 1), "nowhere")
 
 

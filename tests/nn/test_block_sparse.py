@@ -174,7 +174,9 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="slopes_H requires a gradient, which only Dense"):
         attend(slopes_H=torch.ones(4, requires_grad=True))
     for impl in (nn.BlockSparse(), nn.Blockwise()):
-        with pytest.raises(ValueError, match=r"data of the masks Added require a gradient, which only Dense\(\) gives"):
+        with pytest.raises(
+            ValueError, match=r"data of the masks Added require a gradient, which only Dense\(\) computes"
+        ):
             nn.attention(q, q, q, impl=impl, mask=nn.Causal() & nn.Added(torch.zeros(32, 32, requires_grad=True)))
     with pytest.raises(ValueError, match=r"Added of shape \(3, 32, 32\) for 32 queries, 32 keys and 4 heads"):
         attend(mask=nn.Added(torch.zeros(3, 32, 32)))

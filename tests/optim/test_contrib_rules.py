@@ -150,8 +150,10 @@ def test_the_two_calls_of_sam_and_the_gradients_of_sophia_are_steps() -> None:
     assert optim.is_perturbed(state.opt_state)
     state, _ = step(state, x)
     assert not optim.is_perturbed(state.opt_state)
+    both, _ = sf.switch_step(step)(step.init(params()), x)
     for name, p in want.items():
         torch.testing.assert_close(state.params[name].full_tensor(), p, rtol=1e-5, atol=1e-6)
+        assert torch.equal(both.params[name].full_tensor(), state.params[name].full_tensor())
     tx = optim.sophia(0.1)
     step, sampled = sf.sharded_step(loss, tx), sf.sharded_step(lambda p, x: 2 * loss(p, x), tx)
     state, _ = step(step.init(params()), x)
@@ -162,6 +164,14 @@ def test_the_two_calls_of_sam_and_the_gradients_of_sophia_are_steps() -> None:
     for name, p in before.items():
         assert torch.equal(state.params[name].full_tensor(), p)
         torch.testing.assert_close(state.opt_state.nu[name].full_tensor(), estimate[name], rtol=1e-5, atol=1e-7)
+    switch = sf.switch_step(step, sampled)
+    one, two = step.init(params()), switch.init(params())
+    for i in range(3):
+        one = (sampled(one, x) if i == 1 else (one, {}))[0]
+        one, (two, _) = step(one, x)[0], switch(two, x)
+        assert all(torch.equal(one.params[k].full_tensor(), two.params[k].full_tensor()) for k in one.params)
+    with pytest.raises(ValueError, match="got 1 steps"):
+        sf.switch_step(step)(step(step.init(params()), x)[0], x)
 
 
 def test_galore_is_the_paper_s_algorithm() -> None:

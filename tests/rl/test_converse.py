@@ -147,7 +147,7 @@ def test_a_result_without_room_ends_the_answer() -> None:
         ({"failed": [12]}, "failed has 12. Pass ids from 0 to 11"),
         ({"length": 99}, "length is 99, and the engine's context 40. Pass a shorter length"),
         ({"calls": 0}, "calls is 0. Pass 1 at least"),
-        ({"seconds": 0}, "converse: seconds is 0 and workers is 1"),
+        ({"seconds": 0}, "converse: seconds and workers must be positive and finite, got 0 and 1"),
         ({"sampling": Sampling(top_k=3)}, "converse: top_k is 3; answers would be drawn from another distribution"),
         ({"prompts": [[]]}, r"converse: prompts\[0\] has no tokens"),
     ],

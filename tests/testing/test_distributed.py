@@ -242,7 +242,7 @@ def test_bad_arguments() -> None:
         distributed(world=0)
     with pytest.raises(ValueError, match="1 rank or more"):
         distributed(world=[1, pytest.param(0)])
-    with pytest.raises(ValueError, match="not at the module level"):
+    with pytest.raises(ValueError, match="must be at the module level"):
         distributed(world=2)(lambda: None)
     with pytest.raises(TypeError, match=r"these cannot:\n  - error = <function"):
         fails_on_one(lambda: None)

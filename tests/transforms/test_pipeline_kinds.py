@@ -248,7 +248,7 @@ def test_kinds_whose_stages_are_not_in_order_are_refused() -> None:
     step = sf.sharded_step(sf.pipeline_module(loss, apply), optim.sgd(0.1), mesh=mesh, batch=P())
     with pytest.raises(ValueError, match=r"(?s)\['0'\].*cut dim 0, its layers.*\['1'\].*cut dim 0, its layers"):
         step.init(params)
-    with pytest.raises(ValueError, match="are of 2 kinds"):
+    with pytest.raises(ValueError, match="a single kind, got 2 kinds"):
         sf.pipeline_module(loss, apply, layers_per_stage=(1, 1))
 
 

@@ -23,7 +23,6 @@ from ._comms import (
     losing_no_peer_purely as losing_no_peer_purely,
     open_channels as open_channels,
     rounds_of as rounds_of,
-    spans_the_mesh as spans_the_mesh,
 )
 from ._profiled import (
     Spans as Spans,

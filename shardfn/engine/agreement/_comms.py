@@ -142,11 +142,6 @@ def rounds_of(comms: Comms, plan: Plan) -> AnyRounds:
     return comms.control if comms.meets else comms.control.along(plan.sharing_axes)
 
 
-def spans_the_mesh(comms: Comms, plan: Plan) -> bool:
-    """Returns whether all ranks of the mesh take part in the rounds of a plan."""
-    return comms.meets or comms.mesh.axis_size(plan.sharing_axes) == comms.mesh.size
-
-
 @contextlib.contextmanager
 def losing_no_peer(comms: Comms) -> Iterator[None]:
     """Sends an error to the other ranks at once, and turns another rank's error into a `RankError`.

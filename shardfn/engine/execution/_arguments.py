@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import GlobalTensor
-from shardfn.core import P, is_device, raise_all
-from shardfn.state import fetch, succeed
+from shardfn.core import P, raise_all
+from shardfn.state import fetch, lies_on_device, succeed
 
 
 class Argument(NamedTuple):
@@ -26,7 +26,7 @@ class Argument(NamedTuple):
         given: the value that the caller passed.
         spec: how a sharded leaf is cut, or None for the others.
         donated: whether the function may overwrite its memory.
-        position: that of its argument, counted from the first, which is 0.
+        position: number of the argument, from 0 on.
         block: the copy on the device of a block that is kept elsewhere, or None before, and for the others.
         on_host: whether the function sees the block in the memory of the host.
     """
@@ -49,7 +49,7 @@ class Argument(NamedTuple):
     @property
     def away(self) -> bool:
         """Returns whether its block is kept elsewhere than on the device."""
-        return self.spec is not None and not is_device(self.given.memory_kind)
+        return self.spec is not None and not lies_on_device(self.given)
 
     @property
     def moves(self) -> bool:
@@ -81,7 +81,7 @@ def refuse_away(arguments: Sequence[Argument]) -> None:
 
 
 def taking_the_place_of(given: GlobalTensor, x: Tensor) -> GlobalTensor:
-    """Returns a result as the successor of a donated leaf: of its shape, its spec and its memory.
+    """Returns a result as the successor of a donated leaf: with the same shape, spec and memory.
 
     Host memory is written over, unless the result is in it already. On disk it is a new value, and the file of the
     value before is used again.

@@ -230,7 +230,7 @@ class Interface:
     def cut_shapes(
         self, leaves: Sequence[Any], places: ResultPlaces, shape_of: ShapeOf
     ) -> dict[int, tuple[torch.Size, P]]:
-        """Returns the global shape and spec of each leaf of a result that is a block of its own, by index."""
+        """Returns the global shape and spec of each leaf of a result that is a separate block, by index."""
         found = enumerate(zip(places.paths, leaves, places.specs, places.owners, strict=True))
         blocks = {i: (n, x, p) for i, (n, x, p, a) in found if p is not None and a is None and isinstance(x, Tensor)}
         raise_all(

@@ -20,7 +20,6 @@ from shardfn.engine.agreement import (
     named_range,
     open_channels,
     rounds_of,
-    spans_the_mesh,
 )
 from shardfn.engine.loss import (
     LeafUses,
@@ -253,7 +252,7 @@ class Performer:
         self._gatherer.close()
         self._course.close()
         check_capture(plan, blocks, self._book, "the loss", named_leaves(model_state, "model_state"))
-        if not spans_the_mesh(comms, plan):
+        if not comms.meets and comms.mesh.axis_size(plan.sharing_axes) < comms.mesh.size:
             # A group of ranks does not go on to the update while another one, which shares no leaves with it, has
             # failed.
             self._idle = all(comms.control.exchange(int(self._idle)))

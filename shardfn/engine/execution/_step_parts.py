@@ -9,7 +9,7 @@ from shardfn.engine.loss import (
     Unwrapped,
     check_scaled,
     cuts_by_function,
-    describe_step,
+    describe_function,
     num_microbatches,
     with_masters,
 )
@@ -57,7 +57,7 @@ def step_lines(
     kept = [f"state_specs {state_specs}"] if parts.has_state else []
     kept += [] if parts.finish is None else describe(parts.finish, "finish")
     seed = f"key {None if key is None else key.tolist()}"
-    made = describe_step(unwrapped, decided_on(plan, parts.optimizer))
+    made = [*describe_function(unwrapped, "loss"), *describe(decided_on(plan, parts.optimizer), "optimizer")]
     check_canonical(plan, parts)
     if unwrapped.jitted is not None:
         check_backend(plan, resolve_backend(unwrapped.jitted.backend))

@@ -8,6 +8,7 @@
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -15,13 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardfn.collectives import Agreed, GlobalTensor, StoppedError
-from shardfn.core import PyTree, StoredValue, tree_flatten, tree_leaves, tree_paths, tree_unflatten
+from shardfn.collectives import Agreed, GlobalTensor, StoppedError, list_blocks
+from shardfn.core import PyTree, are_tensors, tree_flatten, tree_leaves, tree_paths, tree_unflatten
 from shardfn.engine.agreement import Comms
 from shardfn.engine.loss import Finish, Jitted, ambient, finished, noting_exceptions, policy_in, put_in
 from shardfn.engine.plan import Plan, phase_of
 from shardfn.engine.transfers import Blocks, FoundGradients, Metrics, StepParts, by_leaf, disk_of, pool_of
 from shardfn.graph import Choice, Schedule
+from shardfn.kernels import TensorLayouts
 from shardfn.optim import GradientTransformation, Phase, bind_stats
 from shardfn.state import TrainState, apart, as_graph_value, scale_of, taken
 
@@ -46,7 +48,9 @@ class StepPrograms:
 
     def __init__(self, parts: StepParts, jitted: Jitted | None) -> None:
         self.parts, self.eager, self._policy = parts, jitted is None, policy_in(parts.loss)
-        # Of `lower`, too, where calls are eager.
+        # For a step, gradients and an update.
+        self._layouts = [_TreeLayouts() for _ in range(3)]
+        # For `lower`, too, where calls are eager.
         self.graphs = Graphs(jitted or Jitted(parts.loss))
 
     def step(self, plan: Plan, state: TrainState, args: tuple[Any, ...]) -> ProgramCall[Stepped]:
@@ -60,7 +64,11 @@ class StepPrograms:
             return step_program(_parts_in_phase(self.parts, plan, phase), plan, now, args, even=even)
 
         # A state of the optimizer may come with another structure or in other memory under the same plan.
-        key = *signature(plan, args), phase, _describe_layouts((state.params, state.opt_state, state.model_state))
+        key = (
+            *signature(plan, args),
+            phase,
+            self._layouts[0].describe((state.params, state.opt_state, state.model_state)),
+        )
         name = "a step" if phase is None else f"a step in the phase {phase.name!r}"
         return self._call_graph(
             key, make, name, args[0], lambda ready, comms, now: self._run_step(ready, comms, now, args)
@@ -83,7 +91,12 @@ class StepPrograms:
 
         # A model state that another loss has left is contiguous in each call, so one graph of these keys fits it.
         first, *rest = signature(plan, args)
-        key = ("gradients", first), *rest, _describe_layouts((state.params, state.model_state)), scale_of(state) is None
+        key = (
+            ("gradients", first),
+            *rest,
+            self._layouts[1].describe((state.params, state.model_state)),
+            scale_of(state) is None,
+        )
         return self._call_graph(key, make, "the gradients of a step", args[0], run)
 
     def update(self, plan: Plan, state: TrainState, passed: UpdateArgs) -> ProgramCall[Stepped]:
@@ -119,7 +132,7 @@ class StepPrograms:
             return run_update(parts, plan, comms, now, passed, apply)
 
         # All ranks have the graph, or all capture it: before the update decides whether it is skipped.
-        layouts = _describe_layouts((state.params, state.opt_state, grads, last))
+        layouts = self._layouts[2].describe((state.params, state.opt_state, grads, last))
         key = ("update", id(plan), phase), ambient(), layouts, finish is None
         return self._call_graph(key, make, "the update of a step", (), run)
 
@@ -178,7 +191,7 @@ class StepPrograms:
     def _run_graph(self, ready: Ready, comms: Comms, values: Sequence[Any], *, own: bool = False) -> ProgramResults:
         """Runs a graph on the values of its inputs; with `own`, its results share no memory with them."""
         program: CapturedProgram = ready.program
-        flat = [as_graph_value(x) for x in values]
+        flat = [*values] if are_tensors(values) else [as_graph_value(x) for x in values]
         with self._naming(program.plan):
             outs = ready(comms, disk_of(program.plan), flat)
         return program.results(_separate_results(outs, flat) if own else outs)
@@ -331,7 +344,7 @@ def _list_notes(parts: StepParts) -> dict[str, Any]:
 
 
 def _separate_results(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the results of a graph, each in memory that an update may write to: no input's, and no other result's.
+    """Returns the results of a graph in memory that an update may write to: shared with no input, and no other result.
 
     A gradient may be an input itself, or the gradient of two leaves, or one number for all elements.
     """
@@ -346,10 +359,24 @@ def _separate_results(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[
     return out
 
 
-def _describe_layouts(tree: PyTree) -> Any:
-    """Returns the properties of a tree of global tensors that a graph relies on."""
-    leaves, treedef = tree_flatten(tree)
-    held: list[StoredValue] = [x.held for x in leaves]
-    kinds = [x.memory_kind for x in leaves]
-    shapes = ((tuple(x.shape), x.stride() if isinstance(x, Tensor) else None, x.dtype) for x in held)
-    return treedef, *kinds, *shapes
+class _TreeLayouts:
+    """The properties of trees of global tensors that a graph relies on. Those of the last tree are kept."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, list[Any], TensorLayouts, Any] | None = None
+
+    def describe(self, tree: PyTree) -> Any:
+        """Returns structure, memories, shapes, strides and dtypes of a tree."""
+        leaves, treedef = tree_flatten(tree)
+        held, kinds = list_blocks(leaves), [*map(_MEMORY_KIND, leaves)]
+        last = self._last
+        if last is not None and are_tensors(held) and (treedef, kinds) == last[:2] and last[2].match(held):
+            return last[3]
+        shapes = ((tuple(x.shape), x.stride() if isinstance(x, Tensor) else None, x.dtype) for x in held)
+        found = treedef, *kinds, *shapes
+        if are_tensors(held):
+            self._last = treedef, kinds, TensorLayouts(held), found
+        return found
+
+
+_MEMORY_KIND = operator.attrgetter("memory_kind")

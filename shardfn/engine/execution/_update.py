@@ -270,7 +270,7 @@ def shard_rows(plan: Plan, leaf: LeafLayout, block: StoredValue) -> Tensor:
 
 
 def _wrap_blocks(tree: PyTree, old: PyTree) -> PyTree:
-    """Returns the blocks of an updated optimizer state, as global tensors like those of the old state."""
+    """Returns the blocks of an updated optimizer state, as global tensors like the leaves of the old state."""
     leaves, treedef = tree_flatten(tree)
     before, structure = tree_flatten(old)
     if treedef != structure:

@@ -39,7 +39,6 @@ from ._check import (
 )
 from ._unwrap import (
     describe_function as describe_function,
-    describe_step as describe_step,
 )
 from ._model_state import (
     Finish as Finish,

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from shardfn.core import PyTree, describe
-from shardfn.optim import GradientTransformation
 
 from ._accumulated import Accumulated
 from ._callable import function_name
@@ -133,11 +132,6 @@ def check_state(outer: str, loss: Callable[..., Any], *, has_state: bool) -> Non
                 f"{outer}(..., has_state={has_state}) of {x.transform}(..., has_state={x.has_state}): a loss has a"
                 " model state or not. Pass the same to both."
             )
-
-
-def describe_step(loss: Unwrapped, optimizer: GradientTransformation) -> list[str]:
-    """Returns a line per fact: the loss's transforms, the capture, the optimizer's rules and numbers."""
-    return [*describe_function(loss, "loss"), *describe(optimizer, "optimizer")]
 
 
 def describe_function(loss: Unwrapped, name: str) -> list[str]:

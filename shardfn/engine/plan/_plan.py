@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from shardfn.collectives import AxisTypeMode, track_axis_types
 from shardfn.core import (
     Mesh,
@@ -93,6 +95,21 @@ class Plan:
     def chunks(self) -> Chunks | None:
         """Returns the chunks of this rank, in a step with canonical sums."""
         return Chunks.of(self.zero.reduction_chunks, self.mesh, self.batch_axes) if self.zero.is_canonical else None
+
+    @functools.cached_property
+    def leaf_layouts(self) -> list[tuple[Any, ...]]:
+        """Returns spec, mesh, shape, mark of a frozen leaf, and memory of each leaf of a state."""
+        return [(x.param, self.mesh, x.shape, x.frozen, x.home) for x in self.leaves]
+
+    @functools.cached_property
+    def leaf_dtypes(self) -> list[torch.dtype]:
+        """Returns the dtype of each leaf of a state."""
+        return [x.dtypes.param for x in self.leaves]
+
+    @functools.cached_property
+    def has_codes(self) -> bool:
+        """Returns whether a leaf is kept in codes."""
+        return any(x.places.quantization is not None for x in self.leaves)
 
     @functools.cached_property
     def has_stacks(self) -> bool:

@@ -21,6 +21,7 @@ from shardfn.core import (
     Mesh,
     P,
     PyTree,
+    are_tensors,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -68,7 +69,7 @@ class GivenBlocks(NamedTuple):
         memory: memory of the inputs, by `memory_of`.
         donated: memory that the result may keep.
         leaves: donated leaves.
-        are_apart: whether each block has memory of its own.
+        are_apart: whether no two blocks share memory.
     """
 
     inputs: list[Tensor]
@@ -117,7 +118,7 @@ class _ArgumentLayout:
         for i, block in zip(self._sharded, list_blocks(leaves), strict=True):
             values[i] = block
         tensors = [values[i] for i in self._tensors]
-        if not all(map(isinstance, tensors, itertools.repeat(Tensor))) or not (
+        if not are_tensors(tensors) or not (
             self._layouts.match(tensors)
             and [*map(_LEAF_LAYOUT, leaves)] == self._leaf_layouts
             and all(x.mesh is mesh or x.mesh.is_like(mesh) for x, mesh in zip(leaves, self._meshes, strict=True))
@@ -253,7 +254,7 @@ class BoundCall:
     def _make_result(self, outs: Sequence[Any], blocks: GivenBlocks, given: Sequence[Any]) -> PyTree:
         """Returns the result, made of the graph's outputs.
 
-        Those that alias an argument are cloned, as in other calls.
+        Results that alias an argument are cloned, as in other calls.
         """
         leaves: list[Any] = [*outs]
         if self._slots is not None:
@@ -372,7 +373,7 @@ def memories_of(xs: Sequence[Tensor]) -> list[int]:
     return [*map(_ADDRESS, map(Tensor.untyped_storage, xs))]
 
 
-# Of many tensors at once: in C, without a bytecode for each.
+# For many tensors at once, in C, without a bytecode for each.
 _ADDRESS, _REQUIRES_GRAD = operator.attrgetter("_cdata"), operator.attrgetter("requires_grad")
 _LEAF_LAYOUT = operator.attrgetter("shape", "spec", "memory_kind")
 

@@ -154,14 +154,14 @@ def evaluate(
     while True:
         with told_before(control):
             batch = next(rest, None)
-            rows = batch is not None and has_rows(batch, specs)
+            rows = batch is not None and max(_count_rows(batch, specs)) > 0
         there = control.exchange(2 if rows else 1 if batch is not None else 0)
         if not any(there):
             break
         if 2 not in there:
             continue  # batches without rows: no rank runs them
         if 0 in there:
-            shapes = control.gather(None if batch is None else without_values(batch))
+            shapes = control.gather(None if batch is None else tree_map(_drop_values, batch))
             batch = shapes[_find_nearest_rank(there, specs, mesh)] if batch is None else batch
         found = sums(batch if rows else make_zero_row(batch, specs, mesh.device))
         for name, x in found.items():
@@ -242,18 +242,11 @@ def evaluation(loss: Loss, metrics: Metric | None, specs: PyTree, *, has_aux: bo
     return sums
 
 
-def has_rows(batch: PyTree, specs: PyTree) -> bool:
-    """Returns whether this rank has a row.
-
-    Of a leaf whose rows are cut, else of the first that has rows, or True where none has.
+def _count_rows(batch: PyTree, specs: PyTree) -> list[int]:
+    """Returns the numbers of rows of the leaves that are cut, else of the first leaf with rows, or 1.
 
     Leaves may have different numbers of rows, such as the patches of images.
     """
-    return max(_count_rows(batch, specs)) > 0
-
-
-def _count_rows(batch: PyTree, specs: PyTree) -> list[int]:
-    """Returns the numbers of rows of the leaves that are cut."""
     leaves = tree_leaves(batch)
     sizes = [x.shape[0] for x, c in zip(leaves, _cuts_rows(batch, specs), strict=True) if c]
     return sizes or [next((len(x) for x in leaves if isinstance(x, Tensor) and x.ndim), 1)]
@@ -268,9 +261,9 @@ def make_zero_row(batch: PyTree, specs: PyTree, device: torch.device) -> PyTree:
     return tree_unflatten(tree_structure(batch), rows)
 
 
-def without_values(batch: PyTree) -> PyTree:
-    """Returns a batch that is cheap to send: shapes and dtypes."""
-    return tree_map(lambda x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x, batch)
+def _drop_values(x: Any) -> Any:
+    """Returns a leaf that is cheap to send: shape and dtype."""
+    return torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x
 
 
 def _cuts_rows(batch: PyTree, specs: PyTree) -> list[bool]:

@@ -160,7 +160,7 @@ def _init_at_once(plan: Plan, optimizer: GradientTransformation, draw: Draw) -> 
     params = wrap(plan, _store_blocks(plan, here))
     rows = [shard_rows(plan, leaf, b) if leaf.trainable else None for leaf, b in zip(plan.leaves, here, strict=True)]
     tree = tree_unflatten(plan.treedef, rows)
-    # A state may start as the parameters themselves (such as a moving average). It gets memory of its own.
+    # A state may start as the parameters themselves (such as a moving average). It gets separate memory.
     held = {x.untyped_storage()._cdata for x in tree_leaves(tree)}
 
     def own(x: Any) -> Any:
@@ -212,7 +212,7 @@ class _OneByOne:
                 # A counter of all leaves is there already; another is of this leaf, as factored moments, and whole.
                 self._found.setdefault(entry, found[entry])
             elif self._train[owner] == leaf:
-                # A state may start as the parameters themselves. It gets memory of its own.
+                # A state may start as the parameters themselves. It gets separate memory.
                 x = store(found[entry], at, self._pool)
                 shared = isinstance(x, Tensor) and x.untyped_storage()._cdata == storage
                 self._found[entry] = copy_value(x, at.memory_kind) if shared else x
@@ -364,7 +364,7 @@ class StepStates:
         return state
 
     def adopted(self, plan: Plan, old: TrainState, *, fresh: bool) -> TrainState:
-        """Returns the state from that of another step. See `ShardedStep.adopt`."""
+        """Returns the state from the state of another step. See `ShardedStep.adopt`."""
         mesh, comms = self.planner.mesh, comms_of(self.planner.mesh)
         with told_before(comms.control):
             check_movable(old)

@@ -138,7 +138,7 @@ def _gather_blocks(
 
 @torch.no_grad()
 def blocks_for(plan: Plan, old: TrainState) -> list[Tensor]:
-    """This rank's block of each parameter, as the plan keeps it and in memory of its own. Collective."""
+    """This rank's block of each parameter, as the plan keeps it, in separate memory. Collective."""
     leaves = tree_leaves(widest(old))
     moved = reshard(leaves, [leaf.param for leaf in plan.leaves], mesh=plan.mesh)
     pairs = zip(moved, leaves, plan.leaves, strict=True)
@@ -172,13 +172,11 @@ def merged(fresh: PyTree, old: TrainState, params: PyTree) -> PyTree:
         "this step's optimizer is not that of the state; begin with a new state of it, adopt(state, opt_state='new'):",
         sorted(problems),
     )
-    moved = reshard([was[p] for p in both], [now[p].placement for p in both], mesh=_find_mesh(now))
+    moved = reshard(
+        [was[p] for p in both], [now[p].placement for p in both], mesh=next((x.mesh for x in now.values()), None)
+    )
     values = now | dict(zip(both, moved, strict=True))
     return tree_unflatten(tree_flatten(fresh)[1], [values[p] for p in tree_entries(fresh)])
-
-
-def _find_mesh(leaves: dict[Any, GlobalTensor]) -> Any:
-    return next((x.mesh for x in leaves.values()), None)
 
 
 def _find_owners(tree: PyTree, params: PyTree) -> dict[tuple[Any, ...], Any]:

@@ -82,7 +82,7 @@ def run_call(mesh: Mesh, admit: Callable[[], AdmittedCall]) -> Any:
 def run_purely(
     mesh: Mesh, what: str, agreement: Agreement, admit: Callable[[], tuple[Plan, Callable[[], Result]]]
 ) -> Result:
-    """Runs a call that torch transforms or records, which exchanges no messages of its own but in its first calls.
+    """Runs a call that torch transforms or records, which exchanges messages only in its first calls.
 
     Args:
         mesh: mesh of the call.

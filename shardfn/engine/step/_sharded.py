@@ -232,7 +232,7 @@ class Sharded(Transform):
         close_pool(self._planner)
 
     def cache_info(self) -> CacheInfo:
-        """Counts and size of the cache of captures, those of `lower` included."""
+        """Returns counts and size of the cache of captures, with the captures of `lower`."""
         return self._programs.graphs.cache_info()
 
     def __call__(self, params: PyTree, /, *args: Any) -> Any:

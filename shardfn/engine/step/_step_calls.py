@@ -447,7 +447,7 @@ def refuse_own_averages(plan: Plan) -> None:
 
 
 def _check_passed_state(new: PyTree, old: PyTree) -> None:
-    """Refuses a model state whose leaves are not like those of the state.
+    """Refuses a model state with other leaves than the state's.
 
     Raises:
         ValueError: lists every such leaf.

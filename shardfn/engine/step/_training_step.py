@@ -185,7 +185,7 @@ class ShardedStep(Transform):
         Collective.
 
         Args:
-            state: state of the other step; consumed. Its ranks are those of this step's mesh.
+            state: state of the other step; consumed. Its ranks are the ranks of this step's mesh.
             opt_state: "keep", or "new" to begin with a new state of this step's optimizer, which may be any other.
 
         Returns:
@@ -339,7 +339,7 @@ class ShardedStep(Transform):
         `step(state, batch)` is `update` of `gradients`, bit for bit.
 
         They are averaged over the global batch and free of the loss scale, as the optimizer takes them. Between the two
-        calls clip them by a rule of your own, add those of other losses, look at their norms: change a leaf by
+        calls clip them by a rule of your own, add gradients of other losses, look at their norms: change a leaf by
         `g.with_block(f(g.local))`, `leaf_norms(grads)` has the norms. The state is not changed or consumed. Collective.
 
         Args:
@@ -478,7 +478,7 @@ class ShardedStep(Transform):
         return self._planner.rows(num)
 
     def cache_info(self) -> CacheInfo:
-        """Returns the counts of the step's captures, those of `lower` included."""
+        """Returns the counts of the step's captures, with the captures of `lower`."""
         if self._jitted is None:  # `lower` captures the first loss
             return self._steps.graphs.cache_info()
         infos = [x.programs.graphs.cache_info() for x in self._calls.sources.values()]
@@ -517,8 +517,8 @@ class ShardedStep(Transform):
 
         Args:
             state: the state.
-            batches: this rank's batches, cut like those of the step. Ranks may have different numbers of batches, the
-                last batch may be shorter, and a rank may have no batch.
+            batches: this rank's batches, cut as for the step. Ranks may have different numbers of batches, the last
+                batch may be shorter, and a rank may have no batch.
             metrics: `metrics(params, batch) -> {name: value}`, and with `has_state` `metrics(params, model_state,
                 batch)`. A value is a `WeightedMean`, or a scalar that is a mean over the rows of the batch. Default:
                 the step's loss as "loss", and its aux. Pass the same function object each time, so that its captures
@@ -572,7 +572,7 @@ def described(unwrapped: Unwrapped, loss: Any, planner: Planner, names: Sequence
 
 
 class Functions:
-    """Makes functions over the parameters of one step, and keeps those of its users.
+    """Makes functions over the parameters of one step, and keeps the functions of its users.
 
     A function is identified without its transforms, so that the same one passed again finds the order of gathers that
     was learnt, and its graphs. `MAX_APPLIED` are kept, since each may hold graphs.

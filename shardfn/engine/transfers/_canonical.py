@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardfn.collectives import GlobalTensor, current_mesh, pmax, psum
+from shardfn.collectives import current_mesh, pmax, psum
 from shardfn.core import (
     Pending,
     PyTree,
@@ -267,18 +267,18 @@ def check_chunk_states(tree: PyTree, axes: tuple[str, ...]) -> None:
         "Zero(reduction='canonical') takes the mean of the float leaves of a model state over chunks of the batch, and"
         " adds the changes of integers; got leaves for which there is neither. Keep bools as int8, complex numbers as"
         " torch.view_as_real, and blocks along another axis than those of the batch:",
-        [f"{path} of {x.dtype}, {x.spec!r}" for path, x in named if not _is_joinable(x, axes)],
+        [
+            f"{path} of {x.dtype}, {x.spec!r}"
+            for path, x in named
+            if x.dtype == torch.bool or x.dtype.is_complex or set(axes) & set(x.spec.axes)
+        ],
     )
-
-
-def _is_joinable(x: GlobalTensor, axes: tuple[str, ...]) -> bool:
-    return x.dtype != torch.bool and not x.dtype.is_complex and not set(axes) & set(x.spec.axes)
 
 
 def describe_rows(plan: Plan, batch: PyTree) -> tuple[str, tuple[int, ...]]:
     """Returns the description of a batch that ranks compare before a step. See `describe_batch`.
 
-    Canonical sums use that of a chunk.
+    Canonical sums use the description of a chunk.
 
     Raises:
         TypeError, ValueError: the batch does not fit the specs, or is not to be cut in this rank's chunks.

@@ -4,7 +4,6 @@ A leaf is placed as the optimizer takes it: the rows that this rank updates, in 
 gradients wait (`ways.summed`). A leaf that the step does not train is None, as in the tree that the optimizer gets.
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -76,7 +75,7 @@ def scaled(plan: Plan, grads: Blocks, scale: Tensor | None) -> Blocks:
     if plan.at_home:
         torch._foreach_mul_([x for x in grads.values() if isinstance(x, Tensor)], scale)
         return grads
-    pool, by = pool_of(plan), functools.partial(_multiply_blocks, y=scale)
+    pool, by = pool_of(plan), lambda x: x.mul_(scale.to(x.device))
     return {i: change(x, plan.leaves[i].ways.summed, pool, by) for i, x in grads.items()}
 
 
@@ -85,16 +84,8 @@ def added(plan: Plan, a: Blocks, b: Blocks) -> Blocks:
     pool, out = pool_of(plan), dict(a)
     for i, y in b.items():
         x, at = out.get(i), plan.leaves[i].ways.summed
-        out[i] = y if x is None else change(x, at, pool, functools.partial(_add_blocks, y=y))
+        out[i] = y if x is None else change(x, at, pool, lambda x, y=y: x.add_(load(y)))
     return out
-
-
-def _multiply_blocks(x: Tensor, y: Tensor) -> Tensor:
-    return x.mul_(y.to(x.device))
-
-
-def _add_blocks(x: Tensor, y: StoredValue) -> Tensor:
-    return x.add_(load(y))
 
 
 def measured(plan: Plan, grads: Blocks, finite: Tensor | bool, loss_scale: Tensor | None) -> Metrics:
