@@ -6,7 +6,7 @@ from shardfn import collectives as collectives, core as core, kernels as kernels
 from shardfn import graph as graph, nn as nn, optim as optim, schedules as schedules
 from shardfn import checkpoint as checkpoint, models as models, transforms as transforms
 from shardfn import data as data, distill as distill, inference as inference, interop as interop, lora as lora
-from shardfn import metrics as metrics, rl as rl, speculators as speculators, testing as testing
+from shardfn import metrics as metrics, rl as rl, sparse as sparse, speculators as speculators, testing as testing
 
 from shardfn.collectives import (
     GlobalTensor as GlobalTensor,

@@ -96,6 +96,7 @@ DOCS = [
     "docs/training_loop.md",
     "docs/loggers.md",
     "docs/lora.md",
+    "docs/recurrent.md",
     "docs/speculators.md",
     "docs/swiftkv.md",
     "docs/frozen.md",

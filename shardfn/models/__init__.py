@@ -2,3 +2,4 @@
 
 from . import gpt as gpt
 from . import moe as moe
+from . import recurrent as recurrent
