@@ -263,7 +263,7 @@ def test_values_that_are_not_saved(tmp_path: pathlib.Path) -> None:
     with pytest.raises(TypeError, match=r"\['n'\] is a int(.|\n)*") as error:
         checkpoint.save(tmp_path, {"n": 3, "w": torch.ones(1)}, step=0)
     assert "user=" in str(error.value)
-    with pytest.raises(ValueError, match="Pass step="):
+    with pytest.raises(ValueError, match="step= is needed"):
         checkpoint.save(tmp_path, {"w": torch.ones(1)})
     with pytest.raises(TypeError, match="not JSON serializable"):
         checkpoint.save(tmp_path, {"w": torch.ones(1)}, step=0, user={"x": torch.ones(1)})

@@ -113,7 +113,7 @@ def test_the_report_has_the_best_number_of_ranks(capsys):
         (["mixtral-8x7b", "--mesh", "dp=16", "--ep", "16"], "--ep 16 is more than the model's 8 experts"),
         (["gpt2", "--mesh", "dp=8", "--ep", "2"], "--ep 2 cuts experts, and gpt2 has none"),
         (["mixtral-8x7b", "--mesh", "dp=8", "--ep", "0"], "--ep 0 must divide dp=8"),
-        (["mixtral-8x7b", "--mesh", "dp=8", "--ep", "2", "--exact"], "use --ep 1, not 2"),
+        (["mixtral-8x7b", "--mesh", "dp=8", "--ep", "2", "--exact"], "--exact needs --ep 1"),
     ],
 )
 def test_mistakes_are_named(arguments, text, capsys):

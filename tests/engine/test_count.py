@@ -38,7 +38,7 @@ def _parity(loss: Any, mesh: Any, stage: int, reference: Any = _loss, **options:
     return assert_parity(loss, optim.adamw(1e-2), odd_params(), _batches(), mesh=mesh, **options)
 
 
-@pytest.mark.day("3-3")
+@pytest.mark.day("2-2")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @distributed(world=[1, 2, 3])
 def test_eager_jitted_and_accumulated_steps_equal_one_device(world: int, stage: int) -> None:

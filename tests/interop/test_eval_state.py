@@ -130,7 +130,7 @@ def test_an_average_without_bias_begins_at_the_first_step() -> None:
     state, _ = step(step.init(params()), whole_numbers()[0])
     for k, x in sf.eval_state(state).params.items():
         assert torch.equal(x.full_tensor(), state.params[k].full_tensor())
-    with pytest.raises(ValueError, match="takes a number as decay"):
+    with pytest.raises(ValueError, match="expected a number as decay"):
         optim.average_params(optim.sgd(0.25), lambda t: t / (t + 1), debias=True)
 
 

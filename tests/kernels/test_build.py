@@ -119,6 +119,7 @@ def test_when_the_builder_is_killed_another_one_builds(builders: Builders) -> No
     assert [path.suffix for path in builders.cache.iterdir()] == [".so"]  # the folder of the dead one is gone
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="ends processes by signals")
 def test_folders_of_dead_builders_alone_are_removed(builders: Builders, tmp_path: pathlib.Path) -> None:
     builders.stuck.touch()

@@ -163,7 +163,7 @@ def test_one_node_and_a_well_behaved_op(
             "scales is of shape",
             marks=pytest.mark.nightly,
         ),
-        (lambda: kernels.dequantize_sum(MANY[0][:0], MANY[1][:0], 5, bits=4, block=2), ValueError, "no row"),
+        (lambda: kernels.dequantize_sum(MANY[0][:0], MANY[1][:0], 5, bits=4, block=2), ValueError, "at least one row"),
         pytest.param(
             lambda: kernels.preconditioned_step_(X.t(), X.t(), X.t(), *MOMENTS[3:], eps=0.0),
             ValueError,

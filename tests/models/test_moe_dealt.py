@@ -144,6 +144,7 @@ def check_recomputation(exchange: Any, mesh: sf.Mesh, **how: Any) -> None:
     assert kept == want, (exchange, kept, want)
 
 
+@pytest.mark.nightly
 @distributed(world=4)
 def test_a_recomputation_sends_nothing() -> None:
     """Along tp and ep together, with the sums of balance losses."""

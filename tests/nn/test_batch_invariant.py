@@ -331,7 +331,7 @@ _W: Any = nn.BatchInvariantWeight.of(torch.ones(4, 3))
     [
         (lambda: torch.matmul(torch.ones(2, 4), _W), TypeError, "torch's matmul does not take an BatchInvariantWeight"),
         (lambda: F.linear(_W, torch.ones(4, 3)), TypeError, "an BatchInvariantWeight is the weight"),
-        (lambda: F.embedding(torch.tensor([0]), _W, 0), TypeError, "takes the indices and the weight alone"),
+        (lambda: F.embedding(torch.tensor([0]), _W, 0), TypeError, "expected only the indices and the weight"),
         (
             lambda: nn.linear(torch.ones(2, 3).double(), _W),
             TypeError,

@@ -41,10 +41,8 @@ def _train(directory: pathlib.Path, mesh: sf.Mesh, how: dict[str, Any]) -> list[
     return rows
 
 
-NIGHT = [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("whole", "reference")]
-
-
-@pytest.mark.parametrize("kind", [*NIGHT, "adapters"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
 @distributed(world=[pytest.param(3, marks=pytest.mark.nightly), 2])
 def test_ranks_learn_as_one(world: int, kind: str, given: pathlib.Path) -> None:
     rows = _train(given, sf.make_mesh({"dp": world}), KINDS[kind])

@@ -73,6 +73,7 @@ def test_a_replica_that_ends_loses_only_its_own_streams(start: Start) -> None:
     server.wait_for(lambda: not len(server.front.calls))
 
 
+@pytest.mark.nightly
 def test_requests_without_a_token_have_the_answer_of_another_replica(start: Start) -> None:
     server = begin(start, slow=0.05)
     body = {"model": NAME, "prompt": "ab" * 60, "max_tokens": 3, "seed": 3}
@@ -92,6 +93,7 @@ def test_requests_without_a_token_have_the_answer_of_another_replica(start: Star
     assert answers[0].json["choices"] == answers[1].json["choices"]
 
 
+@pytest.mark.nightly
 def test_a_replica_that_ends_too_often_ends_the_server(start: Start) -> None:
     server = begin(start, restarts=1)
     stream = Stream(server, max_tokens=500)  # on replica 0
@@ -105,6 +107,7 @@ def test_a_replica_that_ends_too_often_ends_the_server(start: Start) -> None:
     assert json.loads(list(stream.events)[-1])["error"]["code"] == "engine_dead"
 
 
+@pytest.mark.nightly
 def test_all_replicas_down(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardfn.serve._replicas._WAIT", 0.3)
     server = start(restarts=1)

@@ -217,7 +217,7 @@ def test_tiles_and_values_on_the_host() -> None:
 
 def test_refusals() -> None:
     p, x = drawn()
-    with pytest.raises(ValueError, match=r"tiled\(dim=-1.*from the front"):
+    with pytest.raises(ValueError, match=r"tiled: dim must be 0 or more.*got dim=-1"):
         sf.tiled(feed, -1)
     with pytest.raises(ValueError, match=r"tiles=0.*at least one tile"):
         sf.tiled(feed, 1, tiles=0)
