@@ -57,7 +57,7 @@ def test_bpe_decodes_and_encodes_broken_text(tmp_path: pathlib.Path) -> None:
 
 
 def test_bpe_vocabulary_too_small(corpus: list[pathlib.Path]) -> None:
-    with pytest.raises(ValueError, match="vocab_size must be above 256.*got 100"):
+    with pytest.raises(ValueError, match=r"vocab_size must be above 256.*got 100"):
         BPETokenizer.train(corpus, 100)
 
 

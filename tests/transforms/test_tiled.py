@@ -219,7 +219,7 @@ def test_refusals() -> None:
     p, x = drawn()
     with pytest.raises(ValueError, match=r"tiled: dim must be 0 or more.*got dim=-1"):
         sf.tiled(feed, -1)
-    with pytest.raises(ValueError, match=r"tiles=0.*at least one tile"):
+    with pytest.raises(ValueError, match=r"tiles must be at least 1, got dim=1 and tiles=0"):
         sf.tiled(feed, 1, tiles=0)
     with pytest.raises(ValueError, match=r"xs\[1\] has shape \(3,\)(.|\n)*|by name"):
         sf.tiled(lambda p, x, k: x, 1)(p, x, torch.zeros(3))
