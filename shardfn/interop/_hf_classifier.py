@@ -54,7 +54,8 @@ def classifier_from_hf(
     if not problems and (len(archive[_HEAD].shape) != 2 or archive[_HEAD].shape[1] != config.d_model):
         problems = [f"{_HEAD} is {archive[_HEAD].shape} in the file, and must be [classes, {config.d_model}]"]
     raise_all(ValueError, f"the files of {directory} have no classification head:", problems)
-    params = params_of_archive(_ArchiveBody(archive), config, told["model_type"], dtype, keep_codes=False)
+    body: Any = _ArchiveBody(archive)
+    params = params_of_archive(body, config, told["model_type"], dtype, keep_codes=False)
     box = [(0, num) for num in archive[_HEAD].shape]
     return config, params, archive.box(_HEAD, box).float()
 

@@ -120,14 +120,14 @@ def indexed(place: str) -> Damage:
 WEIGHTS, STORED = "model.safetensors", "checkpoints/*/*.safetensors"
 FILES: dict[str, tuple[Damage, str]] = {
     "config cut": (cut("config.json", 50), "config.json: its JSON cannot be read"),
-    "config a list": (edit("config.json", lambda _: b"[]"), "its tokenizer cannot be read: TypeError"),
+    "config a list": (edit("config.json", lambda _: b"[]"), "must have an object of JSON, got a list"),
     "no width": (config("config.json", hidden_size=0), "hidden_size is 0; it must be an integer of 1 or more"),
     "no positions": (
         config("config.json", max_position_embeddings=0, num_key_value_heads=-1),
         "- num_key_value_heads is -1; it must be an integer of 1 or more, and at most 2147483647"
         " - max_position_embeddings is 0; it must be an integer of 1 or more",
     ),
-    "width a text": (config("config.json", hidden_size="16"), "Field 'hidden_size' expected int, got str"),
+    "width a text": (config("config.json", hidden_size="16"), "hidden_size is '16'; it must be an integer"),
     "3 heads": (config("config.json", num_attention_heads=3), "not a multiple of the number of attention heads"),
     "more layers": (config("config.json", num_hidden_layers=2), "model.layers.1.input_layernorm.weight is missing"),
     "more layers, of a model of another kind": (
@@ -152,12 +152,15 @@ FILES: dict[str, tuple[Damage, str]] = {
     "no type": (config("config.json", model_type=...), "Should have a `model_type` key"),
     "other positions": (config("config.json", rope_parameters={"rope_type": "no"}), "its model cannot be read"),
     "other function": (config("config.json", hidden_act="no"), "its model cannot be read: KeyError: 'no'"),
-    "an end outside": (config("config.json", eos_token_id=10**6), "eos_token_id has 1000000, which is not a token"),
+    "an end outside": (
+        config("config.json", eos_token_id=10**6),
+        "eos_token_id must be a token of the model, from 0 to 10, got 1000000",
+    ),
     "ends a text": (
         config("generation_config.json", eos_token_id="2"),
         "generation_config.json: eos_token_id must be a token, an integer, or a list of tokens, got '2'",
     ),
-    "ends of texts": (config("generation_config.json", eos_token_id=[2, None]), "eos_token_id is [2, None]; it must"),
+    "ends of texts": (config("generation_config.json", eos_token_id=[2, None]), "a list of tokens, got [2, None]"),
     "no base of positions": (
         config("config.json", rope_parameters={"rope_type": "default", "rope_theta": -1.0}),
         "rope_theta is -1.0; it must be a finite number above 0",
@@ -183,8 +186,11 @@ FILES: dict[str, tuple[Damage, str]] = {
     "index cut": (indexed(""), "its weights cannot be read: Expecting property name"),
     "tokenizer cut": (cut("tokenizer.json", 100), "its tokenizer cannot be read: Expecting value"),
     "tokenizer empty": (edit("tokenizer.json", lambda _: b"{}"), "its tokenizer cannot be read: KeyError"),
-    "tokenizer settings cut": (cut("tokenizer_config.json", 20), "its tokenizer cannot be read: Unterminated"),
-    "tokenizer settings a list": (edit("tokenizer_config.json", lambda _: b"[]"), "its tokenizer cannot be read"),
+    "tokenizer settings cut": (cut("tokenizer_config.json", 20), "its JSON cannot be read: Unterminated"),
+    "tokenizer settings a list": (
+        edit("tokenizer_config.json", lambda _: b"[]"),
+        "must have an object of JSON, got a list",
+    ),
     "ends cut": (cut("generation_config.json", 5), "generation_config.json: its JSON cannot be read"),
 }
 MODEL = interop.hf_config(CONFIG)

@@ -257,7 +257,11 @@ def test_a_small_model_is_in_smaller_units(capsys):
         pytest.param("--model gpt2:num_layers", "'num_layers' has no value", marks=pytest.mark.nightly),
         ("--model gpt2:bias=1", "bias=1 must be True or False."),
         pytest.param("--model gpt2:dropout=x", "dropout='x' must be a number.", marks=pytest.mark.nightly),
-        pytest.param("--model gpt2:num_heads=7", "num_heads=7 does not divide d_model=768.", marks=pytest.mark.nightly),
+        pytest.param(
+            "--model gpt2:num_heads=7",
+            "num_heads=7 does not divide d_model=768; give d_head.",
+            marks=pytest.mark.nightly,
+        ),
         ("--mesh dq=8", "axis 'dq' is not known. Did you mean 'dp'?"),
         pytest.param("--mesh dp=8,sp=2", "a plan does not know axis 'sp' yet", marks=pytest.mark.nightly),
         pytest.param("--mesh dp=0", "axis 'dp' has size '0'", marks=pytest.mark.nightly),

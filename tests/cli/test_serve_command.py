@@ -161,7 +161,7 @@ def test_ranks_have_the_drafter_of_the_command(model: pathlib.Path, more: list[s
 
 @pytest.mark.nightly
 def test_a_rank_loads_the_draft_model(model: pathlib.Path) -> None:
-    engine, ready = _warm_up(job_of(model, *SMALL, "--draft-model", model))
+    engine, ready, _ = _warm_up(job_of(model, *SMALL, "--draft-model", model))
     assert f"{model}, which guesses: " in ready.about and " parameters, float32, batch-invariant\n" in ready.about
     engine.generate([list(b"ab")], Sampling(max_tokens=9))
     assert engine.stats.speculation.accepted == engine.stats.speculation.drafted > 0
@@ -188,10 +188,10 @@ def test_draft_models_change_nothing_beside_other_kinds_of_weights_and_caches(
         Sampling(max_tokens=12, seed=4, grammar=Grammar.regex("([a-c]{2}[0-9])*"), temperature=2.0),
     ]
     prompts = [list(b"ab"), list(b"cdab"), list(b"abab")]
-    plain, ready = _warm_up(job_of(model, *SMALL, *more.split()))
+    plain, ready, _ = _warm_up(job_of(model, *SMALL, *more.split()))
     assert f" parameters, {kinds}, batch-invariant\n" in ready.about and "MiB a rank: weights" in ready.about
     want = [plain.generate([prompt], how) for prompt, how in zip(prompts, samplings, strict=True)]
-    engine, _ = _warm_up(job_of(model, *SMALL, *more.split(), "--draft-model", model))
+    engine, *_ = _warm_up(job_of(model, *SMALL, *more.split(), "--draft-model", model))
     assert [engine.generate([prompt], how) for prompt, how in zip(prompts, samplings, strict=True)] == want
     assert engine.stats.speculation.accepted > 10
     assert engine.generate(prompts, samplings) == plain.generate(prompts, samplings)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import shardfn as sf
 from shardfn.collectives import Channels
-from shardfn.collectives.transport import _sharing
+from shardfn.collectives.transport import _memory, _sharing
 from shardfn.collectives.transport._memory import Lanes
 from shardfn.collectives.transport._segment import NotSharedError, Reader
 from shardfn.collectives.transport._sharing import wished
@@ -50,7 +50,7 @@ class _Job:
     """A program of a few ranks, which are processes of users that are given, by rank."""
 
     def __init__(self, users: list[int], mark: float, cache: str = "") -> None:
-        _engine._load_library()  # which ranks inherit, unless they have a cache of their own
+        _memory._load_library()  # which ranks inherit, unless they have a cache of their own
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks = [self._fork(rank, users, mark, cache) for rank in range(len(users))]
 
@@ -74,7 +74,7 @@ class _Job:
                 torch.set_num_threads(1)
                 if cache:
                     os.environ["XDG_CACHE_HOME"] = cache
-                    _engine._load_library.cache_clear()
+                    _memory._load_library.cache_clear()
                 _become(users[rank])
                 there.send(_talk(rank, len(users), self._store.port, mark))
                 there.poll(_PATIENCE)
@@ -127,7 +127,7 @@ def _job(users: list[int], mark: float = 1.0, cache: str = "") -> Iterator[_Job]
 @pytest.fixture
 def cache() -> Iterator[Callable[[int], str]]:
     """A folder of a user's own where the C++ part has been built already."""
-    built = pathlib.Path(_engine.TransportEngine()._library._name)
+    built = pathlib.Path(_memory.TransportEngine()._library._name)
     with tempfile.TemporaryDirectory() as folder:
 
         def of(user: int) -> str:

@@ -49,7 +49,7 @@ MISTAKES = [
     Mistake("the loss has been called", lambda: made(loss_of(params_of(), batch_of())),
             TypeError, "takes a function, and this is a tensor of shape ()", "Pass the function itself"),
     Mistake("loss and optimizer are swapped", lambda: made(optim.adamw(0.1), loss_of),
-            TypeError, "the loss is an optimizer", "the loss comes first: sf.sharded_step(loss, "),
+            TypeError, "the loss is an optimizer", "The loss comes first: sf.sharded_step(loss, "),
     Mistake("the key is not announced", lambda: made(_noisy),
             TypeError, f"_noisy(params: ... {_AT}_noisy(params, batch)", "sharded_step(..., key=sf.key(0))"),
     Mistake("the key is not announced under transforms", lambda: made(sf.jit(sf.accumulate(_noisy, 2))),

@@ -52,7 +52,7 @@ _DIFFERENT = {
         [{}, {"loss": sf.mixed_precision(_loss, sf.Policy.full())}],
         ["", "mixed_precision[0].compute = torch.float32"],
     ),
-    "clip": ([{}, {"tx": _CLIPPED}], ["optimizer: chain + _fused", "optimizer.txs[0].max_norm = 1.0"]),
+    "clip": ([{}, {"tx": _CLIPPED}], ["optimizer: chain + fused", "optimizer.txs[0].max_norm = 1.0"]),
     "rate": (
         [{"tx": optim.adamw(r)} for r in (0.1, 0.2)],
         ["optimizer.learning_rate = 0.1", "optimizer.learning_rate = 0.2"],

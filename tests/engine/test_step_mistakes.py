@@ -169,13 +169,13 @@ CALLS = [
             UserWarning, "params['w']: trained in torch.float16 without a policy", "sf.mixed_precision(loss, sf."),
     # A batch.
     Mistake("the batch is of arrays", lambda: run(batch={"x": numpy.ones((4, 3))}),
-            TypeError, "batch['x'] is a ndarray", "write torch.from_numpy(batch['x'])"),
+            TypeError, "batch['x'] is a ndarray", "torch.from_numpy(batch['x'])"),
     Mistake("the batch is of lists", lambda: run(batch={"x": [[1.0, 2.0]]}),
             TypeError, "batch['x'] is a list of numbers (batch['x'][0][0] is a float)", "torch.tensor(batch['x'])"),
     Mistake("the batch is a loader", lambda: run(batch=torch.utils.data.DataLoader([torch.ones(3)])),  # type: ignore
             TypeError, "batch is a DataLoader", "for batch in ...: step(state, batch)"),
     Mistake("the batch is a mapping of a tokenizer", lambda: run(batch=Encoding()),
-            TypeError, "batch is an Encoding", "write dict(batch)"),
+            TypeError, "batch is an Encoding", "dict(batch)"),
     Mistake("a text is in the batch", lambda: run(batch={**batch_of(), "name": "a"}),
             TypeError, "batch['name'] is a str", "Leave it out"),
     Mistake("a flag is in the batch", lambda: run(batch=(torch.ones(4, 3), True)),

@@ -230,7 +230,7 @@ def test_weights_with_a_nan_end_requests_as_errors() -> None:
         ([1], {"logit_bias": {1: 2.0}}, r"logit_bias must be a tuple of pairs.*got {1: 2.0}"),
         ([1], {"logit_bias": ((13, 2.0),)}, "logit_bias must have tokens from 0 to 12, integers, got 13"),
         ([1], {"logit_bias": ((1, 101),)}, "logit_bias of token 1 must be a number from -100 to 100.*got 101"),
-        ([1], {"logit_bias": ((1, math.nan),)}, "logit_bias of token 1 is nan"),
+        ([1], {"logit_bias": ((1, math.nan),)}, "logit_bias of token 1 must be a number from -100 to 100, got nan"),
         ([1], {"logit_bias": ((1, 2.0), (1, 2.0))}, "logit_bias has token 1 twice"),
         ([1], {"logit_bias": ((1, 2.0),) * 1025}, "logit_bias must have at most 1024 tokens, got 1025"),
     ],
