@@ -55,7 +55,7 @@ _DIFFERENT = {
     "clip": ([{}, {"tx": _CLIPPED}], ["optimizer: chain + fused", "optimizer.txs[0].max_norm = 1.0"]),
     "rate": (
         [{"tx": optim.adamw(r)} for r in (0.1, 0.2)],
-        ["optimizer.learning_rate = 0.1", "optimizer.learning_rate = 0.2"],
+        ["optimizer.advance.learning_rate = 0.1", "optimizer.advance.learning_rate = 0.2"],
     ),
     "schedules": (
         [{"tx": optim.sgd(lambda n, k=k: k / (n + 1))} for k in (1.0, 2.0)],

@@ -49,7 +49,7 @@ def save(folder: pathlib.Path, kind: str, **more: object) -> Any:
         ("Llama", {"num_labels": 1}, torch.sigmoid),
         ("GPT2", {"id2label": {0: "bad", 1: "fair", 2: "good"}}, lambda x: x.softmax(-1)),
         pytest.param(
-            *("Qwen2", {"num_labels": 2, "problem_type": "multi_label_classification"}, torch.sigmoid),
+            *("Mistral", {"num_labels": 2, "problem_type": "multi_label_classification"}, torch.sigmoid),
             marks=pytest.mark.nightly,
         ),
     ],
