@@ -173,7 +173,9 @@ def test_a_program_of_several_ranks_needs_a_mesh() -> None:
         lambda **how: sf.sharded_step(_loss, optim.sgd(0.1), **how),
         lambda **how: sf.shard_map(lambda x: x, in_specs=sf.P(), out_specs=sf.P(), **{"mesh": None} | how),
     ):
-        with pytest.raises(ValueError, match=r"the program has 2 ranks, but no mesh.*mesh=sf.make_mesh\(\).*make_mesh\(alone=True\)"):
+        with pytest.raises(
+            ValueError, match=r"the program has 2 ranks, but no mesh.*mesh=sf.make_mesh\(\).*make_mesh\(alone=True\)"
+        ):
             make()
         make(mesh=sf.make_mesh())
         make(mesh=sf.make_mesh(alone=True))
