@@ -12,7 +12,7 @@ from shardfn.core import did_you_mean, raise_all
 from shardfn.inference import Decoder
 
 RecurrentKind = Literal["mlp", "lstm"]
-Kind = Literal["mlp", "lstm", "eagle3"]
+Kind = Literal["mlp", "lstm", "eagle3", "mtp"]
 KINDS: tuple[str, ...] = get_args(Kind)
 _SIZES = ("vocab_size", "d_model", "num_layers", "d_inner", "num_drafts")
 
@@ -120,8 +120,7 @@ class EagleConfig:
         if self.kind != "eagle3":
             problems.insert(0, f"kind must be 'eagle3', got {self.kind!r:.40}")
         layers = self.layers
-        if not problems and (self.d_inner % (2 * self.num_heads)):
-            problems.append(f"num_heads={self.num_heads} must divide d_inner={self.d_inner} into an even width")
+        problems += [] if problems else _list_bad_heads(self)
         if type(layers) is not tuple or not layers or list(layers) != sorted({*layers}):
             problems.append(f"layers must be a tuple of ascending numbers, got {layers!r:.60}")
         elif not problems and not 0 <= layers[0] <= layers[-1] <= self.num_layers:
@@ -146,29 +145,106 @@ class EagleConfig:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the parameters by name."""
-        V, E, F = self.vocab_size, self.d_inner, -(-8 * self.d_inner // 192) * 64
+        V, E, F = self.vocab_size, self.d_inner, _count_features(self.d_inner)
         attention = {"wq": (E, 2 * E), "wk": (E, 2 * E), "wv": (E, 2 * E), "wo": (E, E)}
         weights = {"embed": (V, E), "fuse": (E, len(self.layers) * self.d_model), **attention}
         weights |= {"w_gate": (F, E), "w_up": (F, E), "w_down": (E, F), "head": (V, E)}
         return weights | dict.fromkeys(("embed_norm_w", "state_norm_w", "norm_w", "last_norm_w"), (E,))
 
 
-SpeculatorConfig = RecurrentConfig | EagleConfig
+@dataclasses.dataclass(frozen=True)
+class MTPConfig:
+    """Shape of multi-token-prediction modules, as in DeepSeek-V3: a decoder layer for each guessed token.
+
+    Attributes:
+        vocab_size: V, the tokens of the model.
+        d_model: D, the width of the model's hidden states.
+        num_layers: layers of the model.
+        d_inner: E, the width of the modules. E is D, so that modules can share embedding and head with the model.
+        num_heads: H, the heads of attention, which divide E into an even width.
+        num_drafts: n, the number of modules.
+        window: W, the most positions that a module attends to.
+        kind: "mtp".
+
+    Raises:
+        ValueError: lists every field that is out of range or at odds with another field.
+
+    Example:
+        >>> config = MTPConfig(64, d_model=32, num_layers=6, d_inner=32, num_heads=2, num_drafts=3, window=4)
+        >>> config.shapes["0.project"], config.hidden_window
+        ((32, 64), 10)
+    """
+
+    vocab_size: int
+    d_model: int
+    num_layers: int
+    d_inner: int
+    num_heads: int = 1
+    num_drafts: int = 4
+    window: int = 8
+    kind: Literal["mtp"] = "mtp"
+
+    def __post_init__(self) -> None:
+        problems = _list_bad_sizes(self, (*_SIZES, "num_heads", "window"))
+        if self.kind != "mtp":
+            problems.insert(0, f"kind must be 'mtp', got {self.kind!r:.40}")
+        problems += [] if problems else _list_bad_heads(self)
+        if self.d_inner != self.d_model:
+            problems.append(f"d_inner must be d_model={self.d_model}, as for the model's head, got {self.d_inner}")
+        raise_all(ValueError, "speculators.MTPConfig:", problems)
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """Returns the names of the weights of linear layers."""
+        return (*(name for name in self.shapes if "norm" not in name and name != "embed"),)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Returns the number of the model's layers: the state that the head multiplies."""
+        return (self.num_layers,)
+
+    @property
+    def hidden_window(self) -> int:
+        """Returns the most states that a proposal takes: W for the last module, and W - 1 for each module before."""
+        return self.num_drafts * (self.window - 1) + 1
+
+    @property
+    def head_dim(self) -> int:
+        """Returns the width of a head of attention."""
+        return self.d_inner // self.num_heads
+
+    @property
+    def step_weights(self) -> tuple[float, ...]:
+        """Returns the weight of each guessed token in the loss."""
+        return (1.0,) * self.num_drafts
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the parameters by name, for example "1.wq" of the module of the second draft."""
+        V, E, F = self.vocab_size, self.d_inner, _count_features(self.d_inner)
+        module = {"project": (E, 2 * E)} | dict.fromkeys(("wq", "wk", "wv", "wo"), (E, E))
+        module |= {"w_gate": (F, E), "w_up": (F, E), "w_down": (E, F)}
+        module |= dict.fromkeys(("embed_norm_w", "state_norm_w", "first_norm_w", "norm_w", "last_norm_w"), (E,))
+        modules = {f"{i}.{name}": shape for i in range(self.num_drafts) for name, shape in module.items()}
+        return {"embed": (V, E), "head": (V, E)} | modules
+
+
+SpeculatorConfig = RecurrentConfig | EagleConfig | MTPConfig
 
 
 def config_of(
     decoder: Decoder, kind: Kind, *, d_inner: int | None = None, num_drafts: int = 3, window: int = EagleConfig.window
 ) -> Any:
-    """Returns the shape of a speculator for a model: a `RecurrentConfig`, or an `EagleConfig`.
+    """Returns the shape of a speculator for a model: a `RecurrentConfig`, an `EagleConfig` or an `MTPConfig`.
 
     EAGLE-3 takes the states after layer 2, after half of the layers, and near the last layer.
 
     Args:
         decoder: decoder of the model.
-        kind: "mlp", "lstm" or "eagle3".
+        kind: "mlp", "lstm", "eagle3" or "mtp".
         d_inner: width of the speculator. Default: the model's width.
         num_drafts: number of tokens that are guessed after a token.
-        window: see `EagleConfig`.
+        window: see `EagleConfig` and `MTPConfig`.
 
     Raises:
         ValueError: the decoder does not give the hidden states that the head multiplies, or a size is out of range, or
@@ -186,11 +262,13 @@ def config_of(
     L, E = decoder.depth, decoder.hidden_size if d_inner is None else d_inner
     sizes: dict[str, Any] = {"vocab_size": decoder.vocab, "d_model": decoder.hidden_size, "num_layers": L}
     sizes |= {"d_inner": E, "num_drafts": num_drafts}
+    heads = next((n for n in range(max(1, E // 64), 1, -1) if E % (2 * n) == 0), 1)
+    if kind == "mtp":
+        return MTPConfig(**sizes, num_heads=heads, window=window)
     if kind != "eagle3":
         return RecurrentConfig(kind, **sizes)
     wanted = {min(2, L), max(1, L // 2), L - 3 if L >= 12 else L}
     layers = tuple(x for x in sorted(wanted) if x in decoder.hidden_layers) or (L,)
-    heads = next((n for n in range(max(1, E // 64), 1, -1) if E % (2 * n) == 0), 1)
     return EagleConfig(**sizes, layers=layers, num_heads=heads, window=window)
 
 
@@ -203,7 +281,7 @@ def config_from(fields: Mapping[str, Any]) -> SpeculatorConfig:
     kind = fields.get("kind")
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r:.40}.{did_you_mean(str(kind), KINDS)}")
-    made = EagleConfig if kind == "eagle3" else RecurrentConfig
+    made = {"eagle3": EagleConfig, "mtp": MTPConfig}.get(str(kind), RecurrentConfig)
     known = [x.name for x in dataclasses.fields(made)]
     problems = [f"{name} is missing" for name in known if name not in fields]
     problems += [f"{name} is unknown.{did_you_mean(name, known)}" for name in fields if name not in known]
@@ -224,6 +302,17 @@ def list_misfits(config: SpeculatorConfig, decoder: Decoder) -> list[str]:
         for name, value in own.items()
         if value != getattr(config, name)
     ]
+
+
+def _list_bad_heads(config: EagleConfig | MTPConfig) -> list[str]:
+    if config.d_inner % (2 * config.num_heads):
+        return [f"num_heads={config.num_heads} must divide d_inner={config.d_inner} into an even width"]
+    return []
+
+
+def _count_features(width: int) -> int:
+    """Returns the features of a SwiGLU."""
+    return -(-8 * width // 192) * 64
 
 
 def _list_bad_sizes(config: Any, names: tuple[str, ...]) -> list[str]:

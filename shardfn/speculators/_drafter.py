@@ -16,10 +16,11 @@ from shardfn.engine import BoundCall, sharded
 from shardfn.inference import Context, Decoder, DraftTree, Limits, Sampling
 from shardfn.transforms import jit
 
-from ._config import EagleConfig, SpeculatorConfig, list_misfits
+from ._config import EagleConfig, MTPConfig, SpeculatorConfig, list_misfits
 from ._eagle import draft_eagle
 from ._inputs import DraftInputs, make_inputs
 from ._loss import Params, check_params
+from ._mtp import draft_mtp
 from ._recurrent import draft_recurrent
 
 
@@ -151,6 +152,8 @@ def _run_drafts(config: SpeculatorConfig, params: Params, inputs: DraftInputs) -
 
     if isinstance(config, EagleConfig):
         return torch.stack(draft_eagle(config, params, multiply, inputs, inputs.draw), 1)
+    if isinstance(config, MTPConfig):
+        return torch.stack(draft_mtp(config, params, multiply, inputs, inputs.draw), 1)
     return torch.stack(draft_recurrent(config, params, multiply, inputs, inputs.draw), 1)
 
 

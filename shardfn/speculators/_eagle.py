@@ -32,19 +32,24 @@ from torch import Tensor
 from shardfn import kernels, nn
 from shardfn.core import Axes
 
-from ._config import EagleConfig
+from ._config import EagleConfig, MTPConfig
 from ._inputs import DraftInputs, DrawDrafts
 
 Params = dict[str, Any]
 _BASE = 10000.0  # of the rotations
 
 
-class _Functions(NamedTuple):
+class LayerFunctions(NamedTuple):
     """Functions of the layer, in torch's form or in the form that is batch-invariant."""
 
     multiply: Callable[[str, Tensor], Tensor]
     rms_norm: Callable[..., Tensor]
     gated_silu: Callable[[Tensor, Tensor], Tensor]
+
+
+def torch_functions(params: Params) -> LayerFunctions:
+    """Returns the functions of a layer with these weights, in torch's form."""
+    return LayerFunctions(lambda name, x: F.linear(x, params[name]), nn.rms_norm, lambda gate, up: F.silu(gate) * up)
 
 
 def apply_eagle(
@@ -55,7 +60,7 @@ def apply_eagle(
     axis: Axes = None,
 ) -> list[Float[Tensor, "b t v"]]:
     """Returns the logits of each guessed token, after the states of each position and of the W - 1 positions before."""
-    functions = _Functions(lambda name, x: F.linear(x, params[name]), nn.rms_norm, lambda gate, up: F.silu(gate) * up)
+    functions = torch_functions(params)
     T, device = hidden_BTN.shape[1], hidden_BTN.device
     at_T = torch.arange(T, device=device)
     distance_TS = at_T[:, None] - at_T
@@ -64,13 +69,13 @@ def apply_eagle(
     keys, values = list[Tensor](), list[Tensor]()
     for i, tokens_BT in enumerate(tokens_BTn.unbind(-1)):
         e_BTE = nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, axis=axis)
-        x_BT2 = _join_inputs(params, functions, e_BTE, g_BTE)
+        x_BT2 = join_inputs(params, functions, e_BTE, g_BTE)
         table = nn.rope_table(at_T + i, config.head_dim, base=_BASE, dtype=hidden_BTN.dtype)
-        q_BTHK, k_BTHK = (nn.rope(_split_heads(config, functions.multiply(n, x_BT2)), *table) for n in ("wq", "wk"))
+        q_BTHK, k_BTHK = (nn.rope(split_heads(config, functions.multiply(n, x_BT2)), *table) for n in ("wq", "wk"))
         keys.append(k_BTHK)
-        values.append(_split_heads(config, functions.multiply("wv", x_BT2)))
+        values.append(split_heads(config, functions.multiply("wv", x_BT2)))
         y_BTHK = _attend_chains(q_BTHK, keys, values, seen_TS)
-        g_BTE = _finish_layer(params, functions, g_BTE, y_BTHK)
+        g_BTE = finish_layer(params, functions, g_BTE, y_BTHK)
         last_BTE = functions.rms_norm(g_BTE, params["last_norm_w"])
         logits.append(nn.column_linear(last_BTE, params["head"], features=config.vocab_size, axis=axis))
     return logits
@@ -87,7 +92,7 @@ def draft_eagle(
 
     Each sequence has a block of a KV cache for only this call. Block 0 takes the keys of padding.
     """
-    functions = _Functions(multiply, nn.batch_invariant_rms_norm, kernels.gated_silu)
+    functions = LayerFunctions(multiply, nn.batch_invariant_rms_norm, kernels.gated_silu)
     (B, W), device = inputs.tokens_BW.shape, inputs.tokens_BW.device
     room, count = W + config.num_drafts, {"dtype": torch.int32, "device": device}
     cache = torch.zeros(B + 1, 2, config.num_heads, room, config.head_dim, device=device)
@@ -96,9 +101,9 @@ def draft_eagle(
     last_B = (inputs.counts_B - 1).int()
 
     def attend(x: Tensor, row_x: Tensor, at: Tensor, slots: Tensor, of: Tensor, row_at: Tensor, rows: Any) -> Tensor:
-        q = kernels.rotate(_split_heads(config, multiply("wq", row_x)), cos[row_at], sin[row_at])
-        k = kernels.rotate(_split_heads(config, multiply("wk", x)), cos[at], sin[at])
-        v = _split_heads(config, multiply("wv", x))
+        q = kernels.rotate(split_heads(config, multiply("wq", row_x)), cos[row_at], sin[row_at])
+        k = kernels.rotate(split_heads(config, multiply("wk", x)), cos[at], sin[at])
+        v = split_heads(config, multiply("wv", x))
         return kernels.ragged_attention(q, k, v, cache, slots, at, of, tables, rows=rows)[0]
 
     def embed(tokens: Tensor) -> Tensor:
@@ -109,27 +114,29 @@ def draft_eagle(
     slots = torch.where(known_BW, places_W + (own_B[:, None] + 1) * room, places_W).flatten()
     positions = torch.where(known_BW, places_W, 0).flatten()
     g_RE = multiply("fuse", inputs.hidden_BWN.flatten(0, 1))
-    x_R2 = _join_inputs(params, functions, embed(inputs.tokens_BW.flatten()), g_RE)
+    x_R2 = join_inputs(params, functions, embed(inputs.tokens_BW.flatten()), g_RE)
     rows_B = own_B * W + last_B
     g_BE = g_RE[rows_B]
     y_BHK = attend(x_R2, x_R2[rows_B], positions, slots, own_B.repeat_interleave(W), last_B, rows_B)
     found = list[Tensor]()
     for i in range(config.num_drafts):
         if i:
-            x_B2 = _join_inputs(params, functions, embed(found[-1]), g_BE)
+            x_B2 = join_inputs(params, functions, embed(found[-1]), g_BE)
             at_B = last_B + i
             y_BHK = attend(x_B2, x_B2, at_B, (own_B + 1) * room + at_B, own_B, at_B, None)
-        g_BE = _finish_layer(params, functions, g_BE, y_BHK)
+        g_BE = finish_layer(params, functions, g_BE, y_BHK)
         found.append(draw(i, multiply("head", functions.rms_norm(g_BE, params["last_norm_w"]))))
     return found
 
 
-def _join_inputs(params: Params, functions: _Functions, e_E: Tensor, g_E: Tensor) -> Tensor:
+def join_inputs(params: Params, functions: LayerFunctions, e_E: Tensor, g_E: Tensor) -> Tensor:
+    """Returns the norms of an embedding and of a state, concatenated."""
     norms = functions.rms_norm(e_E, params["embed_norm_w"]), functions.rms_norm(g_E, params["state_norm_w"])
     return torch.cat(norms, -1)
 
 
-def _split_heads(config: EagleConfig, y: Tensor) -> Tensor:
+def split_heads(config: EagleConfig | MTPConfig, y: Tensor) -> Tensor:
+    """Returns vectors [*, E] as heads [*, H, K]."""
     return y.unflatten(-1, (config.num_heads, config.head_dim))
 
 
@@ -147,7 +154,7 @@ def _attend_chains(
     return y_BTHK
 
 
-def _finish_layer(params: Params, functions: _Functions, g_E: Tensor, y_HK: Tensor) -> Tensor:
+def finish_layer(params: Params, functions: LayerFunctions, g_E: Tensor, y_HK: Tensor) -> Tensor:
     """Returns the state after a layer with this attention."""
     h_E = g_E + functions.multiply("wo", y_HK.flatten(-2))
     z_E = functions.rms_norm(h_E, params["norm_w"])

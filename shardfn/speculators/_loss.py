@@ -14,8 +14,9 @@ from shardfn import nn
 from shardfn.core import Axes, P, PyTree, full, normal, raise_all, split
 from shardfn.engine import WeightedMean
 
-from ._config import EagleConfig, SpeculatorConfig
+from ._config import EagleConfig, MTPConfig, SpeculatorConfig
 from ._eagle import apply_eagle
+from ._mtp import apply_mtp
 from ._recurrent import apply_recurrent
 
 Params = dict[str, Any]
@@ -90,7 +91,7 @@ def apply(
         config: shape.
         params: parameters as from `init`.
         hidden_BTN: hidden states of the model after `config.layers`, concatenated. After the last layer, the
-            model's head multiplies the states. EAGLE-3 also reads the states of the positions before.
+            model's head multiplies the states. EAGLE-3 and MTP also read the states of the positions before.
         tokens_BTn: token drawn from each state, and the n - 1 tokens after that token.
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. The logits are then the rank's classes.
 
@@ -104,6 +105,8 @@ def apply(
     """
     if isinstance(config, EagleConfig):
         return apply_eagle(config, params, hidden_BTN, tokens_BTn, axis)
+    if isinstance(config, MTPConfig):
+        return apply_mtp(config, params, hidden_BTN, tokens_BTn, axis)
     return apply_recurrent(config, params, hidden_BTN, tokens_BTn, axis)
 
 

@@ -45,7 +45,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Told]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["mlp", "lstm", "eagle3"])
+@pytest.mark.parametrize("kind", ["mlp", "lstm", "eagle3", "mtp"])
 def test_a_speculator_in_one_command(
     run: pathlib.Path, text: pathlib.Path, call: Callable[..., Told], kind: str
 ) -> None:

@@ -117,7 +117,7 @@ def test_other_parameters_are_refused() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["mlp", "lstm", "eagle3"])
+@pytest.mark.parametrize("kind", ["mlp", "lstm", "eagle3", "mtp"])
 def test_a_trained_speculator_is_right_more_often(kind: Any) -> None:
     """On texts that the model draws, where each token follows from the token before."""
     one, (drafter, losses) = large(), trained(kind)
