@@ -2,18 +2,16 @@
 
 import argparse
 import json
-import os
 import pathlib
-import sys
 from typing import Any
 
 import torch.distributed as dist
 
-from shardfn.core import make_mesh
+from shardfn.core import make_mesh, num_launched
 from shardfn.pretrained import AXIS, DTYPES, LLM, evaluate_tasks
 from shardfn.waits import end_start, waiting
 
-from ._generate import flatten_message
+from ._generate import print_error
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +37,7 @@ def eval_command(args: argparse.Namespace) -> int:
     Returns:
         The exit status: 2 if the model, a task or a setting is refused.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = num_launched()
     try:
         mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
         with waiting("reading", args.model):
@@ -59,8 +57,7 @@ def eval_command(args: argparse.Namespace) -> int:
         return 0
     except (ValueError, OSError, ImportError) as error:
         end_start()
-        if os.environ.get("RANK", "0") == "0":
-            print(f"shardfn eval: error: {flatten_message(error)}", file=sys.stderr)
+        print_error("eval", error)
         return 2
     finally:
         if dist.is_initialized():

@@ -1,7 +1,5 @@
 """`shardfn finetune`: fine-tunes a model of transformers on JSON lines, by the public functions of shardfn."""
 
-import json
-import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping
@@ -19,17 +17,7 @@ from shardfn.interop.quantized import can_decode, read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import LoRA, save_peft, with_base, without_base
 from shardfn.metrics import CSV, EarlyStopping, Logger, MLflow, NonFiniteGuard, Sink, TensorBoard, Throughput, WandB
-from shardfn.optim import (
-    Schedule,
-    adamw,
-    chain,
-    clip_by_global_norm,
-    constant_schedule,
-    warmup_constant_schedule,
-    warmup_cosine_decay_schedule,
-    warmup_linear_decay_schedule,
-)
-from shardfn.pretrained import LLM, evaluate_tasks
+from shardfn.optim import Schedule, adamw, constant_schedule
 from shardfn.transforms import (
     TrainState,
     WeightedMean,
@@ -45,9 +33,16 @@ from ._arguments import device_cluster, local_cluster
 from ._finetune_job import FinetuneJob, settings, split_names
 from ._finetune_rows import check_samples, encode_row
 from ._models import parse_model
-from ._plan import plan
-from ._report import plan_text
 from ._states import Setup
+from ._training import (
+    clip_gradients,
+    evaluate_result,
+    make_schedule,
+    move_batch,
+    print_estimate,
+    report_step,
+    write_record,
+)
 
 
 class Trained(NamedTuple):
@@ -198,30 +193,21 @@ def _quantized_specs(specs: Mapping[str, core.P], lora: LoRA, num: int) -> dict[
     return {name: quantized_spec(name, spec) for name, spec in specs.items()}
 
 
-def estimate(job: FinetuneJob) -> str:
-    """Returns the estimate of `shardfn plan` for a job, from `config.json`, or the reason for its absence."""
-    dp = job.shape["dp"]
-    try:
-        config = parse_model(job.model)
-        micro = -(-job.batch // dp // job.accumulate)
-        made = plan(
-            Setup(
-                job.model,
-                config,
-                job.shape,
-                device_cluster(job.cluster, job.shape) if job.cluster else local_cluster(job.shape),
-                core.Zero(stage=job.zero),
-                f"{job.precision}-adam",
-                batch=micro * job.accumulate,
-                seq=min(job.length, config.max_len),
-                accumulate=job.accumulate,
-                remat=job.remat,
-            )
-        )
-    except ValueError as error:
-        return f"No estimate before the run: {error}\n"
-    more = "\nWith --lora only adapters have gradients and optimizer states: it needs less.\n" if job.lora else ""
-    return plan_text(made) + more
+def _make_setup(job: FinetuneJob) -> Setup:
+    """Returns the run that `shardfn plan` estimates, from `config.json`."""
+    config = parse_model(job.model)
+    return Setup(
+        job.model,
+        config,
+        job.shape,
+        device_cluster(job.cluster, job.shape) if job.cluster else local_cluster(job.shape),
+        core.Zero(stage=job.zero),
+        f"{job.precision}-adam",
+        batch=-(-job.batch // job.shape["dp"] // job.accumulate) * job.accumulate,
+        seq=min(job.length, config.max_len),
+        accumulate=job.accumulate,
+        remat=job.remat,
+    )
 
 
 def finetune(job: FinetuneJob) -> int:
@@ -234,8 +220,8 @@ def finetune(job: FinetuneJob) -> int:
         ValueError: the model, the rows or the checkpoints do not fit the job.
         FloatingPointError: the loss was not finite for too many steps.
     """
-    if os.environ.get("RANK", "0") == "0":
-        print(estimate(job), flush=True)
+    remark = "\nWith --lora only adapters have gradients and optimizer states: it needs less.\n" if job.lora else ""
+    print_estimate(lambda: _make_setup(job), remark)
     try:
         _train_model(job, core.make_mesh(job.shape))
     finally:
@@ -249,11 +235,9 @@ def _train_model(job: FinetuneJob, mesh: core.Mesh) -> None:
     made = load_model(job, mesh)
     training, validation = _make_batches(job, tokenizer, made.module)
     schedule = _make_schedule(job)
-    optimizer = adamw(schedule, weight_decay=job.weight_decay)
-    optimizer = chain(clip_by_global_norm(job.clip), optimizer) if job.clip else optimizer
     step = sharded_step(
         made.loss,
-        optimizer,
+        clip_gradients(adamw(schedule, weight_decay=job.weight_decay), job.clip),
         mesh=mesh,
         specs=made.specs,
         batch=core.P("dp"),
@@ -271,7 +255,8 @@ def _train_model(job: FinetuneJob, mesh: core.Mesh) -> None:
         state, at = _restore_state(checkpoints, state, made.lora)
         stopping = stopping.at(at.pop("stopping", stopping.state()))
         _move_cursor(job, cursor, at)
-    _write_settings(job, mesh)
+    if mesh.rank == 0:
+        write_record(pathlib.Path(job.out, "run.json"), settings(job))
     with checkpoints, Logger(job.out, mesh, sinks=_make_sinks(job), start=cursor.next) as logger:
         first = cursor.next
         bar = core.progress(cursor, total=job.steps, initial=first, desc="fine-tuning", unit="step", mesh=mesh)
@@ -279,11 +264,11 @@ def _train_model(job: FinetuneJob, mesh: core.Mesh) -> None:
             last = n + 1 == job.steps
             if job.lora_dropout:
                 batch["index"] = torch.arange(n * job.batch + rows.start, n * job.batch + rows.stop)
-            state, metrics = step(state, _move_batch(batch, mesh))
+            state, metrics = step(state, move_batch(batch, mesh))
             logged: dict[str, Any] = {**metrics, "learning_rate": schedule(n)}
             if validation is not None and ((n + 1) % job.every == 0 or last):
                 dp = {"rank": mesh.axis_index("dp"), "world": mesh.axis_size("dp")}
-                held_out = (_move_batch(held, mesh) for held in validation.once(**dp))
+                held_out = (move_batch(held, mesh) for held in validation.once(**dp))
                 with speed.pause():
                     logged["validation_loss"] = step.evaluate(state, held_out)["loss"]
                 stopping = stopping.update(float(logged["validation_loss"]))
@@ -291,7 +276,7 @@ def _train_model(job: FinetuneJob, mesh: core.Mesh) -> None:
             tokens = batch["tokens"].numel() * mesh.axis_size("dp")
             row = logger.write(n + 1, logged, speed(tokens))
             if n == first or (n + 1) % job.log_every == 0 or last or "validation_loss" in row:
-                _report_step(job, bar, row)
+                report_step(bar, row, job.steps)
             if _is_finite(job, guard, n + 1, metrics, batch):
                 kept = None if by is None else logged
                 user = {**cursor.state(), "stopping": stopping.state()}
@@ -304,8 +289,7 @@ def _train_model(job: FinetuneJob, mesh: core.Mesh) -> None:
         if best is not None and mesh.rank == 0:
             print(f"The result is that of step {best}, with the lowest validation loss.", flush=True)
     _write_result(job, made, tokenizer, state, mesh)
-    if job.eval_tasks:
-        _evaluate_result(job, mesh)
+    evaluate_result(str(pathlib.Path(job.out, "model")), job.out, split_names(job.eval_tasks), mesh)
 
 
 def _load_tokenizer(job: FinetuneJob) -> Any:
@@ -318,17 +302,10 @@ def _load_tokenizer(job: FinetuneJob) -> Any:
 
 
 def _make_schedule(job: FinetuneJob) -> Schedule:
-    """Returns the learning rate.
-
-    By default a warmup of a tenth of the steps, then a cosine. A run of a single step has the whole rate.
-    """
-    warmup = max(1, job.steps // 10) if job.warmup < 0 else job.warmup
-    if job.steps == 1 or (job.schedule == "constant" and not warmup):
+    """Returns the learning rate. The default warmup is a tenth of the steps. A run of one step has the whole rate."""
+    if job.steps == 1:
         return constant_schedule(job.lr)
-    if job.schedule == "constant":
-        return warmup_constant_schedule(0.0, job.lr, warmup)
-    make = warmup_linear_decay_schedule if job.schedule == "linear" else warmup_cosine_decay_schedule
-    return make(0.0, job.lr, warmup, max(job.steps, warmup + 1))
+    return make_schedule(job.schedule, job.lr, max(1, job.steps // 10) if job.warmup < 0 else job.warmup, job.steps)
 
 
 _SINKS: dict[str, Callable[[FinetuneJob], Sink]] = {
@@ -341,25 +318,6 @@ _SINKS: dict[str, Callable[[FinetuneJob], Sink]] = {
 
 def _make_sinks(job: FinetuneJob) -> list[Sink]:
     return [_SINKS[name](job) for name in split_names(job.loggers)]
-
-
-def _report_step(job: FinetuneJob, bar: Any, row: Mapping[str, float]) -> None:
-    """Shows the figures of a step next to the bar, or as a line without a bar. Only the first rank has a row."""
-    if not row:
-        return
-    if not bar.disable:
-        bar.set_postfix({name: f"{row[name]:.4f}" for name in ("loss", "validation_loss") if name in row})
-        return
-    shown = {
-        "loss": ".4f",
-        "validation_loss": ".4f",
-        "grad_norm": ".3g",
-        "learning_rate": ".3g",
-        "tokens_per_s": ",.0f",
-    }
-    figures = [f"{name} {row[name]:{form}}" for name, form in shown.items() if name in row]
-    skipped = " (not finite: skipped)" if not row.get("finite", 1) else ""
-    print(f"step {int(row['step'])} of {job.steps}: {', '.join(figures)}{skipped}", flush=True)
 
 
 def _is_finite(
@@ -432,15 +390,6 @@ def _restore_state(
     return tree, restored.user
 
 
-def _write_settings(job: FinetuneJob, mesh: core.Mesh) -> None:
-    if mesh.rank == 0:
-        out = pathlib.Path(job.out)
-        out.mkdir(parents=True, exist_ok=True)
-        partial = out / "run.json.partial"
-        partial.write_text(json.dumps(settings(job), indent=2) + "\n", encoding="utf-8")
-        partial.rename(out / "run.json")
-
-
 def _write_result(job: FinetuneJob, made: Trained, tokenizer: Any, state: TrainState, mesh: core.Mesh) -> None:
     """Writes the model, or the adapters, or both. Files of a model have the dtypes of MODEL's files."""
     out = pathlib.Path(job.out)
@@ -455,17 +404,6 @@ def _write_result(job: FinetuneJob, made: Trained, tokenizer: Any, state: TrainS
         tokenizer.save_pretrained(out / "adapter")
         if merged is not None:
             module_to_hf(made.module, merged, out / "model", dtype=dtype, tokenizer=tokenizer)
-
-
-def _evaluate_result(job: FinetuneJob, mesh: core.Mesh) -> None:
-    """Computes the tasks of `--eval-tasks` by the written files, on the first rank."""
-    if mesh.rank == 0:
-        out = pathlib.Path(job.out)
-        found = evaluate_tasks(LLM(str(out / "model")), split_names(job.eval_tasks))["results"]
-        (out / "tasks.json").write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
-        print(f"{out / 'tasks.json'}: {', '.join(found)}", flush=True)
-    if mesh.size > 1:
-        dist.barrier()
 
 
 def _merge_adapters(job: FinetuneJob, made: Trained, state: TrainState, adapters: core.PyTree) -> dict[str, Any]:
@@ -490,7 +428,3 @@ def _merge_adapters(job: FinetuneJob, made: Trained, state: TrainState, adapters
         return core.Draw(read_block, leaf.shape, wide, torch.device("cpu"))
 
     return {path: defer_merged(path) if path in lora.sites else x for path, x in base.items()}
-
-
-def _move_batch(batch: core.PyTree, mesh: core.Mesh) -> core.PyTree:
-    return {name: x.to(mesh.device) for name, x in batch.items()}

@@ -16,6 +16,7 @@ from shardfn.checkpoint import steps
 from shardfn.data import LEARN
 
 from ._finetune_rows import row_problems, scan_rows
+from ._training import SCHEDULES, fill_shape
 
 _AXES = ("dp", "tp")
 _HELP = {
@@ -101,11 +102,7 @@ class FinetuneJob:
     @property
     def shape(self) -> dict[str, int]:
         """Returns the sizes of the axes, with `-1` filled in."""
-        given = dict(_parse_sizes(self.mesh))
-        known = 1
-        for size in given.values():
-            known *= max(size, 1)
-        return {axis: world_size() // known if size == -1 else size for axis, size in ({"dp": 1} | given).items()}
+        return fill_shape({"dp": 1} | dict(_parse_sizes(self.mesh)))
 
 
 # These settings change no number of the run, and a resumed run may change them.
@@ -114,7 +111,6 @@ _FREE = (
     *("patience", "loggers", "eval_tasks"),
 )
 LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
-SCHEDULES = ("cosine", "linear", "constant")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -282,7 +278,7 @@ def _parse_source(text: str) -> tuple[str, float | None]:
 
 
 def _wrong_mesh(job: FinetuneJob) -> Iterator[str]:
-    sizes, world, before = _parse_sizes(job.mesh), world_size(), True
+    sizes, world, before = _parse_sizes(job.mesh), core.num_launched(), True
     for axis, size in sizes:
         if axis not in _AXES:
             before = False
@@ -347,8 +343,3 @@ def _parse_sizes(text: str) -> list[tuple[str, Any]]:
         axis, _, size = (part.strip() for part in item.partition("="))
         out.append((axis, int(size) if size.removeprefix("-").isdecimal() else None))
     return out
-
-
-def world_size() -> int:
-    """Returns the number of ranks that torchrun has started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))

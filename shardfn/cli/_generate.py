@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from shardfn.core import Mesh, first_of, make_mesh
+from shardfn.core import Mesh, first_of, is_first_launched, make_mesh
 from shardfn.engine import comms_of
 from shardfn.inference import (
     Completion,
@@ -69,14 +69,12 @@ def generate(job: GenerateJob) -> int:
             ready = _prepare_job(job)
         except (ValueError, OSError, ImportError) as error:
             end_start()
-            if os.environ.get("RANK", "0") == "0":
-                print(f"shardfn generate: error: {flatten_message(error)}", file=sys.stderr)
+            print_error("generate", error)
             return 1 if isinstance(error, DamagedError) else 2
         _run_job(ready)
         return 0
     except FloatingPointError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"shardfn generate: error: {error}", file=sys.stderr)
+        print_error("generate", error)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -85,6 +83,12 @@ def generate(job: GenerateJob) -> int:
         end_start()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def print_error(command: str, error: Exception) -> None:
+    """Prints the message of an error to stderr as a single line, on the first rank."""
+    if is_first_launched():
+        print(f"shardfn {command}: error: {flatten_message(error)}", file=sys.stderr, flush=True)
 
 
 def flatten_message(error: Exception) -> str:

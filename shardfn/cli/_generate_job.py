@@ -2,13 +2,12 @@
 
 import argparse
 import dataclasses
-import os
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardfn.core import did_you_mean, find_directory_problem
+from shardfn.core import did_you_mean, find_directory_problem, num_launched
 from shardfn.inference import Grammar, Limits, Request, Sampling, check_request
 from shardfn.pretrained import (
     CACHE_DTYPES,
@@ -261,7 +260,7 @@ def adapter_problems(path: pathlib.Path, args: argparse.Namespace) -> Iterator[s
 
 def _parse_ranks(mesh: str) -> Any:
     """Returns the number of ranks, or a message."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = num_launched()
     if not mesh:
         return world
     found = re.fullmatch(r"(\w+)=(\d+)", mesh)

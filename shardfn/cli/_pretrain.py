@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -29,7 +28,6 @@ from shardfn.data import (
 from shardfn.interop import hf_config
 from shardfn.metrics import Logger, NonFiniteGuard, Throughput
 from shardfn.models import gpt
-from shardfn.pretrained import LLM, evaluate_tasks
 from shardfn.transforms import (
     ShardedStep,
     TrainState,
@@ -43,10 +41,9 @@ from shardfn.transforms import (
 )
 
 from ._arguments import local_cluster
-from ._plan import plan
-from ._pretrain_job import PretrainJob, find_differences, make_optimizer, make_schedule, settings_of
-from ._report import plan_text
+from ._pretrain_job import PretrainJob, find_differences, make_optimizer, schedule_of, settings_of
 from ._states import Setup
+from ._training import evaluate_result, move_batch, print_estimate, report_step, write_record
 
 _NORMS = {"norm": torch.float32}  # leaves whose path has "norm"
 _VALIDATION_SEED = 1
@@ -66,8 +63,7 @@ def pretrain(job: PretrainJob, *, plan_only: bool = False) -> int:
         ValueError: the sources or the checkpoints do not fit the job.
         FloatingPointError: the loss was not finite for too many steps.
     """
-    if os.environ.get("RANK", "0") == "0":
-        print(estimate_run(job), flush=True)
+    print_estimate(lambda: _make_setup(job))
     if plan_only:
         return 0
     try:
@@ -80,25 +76,20 @@ def pretrain(job: PretrainJob, *, plan_only: bool = False) -> int:
             dist.destroy_process_group()
 
 
-def estimate_run(job: PretrainJob) -> str:
-    """Returns the estimate of `shardfn plan` for a job, or the reason for its absence."""
-    vocab = 256 if job.data.tokenizer == "bytes" else job.data.vocab_size
-    try:
-        setup = Setup(
-            "run",
-            job.config(vocab),
-            job.shape,
-            local_cluster(job.shape),
-            core.Zero(stage=job.train.zero),
-            f"{job.train.precision}-adam",
-            batch=-(-job.data.batch // job.shape.get("dp", 1)),
-            seq=job.data.length,
-            accumulate=job.train.accumulate,
-            remat=job.train.remat,
-        )
-        return plan_text(plan(setup))
-    except ValueError as error:
-        return f"No estimate before the run: {error}\n"
+def _make_setup(job: PretrainJob) -> Setup:
+    """Returns the run that `shardfn plan` estimates."""
+    return Setup(
+        "run",
+        job.config(256 if job.data.tokenizer == "bytes" else job.data.vocab_size),
+        job.shape,
+        local_cluster(job.shape),
+        core.Zero(stage=job.train.zero),
+        f"{job.train.precision}-adam",
+        batch=-(-job.data.batch // job.shape.get("dp", 1)),
+        seq=job.data.length,
+        accumulate=job.train.accumulate,
+        remat=job.train.remat,
+    )
 
 
 def make_loss(job: PretrainJob, config: gpt.Config) -> Callable[..., Any]:
@@ -163,27 +154,31 @@ def _stack_tokens(rows: list[Any]) -> dict[str, torch.Tensor]:
 
 def read_sources(job: PretrainJob, mesh: core.Mesh) -> tuple[Tokenizer, dict[str, TokenFile]]:
     """Returns the tokenizer and the token file of each source. Rank 0 writes files that are missing. Collective."""
-    out = pathlib.Path(job.train.out)
-    vocabulary, names = out / "bpe.json", list(job.data.sources)
+    out, names = pathlib.Path(job.train.out), list(job.data.sources)
     if mesh.rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        if job.data.tokenizer == "bpe" and not vocabulary.is_file():
+        if job.data.tokenizer == "bpe" and not (out / "bpe.json").is_file():
             every = [path for name in names for path in job.files(name)]
-            BPETokenizer.train(every, job.data.vocab_size).save(vocabulary)
-        tokenizer = BPETokenizer.load(vocabulary) if job.data.tokenizer == "bpe" else ByteTokenizer()
+            BPETokenizer.train(every, job.data.vocab_size).save(out / "bpe.json")
+        tokenizer = _load_tokenizer(job)
         for name in names:
             encode_files(job.files(name), out / f"{name}.bin", tokenizer)
     if mesh.size > 1:
         dist.barrier()
-    tokenizer = BPETokenizer.load(vocabulary) if job.data.tokenizer == "bpe" else ByteTokenizer()
-    return tokenizer, {name: TokenFile.open(out / f"{name}.bin") for name in names}
+    return _load_tokenizer(job), {name: TokenFile.open(out / f"{name}.bin") for name in names}
+
+
+def _load_tokenizer(job: PretrainJob) -> Tokenizer:
+    if job.data.tokenizer == "bytes":
+        return ByteTokenizer()
+    return BPETokenizer.load(pathlib.Path(job.train.out, "bpe.json"))
 
 
 def _train(job: PretrainJob, mesh: core.Mesh, preemption: Preemption) -> None:
     tokenizer, tokens = read_sources(job, mesh)
     config = job.config(tokenizer.vocab_size)
     training, validation = make_batches(job, tokens)
-    step, schedule = make_step(job, config, mesh), make_schedule(job)
+    step, schedule = make_step(job, config, mesh), schedule_of(job)
     state = step.init(functools.partial(gpt.init, config), core.key(job.train.seed))
     cursor = Cursor(training, job.train.steps, mesh)
     every, last = job.evaluation.every, job.train.steps
@@ -211,21 +206,20 @@ def _train(job: PretrainJob, mesh: core.Mesh, preemption: Preemption) -> None:
                     rows = batch["tokens"]
                     row = logger.write(n + 1, logged, speed(rows.shape[0] * job.data.length * mesh.axis_size("dp")))
                     bar.update()
-                    if bar.disable and row and (n == first or (n + 1) % job.train.log_every == 0 or ends):
-                        shown = {"loss": ".4f", "validation_loss": ".4f", "grad_norm": ".3g", "tokens_per_s": ",.0f"}
-                        figures = ", ".join(f"{name} {row[name]:{form}}" for name, form in shown.items() if name in row)
-                        print(f"step {n + 1} of {last}: {figures}", flush=True)
+                    if n == first or (n + 1) % job.train.log_every == 0 or ends:
+                        report_step(bar, row, last)
                     if guard(n + 1, metrics, last=ends):
                         saved.save(state, n + 1, user={**cursor.state(), "next": n + 1}, now=ends)
                     if ends:
                         break
     if not preemption.stopping:
-        _evaluate(job, mesh)
+        limit, include_path = job.evaluation.limit or None, job.evaluation.include_path or None
+        evaluate_result(str(out), str(out), job.evaluation.tasks, mesh, limit=limit, include_path=include_path)
 
 
 def _place(config: gpt.Config, batch: Any, mesh: core.Mesh) -> Any:
     batch = gpt.cut_sequences(config, gpt.shifted(batch), mesh=mesh) if mesh.axis_size("sp") > 1 else batch
-    return {name: x.to(mesh.device, non_blocking=True) for name, x in batch.items()}
+    return move_batch(batch, mesh)
 
 
 def _validate(
@@ -255,19 +249,4 @@ def _write_settings(job: PretrainJob, config: gpt.Config, mesh: core.Mesh) -> No
     model = {"model": hf_config(dataclasses.replace(config, stacked=False)), "per_head": config.per_head}
     model["tokenizer"] = "bpe.json" if job.data.tokenizer == "bpe" else "bytes"
     for name, value in {"run.json": settings_of(job), "model.json": model}.items():
-        (out / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _evaluate(job: PretrainJob, mesh: core.Mesh) -> None:
-    """Computes the tasks of a job by the run's last checkpoint, on the first rank."""
-    if not job.evaluation.tasks:
-        return
-    if mesh.rank == 0:
-        more: dict[str, Any] = {"limit": job.evaluation.limit or None}
-        more["include_path"] = job.evaluation.include_path or None
-        found = evaluate_tasks(LLM(job.train.out), job.evaluation.tasks, **more)["results"]
-        path = pathlib.Path(job.train.out, "tasks.json")
-        path.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
-        print(f"{path}: {', '.join(found)}", flush=True)
-    if mesh.size > 1:
-        dist.barrier()
+        write_record(out / name, value)

@@ -17,7 +17,7 @@ from shardfn.data import BatchRamp, default_corpus
 from shardfn.models import gpt, moe
 from shardfn.nn import AttentionBackend, Blockwise, Dense, Ring, Ulysses
 
-from ._finetune_job import world_size
+from ._training import SCHEDULES, clip_gradients, fill_shape, make_schedule
 
 STYLES: dict[str, Callable[..., gpt.Config]] = {
     "gpt": gpt.Config,
@@ -33,7 +33,6 @@ ATTENTION: dict[str, Callable[[int], AttentionBackend]] = {
 OPTIMIZERS: dict[str, Callable[..., optim.GradientTransformation]] = {
     name: getattr(optim, name) for name in ("adam", "adamw", "adafactor", "lamb", "lion", "muon", "sgd")
 }
-SCHEDULES = ("cosine", "linear", "constant")
 _AXES = ("dp", "tp", "sp", "pp")
 # Fields of `gpt.Config` that other tables decide, or that are functions.
 _NOT_MODEL = ("vocab_size", "max_len", "attention", "layout", "experts", "stacked", "per_head", "causal", "dropout")
@@ -179,8 +178,7 @@ class PretrainJob:
     @property
     def shape(self) -> dict[str, int]:
         """Returns the sizes of the axes, with `-1` filled in."""
-        known = math.prod(max(size, 1) for size in self.mesh.values())
-        return {axis: world_size() // known if size == -1 else size for axis, size in self.mesh.items()}
+        return fill_shape(self.mesh)
 
     def config(self, vocab_size: int) -> gpt.Config:
         """Returns the model's config."""
@@ -307,21 +305,16 @@ def _tuples(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
 
-def make_schedule(job: PretrainJob) -> optim.Schedule:
+def schedule_of(job: PretrainJob) -> optim.Schedule:
     """Returns the learning rate over the steps."""
-    rate, end, warmup = float(job.optimizer["learning_rate"]), job.schedule.end, job.schedule.warmup
-    total = max(job.train.steps, warmup + 1)
-    if job.schedule.name == "constant":
-        return optim.warmup_constant_schedule(0.0, rate, warmup) if warmup else optim.constant_schedule(rate)
-    make = {"cosine": optim.warmup_cosine_decay_schedule, "linear": optim.warmup_linear_decay_schedule}
-    return make[job.schedule.name](0.0, rate, warmup, total, end * rate)
+    rate, schedule = float(job.optimizer["learning_rate"]), job.schedule
+    return make_schedule(schedule.name, rate, schedule.warmup, job.train.steps, schedule.end * rate)
 
 
 def make_optimizer(job: PretrainJob) -> optim.GradientTransformation:
     """Returns the optimizer with the schedule and the clip."""
     more = {key: value for key, value in job.optimizer.items() if key not in ("name", "learning_rate")}
-    rule = OPTIMIZERS[job.optimizer["name"]](make_schedule(job), **more)
-    return optim.chain(optim.clip_by_global_norm(job.train.clip), rule) if job.train.clip else rule
+    return clip_gradients(OPTIMIZERS[job.optimizer["name"]](schedule_of(job), **more), job.train.clip)
 
 
 def settings_of(job: PretrainJob) -> dict[str, Any]:
@@ -347,7 +340,7 @@ def _find_problems(job: PretrainJob) -> Iterator[str]:
             yield f"[{table}] {name} must be at least {least}, got {value}"
     for table, name, choices in (
         ("data", "tokenizer", ("bytes", "bpe")),
-        ("schedule", "name", SCHEDULES),
+        ("schedule", "name", tuple(SCHEDULES)),
         ("train", "precision", ("fp32", "bf16")),
         ("train", "jit", ("", "graph", "inductor")),
     ):
@@ -421,10 +414,10 @@ def _find_mesh_problems(job: PretrainJob) -> Iterator[str]:
     if any(type(size) is not int or size < 1 for size in sizes) or len(job.mesh) - len(sizes) > 1:
         yield f"[mesh] sizes must be at least 1, and one of them may be -1, got {dict(job.mesh)}"
         return
-    if math.prod(job.shape.values()) != world_size():
+    if math.prod(job.shape.values()) != core.num_launched():
         yield (
-            f"[mesh] {dict(job.mesh)} must have as many ranks as the program, {world_size()}. Start it by torchrun"
-            " --nproc-per-node N -m shardfn pretrain ..."
+            f"[mesh] {dict(job.mesh)} must have as many ranks as the program, {core.num_launched()}. Start it by"
+            " torchrun --nproc-per-node N -m shardfn pretrain ..."
         )
     cut = job.shape.get("sp", 1) > 1
     if cut != (job.model["attention"] in ("ulysses", "ring")):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardfn.core import num_launched
 from shardfn.kernels import num_processors
 from shardfn.pretrained import compile_chat_template, load_text
 from shardfn.serve import Settings, Text, read_keys, serve
@@ -26,7 +27,7 @@ def serve_command(job: ServeJob) -> int:
         The exit status: 0 after a signal, or 1 if a rank has ended; 2 if the model or a setting is refused.
     """
     try:
-        if os.environ.get("WORLD_SIZE", "1") != "1":
+        if num_launched() > 1:
             raise ValueError(
                 "shardfn serve must be started without torchrun: it starts the ranks itself, for example with --mesh"
                 " tp=2"

@@ -1,7 +1,6 @@
 """A rank of `shardfn serve`, as the front starts the rank: `python -m shardfn.cli._serve_rank SOCKET MODEL OPTIONS`."""
 
 import argparse
-import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from shardfn.pretrained import AXIS, describe_engine, load_model, make_engine
 from shardfn.serve import Ready, run_worker
 from shardfn.waits import end_start, waiting
 
-from ._generate import flatten_message
+from ._generate import flatten_message, print_error
 from ._serve_job import ServeJob, add_serve_arguments, parse_serve
 
 
@@ -38,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
         run_worker(engine, end, ready, classifier)
         return 0
     except (ValueError, OSError, ImportError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"shardfn serve: error: {flatten_message(error)}", file=sys.stderr, flush=True)
+        print_error("serve", error)
         return 1 if isinstance(error, DamagedError) else 2
     except (EOFError, RankError) as error:
         if isinstance(error, RankError):

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import os
 import pathlib
 import sys
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardfn import speculators
-from shardfn.core import make_mesh, progress, raise_all
+from shardfn.core import make_mesh, num_launched, progress, raise_all
 from shardfn.data import JSONLines
 from shardfn.inference import Decoder, Drafter, Engine, Ngram, Sampling, limits_of
 from shardfn.pretrained import ModelSettings, Problem, detect_kind, load_model
@@ -95,7 +94,7 @@ def parse_speculate(args: argparse.Namespace) -> SpeculateJob:
         problems.append(f"--length must be at least {args.drafts + 2}, --drafts and two more, got {args.length}")
     if not args.learning_rate > 0:
         problems.append(f"--lr must be above 0, got {args.learning_rate}")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if num_launched() > 1:
         problems.append("shardfn speculate runs on one rank; start it without torchrun")
     raise_all(ValueError, "these arguments make no sense:", problems)
     names = {x.name for x in dataclasses.fields(SpeculateJob)} - {"model"}

@@ -17,7 +17,12 @@ from ._keywords import explains_keywords as explains_keywords, explains_fields a
 from ._mesh import HOUSE_AXES as HOUSE_AXES, Axes as Axes, Mesh as Mesh
 from ._mesh import MOST_DRAWN as MOST_DRAWN, all_coords as all_coords
 from ._groups import is_known as is_known
-from ._make_mesh import as_mesh as as_mesh, make_mesh as make_mesh
+from ._make_mesh import (
+    as_mesh as as_mesh,
+    is_first_launched as is_first_launched,
+    make_mesh as make_mesh,
+    num_launched as num_launched,
+)
 from ._placement import (
     QuantizationPolicy as QuantizationPolicy,
     check_policy as check_policy,

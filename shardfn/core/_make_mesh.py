@@ -202,6 +202,11 @@ def num_launched() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def is_first_launched() -> bool:
+    """Returns whether this is the first process of the program, by the launcher's environment variables."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _check_rank_list(ranks: Sequence[int], world: int) -> Sequence[int]:
     if not ranks or list(ranks) != sorted({*ranks} & {*range(world)}):
         raise ValueError(

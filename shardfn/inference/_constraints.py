@@ -21,7 +21,7 @@ from ._state import State
 
 
 class Constraints:
-    """EngineHooks of the tokens of choices that have a grammar.
+    """Hooks of an engine for choices that have a grammar.
 
     Args:
         detokenizer: detokenizer of the engine's tokenizer.

@@ -91,7 +91,7 @@ class _ChoiceText:
 
 
 class Texts:
-    """EngineHooks of the tokens of an engine's choices.
+    """Hooks of an engine for the texts of choices.
 
     Args:
         detokenizer: detokenizer. None gives every token an empty text.

@@ -108,8 +108,9 @@ class TensorLayouts:
     """Shapes, strides, dtypes and devices that tensors must have, compared once for each tensor.
 
     torch makes new objects for a shape, so that to compare the weights of a decode step takes longer than the step's
-    other Python. A tensor that was compared in the call before is known by a weak reference. So its shape must not be
-    changed in place, as by `resize_`.
+    other Python. A tensor that was compared in the call before is known by a weak reference. Only the number of bytes
+    is compared on each call, so that `x.resize_` or `x.data = x.half()` between two calls is noticed. A change in place
+    that keeps the number of bytes is not noticed, for example `x.data = x.t()`.
 
     Args:
         tensors: tensors of these layouts.
@@ -118,14 +119,20 @@ class TensorLayouts:
         >>> layouts, x = TensorLayouts([torch.ones(2, 3)]), torch.zeros(2, 3)
         >>> layouts.match([x]), layouts.match([x]), layouts.match([x.double()]), layouts.match([x[:, :2]])
         (True, True, False, False)
+        >>> x.data = x.half()
+        >>> layouts.match([x])
+        False
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._layouts, self._strides = [*map(_LAYOUT, tensors)], [x.stride() for x in tensors]
+        self._num_bytes = [*map(_NUM_BYTES, tensors)]
         self._matched: list[Callable[[], Tensor | None]] = [lambda: None] * len(tensors)
 
     def match(self, tensors: Sequence[Tensor]) -> bool:
         """Returns whether all tensors have their layouts."""
+        if [*map(_NUM_BYTES, tensors)] != self._num_bytes:
+            return False
         is_new = [*map(operator.is_not, tensors, map(operator.call, self._matched))]
         if not any(is_new):
             return True
@@ -139,6 +146,7 @@ class TensorLayouts:
 
 
 _LAYOUT = operator.attrgetter("shape", "dtype", "device")
+_NUM_BYTES = operator.attrgetter("nbytes")
 
 
 class KernelChain:

@@ -201,7 +201,7 @@ def _read_tool(tool: Any, at: str) -> dict[str, Any]:
 
 
 class MessageWriter:
-    """AnswerWriter of a message.
+    """Writer of a message.
 
     Args:
         model: name of the model that the client has given.

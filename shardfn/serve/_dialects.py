@@ -32,7 +32,7 @@ class Usage(NamedTuple):
 
 
 class AnswerWriter(Protocol):
-    """AnswerWriter of one answer. The events of a stream have the whole answer in pieces."""
+    """Writer of one answer. The events of a stream have the whole answer in pieces."""
 
     answer: dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""WeightGroups of weights, as maps from leaves to index sets.
+"""Groups of weights, as maps from leaves to index sets.
 
 A group has all elements of a unit, for example of a hidden unit of an LSTM: rows of some leaves, and columns of other
 leaves. A family has K groups of the same form, so a place of the family in a leaf is K indices of a dim. Group k has
@@ -16,7 +16,7 @@ from shardfn import core
 
 
 class LeafIndices(NamedTuple):
-    """LeafIndices of a family of K groups in a leaf: indices start to start + K of a dim.
+    """Indices of a family of K groups in a leaf: indices start to start + K of a dim.
 
     Attributes:
         path: path of the leaf, with points, as "layers.0.w_x".
@@ -30,7 +30,7 @@ class LeafIndices(NamedTuple):
 
 
 class GroupFamily(NamedTuple):
-    """WeightGroups of the same form, such as the hidden units of a layer.
+    """Groups of the same form, such as the hidden units of a layer.
 
     Attributes:
         size: number of groups K.

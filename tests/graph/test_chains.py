@@ -280,3 +280,16 @@ def test_results_have_the_strides_of_eager_in_dims_of_one_element() -> None:
         for x in (like, odd) if like.shape == odd.shape else (like,):
             for got, want in zip(step(x), run(x), strict=True):
                 assert torch.equal(got, want) and got.stride() == want.stride()
+
+
+@pytest.mark.parametrize("change", ["half", "resize"])
+def test_known_tensors_of_other_bytes_do_not_match(change: str) -> None:
+    x, y = torch.ones(2, 3), torch.ones(4)
+    layouts = kernels.TensorLayouts([x, y])
+    assert layouts.match([x, y]) and layouts.match([x, y])
+    if change == "half":
+        y.data = y.half()
+    else:
+        y.resize_(8)
+    assert not layouts.match([x, y])
+    assert layouts.match([x, torch.ones(4)])
