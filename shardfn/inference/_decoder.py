@@ -182,7 +182,7 @@ _FREE = (
 # Fields that count only where they are set, so that digests of models without them stay the same.
 _WHERE_SET = (
     *("d_head", "rope", "qk_norm", "norm_place", "norm_plus_one", "softcap", "logits_softcap", "attention_scale"),
-    *("embedding_scale", "parallel", "sinks", "head_bias"),
+    *("embedding_scale", "parallel", "sinks", "head_bias", "images"),
 )
 
 

@@ -35,6 +35,24 @@ _CHOICES = {
 _NUMBERS = ("norm_eps", "rope_base", "softcap", "logits_softcap", "attention_scale", "embedding_scale")
 
 
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """Rule of the tokens of images.
+
+    Attributes:
+        token: id of the token at each place of an image's features.
+        rule: "separate", in which text reads text and images by two softmaxes, and a token of an image reads itself
+            (`nn.multimodal_attention`), "code", in which tokens of images also read the text before them, or "causal",
+            in which all tokens are read alike, as in LLaVA.
+
+    References:
+        Yao et al., DeepSpeed-VisualChat, 2023, https://arxiv.org/abs/2309.14327
+    """
+
+    token: int
+    rule: Literal["separate", "code", "causal"] = "separate"
+
+
 class LayerSettings(NamedTuple):
     """Settings that may differ between layers.
 
@@ -111,6 +129,7 @@ class Config:
         sinks: whether each query head has a learnt attention sink, as in gpt-oss.
         head_bias: whether the output layer has a bias, as in Phi.
         swift: rule by which later layers take keys and values from one state (SwiftKV). None: each from its own input.
+        images: rule of image tokens, whose embeddings are the batch's "image_features". None: text only.
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another field.
@@ -160,6 +179,7 @@ class Config:
     sinks: bool = False
     head_bias: bool = False
     swift: Swift | None = None
+    images: Images | None = None
 
     def __post_init__(self) -> None:
         raise_all(ValueError, "Config:", _list_problems(self))
@@ -300,6 +320,7 @@ def _list_problems(c: Config) -> list[str]:
     for name, asked in (("position='alibi'", c.position == "alibi"), (f"window={c.window}", c.window is not None)):
         if asked and not c.causal:
             out.append(f"{name} looks back only, but causal=False; leave one of them out.")
+    out += _find_image_problems(c, c.images) if c.images else []
     out += _problems_of_experts(c, c.experts) if c.experts else []
     return out + (_find_batch_invariant_problems(c) if c.batch_invariant else [])
 
@@ -341,6 +362,20 @@ def _find_swift_problems(c: Config) -> list[str]:
     return out + c.swift.list_problems(c.num_layers)
 
 
+def _find_image_problems(c: Config, images: Images) -> list[str]:
+    out = []
+    if images.rule not in ("separate", "code", "causal"):
+        hint = did_you_mean(str(images.rule), ("separate", "code", "causal"))
+        out.append(f"images.rule must be 'separate', 'code' or 'causal', got {images.rule!r}.{hint}")
+    if not 0 <= images.token < c.vocab_size:
+        out.append(f"images.token must be from 0 to {c.vocab_size - 1}, a row of the embedding, got {images.token}.")
+    if images.rule == "causal":
+        return out
+    asked = {"causal=False": not c.causal, "sinks=True": c.sinks}
+    asked[f"attention_dropout={c.attention_dropout}"] = c.attention_dropout > 0
+    return out + [f"{images} does not know {name}; leave it out." for name, found in asked.items() if found]
+
+
 def _problems_of_experts(c: Config, experts: Experts) -> list[str]:
     if experts.layers is not None and max(experts.layers) >= c.num_layers:
         return [f"{experts} names layers that the {c.num_layers} layers do not have; they are 0 to {c.num_layers - 1}."]
@@ -373,6 +408,7 @@ def _find_batch_invariant_problems(c: Config) -> list[str]:
         f"attention_dropout={c.attention_dropout}": c.attention_dropout > 0,
         f"loss_tile={c.loss_tile}": c.loss_tile is not None,
         f"mlp={c.mlp!r}": c.mlp == "gelu_erf",
+        f"images={c.images}": c.images is not None,
     }
     out = [
         f"batch_invariant=True does not know {name}; leave one of them out." for name, found in asked.items() if found

@@ -407,5 +407,7 @@ def check_decodable(config: Config) -> None:
             f"decode: bias_rate={config.experts.bias_rate}: experts are chosen by biases in the loss's state, which are"
             " no parameters; such a model is not served."
         )
+    if config.images is not None:
+        raise ValueError(f"decode: images={config.images}: a cache has no images yet. Take `generate`.")
     if not isinstance(config.attention, nn.Dense):
         raise ValueError(f"decode: attention={config.attention!r}: bodies are given. Take attention=Dense().")

@@ -29,6 +29,7 @@ from ._gpt_block import (
 )
 from ._gpt_config import Config, LayerSettings
 from ._gpt_experts import check_bias, join_seen
+from ._gpt_images import find_images, place_features, separate_images
 from ._gpt_leaves import Params, check_blocks, layers_of
 from ._gpt_swift import SwiftKeys
 
@@ -56,8 +57,9 @@ def compute_hidden(
     positions_T = get_positions(config, tokens_BT)
     if axis_size(along.axis) > 1:
         check_blocks(config, params, along.axis)
-    x_BTD = embed_tokens(config, params, tokens_BT, positions_T, along)
-    tables = make_tables(config, positions_T, x_BTD.dtype, batch.get("segment_ids"))
+    x_BTD = embed_tokens(config, params, tokens_BT, positions_T, along, batch.get("image_features"))
+    images_BT = find_images(config, tokens_BT)
+    tables = make_tables(config, positions_T, x_BTD.dtype, batch.get("segment_ids"), images_BT)
     keys = [None] * (config.num_layers + 1) if key is None else split(key, config.num_layers + 1).unbind()
     x_BTD = dropout(config, along, keys[-1], x_BTD, index_B)
     run = wrap(functools.partial(block, config, along, tile, load=load))
@@ -118,10 +120,18 @@ def get_positions(config: Config, tokens_BT: Tensor) -> Tensor:
     return nn.rank_positions(config.attention, T, tokens_BT.device)
 
 
-def embed_tokens(config: Config, params: Params, tokens_BT: Tensor, positions_T: Tensor, along: Along) -> Tensor:
+def embed_tokens(
+    config: Config,
+    params: Params,
+    tokens_BT: Tensor,
+    positions_T: Tensor,
+    along: Along,
+    features_ND: Tensor | None = None,
+) -> Tensor:
     x_BTD = scale_embeddings(
         config, nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, **along._asdict())
     )
+    x_BTD = place_features(config, x_BTD, tokens_BT, features_ND, along)
     if config.position == "learned":
         whole = not config.attention.axes
         table_TD = params["position"]
@@ -161,7 +171,11 @@ def take_rows(config: Config, along: Along, x_BTD: Tensor, at_BS: Tensor) -> Ten
 
 
 def make_tables(
-    config: Config, positions_T: Tensor, dtype: torch.dtype, ids_BT: Tensor | None = None
+    config: Config,
+    positions_T: Tensor,
+    dtype: torch.dtype,
+    ids_BT: Tensor | None = None,
+    images_BT: Tensor | None = None,
 ) -> list[dict[str, Any]]:
     """Returns attention's arguments of each layer, for positions and documents: of this rank's tokens and all heads."""
     more: nn.Mask = nn.Full()
@@ -170,6 +184,7 @@ def make_tables(
     if ids_BT is not None:
         more = more & nn.Segments(nn.whole_sequence(ids_BT, config.attention))
     impl = nn.BatchInvariant() if config.batch_invariant else config.attention
+    impl = separate_images(config, impl, images_BT)
     shared = score_arguments(config, positions_T, dtype)
     ropes = dict.fromkeys(kind.rope for kind in config.layer_settings if kind.rope is not None)
     rotations = {rope: rope_table(config, rope, positions_T, dtype) for rope in ropes}

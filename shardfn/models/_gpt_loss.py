@@ -18,6 +18,7 @@ from shardfn.engine import WeightedMean
 from ._gpt_block import Along, Seen, Wrap
 from ._gpt_config import Config
 from ._gpt_forward import compute_hidden, compute_logits, name_head
+from ._gpt_images import hide_images
 from ._gpt_leaves import Params
 
 # From logits and a batch to a loss, in place of the cross entropy.
@@ -51,7 +52,9 @@ def loss(
             "segment_ids", int64 [B, T + 1], tokens attend only to tokens of their document. Or as `shifted` and
             `cut_sequences` make it: {"tokens", "targets", "segment_ids"}, [B, T] each, of this rank's tokens. With
             "mask", as "tokens" and False for padding after a row's tokens, padding is no target, gets no expert, takes
-            no capacity and counts in no balance. `torch.arange(T + 1) < lengths[:, None]` makes a mask of lengths.
+            no capacity and counts in no balance. `torch.arange(T + 1) < lengths[:, None]` makes a mask of lengths. With
+            `Config(images=)`, "image_features" are [N, D], a row for each image token, row by row in order of
+            positions, and whole on ranks that cut the sequence. Image tokens are no targets.
         key: key that turns dropout on.
         wrap: function applied to the block function.
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
@@ -65,7 +68,8 @@ def loss(
             for all tokens, and the batch is `shifted`. The balance of experts is added to the result.
 
     Returns:
-        A 0-d tensor, or a WeightedMean where "targets", "segment_ids" or "mask" are in the batch.
+        A 0-d tensor, or a WeightedMean where "targets", "segment_ids" or "mask" are in the batch, or of a model with
+        images.
 
     Raises:
         TypeError: the batch is not a dict with "tokens" of integers, [B, T + 1].
@@ -133,7 +137,7 @@ def loss_and_seen(
     extra = None if seen is None else seen.loss.mean()
     if of_logits is not None:
         return _add_balance(of_logits(compute_logits(config, params, x_BTD, along), batch), extra), seen
-    return compute_mean(config, params, x_BTD, batch, along, extra, weighted=is_weighted(given)), seen
+    return compute_mean(config, params, x_BTD, batch, along, extra, weighted=is_weighted(config, given)), seen
 
 
 def shifted(batch: dict[str, Any]) -> dict[str, Any]:
@@ -227,7 +231,8 @@ def shift_targets(config: Config, batch: dict[str, Any]) -> dict[str, Any]:
             'Config(causal=False): each token sees the padding of its row, which "mask" leaves to attention. Give the'
             ' batch "segment_ids", in which padding has a number of its own.'
         )
-    return shifted(batch)
+    out = shifted(batch)
+    return out if config.images is None else out | {"targets": hide_images(config, out["targets"])}
 
 
 def check_of_logits(batch: dict[str, Any], who: str, remedy: str) -> None:
@@ -251,9 +256,9 @@ def check_untiled(config: Config, who: str, name: str, of_logits: LogitsLoss | N
         )
 
 
-def is_weighted(batch: dict[str, Any]) -> bool:
+def is_weighted(config: Config, batch: dict[str, Any]) -> bool:
     """Returns whether rows differ in the number of targets that count."""
-    return any(name in batch for name in ("targets", "segment_ids", "mask"))
+    return config.images is not None or any(name in batch for name in ("targets", "segment_ids", "mask"))
 
 
 def compute_mean(

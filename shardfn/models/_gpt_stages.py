@@ -10,8 +10,9 @@ from shardfn.core import Axes, split
 from ._gpt_block import Along, Seen, Wrap, block, by_layer, dropout, norm
 from ._gpt_config import Config
 from ._gpt_forward import compute_logits, embed_tokens, get_positions, make_tables, take_rows
+from ._gpt_images import find_images
 from ._gpt_leaves import Params, layers_of
-from ._gpt_loss import LogitsLoss, check_of_logits, check_untiled, compute_mean, is_weighted, shift_targets, shifted
+from ._gpt_loss import LogitsLoss, check_of_logits, check_untiled, compute_mean, is_weighted, shift_targets
 
 
 class Stages(NamedTuple):
@@ -106,10 +107,12 @@ def stages_and_seen(
             batch = shift_targets(config, batch)
         tokens_BT, index_B = batch["tokens"], batch.get("index")
         cut, positions_T = get_along(tokens_BT.shape[1]), get_positions(config, tokens_BT)
-        x_BTD = embed_tokens(config, params, tokens_BT, positions_T, cut)
+        x_BTD = embed_tokens(config, params, tokens_BT, positions_T, cut, batch.get("image_features"))
         x_BTD = dropout(config, cut, key, x_BTD, index_B)
         h = {"x": x_BTD, "position": positions_T}
         h |= {name: batch[name] for name in ("segment_ids", "mask") if name in batch}
+        images_BT = find_images(config, tokens_BT)
+        h |= {} if images_BT is None else {"images": images_BT.long()}
         # A sum of no tokens is 0, and varies along the axes of the tokens, as the balance of layers does.
         h |= {"balance": tokens_BT.flatten()[:0].sum().to(x_BTD.dtype)} if config.experts else {}
         if "routes" in batch:  # each layer takes the first ones and puts them last; NCCL sends no int16
@@ -119,7 +122,7 @@ def stages_and_seen(
     def run_layer(
         p: Params, h: dict[str, Tensor], key: Tensor | None = None, bias_E: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Seen | None]:
-        tables = make_tables(config, h["position"], h["x"].dtype, h.get("segment_ids"))
+        tables = make_tables(config, h["position"], h["x"].dtype, h.get("segment_ids"), h.get("images"))
         cut, x_BTD, index_B, seen = get_along(len(h["position"])), h["x"], h.get("index"), None
         routes_mBTk = h.get("routes")
         more = "blocks", h.get("mask"), None if routes_mBTk is None else routes_mBTk[0]
@@ -138,6 +141,7 @@ def stages_and_seen(
         if loss is not None:
             x_BTD = x_BTD if (at_BS := batch.get("at")) is None else take_rows(config, cut, x_BTD, at_BS)
             return loss(compute_logits(config, params, x_BTD, cut), batch)
-        return compute_mean(config, params, x_BTD, shifted(batch), cut, h.get("balance"), weighted=is_weighted(batch))
+        weighted, batch = is_weighted(config, batch), shift_targets(config, batch)
+        return compute_mean(config, params, x_BTD, batch, cut, h.get("balance"), weighted=weighted)
 
     return Stages(run_first, run_layer, run_last)

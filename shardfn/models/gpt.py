@@ -22,6 +22,7 @@ from ._gpt_block import Along as _Along
 from ._gpt_block import Seen as Seen
 from ._gpt_block import Wrap as Wrap
 from ._gpt_config import Config as Config
+from ._gpt_config import Images as Images
 from ._gpt_decode import Decoded as Decoded
 from ._gpt_decode import check_decodable as check_decodable
 from ._gpt_decode import decode as decode
@@ -65,6 +66,7 @@ def apply(
     chosen: Int[Tensor, "b t m k"] | None = None,
     bias: Float[Tensor, "m e"] | Sequence[Tensor] | None = None,
     at: Int[Tensor, "b s"] | None = None,
+    image_features: Float[Tensor, "n d"] | None = None,
 ) -> Float[Tensor, "b _ v"]:
     """Returns logits of the next token at each position, or at some positions.
 
@@ -86,6 +88,8 @@ def apply(
             of `models.moe`, which a config with `bias_rate` needs.
         at: positions of each row whose logits are returned, such as `rl.completion_positions`. The head multiplies only
             them. None is all positions.
+        image_features: embeddings of the image tokens, row by row in order of positions, with `Config(images=)`. Ranks
+            that cut the sequence pass all of them.
 
     Returns:
         [B, T, V], or [B, S, V] with `at`: all logits, or this rank's part of V, which `all_gather_invariant(logits,
@@ -93,8 +97,8 @@ def apply(
 
     Raises:
         ValueError: too long a sequence, dropout without `index_B`, leaves that are not cut along `axis`, choices or
-            biases of other experts, no biases where experts have biases, or `at` where a rank has only some of the
-            tokens.
+            biases of other experts, no biases where experts have biases, `at` where a rank has only some of the tokens,
+            or other numbers of image tokens and features.
 
     Example:
         >>> import shardfn.core as core
@@ -103,7 +107,7 @@ def apply(
         torch.Size([2, 5, 64])
     """
     along = _Along(axis, tokens_BT.shape[1] if sequence else None)
-    batch = {"tokens": tokens_BT, "index": index_B}
+    batch = {"tokens": tokens_BT, "index": index_B, "image_features": image_features}
     x_BTD, _ = _compute_hidden(config, params, batch, key, wrap, along, bias=bias, chosen=chosen)
     return _compute_logits(config, params, x_BTD if at is None else _take_rows(config, along, x_BTD, at), along)
 
@@ -184,6 +188,7 @@ def generate(
     temperature: float = 1.0,
     axis: Axes = None,
     bias: Float[Tensor, "m e"] | Sequence[Tensor] | None = None,
+    image_features: Float[Tensor, "n d"] | None = None,
 ) -> Int64[Tensor, "b s"]:
     """Samples a continuation: argmax(logits / temperature + Gumbel noise), token by token.
 
@@ -199,12 +204,15 @@ def generate(
         temperature: divisor of logits. 0 takes the likeliest token.
         axis: mesh axes along which the leaves are cut, as in `apply`.
         bias: see `apply`.
+        image_features: embeddings of the prompt's image tokens, as of `apply`. No image token is sampled then, and all
+            tokens must fit `max_len`.
 
     Returns:
         The prompt and its continuation, [B, T + num_tokens].
 
     Raises:
-        ValueError: an empty prompt, a negative temperature, or a model that looks ahead.
+        ValueError: an empty prompt, a negative temperature, a model that looks ahead, or images and more tokens than
+            `max_len`.
 
     Example:
         >>> import shardfn.core as core
@@ -220,13 +228,24 @@ def generate(
         )
     if not config.causal:
         raise ValueError("generate: a model with causal=False sees later tokens, and cannot go on with a text.")
+    if image_features is not None and prompt_BT.shape[1] + num_tokens - 1 > config.max_len:
+        raise ValueError(
+            f"generate: tokens after images must be at most max_len={config.max_len}, got {prompt_BT.shape[1]} +"
+            f" {num_tokens}. Shorten the prompt, or generate fewer tokens."
+        )
     tokens_BT, config = prompt_BT, dataclasses.replace(config, attention=nn.Dense())
     for step in range(num_tokens):
         x_BTD, _ = _compute_hidden(
-            config, params, {"tokens": tokens_BT[:, -config.max_len :]}, along=_Along(axis), bias=bias
+            config,
+            params,
+            {"tokens": tokens_BT[:, -config.max_len :], "image_features": image_features},
+            along=_Along(axis),
+            bias=bias,
         )
         own_BV = _compute_logits(config, params, x_BTD[:, -1], _Along(axis))
         logits_BV = all_gather_invariant(own_BV, axis, dim=-1, size=config.vocab_size)
+        if config.images is not None:
+            logits_BV = logits_BV.index_fill(1, tokens_BT.new_tensor([config.images.token]), -torch.inf)
         next_B = _sample_tokens(logits_BV.float(), fold_in(key, step), temperature)
         tokens_BT = torch.cat((tokens_BT, next_B[:, None]), dim=1)
     return tokens_BT

@@ -26,6 +26,8 @@ from ._attention_backends import (
     shard_rows as shard_rows,
     sequence_order as sequence_order,
 )
+from ._multimodal import Modality as Modality, MultimodalCausal as MultimodalCausal
+from ._multimodal import multimodal_attention as multimodal_attention
 from ._cross_entropy import cross_entropy as cross_entropy, cross_entropy_sum as cross_entropy_sum
 from ._cross_entropy import next_tokens as next_tokens
 from ._tiled_cross_entropy import tiled_cross_entropy as tiled_cross_entropy

@@ -153,6 +153,7 @@ class Dense(Local):
             y_BHTK = _multiply_scores(narrowed(q_BHTK, k_BGSK, v_BGSK), (open, bias, scales), how)
             return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
         keep = open if bias is None else bias.masked_fill(~open, -math.inf).to(q_BTHK.dtype)
+        keep = keep[None] if keep.ndim == 3 else keep  # torch's fused kernels take two or four dims
         y_BHTK = _call_sdpa(q_BHTK, k_BGSK, v_BGSK, attn_mask=keep, **options)
         return y_BHTK.masked_fill(~some, 0.0).transpose(1, 2)
 
