@@ -80,5 +80,5 @@ def _check_counts(images_BT: Tensor, num: int) -> None:
 def _describe_counts(count: str, num: int) -> str:
     return (
         f"a batch must have a row of image_features for each image token, got {count} image tokens and {num} rows. Give"
-        " each image as many image tokens as it has features, as data.interleave does."
+        " each image one image token for each of its features, by data.expand_images."
     )
