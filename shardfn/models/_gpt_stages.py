@@ -59,6 +59,7 @@ def stages(
             routes of other experts.
 
     Example:
+        >>> import torch
         >>> import shardfn.core as core
         >>> from shardfn.models.gpt import apply, init, loss
         >>> config = Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4, stacked=True)
