@@ -54,7 +54,7 @@ class Modality(Mask):
         return (self.images_BT,)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Mask:
-        return Modality(*tensors, self.of_images, self.image_rows)
+        return dataclasses.replace(self, images_BT=tensors[0])
 
     def cover(self, queries: Span, keys: Span) -> Cover:
         return "some" if queries[0] < queries[1] and keys[0] < keys[1] else "none"
