@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardfn.cli import Setup, model_states, plan, plan_text
+from shardfn.cli import Setup, model_states, plan, plan_text, recipes_text
 from shardfn.cli._models import PRESETS
 from shardfn.cli._report import table
 from shardfn.cli._units import gb, gib, seconds
@@ -31,7 +31,12 @@ _MOST_RANKS = 1 << 14
 
 def make_tables() -> str:
     """Returns all tables, as Markdown."""
-    return "\n\n".join((_zero_paper(), _trillion_table(), _turing_table(), _preset_table(), _example_plan())) + "\n"
+    return (
+        "\n\n".join(
+            (_zero_paper(), _trillion_table(), _turing_table(), _preset_table(), _recipe_table(), _example_plan())
+        )
+        + "\n"
+    )
 
 
 def _make_setup(name: str, mesh: dict[str, int], stage: int, device: str = "a100-80", **more: int | bool) -> Setup:
@@ -95,6 +100,10 @@ def _smallest_mesh(name: str) -> str:
     while ranks < _MOST_RANKS and not plan(_make_setup(name, {"dp": ranks}, 3, remat=True)).fits:
         ranks *= 2
     return str(ranks)
+
+
+def _recipe_table() -> str:
+    return "##" + recipes_text().rstrip()
 
 
 def _example_plan() -> str:

@@ -15,7 +15,8 @@ from ._report import (
     plan_json as plan_json,
     plan_text as plan_text,
 )
-from ._models import RECIPES as RECIPES, Recipe as Recipe, recipe as recipe, recipe_text as recipe_text
+from ._recipes import RECIPES as RECIPES, Recipe as Recipe, recipe as recipe, recipe_text as recipe_text
+from ._recipes import recipes_text as recipes_text
 from ._report import write_chart as write_chart
 from ._search import SearchResult as SearchResult, search as search
 from ._search import MLP_WIDTH as MLP_WIDTH, LongestSequence as LongestSequence, LongSettings as LongSettings

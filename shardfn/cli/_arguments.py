@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import get_args
 
 import torch
 
@@ -91,7 +92,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--efficiency", type=float, default=0.6, help="fraction of the peak rate in use (default 0.6)")
     run.add_argument("--bucket-bytes", type=int, default=core.Travel().bucket_bytes, help="Travel(bucket_bytes=)")
     run.add_argument("--prefetch-bytes", type=int, default=core.Pace().prefetch_bytes, help="Pace(prefetch_bytes=)")
+    for kind, default in (("params", ""), ("grads", ""), ("optimizer", ""), ("activations", ", with --remat")):
+        kinds = core.TENSOR_KINDS if kind == "activations" else get_args(core.MemoryKind)
+        run.add_argument(f"--{kind}", default="device", choices=kinds, help=f"their memory{default} (default device)")
     run.add_argument("--recipe", help="a published run in place of all of these: mt-nlg-530b, bloom-176b, ...")
+    run.add_argument("--recipes", action="store_true", help="all published runs, with the claims of their authors")
     out = parser.add_argument_group("what comes out")
     out.add_argument(
         "--search", action="store_true", help="find the fastest stage, accumulation, remat (and tp) that fits"
@@ -105,19 +110,23 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--png", help="write a picture to this file (needs matplotlib)")
 
 
-def check_recipe_alone(args: argparse.Namespace) -> None:
-    """Refuses options that set up a run next to `--recipe`, which has settings.
+def check_recipe_alone(args: argparse.Namespace, what: str) -> None:
+    """Refuses options that set up a run next to `--recipe` or `--recipes`, which have settings.
+
+    Args:
+        args: arguments of the command.
+        what: option and its value, for the message.
 
     Raises:
         ValueError: lists such options.
     """
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
-    outside = ("command", "recipe", "json", "out", "png")
+    outside = ("command", "recipe", "recipes", "json", "out", "png")
     given = [name for name, value in vars(args).items() if name not in outside and value != parser.get_default(name)]
     core.raise_all(
         ValueError,
-        f"--recipe {args.recipe} is a whole run; leave out, or plan without a recipe:",
+        f"{what} is a whole run; leave out, or plan without a recipe:",
         [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in given],
     )
 
@@ -135,7 +144,7 @@ def parse_setup(args: argparse.Namespace) -> Setup:
         config,
         shape,
         device_cluster(args.device, shape),
-        core.Zero(stage=args.zero, travel=travel, pace=pace),
+        _parse_zero(args, travel, pace),
         args.precision,
         batch=args.batch,
         seq=min(config.max_len, 2048) if args.seq is None else args.seq,
@@ -144,7 +153,14 @@ def parse_setup(args: argparse.Namespace) -> Setup:
         efficiency=args.efficiency,
         schedule=args.schedule,
         ep=args.ep,
+        activations=args.activations,
     )
+
+
+def _parse_zero(args: argparse.Namespace, travel: core.Travel, pace: core.Pace) -> core.Zero:
+    kinds = {name: getattr(args, name) for name in ("params", "grads", "optimizer")}
+    disk = core.Disk(".") if any(map(core.is_disk, kinds.values())) else None
+    return core.Zero(stage=args.zero, travel=travel, pace=pace, disk=disk, **kinds)
 
 
 def parse_mesh(text: str) -> dict[str, int]:

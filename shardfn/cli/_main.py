@@ -21,10 +21,10 @@ from ._finetune import finetune
 from ._finetune_job import add_finetune_arguments, parse_job
 from ._generate import generate
 from ._generate_job import add_generate_arguments, parse_generate
-from ._models import recipe, recipe_json, recipe_text
 from ._plan import JobPlan, plan
 from ._pretrain import pretrain
 from ._pretrain_job import add_pretrain_arguments, parse_pretrain
+from ._recipes import recipe, recipe_json, recipe_text, recipes_json, recipes_text
 from ._report import (
     advice_text,
     dump,
@@ -225,6 +225,10 @@ def _check_command(args: argparse.Namespace) -> Callable[[], int] | None:
 
 
 def _plan_command(args: argparse.Namespace) -> int:
+    if args.recipes:
+        check_recipe_alone(args, "--recipes")
+        _write_output(dump(recipes_json()) if args.json else recipes_text(), args.out)
+        return 0
     if args.longest:
         return _longest_command(args)
     text, plans = _plan_recipe(args) if args.recipe else _search_plans(args) if args.search else _plan_job(args)
@@ -254,8 +258,8 @@ def _plan_job(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
 
 
 def _plan_recipe(args: argparse.Namespace) -> tuple[str, list[JobPlan]]:
-    check_recipe_alone(args)
-    made = plan(recipe(args.recipe).setup)
+    check_recipe_alone(args, f"--recipe {args.recipe}")
+    made = recipe(args.recipe).plan()
     return dump(recipe_json(args.recipe)) if args.json else recipe_text(args.recipe), [made]
 
 

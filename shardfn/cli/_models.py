@@ -1,27 +1,17 @@
-"""Models and runs by name: published models, and any other model by the fields of `models.gpt.Config`.
-
-A published run has the settings, and the figures reported by the authors.
-"""
+"""Models by name: published models, and any other model by the fields of `models.gpt.Config`."""
 
 import ast
 import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from shardfn import core
-from shardfn.graph import cluster
 from shardfn.interop import gpt_config
 from shardfn.models import gpt, moe
 from shardfn.nn.moe import top_k
-
-from ._layout import bubble
-from ._plan import JobPlan, plan
-from ._report import plan_json, plan_text, table
-from ._states import Setup
-from ._units import gb, seconds
 
 _SWITCHES = ("tie_embeddings", "bias", "stacked", "embedding_norm", "norm_plus_one", "sinks", "head_bias")
 _WORDS = ("norm", "mlp", "position", "qk_norm", "norm_place", "parallel")
@@ -190,132 +180,18 @@ PRESETS: Mapping[str, Preset] = {
         _gpt_config(105, 20480, 128, vocab=51200, length=2048),
         "Smith et al. 2022, arXiv 2201.11990: 105 layers of 20480",
     ),
+    "zero-offload-13b": Preset(_gpt_config(65, 4096, 32), "Ren et al. 2021, arXiv 2101.06840: 65 layers of 4096"),
+    "zero-offload-70b": Preset(_gpt_config(69, 9216, 96), "Ren et al. 2021, arXiv 2101.06840: 69 layers of 9216"),
+    "ted-40b": Preset(
+        _gpt_config(32, 4096, 32, length=2048, experts=moe.Experts(num=16, every=2, top_k=1)),
+        "Singh et al. 2023, arXiv 2303.06318: a base of 6.7 billion, with 16 experts in every second layer",
+    ),
+    "zero-infinity-32t": Preset(
+        _gpt_config(203, 114688, 512, vocab=51200),
+        "Rajbhandari et al. 2021, arXiv 2104.07857, which gives the count of 32e12 alone: 203 layers of 114688 make it",
+    ),
     "1t": Preset(
         _gpt_config(128, 25600, 160, vocab=51200, length=2048),
         "Narayanan et al. 2021, arXiv 2104.04473, table 1: 128 layers of 25600, 160 heads",
-    ),
-}
-
-
-# The compared figures, each with its value in a plan.
-_FIGURES: Mapping[str, Callable[[JobPlan], str]] = {
-    "parameters": lambda p: f"{p.num_params / 1e9:,.1f}e9",
-    "devices": lambda p: str(p.setup.world),
-    "model states of all, TB": lambda p: f"{16 * p.num_params / 1e12:.2f}",
-    "model states of a device, GB": lambda p: gb(p.states.total),
-    "layers of a stage": lambda p: str(-(-p.setup.config.num_layers // p.setup.axis("pp"))),
-    "bubble, of the busy time": lambda p: f"{bubble(p.setup):.1%}",
-    "step": lambda p: seconds(p.cost.seconds),
-    "TFLOP/s of a device, remat counted": lambda p: f"{_device_rate(p) / 1e12:.0f}",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """Published training run, for example the hardware and the measured speed.
-
-    Attributes:
-        setup: settings of the run.
-        published: values reported by the authors, by the figure's name.
-        source: authors and paper, and settings that were chosen here.
-    """
-
-    setup: Setup
-    published: Mapping[str, str]
-    source: str
-
-
-def recipe(name: str) -> Recipe:
-    """Returns the recipe of that name.
-
-    Raises:
-        ValueError: the name is unknown; suggests the nearest.
-
-    Example:
-        >>> recipe("mt-nlg-530b").setup.world
-        2240
-    """
-    if name not in RECIPES:
-        raise ValueError(
-            f"--recipe {name!r} is not known.{core.did_you_mean(name, RECIPES)} Known: {', '.join(RECIPES)}."
-        )
-    return RECIPES[name]
-
-
-def recipe_text(name: str) -> str:
-    """Returns the plan of a recipe as Markdown, next to the published values.
-
-    Example:
-        >>> recipe_text("zero-1t").splitlines()[0]
-        '# Recipe zero-1t'
-    """
-    made, found = plan(recipe(name).setup), recipe(name)
-    rows = [(what, say(made), found.published.get(what, "")) for what, say in _FIGURES.items()]
-    head = f"# Recipe {name}\n\n{found.source}\n\n"
-    return head + table(("figure", "planned", "published"), rows) + "\n\n#" + plan_text(made)
-
-
-def recipe_json(name: str) -> dict[str, Any]:
-    """Returns the plan of a recipe as JSON's types, and the published values."""
-    found = recipe(name)
-    return plan_json(plan(found.setup)) | {"recipe": name, "published": dict(found.published), "source": found.source}
-
-
-def _device_rate(p: JobPlan) -> float:
-    """Returns the operations per second and device, including a recomputed forward."""
-    return p.cost.model_flops * (4 / 3 if p.setup.remat else 1) / p.cost.seconds / p.setup.world
-
-
-def _make_setup(model: str, mesh: dict[str, int], stage: int, precision: str, batch: int, **more: object) -> Setup:
-    once = core.Zero(stage=stage, pace=core.Pace(accumulate="once"))
-    config, device = PRESETS[model].config, str(more.pop("device", "a100-80"))
-    length = min(config.max_len, 2048)
-    settings: dict[str, object] = {"batch": batch, "seq": length, "remat": True, **more}
-    return Setup(model, config, mesh, cluster(device), once, precision, **settings)  # type: ignore[arg-type]
-
-
-RECIPES: Mapping[str, Recipe] = {
-    "mt-nlg-530b": Recipe(
-        _make_setup("mt-nlg-530b", {"pp": 35, "dp": 8, "tp": 8}, 0, "bf16-adam", 240, accumulate=240),
-        {
-            "parameters": "530e9",
-            "devices": "2240",
-            "model states of all, TB": "about 10",
-            "layers of a stage": "3",
-            "step": "60.1 s",
-            "TFLOP/s of a device, remat counted": "126",
-        },
-        "Smith et al. 2022, arXiv 2201.11990: tensor parallelism of 8 within a node, 35 stages, 8 replicas, a batch of"
-        " 1920. Microbatches of one sequence, remat and the efficiency of 0.6 are assumed; states of 16 bytes a"
-        " parameter, where the paper has up to 20.",
-    ),
-    "bloom-176b": Recipe(
-        _make_setup("bloom-176b", {"pp": 12, "dp": 8, "tp": 4}, 1, "bf16-adam", 256, accumulate=128),
-        {
-            "parameters": "176.2e9",
-            "devices": "384",
-            "layers of a stage": "6 (72 with embedding and output layer)",
-            "TFLOP/s of a device, remat counted": "150 to 156",
-        },
-        "BigScience 2022, arXiv 2211.05100: tensor parallelism of 4, 12 stages, 8 replicas, ZeRO stage 1, a batch of"
-        " 2048. Microbatches of two sequences, remat and the efficiency of 0.6 are assumed. Gradients are 2 bytes here;"
-        " BLOOM summed its in float32.",
-    ),
-    "turing-nlg-17b": Recipe(
-        _make_setup("turing-nlg-17b", {"dp": 64, "tp": 4}, 1, "fp16-adam", 8, device="v100-32"),
-        {"parameters": "17e9", "devices": "256", "model states of all, TB": "0.27"},
-        "Microsoft Research, February 2020: 78 layers of 4256, 28 heads; ZeRO stage 1 with a tensor parallelism of 4"
-        " and a batch of 512 on 256 V100, where Megatron alone needs 16, which does not divide 28 heads.",
-    ),
-    "zero-1t": Recipe(
-        _make_setup("1t", {"dp": 1024}, 3, "fp16-adam", 1),
-        {
-            "parameters": "1000e9",
-            "devices": "1024",
-            "model states of all, TB": "16",
-            "model states of a device, GB": "16",
-        },
-        "Rajbhandari et al. 2019, arXiv 1910.02054, section 1: a trillion parameters over 1024 devices at stage 3. The"
-        " model is the trillion of Narayanan et al. 2021.",
     ),
 }

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from shardfn.core import did_you_mean, raise_all
+from shardfn.core import did_you_mean, is_device, is_disk, raise_all
 from shardfn.models import gpt
 
 from ._layout import ExpertsPlan, activation_bytes, expert_problems, experts_plan, pipeline_problems, stage_layers
@@ -29,6 +29,8 @@ class JobPlan:
         cost: time of the step.
         notes: assumptions to know.
         experts: experts of a model with experts.
+        outside: bytes of the rank on the host and on the disk, by memory and kind, empty if all is on the device.
+        room: bytes that a rank may use of these memories.
     """
 
     setup: Setup
@@ -39,6 +41,8 @@ class JobPlan:
     cost: Cost
     notes: tuple[str, ...]
     experts: ExpertsPlan | None = None
+    outside: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    room: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -47,14 +51,22 @@ class JobPlan:
 
     @property
     def fits(self) -> bool:
-        """Returns whether the peak is within the limit."""
-        return self.peak <= self.limit
+        """Returns whether the peak is within the limit, and the parts on the host and the disk within theirs."""
+        return self.peak <= self.limit and not self.overfull
+
+    @property
+    def overfull(self) -> tuple[str, ...]:
+        """Returns the memories next to the device that are too small."""
+        return tuple(x for x, kinds in self.outside.items() if sum(kinds.values()) > self.room[x])
 
     @property
     def verdict(self) -> str:
         """Returns whether the run fits, in words; if not, which kind of memory to reduce."""
         if self.fits:
             return f"fits: {of_limit(self.peak, self.limit)}"
+        for memory in self.overfull[: self.peak <= self.limit]:
+            need = sum(self.outside[memory].values())
+            return f"does not fit: {of_limit(need, self.room[memory])} of the {memory} for each rank"
         biggest = max(self.memory, key=lambda kind: self.memory[kind])
         return (
             f"does not fit: {of_limit(self.peak, self.limit)}, {with_unit(self.peak - self.limit)} too many;"
@@ -81,17 +93,41 @@ def plan(setup: Setup) -> JobPlan:
     """
     raise_all(ValueError, "plan:", problems(setup))
     states, acts = model_states(setup, stage_layers(setup)), activation_bytes(setup)
-    memory = {
+    sizes = {
         "params": states.params,
         "grads": states.grads,
         "optimizer": states.optimizer,
         "gathered window": states.window,
         "activations": acts.saved,
-        "temporaries": acts.temporaries + states.reducing,
+        "temporaries": acts.temporaries + states.reducing + _grads_in_flight(setup, states),
     }
+    homes, room = setup.homes, rank_room(setup)
+    memory = {kind: 0 if kind in homes else nbytes for kind, nbytes in sizes.items()}
+    outside: dict[str, dict[str, int]] = {}
+    for kind, home in homes.items():
+        outside.setdefault(home, {})[kind] = sizes[kind]
     limit = int(setup.cluster.device.memory * (1 - HEADROOM))
-    cost, experts = step_cost(setup), experts_plan(setup)
-    return JobPlan(setup, _num_params(setup.config), states, memory, limit, cost, _list_notes(setup), experts)
+    cost, experts, notes = step_cost(setup), experts_plan(setup), _list_notes(setup)
+    num_params = _num_params(setup.config)
+    return JobPlan(setup, num_params, states, memory, limit, cost, notes, experts, outside, room)
+
+
+def rank_room(setup: Setup) -> dict[str, int]:
+    """Returns the bytes of host and disk for a rank, by memory, empty for a machine without figures."""
+    machine = setup.cluster.machine
+    if machine is None:
+        return {}
+    return {
+        "host": int(machine.memory * (1 - HEADROOM)) // setup.ranks_of_machine,
+        "disk": machine.disk // setup.ranks_of_machine,
+    }
+
+
+def _grads_in_flight(setup: Setup, states: States) -> int:
+    """Returns the bytes of a whole gradient on its way to another memory, where no reduction has counted it."""
+    if "grads" not in setup.homes or states.reducing:
+        return 0
+    return states.largest // setup.bytes_of.params * setup.bytes_of.grads
 
 
 def by_ep(p: JobPlan) -> list[JobPlan]:
@@ -132,10 +168,22 @@ def problems(s: Setup) -> list[str]:
         out.append(f"{s.cluster.device.name} does not compute in {s.bytes_of.dtype}; use {' or '.join(known)}.")
     if s.zero.travel.gather or s.zero.near or s.zero.travel.reduce:
         out.append("Travel(gather=, secondary_axis=, reduce=) are not planned; lower the step on an abstract mesh.")
-    out += pipeline_problems(s) + expert_problems(s)
+    out += pipeline_problems(s) + expert_problems(s) + _list_memory_problems(s)
     tp, heads = s.axis("tp"), s.config.num_heads
     if tp > heads:
         out.append(f"tp={tp} is more than the model's {heads} heads; some ranks would have no head.")
+    return out
+
+
+def _list_memory_problems(s: Setup) -> list[str]:
+    out = []
+    if not is_device(s.activations) and not s.remat:
+        out.append("--activations host moves the inputs of blocks, which only --remat keeps; add --remat.")
+    if is_disk(s.activations):
+        out.append("--activations disk is not possible; use host.")
+    if s.homes and s.cluster.machine is None:
+        given = ", ".join(f"--{kind} {memory}" for kind, memory in s.homes.items())
+        out.append(f"{given}: {s.cluster.device.name} has no memory next to the device's. Leave it out.")
     return out
 
 
@@ -167,6 +215,11 @@ def _list_notes(s: Setup) -> tuple[str, ...]:
         notes.append(
             "Time, activations and traffic are those of equally busy experts; with others the fullest rank has more"
             " rows, and the step waits for it. A captured step has room for the bound. The exchange is not hidden."
+        )
+    if s.homes:
+        notes.append(
+            "The host's memory and disks are those of the vendor's machine, shared by the machine's ranks. The update"
+            " of an optimizer away from the device runs on the host. Moves run beside the computation."
         )
     if s.bytes_of.optimizer == 12:
         notes.append("The optimizer state holds a float32 master copy of the parameters beside mu and nu.")

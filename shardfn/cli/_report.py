@@ -126,6 +126,10 @@ def memory_table(p: JobPlan, exact: Exact | None = None) -> str:
     rows.append(("**peak**", unit.of(p.peak), *((unit.of(exact.peak),) if exact else ()), limit))
     head = ("kind", unit.name, *((f"{unit.name}, captured",) if exact else ()), "what")
     title = "## Memory of the fullest rank\n\n"
+    for memory, each in p.outside.items():
+        what = f"on the {memory}; {with_unit(p.room[memory])} for each rank"
+        captured = ("",) if exact else ()
+        rows += [(f"{memory}: {kind}", unit.of(nbytes), *captured, what) for kind, nbytes in each.items()]
     tail = f"\n\nModel states (params + grads + optimizer): {gb(states)} GB = {with_unit(states)}."
     return title + table(head, rows) + tail
 
@@ -164,6 +168,8 @@ def plan_json(p: JobPlan, exact: Exact | None = None) -> dict[str, Any]:
         "efficiency": s.efficiency,
         "fits": p.fits,
         "memory": {**p.memory, "peak": p.peak, "limit": p.limit, "model_states": p.states.total},
+        "outside": {memory: dict(kinds) for memory, kinds in p.outside.items()},
+        "room": dict(p.room),
         "traffic": [dataclasses.asdict(t) for t in c.transfers],
         "time": {
             "compute": c.compute,
@@ -172,6 +178,7 @@ def plan_json(p: JobPlan, exact: Exact | None = None) -> dict[str, Any]:
             "experts": c.experts,
             "pipeline": c.pipeline,
             "update": c.update,
+            "moves": c.moves,
             "step": c.seconds,
         },
         "dominates": c.dominates,
@@ -246,6 +253,7 @@ def _time_table(p: JobPlan, exact: Exact | None) -> str:
             else ()
         ),
         ("update", c.update, "the optimizer reads and writes its state"),
+        *((("moves", c.moves, "host and disk, as far as the computation does not hide them"),) if c.moves else ()),
         ("**step**", c.seconds, f"{c.model_flops:.3g} floating-point operations of the model"),
     ]
     lines = [(name, seconds(t), f"{t / c.seconds:.1%}", what) for name, t, what in rows]
@@ -321,6 +329,7 @@ def _time_parts(p: JobPlan) -> dict[str, float]:
         "tensor-parallel sums": c.tensor,
         "pipeline": c.pipeline,
         "update": c.update,
+        "moves": c.moves,
     }
 
 

@@ -237,7 +237,9 @@ def peak_bytes(setup: Setup, settings: LongSettings, tokens: int) -> int:
     c, size, states = setup.config, setup.bytes_of.params, model_states(setup)
     ranks = setup.axis("dp")
     t, layer = -(-tokens // ranks), c.vocab_size * c.d_model
-    stay = states.params + states.optimizer + (states.window if ranks > 1 else 0)
+    homes = setup.homes
+    stay = 0 if "params" in homes else states.params
+    stay += (0 if "optimizer" in homes else states.optimizer) + (states.window if ranks > 1 or "params" in homes else 0)
     kept = 0 if settings.offload else c.num_layers * t * c.d_model * size
     n = settings.loss_tile
     loss = 12 * t * c.vocab_size if n is None else 4 * max(2 * n * c.vocab_size + layer, n * c.vocab_size + 2 * layer)
@@ -245,8 +247,8 @@ def peak_bytes(setup: Setup, settings: LongSettings, tokens: int) -> int:
     tile = 6 * c.d_model * t + wide * min(t, MLP_WIDTH)
     block = size * max(narrow * t, tile if settings.tiled_mlp else (wide + 5 * c.head_dim // 2) * t)
     last = kept + 4 * layer + _block_grads(c) * setup.bytes_of.grads
-    first = t * c.d_model * size + states.grads - 4 * layer // ranks
-    update = states.grads + 4 * layer // ranks
+    first = t * c.d_model * size + (0 if "grads" in homes else states.grads - 4 * layer // ranks)
+    update = 0 if "optimizer" in homes else states.grads + 4 * layer // ranks
     return stay + max(loss + 2 * t * c.d_model * size + kept, block + max(last, first), update)
 
 

@@ -77,6 +77,7 @@ class Setup:
         efficiency: fraction of the device's peak reached by matrix products.
         schedule: schedule of the pipeline, if the mesh has an axis "pp", with `accumulate` microbatches.
         ep: number of ranks along dp on which the experts lie, a divisor of dp.
+        activations: memory of the blocks' inputs between forward and backward, with `remat`: "device" or "host".
     """
 
     model: str
@@ -92,6 +93,7 @@ class Setup:
     efficiency: float = 0.6
     schedule: str = "1f1b"
     ep: int = 1
+    activations: core.MemoryKind = "device"
 
     @property
     def bytes_of(self) -> Precision:
@@ -116,6 +118,18 @@ class Setup:
     def axis(self, name: str) -> int:
         """Returns the number of ranks along an axis, or 1 if the mesh lacks the axis."""
         return self.mesh.get(name, 1)
+
+    @property
+    def homes(self) -> dict[str, core.MemoryKind]:
+        """Returns the memories of the kinds that are away from the device."""
+        kinds = {"params": self.zero.params, "grads": self.zero.grads, "optimizer": self.zero.optimizer}
+        kinds |= {"activations": self.activations}
+        return {kind: memory for kind, memory in kinds.items() if not core.is_device(memory)}
+
+    @property
+    def ranks_of_machine(self) -> int:
+        """Returns the number of ranks on a single machine."""
+        return max(1, min(self.world, self.cluster.per_node))
 
     @property
     def has_uneven_heads(self) -> bool:
@@ -150,6 +164,7 @@ class States:
         summed: bytes of gradients that are summed whole.
         shared: bytes of the gradients of the leaves outside the blocks, which all ranks of a pipeline have.
         messages: for each of gathered, refreshed, scattered and summed, the number of transfers that send it once.
+        largest: parameters of the largest leaf on a rank, whole.
     """
 
     params: int
@@ -163,6 +178,7 @@ class States:
     summed: int
     shared: int
     messages: Mapping[str, int]
+    largest: int = 0
 
     @property
     def total(self) -> int:
@@ -217,6 +233,9 @@ def _model_states(
     cut = [u for u in reduces if leaves[u.leaves[0]].ways.reduce.scatters]
     biggest = max((u.nbytes for u in gathers), default=0)
     gathered = sum(u.nbytes for u in gathers)
+    largest = size.params * max(x.block.numel() for x in leaves)
+    if not core.is_device(zero.params):  # leaves come from elsewhere at any stage
+        biggest, gathered = max(biggest, largest), sum(size.params * x.block.numel() for x in leaves)
     ratio = size.grads / size.params
     return States(
         params=size.params * sum(_largest_piece(x.used) for x in leaves),
@@ -237,6 +256,7 @@ def _model_states(
             "scattered": len(cut),
             "summed": len(whole),
         },
+        largest=largest,
     )
 
 

@@ -10,9 +10,10 @@ as the slowest stage, and is idle during the filling and draining, by the schedu
 import dataclasses
 import math
 
+from shardfn.core import is_device, is_disk
 from shardfn.models import gpt
 
-from ._layout import experts_plan, matrices, mean_width, pipeline, router_weights, stage_layers
+from ._layout import activation_bytes, experts_plan, matrices, mean_width, pipeline, router_weights, stage_layers
 from ._states import Setup, States, model_states
 
 
@@ -49,6 +50,7 @@ class Cost:
         experts: exchanges of tokens between experts' ranks, of equally busy experts.
         pipeline: waiting while a pipeline fills and drains, for slower stages, and for messages between stages.
         update: the optimizer, limited by the memory's bandwidth.
+        moves: waiting for the host and the disk that the computation does not hide.
         model_flops: operations of the model per step, over all ranks, without those that remat repeats.
         mfu: model_flops / (time x ranks x the device's peak).
         tokens_per_second: over all ranks.
@@ -64,11 +66,12 @@ class Cost:
     model_flops: float
     mfu: float
     tokens_per_second: float
+    moves: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Returns the time of the step."""
-        return self.compute + self.exposed + self.tensor + self.experts + self.pipeline + self.update
+        return self.compute + self.exposed + self.tensor + self.experts + self.pipeline + self.update + self.moves
 
     @property
     def dominates(self) -> str:
@@ -80,6 +83,7 @@ class Cost:
             "the exchange of tokens": self.experts,
             "the pipeline": self.pipeline,
             "the optimizer's memory traffic": self.update,
+            "moves between memories": self.moves,
         }
         return max(parts, key=lambda name: parts[name])
 
@@ -105,13 +109,14 @@ def step_cost(setup: Setup) -> Cost:
     compute = (model_flops + again) / (peak * setup.efficiency) * _head_imbalance(setup)
     data, tensor, line = data_transfers(setup, states), tensor_transfers(setup), pipeline_transfers(setup, states)
     exposed = _exposed_time(setup, compute, data)
-    update = 2 * (states.optimizer + states.params) / device.bandwidth  # each is read and written
+    update, moved = _update_seconds(setup, states), move_transfers(setup, states)
     tokens = expert_transfers(setup)
     summed, exchanged = (sum(t.seconds for t in kind) for kind in (tensor, tokens))
     waiting = _waiting_time(setup, compute + summed + exchanged, line)
-    seconds = compute + exposed + summed + exchanged + waiting + update
+    moving = sum(max(0.0, sum(t.seconds for t in moved if t.axis == x) - compute) for x in ("host", "disk"))
+    seconds = compute + exposed + summed + exchanged + waiting + update + moving
     return Cost(
-        (*data, *tensor, *tokens, *line),
+        (*data, *tensor, *tokens, *line, *moved),
         compute,
         exposed,
         summed,
@@ -121,7 +126,46 @@ def step_cost(setup: Setup) -> Cost:
         model_flops,
         model_flops / (seconds * peak),
         setup.tokens / seconds,
+        moving,
     )
+
+
+def move_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, ...]:
+    """Returns the moves between the device and the host, and between the host and the disk, of a rank's step.
+
+    Parameters are read for the forward and for the backward of each microbatch. The optimizer's state on disk is read
+    and written by the update, whose time has it.
+    """
+    k, homes, cluster = setup.accumulate, setup.homes, setup.cluster
+    pieces = states.optimizer // setup.bytes_of.optimizer  # parameters that this rank updates
+    new = 0 if "params" in homes or "optimizer" not in homes else pieces * setup.bytes_of.params
+    once = pieces * setup.bytes_of.grads if "optimizer" in homes else 0
+    rows = (
+        ("parameters", 2 * k * states.params if "params" in homes else 0, homes.get("params")),
+        ("gradients", k * states.grads if "grads" in homes else once, homes.get("grads")),
+        ("updated parameters", new, None),
+        ("inputs of blocks", 2 * k * activation_bytes(setup).saved if "activations" in homes else 0, None),
+    )
+    out = []
+    for what, nbytes, home in rows:
+        wires = (("host", cluster.host), ("disk", cluster.disk if home is not None and is_disk(home) else None))
+        for memory, link in wires:
+            if nbytes and link is not None:
+                seconds = link.seconds(nbytes)
+                out.append(
+                    PlannedTransfer(memory, f"{what}, to or from the {memory}", nbytes, k, link.bandwidth, seconds)
+                )
+    return tuple(out)
+
+
+def _update_seconds(setup: Setup, states: States) -> float:
+    """Returns the time of the update, in which each state is read and written."""
+    nbytes, cluster, home = 2 * (states.optimizer + states.params), setup.cluster, setup.zero.optimizer
+    if is_device(home) or cluster.machine is None:
+        return nbytes / cluster.device.bandwidth
+    host = nbytes / (cluster.machine.bandwidth / setup.ranks_of_machine)
+    disk = cluster.disk.seconds(2 * states.optimizer) if is_disk(home) and cluster.disk is not None else 0.0
+    return max(host, disk)
 
 
 def data_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, ...]:

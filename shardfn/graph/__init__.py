@@ -42,6 +42,7 @@ from ._cost import (
 )
 from ._cost import arithmetic as arithmetic, node_flops as node_flops
 from ._device import DEVICES as DEVICES, Cluster as Cluster, Device as Device, Link as Link, cluster as cluster
+from ._device import Machine as Machine
 from ._calibrate import calibrate as calibrate
 from ._calibrate import machine_memory as machine_memory
 from ._calibrate import peak_flops as peak_flops

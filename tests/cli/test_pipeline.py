@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from shardfn.cli import RECIPES, Setup, bubble, main, parse_model, pipeline, plan, recipe, search
+from shardfn.cli import Setup, bubble, main, parse_model, pipeline, plan, recipe, search
 from shardfn.core import Zero
 from shardfn.graph import cluster
 from shardfn.schedules import SCHEDULES, Costs, timeline
@@ -97,7 +97,7 @@ def test_a_search_splits_ranks_among_three_axes():
 
 @pytest.mark.nightly
 def test_recipes_match_the_published_numbers(capsys: pytest.CaptureFixture[str]):
-    made = {name: plan(recipe(name).setup) for name in RECIPES}
+    made = {name: plan(recipe(name).setup) for name in ("mt-nlg-530b", "bloom-176b", "turing-nlg-17b", "zero-1t")}
     assert all(p.fits for p in made.values())
     big, bloom = made["mt-nlg-530b"], made["bloom-176b"]
     assert big.num_params == pytest.approx(529.6e9, rel=1e-3) and big.setup.world == 2240
