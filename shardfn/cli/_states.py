@@ -122,8 +122,8 @@ class Setup:
     @property
     def homes(self) -> dict[str, core.MemoryKind]:
         """Returns the memories of the kinds that are away from the device."""
-        kinds = {"params": self.zero.params, "grads": self.zero.grads, "optimizer": self.zero.optimizer}
-        kinds |= {"activations": self.activations}
+        zero, moved = self.zero, self.activations
+        kinds = {"params": zero.params, "grads": zero.grads, "optimizer": zero.optimizer, "activations": moved}
         return {kind: memory for kind, memory in kinds.items() if not core.is_device(memory)}
 
     @property
