@@ -122,8 +122,8 @@ class Setup:
     @property
     def homes(self) -> dict[str, core.MemoryKind]:
         """Returns the memories of the kinds that are away from the device."""
-        zero, moved = self.zero, self.activations
-        kinds = {"params": zero.params, "grads": zero.grads, "optimizer": zero.optimizer, "activations": moved}
+        kinds: dict[str, core.MemoryKind] = {"params": self.zero.params, "grads": self.zero.grads}
+        kinds |= {"optimizer": self.zero.optimizer, "activations": self.activations}
         return {kind: memory for kind, memory in kinds.items() if not core.is_device(memory)}
 
     @property
