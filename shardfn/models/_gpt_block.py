@@ -50,16 +50,41 @@ def block(
     facts have metrics.
     """
     k1, k2 = (None, None) if key is None else split(key).unbind()
-    table = _add_dropout(config, table, key, index_B)
-    h_BTD = _norm_part(config, along, p, _NORM1, x_BTD)
-    y_BTD = _norm_part(config, along, p, _POST1, _attend_tokens(config, along, p, h_BTD, table, rows_R))
+    table = add_dropout(config, table, key, index_B)
+    h_BTD, y_BTD = attend_part(config, along, p, x_BTD, table, rows_R)
     x_BTD = x_BTD if rows_R is None else x_BTD[:, rows_R]
     sum_BTD = x_BTD + dropout(config, along, k1, y_BTD, index_B)
-    seen = None
     if config.parallel is None:
         x_BTD = sum_BTD
     elif config.parallel == "one_norm":
         x_BTD = h_BTD if rows_R is None else h_BTD[:, rows_R]
+    y_BTD, seen = feed_part(config, along, tile, p, x_BTD, bias_E, name, mask_BT, chosen_BTk, load=load)
+    return sum_BTD + dropout(config, along, k2, y_BTD, index_B), seen
+
+
+def attend_part(
+    config: Config, along: Along, p: Params, x_BTD: Tensor, table: dict[str, Any], rows_R: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns the input of attention after its norm, and the result, which the caller adds to the stream."""
+    h_BTD = _norm_part(config, along, p, _NORM1, x_BTD)
+    return h_BTD, _norm_part(config, along, p, _POST1, _attend_tokens(config, along, p, h_BTD, table, rows_R))
+
+
+def feed_part(
+    config: Config,
+    along: Along,
+    tile: Wrap | None,
+    p: Params,
+    x_BTD: Tensor,
+    bias_E: Tensor | None = None,
+    name: str = "blocks",
+    mask_BT: Tensor | None = None,
+    chosen_BTk: Tensor | None = None,
+    *,
+    load: bool = False,
+) -> tuple[Tensor, Seen | None]:
+    """Returns the result of MLP or experts, which the caller adds to the stream, and the facts of the router."""
+    seen = None
     if "router" in p:
         h_BTD = _norm_part(config, along, p, _NORM2, x_BTD)
         y_BTD, seen = mixture(config, along, p, h_BTD, bias_E, name, mask_BT, chosen_BTk, load=load)
@@ -71,7 +96,7 @@ def block(
         feed = functools.partial(_feed_forward, config, along)
         # Only leaves of the MLP: a tiled function has all of its parameters gathered at once.
         y_BTD = (feed if tile is None else tile(feed))({name: p[name] for name in _FEED if name in p}, x_BTD)
-    return sum_BTD + dropout(config, along, k2, y_BTD, index_B), seen
+    return y_BTD, seen
 
 
 _NORM1, _NORM2, _POST1, _POST2 = ((f"{name}_w", f"{name}_b") for name in ("norm1", "norm2", "post1", "post2"))
@@ -92,12 +117,17 @@ def _norm_part(config: Config, along: Along, p: Params, names: tuple[str, str], 
 def _attend_tokens(
     config: Config, along: Along, p: Params, x_BTD: Tensor, table: dict[str, Any], rows_R: Tensor | None
 ) -> Tensor:
-    query, bias = ("s_wq", "s_bq") if "keys" in table else ("wq", "bq")
-    biases = (p.get(name) for name in (bias, "bk", "bv", "bo", "sinks"))
-    weights = nn.AttentionWeights(*(weight(config, p[name]) for name in (query, "wk", "wv", "wo")), *biases)
-    heads = nn.Heads(config.num_heads, config.kv_heads, config.head_dim)
+    weights, heads = attention_weights(config, p, swift="keys" in table and "s_wq" in p)
     norms = None if config.qk_norm is None else _make_head_norms(config, along, p)
     return nn.self_attention(x_BTD, weights, heads, norms=norms, rows_R=rows_R, **table, **along._asdict())
+
+
+def attention_weights(config: Config, p: Params, *, swift: bool = False) -> tuple[nn.AttentionWeights, nn.Heads]:
+    """Returns the weights of a layer's attention, with the queries of SwiftKV where asked for, and its heads."""
+    query, bias = ("s_wq", "s_bq") if swift else ("wq", "bq")
+    biases = (p.get(name) for name in (bias, "bk", "bv", "bo", "sinks"))
+    weights = nn.AttentionWeights(*(weight(config, p[name]) for name in (query, "wk", "wv", "wo")), *biases)
+    return weights, nn.Heads(config.num_heads, config.kv_heads, config.head_dim)
 
 
 def _make_head_norms(config: Config, along: Along, p: Params) -> nn.HeadNorms:
@@ -116,8 +146,8 @@ def _apply_mlp(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor
         gate: Any = {"gate": nn.gated_gelu} if config.mlp == "geglu" else {}
         gate_FD = weight(config, p["w_gate"])
         return nn.swiglu(x_BTD, gate_FD, up_FD, down_DF, d_ff=config.ff_dim, **gate, **along._asdict())
-    biases, erf = (p.get("b_up"), p.get("b_down")), config.mlp == "gelu_erf"
-    return nn.mlp(x_BTD, up_FD, down_DF, *biases, erf=erf, d_ff=config.ff_dim, **along._asdict())
+    how: Any = {"act": config.mlp, "d_ff": config.ff_dim}
+    return nn.mlp(x_BTD, up_FD, down_DF, p.get("b_up"), p.get("b_down"), **how, **along._asdict())
 
 
 def norm(config: Config, along: Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor | None) -> Tensor:
@@ -154,7 +184,7 @@ def causal_mask(kind: LayerSettings) -> nn.Mask:
     return nn.Causal() if kind.window is None else nn.Window(kind.window - 1)
 
 
-def _add_dropout(config: Config, table: dict[str, Any], key: Tensor | None, index_B: Tensor | None) -> dict[str, Any]:
+def add_dropout(config: Config, table: dict[str, Any], key: Tensor | None, index_B: Tensor | None) -> dict[str, Any]:
     """Returns the arguments of attention, with the dropout of a single block added."""
     if key is None or config.attention_dropout == 0:
         return table

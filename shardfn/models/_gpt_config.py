@@ -26,8 +26,8 @@ _SIZES = (
 )
 _CHOICES = {
     "norm": ("layer", "rms"),
-    "mlp": ("gelu", "gelu_erf", "swiglu", "geglu"),
-    "position": ("learned", "rope", "alibi"),
+    "mlp": ("gelu", "gelu_erf", "relu", "swiglu", "geglu"),
+    "position": ("learned", "rope", "alibi", None),
     "qk_norm": (None, "head", "joint"),
     "norm_place": ("before", "after", "both"),
     "parallel": (None, "one_norm", "two_norms"),
@@ -79,9 +79,9 @@ class Config:
         d_ff: F. None is 4 D for gelu, and 8 D / 3 rounded up to a multiple of 64 for swiglu and geglu.
         max_len: longest sequence.
         norm: "layer" or "rms".
-        mlp: "gelu", in the form with tanh, "gelu_erf", with the error function, "swiglu", or "geglu", with gelu as the
-            gate.
-        position: "learned", "rope" or "alibi".
+        mlp: "gelu", in the form with tanh, "gelu_erf", with the error function, "relu", "swiglu", or "geglu", with gelu
+            as the gate.
+        position: "learned", "rope" or "alibi". None: no positions, or those of `models.seq2seq`.
         tie_embeddings: whether the output layer is the embedding.
         bias: whether the projections, the gelu MLP and layer norm have biases. RMS norm, swiglu and the output layer
             have no bias. "qkv" is only the biases of queries, keys and values, as in Qwen2.
@@ -147,8 +147,8 @@ class Config:
     d_ff: int | None = None
     max_len: int = 1024
     norm: Literal["layer", "rms"] = "layer"
-    mlp: Literal["gelu", "gelu_erf", "swiglu", "geglu"] = "gelu"
-    position: Literal["learned", "rope", "alibi"] = "learned"
+    mlp: Literal["gelu", "gelu_erf", "relu", "swiglu", "geglu"] = "gelu"
+    position: Literal["learned", "rope", "alibi"] | None = "learned"
     tie_embeddings: bool = False
     bias: bool | Literal["qkv"] = True
     dropout: float = 0.0

@@ -4,7 +4,7 @@ from ._attention import alibi_slopes as alibi_slopes, attention as attention
 from ._masks import Mask as Mask, Full as Full, Causal as Causal, Window as Window, Prefix as Prefix
 from ._masks import Segments as Segments, segments as segments, Both as Both
 from ._block_layout import BlockLayout as BlockLayout
-from ._data_masks import Added as Added, Keys as Keys, Relative as Relative
+from ._data_masks import Added as Added, Keys as Keys, Relative as Relative, relative_buckets as relative_buckets
 from ._dropout import PairDropout as PairDropout
 from ._attention_backends import BlockSparse as BlockSparse
 from ._chunked import Chunked as Chunked

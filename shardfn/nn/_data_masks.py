@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from shardfn.kernels import Given
@@ -174,6 +174,48 @@ class Relative(Mask):
     def _look_up(self, distance: Tensor) -> Tensor:
         R = self.table_HD.shape[1] // 2
         return self.table_HD[:, distance.clamp(-R, R) + R]
+
+
+def relative_buckets(num: int, max_distance: int = 128, *, causal: bool) -> Int64[Tensor, " d"]:
+    """Returns T5's bucket of each distance from -max_distance to max_distance, so that distances share numbers.
+
+    `table_NH[buckets].T` is the table of `Relative`. Near distances have buckets of their own, and further distances
+    share buckets of growing width. Without `causal`, each sign has half of the buckets.
+
+    Args:
+        num: number of buckets, even and at least 2.
+        max_distance: distance from which all distances are in the last bucket.
+        causal: whether keys are never later than queries. Later keys are in bucket 0 then.
+
+    Raises:
+        ValueError: the number is odd or below 2, or the distance leaves no room for the buckets.
+
+    Example:
+        >>> relative_buckets(4, 4, causal=True).tolist()
+        [3, 3, 2, 1, 0, 0, 0, 0, 0]
+
+    References:
+        Raffel et al., Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer, 2020,
+        https://arxiv.org/abs/1910.10683
+    """
+    if num < 2 or num % 2:
+        raise ValueError(f"relative buckets must be an even number of 2 or more, got {num}. T5 has 32.")
+    own = num if causal else num // 2
+    exact = own // 2
+    if max_distance <= exact:
+        raise ValueError(
+            f"max_distance must be above {exact}, the distances with buckets of their own, got {max_distance}."
+        )
+    ahead = torch.arange(-max_distance, max_distance + 1)
+    away = (-ahead).clamp(min=0) if causal else ahead.abs()
+    if exact:
+        # In float32, as in the models that were trained so: borders of buckets depend on it.
+        share = torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+        far = (exact + (share * (own - exact)).long()).clamp(max=own - 1)
+        away = torch.where(away < exact, away, far)
+    else:
+        away = torch.zeros_like(away)
+    return away if causal else away + own * (ahead > 0)
 
 
 def together(found: Iterable[Given]) -> Given:

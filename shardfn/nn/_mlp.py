@@ -6,6 +6,7 @@ Shazeer, GLU Variants Improve Transformer, 2020, https://arxiv.org/abs/2002.0520
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -44,12 +45,12 @@ def mlp(
     b_up_F: Float[Tensor, " f"] | None = None,
     b_down_D: Float[Tensor, " d"] | None = None,
     *,
-    erf: bool = False,
+    act: Literal["gelu", "gelu_erf", "relu"] = "gelu",
     d_ff: int | None = None,
     axis: Axes = None,
     sequence: int | None = None,
 ) -> Float[Tensor, "*batch d"]:
-    """Returns gelu(x w_up^T + b_up) w_down^T + b_down, gelu in GPT-2's form with tanh.
+    """Returns gelu(x w_up^T + b_up) w_down^T + b_down, gelu in GPT-2's form with tanh, or another activation.
 
     Args:
         x_D: any leading dims.
@@ -57,13 +58,14 @@ def mlp(
         w_down_DF: second weight.
         b_up_F: first bias, or None.
         b_down_D: second bias, or None.
-        erf: whether gelu has the form with the error function, as in GPT-NeoX. Not with batch-invariant weights.
+        act: activation in place of gelu: "gelu_erf", in the form with the error function, as in GPT-NeoX, not with
+            batch-invariant weights, or "relu", as in T5.
         d_ff: F of the whole layer, needed where the axis has several ranks.
         axis: mesh axes along which F is cut: w_up[F_axis, D], w_down[D, F_axis]. None means a single device.
         sequence: T where x and the result are the rank's rows of the tokens (sequence parallelism).
 
     Raises:
-        ValueError: a weight is not the rank's block of a layer of `d_ff`, or is batch-invariant with `erf`.
+        ValueError: a weight is not the rank's block of a layer of `d_ff`, or is batch-invariant with "gelu_erf".
 
     Example:
         >>> import torch
@@ -71,10 +73,10 @@ def mlp(
         [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
     check_block("mlp: w_up", w_up_FD.shape[:1], d_ff, axis, option="d_ff")
-    if erf and isinstance(w_up_FD, BatchInvariantWeight):
-        raise ValueError("mlp(erf=True): batch-invariant gelu has the form with tanh. Take erf=False.")
+    if act == "gelu_erf" and isinstance(w_up_FD, BatchInvariantWeight):
+        raise ValueError("mlp(act='gelu_erf'): batch-invariant gelu has the form with tanh. Take act='gelu'.")
     h_F = affine(enter_parallel(x_D, axis, sequence), w_up_FD, b_up_F)
-    h_F = F.gelu(h_F) if erf else gelu(h_F, w_up_FD)
+    h_F = gelu(h_F, w_up_FD) if act == "gelu" else F.relu(h_F) if act == "relu" else F.gelu(h_F)
     return row_linear(h_F, w_down_DF, b_down_D, features=d_ff, axis=axis, sequence=sequence)
 
 
