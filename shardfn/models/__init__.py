@@ -3,3 +3,4 @@
 from . import gpt as gpt
 from . import moe as moe
 from . import recurrent as recurrent
+from . import seq2seq as seq2seq

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardfn import nn
 from shardfn.collectives import axis_size
-from shardfn.core import split
+from shardfn.core import split, uniform
 
 from ._gpt_block import (
     Along,
@@ -196,3 +196,12 @@ def make_tables(
 
     made = {kind: make_table(kind) for kind in dict.fromkeys(config.layer_settings)}
     return [made[kind] for kind in config.layer_settings]
+
+
+def sample_tokens(logits_BV: Tensor, key: Tensor, temperature: float) -> Tensor:
+    """Returns argmax(logits / temperature + Gumbel noise), or the likeliest tokens at temperature 0."""
+    if temperature == 0:
+        return logits_BV.argmax(-1)
+    tiny = torch.finfo(torch.float32).tiny
+    u_BV = uniform(key, logits_BV.shape, minval=tiny, device=logits_BV.device)
+    return (logits_BV / temperature - (-u_BV.log()).log()).argmax(-1)

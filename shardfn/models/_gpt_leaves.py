@@ -197,7 +197,7 @@ class BlockShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class _DrawnLeaf:
+class DrawnLeaf:
     """Shape, mean and standard deviation at the start, the dim that tensor parallelism cuts, the axes of experts."""
 
     shape: tuple[int, ...]
@@ -219,17 +219,17 @@ class _DrawnLeaf:
 
 def _list_leaves(config: Config) -> PyTree:
     V, D = config.vocab_size, config.d_model
-    blocks = [_block_leaves(config, i) for i in range(config.num_layers)]
-    tree = {"embed": _DrawnLeaf((V, D), cut=0), "blocks": blocks}
+    blocks = [list_block_leaves(config, i) for i in range(config.num_layers)]
+    tree = {"embed": DrawnLeaf((V, D), cut=0), "blocks": blocks}
     if config.swift is not None and config.swift.first < config.num_layers:
-        tree |= _norm_leaves(config, "s_norm")
-    tree |= _norm_leaves(config, "norm") | (_norm_leaves(config, "embed_norm") if config.embedding_norm else {})
+        tree |= list_norm_leaves(config, "s_norm")
+    tree |= list_norm_leaves(config, "norm") | (list_norm_leaves(config, "embed_norm") if config.embedding_norm else {})
     if config.position == "learned":
-        tree["position"] = _DrawnLeaf((config.max_len, D))
+        tree["position"] = DrawnLeaf((config.max_len, D))
     if not config.tie_embeddings:
-        tree["head"] = _DrawnLeaf((V, D), cut=0)
+        tree["head"] = DrawnLeaf((V, D), cut=0)
     if config.head_bias:
-        tree["head_b"] = _DrawnLeaf((V,), stddev=0.0, cut=0)
+        tree["head_b"] = DrawnLeaf((V,), stddev=0.0, cut=0)
     return tree
 
 
@@ -288,13 +288,13 @@ def layers_of(config: Config, block: Params) -> list[Params]:
     return [{name.removeprefix(s): x for name, x in block.items() if name.startswith(s)} for s in starts]
 
 
-def _block_leaves(config: Config, i: int) -> dict[str, _DrawnLeaf]:
+def list_block_leaves(config: Config, i: int) -> dict[str, DrawnLeaf]:
     has_experts = config.experts is not None and config.experts.in_layer(i)
     has_mlp = config.experts is None or not has_experts or config.experts.shared or config.experts.residual
-    tree = _attention_leaves(config)
+    tree = list_attention_leaves(config)
     tree |= {f"s_{name}": tree[name] for name in _list_swift_names(config, i) if name in tree}
     for name in block_norms(config):
-        tree |= _norm_leaves(config, name)
+        tree |= list_norm_leaves(config, name)
     return tree | (_mlp_leaves(config) if has_mlp else {}) | (_expert_leaves(config, i) if has_experts else {})
 
 
@@ -315,50 +315,50 @@ def _residual_scale(config: Config) -> float:
     return 0.02 / math.sqrt(2 * config.num_layers)
 
 
-def _attention_leaves(config: Config) -> dict[str, _DrawnLeaf]:
+def list_attention_leaves(config: Config) -> dict[str, DrawnLeaf]:
     D, K = config.d_model, config.head_dim
     # The rows of the projections: of queries, and of keys and values.
     rows, kv_rows = (((n, K) if config.per_head else (n * K,)) for n in (config.num_heads, config.kv_heads))
-    tree = {name: _DrawnLeaf((*n, D), cut=0) for name, n in (("wq", rows), ("wk", kv_rows), ("wv", kv_rows))}
-    tree |= {"wo": _DrawnLeaf((D, *rows), stddev=_residual_scale(config), cut=1)}
+    tree = {name: DrawnLeaf((*n, D), cut=0) for name, n in (("wq", rows), ("wk", kv_rows), ("wv", kv_rows))}
+    tree |= {"wo": DrawnLeaf((D, *rows), stddev=_residual_scale(config), cut=1)}
     if config.bias:
         tree |= {
-            n: _DrawnLeaf(shape, stddev=0.0, cut=0) for n, shape in (("bq", rows), ("bk", kv_rows), ("bv", kv_rows))
+            n: DrawnLeaf(shape, stddev=0.0, cut=0) for n, shape in (("bq", rows), ("bk", kv_rows), ("bv", kv_rows))
         }
     if config.qk_norm is not None:
         nums = ("q", config.num_heads), ("k", config.kv_heads)
         wide = {name: K if config.qk_norm == "head" else num * K for name, num in nums}
         mean = 0.0 if config.norm_plus_one else 1.0
-        tree |= {f"{name}_norm_w": _DrawnLeaf((n,), mean=mean, stddev=0.0) for name, n in wide.items()}
-    tree |= {"sinks": _DrawnLeaf((config.num_heads,), stddev=0.0, cut=0)} if config.sinks else {}
-    return tree | ({"bo": _DrawnLeaf((D,), stddev=0.0)} if config.bias is True else {})
+        tree |= {f"{name}_norm_w": DrawnLeaf((n,), mean=mean, stddev=0.0) for name, n in wide.items()}
+    tree |= {"sinks": DrawnLeaf((config.num_heads,), stddev=0.0, cut=0)} if config.sinks else {}
+    return tree | ({"bo": DrawnLeaf((D,), stddev=0.0)} if config.bias is True else {})
 
 
-def _mlp_leaves(config: Config) -> dict[str, _DrawnLeaf]:
+def _mlp_leaves(config: Config) -> dict[str, DrawnLeaf]:
     D, F = config.d_model, config.ff_dim
-    tree = {"w_up": _DrawnLeaf((F, D), cut=0), "w_down": _DrawnLeaf((D, F), stddev=_residual_scale(config), cut=1)}
+    tree = {"w_up": DrawnLeaf((F, D), cut=0), "w_down": DrawnLeaf((D, F), stddev=_residual_scale(config), cut=1)}
     if config.is_gated:
-        return tree | {"w_gate": _DrawnLeaf((F, D), cut=0)}
-    biases = {"b_up": _DrawnLeaf((F,), stddev=0.0, cut=0), "b_down": _DrawnLeaf((D,), stddev=0.0)}
+        return tree | {"w_gate": DrawnLeaf((F, D), cut=0)}
+    biases = {"b_up": DrawnLeaf((F,), stddev=0.0, cut=0), "b_down": DrawnLeaf((D,), stddev=0.0)}
     return tree | (biases if config.bias is True else {})
 
 
-def _expert_leaves(config: Config, i: int) -> dict[str, _DrawnLeaf]:
+def _expert_leaves(config: Config, i: int) -> dict[str, DrawnLeaf]:
     assert config.experts is not None
     E = config.experts.num_of(config.expert_layers.index(i))
     D, F = config.d_model, config.experts.d_ff or config.ff_dim
     (front, *_) = (*config.experts.exchange.spec, None)
-    leaf = functools.partial(_DrawnLeaf, front=front)
-    tree = {"mix": _DrawnLeaf((2, D)), "mix_b": _DrawnLeaf((2,), stddev=0.0)} if config.experts.residual else {}
-    tree |= {"router": _DrawnLeaf((E, D)), "e_down": leaf((E, D, F), stddev=_residual_scale(config), cut=2)}
+    leaf = functools.partial(DrawnLeaf, front=front)
+    tree = {"mix": DrawnLeaf((2, D)), "mix_b": DrawnLeaf((2,), stddev=0.0)} if config.experts.residual else {}
+    tree |= {"router": DrawnLeaf((E, D)), "e_down": leaf((E, D, F), stddev=_residual_scale(config), cut=2)}
     if config.mlp == "swiglu":
         return tree | {"e_gate_up": leaf((E, 2, F, D), cut=2)}
     biases = {"e_b_up": leaf((E, F), stddev=0.0, cut=1), "e_b_down": leaf((E, D), stddev=0.0)}
     return tree | {"e_up": leaf((E, F, D), cut=1)} | (biases if config.bias is True else {})
 
 
-def _norm_leaves(config: Config, name: str) -> dict[str, _DrawnLeaf]:
-    tree = {f"{name}_w": _DrawnLeaf((config.d_model,), mean=0.0 if config.norm_plus_one else 1.0, stddev=0.0)}
+def list_norm_leaves(config: Config, name: str) -> dict[str, DrawnLeaf]:
+    tree = {f"{name}_w": DrawnLeaf((config.d_model,), mean=0.0 if config.norm_plus_one else 1.0, stddev=0.0)}
     if config.norm == "layer" and config.bias is True:
-        tree[f"{name}_b"] = _DrawnLeaf((config.d_model,), stddev=0.0)
+        tree[f"{name}_b"] = DrawnLeaf((config.d_model,), stddev=0.0)
     return tree

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardfn import nn
 from shardfn.collectives import all_gather_invariant
-from shardfn.core import Axes, fold_in, uniform
+from shardfn.core import Axes, fold_in
 
 from ._gpt_block import Along as _Along
 from ._gpt_block import Seen as Seen
@@ -31,6 +31,7 @@ from ._gpt_decode import pack as pack
 from ._gpt_decode import packed_specs as packed_specs
 from ._gpt_forward import compute_hidden as _compute_hidden
 from ._gpt_forward import compute_logits as _compute_logits
+from ._gpt_forward import sample_tokens as _sample_tokens
 from ._gpt_forward import take_rows as _take_rows
 from ._gpt_leaves import Params as Params
 from ._gpt_leaves import init as init
@@ -249,11 +250,3 @@ def generate(
         next_B = _sample_tokens(logits_BV.float(), fold_in(key, step), temperature)
         tokens_BT = torch.cat((tokens_BT, next_B[:, None]), dim=1)
     return tokens_BT
-
-
-def _sample_tokens(logits_BV: Tensor, key: Tensor, temperature: float) -> Tensor:
-    if temperature == 0:
-        return logits_BV.argmax(-1)
-    tiny = torch.finfo(torch.float32).tiny
-    u_BV = uniform(key, logits_BV.shape, minval=tiny, device=logits_BV.device)
-    return (logits_BV / temperature - (-u_BV.log()).log()).argmax(-1)

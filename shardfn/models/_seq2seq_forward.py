@@ -1,0 +1,285 @@
+"""The forward pass of an encoder-decoder model: layers of both halves, and the decoder over the cache of its layers.
+
+B batch, S source tokens, T target tokens, D model, G key heads, K head dim.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shardfn import nn
+from shardfn.collectives import axis_size, pvary
+from shardfn.core import Axes, split
+
+from ._gpt_block import Along, Seen, Wrap, add_dropout, attend_part, attention_weights, dropout, feed_part, norm
+from ._gpt_config import Config as Half
+from ._gpt_forward import compute_logits, embed_tokens, make_tables
+from ._seq2seq_config import CROSS, Config, Params, check_leaves, relative_index
+
+Table = dict[str, Any]
+
+
+class Source(NamedTuple):
+    """Result of the encoder, which the decoder's cross attention reads.
+
+    Attributes:
+        states: states of the source's tokens after the last norm.
+        mask: False for padding, or None without padding.
+    """
+
+    states: Float[Tensor, "b s d"]
+    mask: Bool[Tensor, "b s"] | None = None
+
+
+class SourceKeys(NamedTuple):
+    """Keys and values of one layer's cross attention, computed once for a source, and the body that reads them.
+
+    Attributes:
+        keys: keys and values of the rank. A body that holds its keys itself ignores them.
+        how: mask of padding, and the body.
+    """
+
+    keys: nn.KeyValues
+    how: nn.Attending
+
+
+class Job(NamedTuple):
+    """Settings of one forward.
+
+    Attributes:
+        key: key of dropout, or None.
+        samples: global numbers of the samples, or None.
+        wrap: function applied to the function of a layer.
+        along: axes that cut the layers.
+        load: whether the facts of routers have metrics.
+    """
+
+    key: Tensor | None = None
+    samples: Tensor | None = None
+    wrap: Wrap = lambda inner: inner
+    along: Along = Along()
+    load: bool = False
+
+
+def run_encoder(
+    config: Config, params: Params, source_BS: Tensor, mask_BS: Tensor | None, job: Job
+) -> tuple[Source, list[Seen]]:
+    """Returns the states of the source, and the facts of the encoder's routers."""
+    if axis_size(job.along.axis) > 1:
+        check_leaves(config, params, job.along.axis)
+    positions_S = _find_positions(config, "encoder", source_BS)
+    x_BSD, found = _run_half(config, "encoder", params, source_BS, positions_S, mask_BS, job)
+    return Source(x_BSD, mask_BS), found
+
+
+def run_decoder(
+    config: Config, params: Params, tokens_BT: Tensor, mask_BT: Tensor | None, source: Source, job: Job
+) -> tuple[Tensor, list[Seen]]:
+    """Returns the states that the output layer multiplies, and the facts of the decoder's routers."""
+    if len(source.states) != len(tokens_BT):
+        raise ValueError(
+            f"seq2seq: {len(tokens_BT)} rows of decoder inputs for the states of {len(source.states)} sources. Give"
+            " one source for each row."
+        )
+    positions_T = _find_positions(config, "decoder", tokens_BT)
+    x_BTD, found = _run_half(config, "decoder", params, tokens_BT, positions_T, mask_BT, job, source)
+    return _scale_states(config, x_BTD), found
+
+
+def project_source(config: Config, params: Params, source: Source, *, axis: Axes = None) -> list[SourceKeys]:
+    """Returns the keys and values of the source for each layer of the decoder: a cache that no token changes.
+
+    Args:
+        config: shape.
+        params: parameters.
+        source: states of `encode`.
+        axis: mesh axes along which the leaves are cut.
+    """
+    how = _cross_mask(source.mask)
+    return [
+        SourceKeys(_project_keys(config.decoder, Along(axis), p, source.states), how)
+        for p in params["decoder"]["blocks"]
+    ]
+
+
+def decode_hidden(
+    config: Config,
+    params: Params,
+    tokens_BT: Int[Tensor, "b t"],
+    positions_T: Int[Tensor, " t"],
+    bodies: Sequence[nn.AttentionBackend],
+    sources: Sequence[SourceKeys],
+    *,
+    axis: Axes = None,
+) -> Float[Tensor, "b t d"]:
+    """Returns the states that the output layer multiplies, of tokens whose earlier tokens are in a cache.
+
+    Args:
+        config: shape.
+        params: parameters.
+        tokens_BT: ids of the decoder's inputs.
+        positions_T: their positions.
+        bodies: bodies of self-attention, which keep keys and values of each layer of the decoder from call to call.
+        sources: keys of the source for each layer, as from `project_source`.
+        axis: mesh axes along which the leaves are cut.
+
+    Raises:
+        ValueError: bodies or keys are not one for each layer.
+    """
+    half, job = config.decoder, Job(along=Along(axis))
+    for name, given in (("bodies", bodies), ("sources", sources)):
+        if len(given) != half.num_layers:
+            raise ValueError(f"decode: {len(given)} {name} for {half.num_layers} layers of the decoder. Pass one each.")
+    p, x_BTD, tables, bias_HD = _begin_half(config, "decoder", params, tokens_BT, positions_T, job)
+    for block, table, body, source in zip(p["blocks"], tables, bodies, sources, strict=True):
+        own = table | {"how": table["how"]._replace(impl=body)}
+        x_BTD, _ = run_layer(config, half, job.along, block, x_BTD, own, bias_HD, source)
+    return _scale_states(config, _end_half(half, p, x_BTD, job.along))
+
+
+def logits_of(config: Config, params: Params, x_BTD: Tensor, along: Along) -> Tensor:
+    """Returns the rank's logits of states."""
+    return compute_logits(config.decoder, params, x_BTD, along)
+
+
+def run_layer(
+    config: Config,
+    half: Half,
+    along: Along,
+    p: Params,
+    x_BTD: Tensor,
+    table: Table,
+    bias_HD: Tensor | None = None,
+    source: Source | SourceKeys | None = None,
+    key: Tensor | None = None,
+    index_B: Tensor | None = None,
+    name: str = "blocks",
+    mask_BT: Tensor | None = None,
+    *,
+    load: bool = False,
+) -> tuple[Tensor, Seen | None]:
+    """Returns the stream after one layer, and the facts of its router.
+
+    With a source the layer is the decoder's. `bias_HD` has the numbers that self-attention adds to scores by distance.
+    It is an argument, and no part of `table`, so that a recomputation has its gradient.
+    """
+    # Of residual branches, and of the probabilities of attention.
+    k1, k2, k3, a1, a2 = (None,) * 5 if key is None else split(key, 5).unbind()
+    add = functools.partial(_add_to_stream, config, half, along, index_B)
+    how = table["how"]
+    if bias_HD is not None:
+        table = table | {"how": how._replace(mask=how.mask & nn.Relative(bias_HD))}
+    own = {n: x for n, x in p.items() if not n.startswith(CROSS)}
+    _, y_BTD = attend_part(half, along, _inner(config, own), x_BTD, add_dropout(half, table, a1, index_B))
+    x_BTD = add(own, "norm1", k1, x_BTD, y_BTD)
+    if source is not None:
+        cross = _cross_leaves(p)
+        if isinstance(source, Source):
+            source = SourceKeys(_project_keys(half, along, p, source.states), _cross_mask(source.mask))
+        table = {n: table[n] for n in ("scale", "softcap") if n in table} | {"how": source.how, "keys": source.keys}
+        _, y_BTD = attend_part(half, along, _inner(config, cross), x_BTD, add_dropout(half, table, a2, index_B))
+        x_BTD = add(cross, "norm1", k2, x_BTD, y_BTD)
+    y_BTD, seen = feed_part(half, along, None, _inner(config, own), x_BTD, None, name, mask_BT, load=load)
+    return add(own, "norm2", k3, x_BTD, y_BTD), seen
+
+
+def _run_half(
+    config: Config,
+    name: str,
+    params: Params,
+    tokens_BT: Tensor,
+    positions_T: Tensor,
+    mask_BT: Tensor | None,
+    job: Job,
+    source: Source | None = None,
+) -> tuple[Tensor, list[Seen]]:
+    """Returns the states of one half after its last norm, and the facts of its routers."""
+    half, found = config.halves[name], list[Seen]()
+    p, x_BTD, tables, bias_HD = _begin_half(config, name, params, tokens_BT, positions_T, job)
+    keys = [None] * (half.num_layers + 1) if job.key is None else split(job.key, half.num_layers + 1).unbind()
+    x_BTD = dropout(half, job.along, keys[-1], x_BTD, job.samples)
+    run = job.wrap(functools.partial(run_layer, config, half, job.along, load=job.load))
+    for i, (block, table, key) in enumerate(zip(p["blocks"], tables, keys[:-1], strict=True)):
+        if mask_BT is not None and name == "encoder":
+            how = table["how"]
+            table = table | {"how": how._replace(mask=how.mask & nn.Keys(mask_BT))}
+        more = bias_HD, source, key, job.samples, f"{name}.blocks.{i}", mask_BT
+        x_BTD, seen = run(block, x_BTD, table, *more)
+        found += [] if seen is None else [seen]
+    return _end_half(half, p, x_BTD, job.along), found
+
+
+def _begin_half(
+    config: Config, name: str, params: Params, tokens_BT: Tensor, positions_T: Tensor, job: Job
+) -> tuple[Params, Tensor, list[Table], Tensor | None]:
+    """Returns a half's leaves, the embedded tokens, arguments of attention by layer, and relative positions."""
+    half, p = config.halves[name], params[name]
+    x_BTD = embed_tokens(half, p | {"embed": params["embed"]}, tokens_BT, positions_T, job.along)
+    bias_HD = None
+    if config.buckets is not None:
+        table_NH = pvary(p["relative"], job.along.axis)  # ranks read the numbers of their heads
+        bias_HD = table_NH[relative_index(config, name, table_NH.device)].T.contiguous()
+    return p, x_BTD, make_tables(half, positions_T, x_BTD.dtype), bias_HD
+
+
+def _end_half(half: Half, p: Params, x_BTD: Tensor, along: Along) -> Tensor:
+    return norm(half, along, x_BTD, p["norm_w"], p.get("norm_b")) if "norm_w" in p else x_BTD
+
+
+def _scale_states(config: Config, x_BTD: Tensor) -> Tensor:
+    return x_BTD if config.logits_scale is None else x_BTD * config.logits_scale
+
+
+def _add_to_stream(
+    config: Config,
+    half: Half,
+    along: Along,
+    index_B: Tensor | None,
+    p: Params,
+    name: str,
+    key: Tensor | None,
+    x_BTD: Tensor,
+    y_BTD: Tensor,
+) -> Tensor:
+    """Returns the sum of the stream and a part's result, after a norm where the config has it there."""
+    x_BTD = x_BTD + dropout(half, along, key, y_BTD, index_B)
+    return norm(half, along, x_BTD, p[f"{name}_w"], p.get(f"{name}_b")) if config.norm_sums else x_BTD
+
+
+def _inner(config: Config, p: Params) -> Params:
+    """Returns the leaves of a layer that its parts read: without norms that come after the sums."""
+    return {n: x for n, x in p.items() if not n.startswith("norm")} if config.norm_sums else p
+
+
+def _cross_leaves(p: Params) -> Params:
+    """Returns the leaves of cross attention under the names of self-attention."""
+    return {n.removeprefix(CROSS): x for n, x in p.items() if n.startswith(CROSS)}
+
+
+def _project_keys(half: Half, along: Along, p: Params, states_BSD: Tensor) -> nn.KeyValues:
+    weights, heads = attention_weights(half, _cross_leaves(p))
+    return nn.project_keys(states_BSD, weights, heads, **along._asdict())
+
+
+def _cross_mask(mask_BS: Tensor | None) -> nn.Attending:
+    return nn.Attending(nn.Full() if mask_BS is None else nn.Keys(mask_BS))
+
+
+def _find_positions(config: Config, name: str, tokens_BT: Tensor) -> Tensor:
+    """Returns the positions of a half's tokens.
+
+    Raises:
+        ValueError: there are more tokens than learned positions.
+    """
+    half, T = config.halves[name], tokens_BT.shape[1]
+    if half.position == "learned" and half.max_len < T:
+        what = "source" if name == "encoder" else "target"
+        raise ValueError(
+            f"a {what} of {T} tokens for Config({name}=Config(max_len={half.max_len})), whose positions are learned."
+            " Cut it or raise max_len."
+        )
+    return torch.arange(T, device=tokens_BT.device)

@@ -1,0 +1,357 @@
+"""A transformer of an encoder and a decoder: T5 and BART are settings of a `Config`.
+
+The encoder reads all tokens of a source. Each layer of the decoder attends to earlier tokens of the target, and then to
+the encoder's result. Both halves are `gpt.Config`s, so that norms, MLPs and experts are those of `models.gpt`.
+
+B batch, S source tokens, T target tokens, D model, H heads, N relative buckets, V vocabulary.
+
+Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762
+Raffel et al., Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer, 2020,
+https://arxiv.org/abs/1910.10683
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from shardfn import nn
+from shardfn.collectives import all_gather_invariant
+from shardfn.core import Axes, fold_in
+
+from ._gpt_block import Along as _Along
+from ._gpt_block import Seen, Wrap
+from ._gpt_forward import sample_tokens as _sample_tokens
+from ._gpt_loss import compute_mean as _compute_mean
+from ._gpt_loss import shifted as _shifted
+from ._seq2seq_config import Config as Config
+from ._seq2seq_config import Params as Params
+from ._seq2seq_config import init as init
+from ._seq2seq_config import leaf_shapes as leaf_shapes
+from ._seq2seq_config import num_params as num_params
+from ._seq2seq_config import specs as specs
+from ._seq2seq_forward import Job as _Job
+from ._seq2seq_forward import Source as Source
+from ._seq2seq_forward import SourceKeys as SourceKeys
+from ._seq2seq_forward import decode_hidden as _decode_hidden
+from ._seq2seq_forward import logits_of as _logits_of
+from ._seq2seq_forward import project_source as project_source
+from ._seq2seq_forward import run_decoder as _run_decoder
+from ._seq2seq_forward import run_encoder as _run_encoder
+
+
+def encode(
+    config: Config,
+    params: Params,
+    source_BS: Int64[Tensor, "b s"],
+    *,
+    mask: Bool[Tensor, "b s"] | None = None,
+    axis: Axes = None,
+) -> Source:
+    """Returns the encoder's result for sources.
+
+    Args:
+        config: shape.
+        params: parameters as from `init`.
+        source_BS: ids of the sources.
+        mask: False for padding, which no token attends to.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> config = Config.t5_like(vocab_size=64, num_layers=1, d_model=32, num_heads=4, d_head=8)
+        >>> encode(config, init(config, core.key(0)), torch.zeros(2, 5, dtype=torch.int64)).states.shape
+        torch.Size([2, 5, 32])
+    """
+    return _run_encoder(config, params, source_BS, mask, _Job(along=_Along(axis)))[0]
+
+
+def apply(
+    config: Config,
+    params: Params,
+    source_BS: Int64[Tensor, "b s"],
+    tokens_BT: Int64[Tensor, "b t"],
+    *,
+    source_mask: Bool[Tensor, "b s"] | None = None,
+    key: Int64[Tensor, "2"] | None = None,
+    index_B: Int64[Tensor, " b"] | None = None,
+    wrap: Wrap = lambda inner: inner,
+    axis: Axes = None,
+) -> Float[Tensor, "b t v"]:
+    """Returns logits of the next token of the target at each position.
+
+    Args:
+        config: shape.
+        params: parameters as from `init`.
+        source_BS: ids of the sources.
+        tokens_BT: inputs of the decoder: `config.start`, and then the target without its last token.
+        source_mask: False for padding of the sources.
+        key: key that turns dropout on.
+        index_B: global numbers of the samples, needed where dropout is on.
+        wrap: function applied to the function of a layer, as in `wrap=remat` (activation checkpointing).
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
+
+    Returns:
+        [B, T, V]: all logits, or this rank's part of V.
+
+    Raises:
+        ValueError: more tokens than learned positions, numbers of sources and targets that differ, dropout without
+            `index_B`, or leaves that are not cut along `axis`.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> config = Config.t5_like(vocab_size=64, num_layers=1, d_model=32, num_heads=4, d_head=8)
+        >>> source, tokens = torch.zeros(2, 7, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64)
+        >>> apply(config, init(config, core.key(0)), source, tokens).shape
+        torch.Size([2, 5, 64])
+    """
+    batch = {"source": source_BS, "source_mask": source_mask, "tokens": tokens_BT, "index": index_B}
+    along = _Along(axis)
+    x_BTD, _ = _compute_hidden(config, params, batch, key, wrap, along)
+    return _logits_of(config, params, x_BTD, along)
+
+
+def loss(
+    config: Config,
+    params: Params,
+    batch: dict[str, Any],
+    key: Int64[Tensor, "2"] | None = None,
+    *,
+    wrap: Wrap = lambda inner: inner,
+    axis: Axes = None,
+) -> Any:
+    """Returns the mean cross entropy of each token of the target given the source and earlier tokens.
+
+    With experts, the mean of the balance losses of all layers with experts is added.
+
+    Args:
+        config: shape.
+        params: parameters as from `init`.
+        batch: {"source": int64 [B, S], "targets": int64 [B, T]}, with -100 for targets that do not count. The decoder's
+            inputs are `config.start` and the targets without the last, or "tokens", int64 [B, T]. Or {"source",
+            "tokens"} with tokens [B, T + 1], of which the first is `config.start`. "source_mask", bool [B, S], is False
+            for padding of sources, and "mask", shaped as "tokens", for padding of targets. Padding gets no expert.
+            Where dropout is on also "index": int64 [B], global sample numbers.
+        key: key that turns dropout on.
+        wrap: function applied to the function of a layer.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
+
+    Returns:
+        A 0-d tensor, or a WeightedMean with "targets" or "mask" in the batch.
+
+    Raises:
+        TypeError: the batch has no source of integers, [B, S].
+        ValueError: as `apply`, or there are no decoder inputs, or a mask does not fit.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> config = Config.t5_like(vocab_size=64, num_layers=1, d_model=32, num_heads=4, d_head=8)
+        >>> batch = {"source": torch.zeros(2, 7, dtype=torch.int64), "tokens": torch.zeros(2, 6, dtype=torch.int64)}
+        >>> loss(config, init(config, core.key(0)), batch).shape
+        torch.Size([])
+    """
+    weighted = isinstance(batch, Mapping) and ("targets" in batch or "mask" in batch)
+    batch, along = _read_batch(config, batch), _Along(axis)
+    x_BTD, found = _compute_hidden(config, params, batch, key, wrap, along)
+    extra = torch.stack([seen.loss for seen in found]).mean() if found else None
+    return _compute_mean(config.decoder, params, x_BTD, batch, along, extra, weighted=weighted)
+
+
+def shift_right(config: Config, targets_BT: Int64[Tensor, "b t"]) -> Int64[Tensor, "b t"]:
+    """Returns the decoder's inputs of targets: `config.start`, and then the targets without the last.
+
+    Args:
+        config: shape.
+        targets_BT: targets. -100 becomes `config.start`.
+
+    Example:
+        >>> shift_right(Config.t5_like(vocab_size=64), torch.tensor([[5, 6, 1, -100]])).tolist()
+        [[0, 5, 6, 1]]
+    """
+    before = targets_BT.new_full((len(targets_BT), 1), config.start)
+    return torch.cat([before, targets_BT[:, :-1]], 1).masked_fill(
+        torch.cat([torch.zeros_like(before), targets_BT[:, :-1]], 1) < 0, config.start
+    )
+
+
+def decode(
+    config: Config,
+    params: Params,
+    tokens_BT: Int64[Tensor, "b t"],
+    positions_T: Int64[Tensor, " t"],
+    bodies: list[nn.AttentionBackend],
+    sources: list[SourceKeys],
+    *,
+    axis: Axes = None,
+) -> Float[Tensor, "b t v"]:
+    """Returns logits of tokens whose earlier tokens, and whose source, are in a cache.
+
+    Args:
+        config: shape.
+        params: parameters as from `init`.
+        tokens_BT: next inputs of the decoder.
+        positions_T: positions of the inputs.
+        bodies: bodies of self-attention, one for each layer of the decoder, which keep keys and values from a single
+            call to the next, such as `KeyCache()`.
+        sources: keys of the source for each layer, from `project_source`. No call changes them.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
+
+    Returns:
+        [B, T, V], whole on all ranks.
+
+    Raises:
+        ValueError: bodies or keys are not one for each layer.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> config = Config.t5_like(vocab_size=64, num_layers=1, d_model=32, num_heads=4, d_head=8)
+        >>> params, source, tokens = init(config, core.key(0)), torch.tensor([[5, 6, 7]]), torch.tensor([[0, 8, 9]])
+        >>> keys, bodies = project_source(config, params, encode(config, params, source)), [KeyCache()]
+        >>> first = decode(config, params, tokens[:, :2], torch.arange(2), bodies, keys)
+        >>> last = decode(config, params, tokens[:, 2:], torch.arange(2, 3), bodies, keys)
+        >>> torch.allclose(last, apply(config, params, source, tokens)[:, 2:], atol=1e-6)
+        True
+    """
+    x_BTD = _decode_hidden(config, params, tokens_BT, positions_T, bodies, sources, axis=axis)
+    own_BTV = _logits_of(config, params, x_BTD, _Along(axis))
+    return all_gather_invariant(own_BTV, axis, dim=-1, size=config.decoder.vocab_size)
+
+
+@dataclasses.dataclass(eq=False)
+class KeyCache(nn.Local):
+    """Body of self-attention that appends the keys and values of each call, for `decode`.
+
+    Attributes:
+        keys: keys so far.
+        values: values so far.
+    """
+
+    keys: Float[Tensor, "b s g k"] | None = None
+    values: Float[Tensor, "b s g k"] | None = None
+
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
+        """Returns the attention of the last tokens over all tokens so far."""
+        del length
+        self.keys = k_BSGK if self.keys is None else torch.cat([self.keys, k_BSGK], 1)
+        self.values = v_BSGK if self.values is None else torch.cat([self.values, v_BSGK], 1)
+        end = self.keys.shape[1]
+        queries, keys, device = (end - q_BTHK.shape[1], end), (0, end), q_BTHK.device
+        bias, pairs = how.bias(queries, keys, device), how.mask.pairs(queries, keys, device)
+        numbers = torch.zeros_like(pairs, dtype=q_BTHK.dtype) if bias is None else bias
+        added = nn.Added(numbers.masked_fill(~pairs, -torch.inf))
+        how = how._replace(mask=added, slopes_H=None)
+        return nn.Dense().attend(q_BTHK, self.keys, self.values, how, end)
+
+
+@torch.no_grad()
+def generate(
+    config: Config,
+    params: Params,
+    source_BS: Int64[Tensor, "b s"],
+    num_tokens: int,
+    key: Int64[Tensor, "2"],
+    temperature: float = 1.0,
+    *,
+    mask: Bool[Tensor, "b s"] | None = None,
+    axis: Axes = None,
+) -> Int64[Tensor, "b t"]:
+    """Samples targets: argmax(logits / temperature + Gumbel noise), token by token, over a cache.
+
+    The encoder runs once. The noise is a function of (key, step).
+
+    Args:
+        config: shape.
+        params: parameters as from `init`.
+        source_BS: ids of the sources.
+        num_tokens: number of tokens to draw.
+        key: key of the noise.
+        temperature: divisor of logits. 0 takes the likeliest token.
+        mask: False for padding of the sources.
+        axis: mesh axes along which the leaves are cut, as in `apply`.
+
+    Returns:
+        The drawn tokens, without `config.start`.
+
+    Raises:
+        ValueError: a negative temperature, or more tokens than learned positions.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> config = Config.t5_like(vocab_size=64, num_layers=1, d_model=32, num_heads=4, d_head=8)
+        >>> generate(config, init(config, core.key(0)), torch.tensor([[5, 6, 7]]), 4, core.key(1)).shape
+        torch.Size([1, 4])
+    """
+    half = config.decoder
+    if temperature < 0 or (half.position == "learned" and num_tokens > half.max_len):
+        raise ValueError(
+            f"generate: temperature must be 0 or more, got {temperature}, and num_tokens at most the learned positions,"
+            f" got {num_tokens} for decoder.max_len={half.max_len}."
+        )
+    source = encode(config, params, source_BS, mask=mask, axis=axis)
+    sources = project_source(config, params, source, axis=axis)
+    bodies: list[nn.AttentionBackend] = [KeyCache() for _ in range(half.num_layers)]
+    drawn_BT = source_BS.new_full((len(source_BS), 1), config.start)
+    for step in range(num_tokens):
+        at_T = torch.arange(step, step + 1, device=source_BS.device)
+        logits_BTV = decode(config, params, drawn_BT[:, -1:], at_T, bodies, sources, axis=axis)
+        next_B = _sample_tokens(logits_BTV[:, -1].float(), fold_in(key, step), temperature)
+        drawn_BT = torch.cat([drawn_BT, next_B[:, None]], 1)
+    return drawn_BT[:, 1:]
+
+
+def _compute_hidden(
+    config: Config, params: Params, batch: dict[str, Any], key: Tensor | None, wrap: Wrap, along: _Along
+) -> tuple[Tensor, list[Seen]]:
+    """Returns the states that the output layer multiplies, and the facts of all routers."""
+    keys = [None, None] if key is None else [fold_in(key, 0), fold_in(key, 1)]
+    first, second = (_Job(k, batch.get("index"), wrap, along) for k in keys)
+    source, seen = _run_encoder(config, params, batch["source"], batch.get("source_mask"), first)
+    x_BTD, more = _run_decoder(config, params, batch["tokens"], batch.get("mask"), source, second)
+    return x_BTD, seen + more
+
+
+def _read_batch(config: Config, batch: Any) -> dict[str, Any]:
+    """Returns a batch with "tokens" and "targets" of equal shape.
+
+    Raises:
+        TypeError: describes a batch, and the argument.
+        ValueError: decoder inputs are missing, or a mask or a shape does not fit.
+    """
+    given = dict(batch) if isinstance(batch, Mapping) else {}
+    if not _is_ids(given.get("source")):
+        what = f"a dict with {sorted(given)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise TypeError(
+            f"a batch of seq2seq is {{'source': int64 [B, S], 'targets': int64 [B, T]}}, and this is {what}."
+        )
+    if "targets" not in given and not _is_ids(given.get("tokens")):
+        raise ValueError(
+            'seq2seq: the batch has no decoder inputs. Give it "targets", int64 [B, T], which are shifted, or'
+            f' "tokens", int64 [B, T + 1]; it has {sorted(given)}.'
+        )
+    if "targets" in given:
+        given = {"tokens": shift_right(config, given["targets"])} | given
+    masks = {"source_mask": given["source"], "mask": given["tokens"]}
+    for name, like in masks.items():
+        mask = given.get(name)
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != like.shape):
+            raise ValueError(
+                f'the "{name}" of a batch is {mask.dtype} of shape {tuple(mask.shape)}, and its tokens have shape'
+                f" {tuple(like.shape)}. Give each token a bool, False for padding."
+            )
+    if "targets" not in given:
+        return _shifted(given)
+    if given["targets"].shape != given["tokens"].shape:
+        raise ValueError(
+            f'the "tokens" of a batch with "targets" must have their shape, {tuple(given["targets"].shape)}, got'
+            f" {tuple(given['tokens'].shape)}."
+        )
+    if (mask := given.get("mask")) is not None:
+        given["targets"] = given["targets"].masked_fill(~mask, -100)
+    return given
+
+
+def _is_ids(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()
