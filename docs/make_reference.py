@@ -31,6 +31,7 @@ ROOMS = (
     "nn.recurrent",
     "models.gpt",
     "models.recurrent",
+    "models.seq2seq",
     "sparse",
     "lora",
     "inference",

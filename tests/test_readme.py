@@ -97,6 +97,7 @@ DOCS = [
     "docs/loggers.md",
     "docs/lora.md",
     "docs/recurrent.md",
+    "docs/seq2seq.md",
     "docs/speculators.md",
     "docs/swiftkv.md",
     "docs/frozen.md",

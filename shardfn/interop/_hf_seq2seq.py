@@ -19,10 +19,15 @@ from ._hf_config import read_config
 Told = Mapping[str, Any]
 SEQ2SEQ_TYPES = ("t5", "mt5", "bart")
 
-_T5 = {"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
+_T5: dict[str, Any] = {"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
 _T5 |= {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6}
 _MT5 = _T5 | {"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "tie_word_embeddings": False}
-_BART = {"vocab_size": 50265, "d_model": 1024, "max_position_embeddings": 1024, "activation_function": "gelu"}
+_BART: dict[str, Any] = {
+    "vocab_size": 50265,
+    "d_model": 1024,
+    "max_position_embeddings": 1024,
+    "activation_function": "gelu",
+}
 _BART |= {f"{half}_{name}": n for half in ("encoder", "decoder") for name, n in (("layers", 12), ("ffn_dim", 4096))}
 _BART |= {"encoder_attention_heads": 16, "decoder_attention_heads": 16, "decoder_start_token_id": 2}
 _ACTS = {"relu": "relu", "gelu_new": "gelu", "gelu": "gelu_erf", "gated-gelu": "geglu", "gated-silu": "swiglu"}
@@ -31,7 +36,7 @@ _BART_ACTS = {"gelu": "gelu_erf", "gelu_new": "gelu", "relu": "relu"}
 _OFFSET = 2
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """Tensor of a leaf: its name and shape, the leaf's shape, and the tensor's rows before the leaf's."""
 
     name: str
@@ -167,7 +172,7 @@ def seq2seq_from_hf(
     _check_names(archive, places)
     made = dtype or archive[next(iter(places.values())).name].dtype
 
-    def draw_leaf(place: _Place) -> core.Draw:
+    def draw_leaf(place: _TensorPlace) -> core.Draw:
         def read_block(slices: tuple[slice, ...]) -> torch.Tensor:
             given = zip((*slices, *[slice(None)] * len(place.leaf)), place.leaf, strict=False)
             (low, high), *rest = [(lo, max(lo, hi)) for lo, hi, _ in (s.indices(n) for s, n in given)]
@@ -360,7 +365,7 @@ def _name_leaf(path: str, kind: str, gated: bool) -> str:
     return f"{start}block.{i}.layer." + (up if name == "w_up" else _T5_BLOCK[name].format(f=part))
 
 
-def _list_places(config: seq2seq.Config, kind: str) -> dict[str, _Place]:
+def _list_places(config: seq2seq.Config, kind: str) -> dict[str, _TensorPlace]:
     """Returns the tensor of each leaf, by the leaf's path."""
     halves = {name: dataclasses.replace(half, per_head=False) for name, half in config.halves.items()}
     flat = core.tree_leaves(seq2seq.leaf_shapes(dataclasses.replace(config, **halves)), is_leaf=_is_shape)
@@ -370,11 +375,11 @@ def _list_places(config: seq2seq.Config, kind: str) -> dict[str, _Place]:
         name, skipped = _name_leaf(path, kind, config.decoder.is_gated), 0
         if path.endswith("['position']"):
             skipped, shape = _OFFSET, (shape[0] + _OFFSET, *shape[1:])
-        found[path] = _Place(name, (1, *shape) if path.endswith("['head_b']") else shape, leaf, skipped)
+        found[path] = _TensorPlace(name, (1, *shape) if path.endswith("['head_b']") else shape, leaf, skipped)
     return found
 
 
-def _check_names(archive: Archive, places: Mapping[str, _Place]) -> None:
+def _check_names(archive: Archive, places: Mapping[str, _TensorPlace]) -> None:
     wanted = {place.name: (path, place.shape) for path, place in places.items()}
     problems = [f"{name} is missing ({path} of the model)" for name, (path, _) in wanted.items() if name not in archive]
     problems += [f"{name} is left over" for name in archive if name not in wanted and not _REPEATED.search(name)]

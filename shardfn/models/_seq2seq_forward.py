@@ -23,7 +23,7 @@ from ._seq2seq_config import CROSS, Config, Params, check_leaves, relative_index
 Table = dict[str, Any]
 
 
-class Source(NamedTuple):
+class EncodedSource(NamedTuple):
     """Result of the encoder, which the decoder's cross attention reads.
 
     Attributes:
@@ -47,7 +47,7 @@ class SourceKeys(NamedTuple):
     how: nn.Attending
 
 
-class Job(NamedTuple):
+class ForwardSettings(NamedTuple):
     """Settings of one forward.
 
     Attributes:
@@ -66,18 +66,23 @@ class Job(NamedTuple):
 
 
 def run_encoder(
-    config: Config, params: Params, source_BS: Tensor, mask_BS: Tensor | None, job: Job
-) -> tuple[Source, list[Seen]]:
+    config: Config, params: Params, source_BS: Tensor, mask_BS: Tensor | None, settings: ForwardSettings
+) -> tuple[EncodedSource, list[Seen]]:
     """Returns the states of the source, and the facts of the encoder's routers."""
-    if axis_size(job.along.axis) > 1:
-        check_leaves(config, params, job.along.axis)
+    if axis_size(settings.along.axis) > 1:
+        check_leaves(config, params, settings.along.axis)
     positions_S = _find_positions(config, "encoder", source_BS)
-    x_BSD, found = _run_half(config, "encoder", params, source_BS, positions_S, mask_BS, job)
-    return Source(x_BSD, mask_BS), found
+    x_BSD, found = _run_half(config, "encoder", params, source_BS, positions_S, mask_BS, settings)
+    return EncodedSource(x_BSD, mask_BS), found
 
 
 def run_decoder(
-    config: Config, params: Params, tokens_BT: Tensor, mask_BT: Tensor | None, source: Source, job: Job
+    config: Config,
+    params: Params,
+    tokens_BT: Tensor,
+    mask_BT: Tensor | None,
+    source: EncodedSource,
+    settings: ForwardSettings,
 ) -> tuple[Tensor, list[Seen]]:
     """Returns the states that the output layer multiplies, and the facts of the decoder's routers."""
     if len(source.states) != len(tokens_BT):
@@ -86,11 +91,11 @@ def run_decoder(
             " one source for each row."
         )
     positions_T = _find_positions(config, "decoder", tokens_BT)
-    x_BTD, found = _run_half(config, "decoder", params, tokens_BT, positions_T, mask_BT, job, source)
+    x_BTD, found = _run_half(config, "decoder", params, tokens_BT, positions_T, mask_BT, settings, source)
     return _scale_states(config, x_BTD), found
 
 
-def project_source(config: Config, params: Params, source: Source, *, axis: Axes = None) -> list[SourceKeys]:
+def project_source(config: Config, params: Params, source: EncodedSource, *, axis: Axes = None) -> list[SourceKeys]:
     """Returns the keys and values of the source for each layer of the decoder: a cache that no token changes.
 
     Args:
@@ -130,15 +135,18 @@ def decode_hidden(
     Raises:
         ValueError: bodies or keys are not one for each layer.
     """
-    half, job = config.decoder, Job(along=Along(axis))
+    half, settings = config.decoder, ForwardSettings(along=Along(axis))
     for name, given in (("bodies", bodies), ("sources", sources)):
         if len(given) != half.num_layers:
             raise ValueError(f"decode: {len(given)} {name} for {half.num_layers} layers of the decoder. Pass one each.")
-    p, x_BTD, tables, bias_HD = _begin_half(config, "decoder", params, tokens_BT, positions_T, job)
+    p = params["decoder"]
+    if half.position == "learned":
+        params = params | {"decoder": p | {"position": p["position"][positions_T]}}
+    p, x_BTD, tables, bias_HD = _begin_half(config, "decoder", params, tokens_BT, positions_T, settings)
     for block, table, body, source in zip(p["blocks"], tables, bodies, sources, strict=True):
         own = table | {"how": table["how"]._replace(impl=body)}
-        x_BTD, _ = run_layer(config, half, job.along, block, x_BTD, own, bias_HD, source)
-    return _scale_states(config, _end_half(half, p, x_BTD, job.along))
+        x_BTD, _ = run_layer(config, half, settings.along, block, x_BTD, own, bias_HD, source)
+    return _scale_states(config, _end_half(half, p, x_BTD, settings.along))
 
 
 def logits_of(config: Config, params: Params, x_BTD: Tensor, along: Along) -> Tensor:
@@ -154,7 +162,7 @@ def run_layer(
     x_BTD: Tensor,
     table: Table,
     bias_HD: Tensor | None = None,
-    source: Source | SourceKeys | None = None,
+    source: EncodedSource | SourceKeys | None = None,
     key: Tensor | None = None,
     index_B: Tensor | None = None,
     name: str = "blocks",
@@ -178,7 +186,7 @@ def run_layer(
     x_BTD = add(own, "norm1", k1, x_BTD, y_BTD)
     if source is not None:
         cross = _cross_leaves(p)
-        if isinstance(source, Source):
+        if isinstance(source, EncodedSource):
             source = SourceKeys(_project_keys(half, along, p, source.states), _cross_mask(source.mask))
         table = {n: table[n] for n in ("scale", "softcap") if n in table} | {"how": source.how, "keys": source.keys}
         _, y_BTD = attend_part(half, along, _inner(config, cross), x_BTD, add_dropout(half, table, a2, index_B))
@@ -194,34 +202,34 @@ def _run_half(
     tokens_BT: Tensor,
     positions_T: Tensor,
     mask_BT: Tensor | None,
-    job: Job,
-    source: Source | None = None,
+    settings: ForwardSettings,
+    source: EncodedSource | None = None,
 ) -> tuple[Tensor, list[Seen]]:
     """Returns the states of one half after its last norm, and the facts of its routers."""
     half, found = config.halves[name], list[Seen]()
-    p, x_BTD, tables, bias_HD = _begin_half(config, name, params, tokens_BT, positions_T, job)
-    keys = [None] * (half.num_layers + 1) if job.key is None else split(job.key, half.num_layers + 1).unbind()
-    x_BTD = dropout(half, job.along, keys[-1], x_BTD, job.samples)
-    run = job.wrap(functools.partial(run_layer, config, half, job.along, load=job.load))
+    p, x_BTD, tables, bias_HD = _begin_half(config, name, params, tokens_BT, positions_T, settings)
+    keys = [None] * (half.num_layers + 1) if settings.key is None else split(settings.key, half.num_layers + 1).unbind()
+    x_BTD = dropout(half, settings.along, keys[-1], x_BTD, settings.samples)
+    run = settings.wrap(functools.partial(run_layer, config, half, settings.along, load=settings.load))
     for i, (block, table, key) in enumerate(zip(p["blocks"], tables, keys[:-1], strict=True)):
         if mask_BT is not None and name == "encoder":
             how = table["how"]
             table = table | {"how": how._replace(mask=how.mask & nn.Keys(mask_BT))}
-        more = bias_HD, source, key, job.samples, f"{name}.blocks.{i}", mask_BT
+        more = bias_HD, source, key, settings.samples, f"{name}.blocks.{i}", mask_BT
         x_BTD, seen = run(block, x_BTD, table, *more)
         found += [] if seen is None else [seen]
-    return _end_half(half, p, x_BTD, job.along), found
+    return _end_half(half, p, x_BTD, settings.along), found
 
 
 def _begin_half(
-    config: Config, name: str, params: Params, tokens_BT: Tensor, positions_T: Tensor, job: Job
+    config: Config, name: str, params: Params, tokens_BT: Tensor, positions_T: Tensor, settings: ForwardSettings
 ) -> tuple[Params, Tensor, list[Table], Tensor | None]:
     """Returns a half's leaves, the embedded tokens, arguments of attention by layer, and relative positions."""
     half, p = config.halves[name], params[name]
-    x_BTD = embed_tokens(half, p | {"embed": params["embed"]}, tokens_BT, positions_T, job.along)
+    x_BTD = embed_tokens(half, p | {"embed": params["embed"]}, tokens_BT, positions_T, settings.along)
     bias_HD = None
     if config.buckets is not None:
-        table_NH = pvary(p["relative"], job.along.axis)  # ranks read the numbers of their heads
+        table_NH = pvary(p["relative"], settings.along.axis)  # ranks read the numbers of their heads
         bias_HD = table_NH[relative_index(config, name, table_NH.device)].T.contiguous()
     return p, x_BTD, make_tables(half, positions_T, x_BTD.dtype), bias_HD
 

@@ -33,8 +33,8 @@ from ._seq2seq_config import init as init
 from ._seq2seq_config import leaf_shapes as leaf_shapes
 from ._seq2seq_config import num_params as num_params
 from ._seq2seq_config import specs as specs
-from ._seq2seq_forward import Job as _Job
-from ._seq2seq_forward import Source as Source
+from ._seq2seq_forward import EncodedSource as EncodedSource
+from ._seq2seq_forward import ForwardSettings as _Settings
 from ._seq2seq_forward import SourceKeys as SourceKeys
 from ._seq2seq_forward import decode_hidden as _decode_hidden
 from ._seq2seq_forward import logits_of as _logits_of
@@ -50,7 +50,7 @@ def encode(
     *,
     mask: Bool[Tensor, "b s"] | None = None,
     axis: Axes = None,
-) -> Source:
+) -> EncodedSource:
     """Returns the encoder's result for sources.
 
     Args:
@@ -66,7 +66,7 @@ def encode(
         >>> encode(config, init(config, core.key(0)), torch.zeros(2, 5, dtype=torch.int64)).states.shape
         torch.Size([2, 5, 32])
     """
-    return _run_encoder(config, params, source_BS, mask, _Job(along=_Along(axis)))[0]
+    return _run_encoder(config, params, source_BS, mask, _Settings(along=_Along(axis)))[0]
 
 
 def apply(
@@ -307,7 +307,7 @@ def _compute_hidden(
 ) -> tuple[Tensor, list[Seen]]:
     """Returns the states that the output layer multiplies, and the facts of all routers."""
     keys = [None, None] if key is None else [fold_in(key, 0), fold_in(key, 1)]
-    first, second = (_Job(k, batch.get("index"), wrap, along) for k in keys)
+    first, second = (_Settings(k, batch.get("index"), wrap, along) for k in keys)
     source, seen = _run_encoder(config, params, batch["source"], batch.get("source_mask"), first)
     x_BTD, more = _run_decoder(config, params, batch["tokens"], batch.get("mask"), source, second)
     return x_BTD, seen + more
