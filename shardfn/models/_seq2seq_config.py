@@ -161,6 +161,7 @@ def _find_unknown_parts(half: Half) -> list[tuple[str, str]]:
         ("attention=Dense()", not isinstance(half.attention, nn.Dense), f"{half.attention}"),
         ("layout=None", half.layout is not None, "a layout"),
         ("swift=None", half.swift is not None, f"{half.swift}"),
+        ("images=None", half.images is not None, f"{half.images}"),
         ("parallel=None", half.parallel is not None, f"parallel={half.parallel!r}"),
         ("qk_norm=None", half.qk_norm is not None, f"qk_norm={half.qk_norm!r}"),
         ("position=None, 'learned' or 'rope'", half.position == "alibi", "position='alibi'"),
