@@ -132,7 +132,7 @@ def loss(
         params: parameters as from `init`.
         batch: {"source": int64 [B, S], "targets": int64 [B, T]}, with -100 for targets that do not count. The decoder's
             inputs are `config.start` and the targets without the last, or "tokens", int64 [B, T]. Or {"source",
-            "tokens"} with tokens [B, T + 1], of which the first is `config.start`. "source_mask", bool [B, S], is False
+            "tokens"} with tokens [B, T + 1] that begin with `config.start`. "source_mask", bool [B, S], is False
             for padding of sources, and "mask", shaped as "tokens", for padding of targets. Padding gets no expert.
             Where dropout is on also "index": int64 [B], global sample numbers.
         key: key that turns dropout on.
