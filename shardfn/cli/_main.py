@@ -37,7 +37,7 @@ from ._report import (
     write_chart,
 )
 from ._search import longest, search
-from ._serve import serve_command
+from ._serve import add_batch_arguments, parse_batch, serve_command
 from ._serve_job import add_serve_arguments, parse_serve
 from ._speculate import add_speculate_arguments, parse_speculate, speculate
 from ._states import Setup
@@ -159,6 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_speculate_arguments(commands.add_parser("speculate", help=about, description=about))
     about = "Serves such a model by OpenAI's HTTP interface, on one machine."
     add_serve_arguments(commands.add_parser("serve", help=about, description=about))
+    about = "Answers a file of requests in the format of OpenAI's batches, by such a model."
+    add_batch_arguments(commands.add_parser("batch", help=about, description=about))
     about = "Measures a running server."
     add_bench_arguments(commands.add_parser("bench", help=about, description=about))
     about = "Looks at checkpoints: their contents, whether they are intact, how two differ."
@@ -221,6 +223,8 @@ def _check_command(args: argparse.Namespace) -> Callable[[], int] | None:
         return functools.partial(speculate, parse_speculate(args))
     if args.command == "serve":
         return functools.partial(serve_command, parse_serve(args))
+    if args.command == "batch":
+        return parse_batch(args)
     return None
 
 

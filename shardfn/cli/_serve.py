@@ -1,9 +1,13 @@
-"""`shardfn serve`: a server of OpenAI's interface, from files of several kinds."""
+"""`shardfn serve`: a server of OpenAI's interface, from files of several kinds. `shardfn batch`: answers to a file."""
 
+import argparse
 import importlib.util
 import os
 import pathlib
+import secrets
 import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,17 +15,73 @@ import torch
 from shardfn.core import num_launched
 from shardfn.kernels import num_processors
 from shardfn.pretrained import compile_chat_template, load_text
-from shardfn.serve import Settings, Text, read_keys, serve
+from shardfn.serve import Settings, Text, read_answered, read_batch, read_keys, send_batch, serve
 from shardfn.waits import end_start
 
 from ._generate import flatten_message
-from ._serve_job import ServeJob, choose_devices, command_of
+from ._serve_job import ServeJob, add_serve_arguments, choose_devices, command_of, parse_serve
 
 _PACKAGES = ("starlette", "uvicorn", "jinja2")
 
 
-def serve_command(job: ServeJob) -> int:
+# Options of the address and the clients of a server, which a batch does not have.
+_ADDRESS = ("host", "port", "api_key_file", "allowed_host", "allowed_origin")
+
+
+def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `shardfn batch`."""
+    add = parser.add_argument
+    add("requests", metavar="IN", help="requests, a line of JSON each: custom_id, method, url and body")
+    add("answers", metavar="OUT", help="answers, a line of JSON each, in the order in which they arrive")
+    text = "go on with an OUT of an earlier run: a request with an answer there is not sent again"
+    add("--resume", action="store_true", help=text)
+    add("--at-once", type=int, default=64, metavar="N", help="the most requests in progress (default %(default)s)")
+    add_serve_arguments(parser)
+
+
+def parse_batch(args: argparse.Namespace) -> Callable[[], int]:
+    """Returns the command that the arguments describe. The requests are read, and no weights are loaded.
+
+    Raises:
+        ValueError: lists mistakes of the options, or of the lines.
+    """
+    unused = argparse.ArgumentParser()
+    add_serve_arguments(unused)
+    given = [f"--{name.replace('_', '-')}" for name in _ADDRESS if getattr(args, name) != unused.get_default(name)]
+    if given:
+        raise ValueError(f"a batch has no clients but itself, got {', '.join(given)}. Leave these options out")
+    if args.at_once < 1:
+        raise ValueError(f"--at-once must be at least 1, got {args.at_once}")
+    answers, requests = pathlib.Path(args.answers), read_batch(pathlib.Path(args.requests))
+    if answers.exists() and not args.resume:
+        raise ValueError(f"{answers} must not exist. Write to another file, or pass --resume to go on with this file")
+    done = read_answered(answers, requests) if answers.exists() else set[str]()
+    left = [request for request in requests if request.custom_id not in done]
+    job, key = parse_serve(args), secrets.token_urlsafe()
+
+    async def work(url: str) -> int:
+        with answers.open("a", encoding="utf-8") as out:
+            lost = await send_batch(url, key, left, out, at_once=args.at_once)
+        line = f"{len(left) - lost} requests have an answer in {answers}"
+        line += f", {lost} have none: the server ended. Run the command again with --resume" if lost else ""
+        _write_line(f"shardfn batch: {line}")
+        return int(lost > 0)
+
+    def run() -> int:
+        if left:
+            return serve_command(replace(job, server=job.server | {"port": 0, "keys": (key,)}), work)
+        _write_line(f"shardfn batch: all {len(requests)} requests have an answer in {answers}")
+        return 0
+
+    return run
+
+
+def serve_command(job: ServeJob, work: Callable[[str], Coroutine[Any, Any, int]] | None = None) -> int:
     """Serves until SIGTERM, SIGINT or the end of a rank; reports to stderr.
+
+    Args:
+        job: settings of the server.
+        work: function from the server's address to work whose end is the server's end, or None.
 
     Returns:
         The exit status: 0 after a signal, or 1 if a rank has ended; 2 if the model or a setting is refused.
@@ -36,7 +96,7 @@ def serve_command(job: ServeJob) -> int:
         if missing:
             raise ImportError(f"it needs {', '.join(missing)}, which is missing: pip install 'shardfn[serve]'")
         keys = () if job.api_key_file is None else read_keys(pathlib.Path(job.api_key_file))
-        settings = Settings(keys=keys, **job.server)
+        settings = Settings(**({"keys": keys} | job.server))
         changes: dict[str, Any] = {}
         if job.chat_template is not None:
             source = pathlib.Path(job.chat_template).read_text(encoding="utf-8")
@@ -58,6 +118,7 @@ def serve_command(job: ServeJob) -> int:
             threads=None if "OMP_NUM_THREADS" in os.environ else max(1, num_processors() // all_ranks),
             environment=lambda replica: choose_devices(replica, job.model.ranks, devices),
             report=_write_line,
+            work=work,
         )
     except (ValueError, OSError, ImportError) as error:
         end_start()

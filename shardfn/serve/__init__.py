@@ -8,4 +8,10 @@ from ._model import Text as Text
 from ._ipc import Ready as Ready
 from ._worker import run_worker as run_worker
 from ._load import Arrival as Arrival, Delays as Delays, measure as measure, trace as trace
+from ._batch import (
+    BatchRequest as BatchRequest,
+    read_answered as read_answered,
+    read_batch as read_batch,
+    send_batch as send_batch,
+)
 from ._server import Server as Server, serve as serve

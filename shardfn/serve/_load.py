@@ -5,11 +5,10 @@ import itertools
 import json
 import random
 import time
-import urllib.parse
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-_READ = 1 << 16
+from ._http_client import read_answer
 
 
 class Arrival(NamedTuple):
@@ -97,7 +96,9 @@ async def _send_arrival(url: str, model: str, arrival: Arrival, key: str) -> Del
 
     begin, times, texts, tokens, rest = time.monotonic(), list[float](), list[str](), 0, b""
     try:
-        async for data in _read_answer(url, key, json.dumps(body).encode()):
+        async for data in read_answer(f"{url.rstrip('/')}/completions", key, json.dumps(body).encode()):
+            if not isinstance(data, bytes):
+                continue
             *events, rest = (rest + data).split(b"\n\n")
             for event in events:
                 if event == b"data: [DONE]":
@@ -115,31 +116,3 @@ async def _send_arrival(url: str, model: str, arrival: Arrival, key: str) -> Del
         return Delays(0, [], 0, 0, error=f"the server answered: {rest[:200].decode(errors='replace')}")
     gaps = [b - a for a, b in itertools.pairwise(times)]
     return Delays(times[0] - begin, gaps, time.monotonic() - begin, tokens, "".join(texts))
-
-
-async def _read_answer(url: str, key: str, body: bytes) -> AsyncGenerator[bytes, None]:
-    """Yields the pieces of an answer's body, over a separate connection."""
-    import h11
-
-    parts = urllib.parse.urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
-    try:
-        wire = h11.Connection(h11.CLIENT)
-        headers = [("Host", parts.netloc), ("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-        headers += [("Authorization", f"Bearer {key}"), ("Connection", "close")]
-        target = f"{parts.path.rstrip('/')}/completions"
-        request = wire.send(h11.Request(method="POST", target=target, headers=headers))
-        writer.write(
-            (request or b"") + (wire.send(h11.Data(data=body)) or b"") + (wire.send(h11.EndOfMessage()) or b"")
-        )
-        await writer.drain()
-        while True:
-            event = wire.next_event()
-            if event is h11.NEED_DATA:
-                wire.receive_data(await reader.read(_READ))
-            elif isinstance(event, h11.Data):
-                yield bytes(event.data)
-            elif isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
-                return
-    finally:
-        writer.close()

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +28,7 @@ from ._request_tracker import RequestTracker
 from ._settings import Settings
 
 ENDING = "The server ends."
+Work = Callable[[str], Coroutine[Any, Any, int]]
 _LAST_WORDS = 3.0  # seconds in which clients read their error events
 _WAITING = 1 << 16  # tokens in line, unless the settings have a number
 _LAST_STEPS = 10.0  # seconds in which a process ends
@@ -80,17 +81,18 @@ class Server:
         self.replicas = ReplicaSet(settings, make_workers, self.calls, self.metrics, report)
         self.app = App(settings, self.calls, self.metrics)
         self.signals = 0
-        self._signal = asyncio.Event()
+        self._signal, self._ready = asyncio.Event(), asyncio.Event()
 
-    async def run(self, listener: socket.socket) -> int:
-        """Serves until a signal, or until a replica ends that is not started again.
+    async def run(self, listener: socket.socket, work: Work | None = None) -> int:
+        """Serves until a signal, until the end of `work`, or until a replica ends that is not started again.
 
         Args:
             listener: bound socket. Clients are answered from the start, before the model is loaded.
+            work: function from the server's address to work that begins when the model is ready.
 
         Returns:
-            The exit status: 0 after a signal, or 1 if a rank has ended. If a rank ended before the model was ready, the
-            rank's status.
+            The exit status: 0 after a signal, the result of `work` after its end, or 1 if a rank has ended. If a rank
+            ended before the model was ready, the rank's status.
         """
         server = _make_server(self.app.asgi(), self.settings)
         serving = asyncio.ensure_future(server.serve([listener]))
@@ -104,17 +106,25 @@ class Server:
 
         running = asyncio.ensure_future(self.replicas.run(begin, text))
         signalled = asyncio.ensure_future(self._signal.wait())
+        working = {asyncio.ensure_future(self._do_work(work))} if work is not None else set[asyncio.Future[int]]()
         try:
-            await asyncio.wait({running, signalled, serving}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done() or not signalled.done():
+            await asyncio.wait({running, signalled, serving, *working}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done() or serving.done():
                 return await self._end_lost(running)
-            return await self._drain_calls(running)
+            status = await self._drain_calls(running)
+            return status or sum([await task for task in working])
         finally:
             server.ended.set()
             await serving
-            for task in (running, signalled):
+            for task in (running, signalled, *working):
                 task.cancel()
             await self.replicas.close()
+
+    async def _do_work(self, work: Work) -> int:
+        """Does the work of the server's process itself, once the model is ready."""
+        await self._ready.wait()
+        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
+        return await work(f"http://{host}:{self.settings.port}")
 
     def take_signal(self) -> None:
         """Takes a signal. The first ends the server once its requests are done, and the second at once."""
@@ -137,6 +147,7 @@ class Server:
         self._report(ready.about)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._report(f"shardfn serve: ready at http://{host}:{settings.port}/v1, model {settings.name!r}")
+        self._ready.set()
 
     async def _end_lost(self, running: asyncio.Future[ReplicaEnd]) -> int:
         """Sends an error to each stream, and ends the server."""
@@ -210,6 +221,7 @@ def serve(
     threads: int | None = None,
     environment: Callable[[int], Mapping[str, str]] = lambda replica: MappingProxyType({}),
     report: Callable[[str], None] = print,
+    work: Work | None = None,
 ) -> int:
     """Starts ranks and serves their model until SIGTERM, SIGINT, or the end of a rank that is not started again.
 
@@ -223,6 +235,8 @@ def serve(
         environment: function from the number of a replica to variables of its ranks' environment.
         report: function that takes lines for the user, also lines that the ranks write to stderr. The function is
             called in a thread. It may wait or fail, and the server goes on.
+        work: function from the server's address to work of this process, which begins when the model is ready, and
+            whose end is the server's end.
 
     Returns:
         The exit status.
@@ -247,7 +261,7 @@ def serve(
         front = Server(settings, load_text, make_workers, log)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, front.take_signal)
-        return await front.run(listener)
+        return await front.run(listener, work)
 
     try:
         with reporting_records(log):

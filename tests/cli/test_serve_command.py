@@ -120,6 +120,32 @@ LONG = {"model": "tiny", "prompt": "ab", "max_tokens": 500, "ignore_eos": True, 
 
 
 @pytest.mark.nightly
+def test_a_batch_that_is_interrupted_goes_on(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    body = {"model": "tiny", "prompt": "ab", "max_tokens": 300, "ignore_eos": True}
+    rows = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body | {"seed": i}} for i in range(12)
+    ]
+    requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "shardfn", "batch", requests, answers, model, *SMALL[2:], "--at-once", "3"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    first = subprocess.Popen([*map(str, command), "--resume"], stderr=subprocess.PIPE, text=True, env=environment)
+    begun = time.monotonic()
+    while not (answers.exists() and answers.read_text()):
+        assert time.monotonic() < begun + LIMIT and first.poll() is None
+        time.sleep(0.02)
+    first.terminate()
+    _, err = first.communicate(timeout=LIMIT)
+    num = len(answers.read_text().splitlines())
+    assert first.returncode == 1 and 0 < num < 12 and f"{num} requests have an answer" in err
+    again = [*map(str, command), "--resume"]
+    assert subprocess.run(again, env=environment, timeout=LIMIT, capture_output=True).returncode == 0
+    found = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert sorted(int(row["custom_id"]) for row in found) == list(range(12))
+    assert {row["response"]["body"]["usage"]["completion_tokens"] for row in found} == {300}
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_server_of_processes(model: pathlib.Path, ranks: int) -> None:
     with running(model, *SMALL, "--mesh", f"tp={ranks}", "--chat-template", model / "chat.jinja") as server:
