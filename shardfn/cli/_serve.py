@@ -96,7 +96,8 @@ def serve_command(job: ServeJob, work: Callable[[str], Coroutine[Any, Any, int]]
         if missing:
             raise ImportError(f"it needs {', '.join(missing)}, which is missing: pip install 'shardfn[serve]'")
         keys = () if job.api_key_file is None else read_keys(pathlib.Path(job.api_key_file))
-        settings = Settings(**({"keys": keys} | job.server))
+        server: dict[str, Any] = {"keys": keys, **job.server}
+        settings = Settings(**server)
         changes: dict[str, Any] = {}
         if job.chat_template is not None:
             source = pathlib.Path(job.chat_template).read_text(encoding="utf-8")
