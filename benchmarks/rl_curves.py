@@ -5,7 +5,8 @@
 
 A run counts by the first update of each rollout, which has the weights that have drawn. Its rise is the mean reward of
 the last ten rollouts less that of the first ten, in standard errors of rewards of 0 or 1: the answers to one problem
-count as one.
+count as one. A run of chat_ppo.py has errors of its own: `--reward form` is the share of a rule that answers obey, and
+"form_error" its standard error.
 """
 
 import argparse
@@ -27,11 +28,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2, help="updates by each rollout (%(default)s)")
     parser.add_argument("--prompts", type=int, default=32, help="of a rollout (%(default)s)")
     parser.add_argument("--window", type=int, default=10, help="rollouts at each end (%(default)s)")
+    parser.add_argument("--reward", default="reward", help="metric that rises (%(default)s)")
     parser.add_argument("--title", default="Learning from rewards", help="%(default)s")
     parser.add_argument("--note", default="", help="a sentence above the table, such as the command of the runs")
     parser.add_argument("--out", required=True, help="the table; the picture has the same name and .png")
     args = parser.parse_args()
-    runs = {run.name: _rollouts(run, args.epochs) for run in args.runs}
+    runs = {run.name: _rollouts(run, args.epochs, args.reward) for run in args.runs}
     picture = pathlib.Path(args.out).with_suffix(".png")
     picture.parent.mkdir(parents=True, exist_ok=True)
     _draw(runs, picture)
@@ -42,19 +44,24 @@ def main() -> None:
     publish(args.title, "\n\n".join([*filter(None, [args.note]), table(head, rows), shown]), out=args.out)
 
 
-def _rollouts(run: pathlib.Path, epochs: int) -> dict[str, list[float]]:
+def _rollouts(run: pathlib.Path, epochs: int, reward: str) -> dict[str, list[float]]:
     """Metric -> its values, one for each rollout."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines][::epochs]
     named = [{name.removeprefix("actor/"): x for name, x in row.items()} for row in rows]
     for row in named:
         row.setdefault("divergence", row.get("kl"))  # of runs that have the estimate alone
-    return {name: [row[name] for row in named] for name in PANELS}
+        row["reward"] = row[reward]
+    errors = {"error": [row[f"{reward}_error"] for row in named]} if f"{reward}_error" in named[0] else {}
+    return {name: [row[name] for row in named] for name in PANELS} | errors
 
 
 def _row(run: dict[str, list[float]], window: int, prompts: int) -> list[str]:
     first, last = (statistics.mean(part) for part in (run["reward"][:window], run["reward"][-window:]))
-    error = sum(x * (1 - x) / (window * prompts) for x in (first, last)) ** 0.5
+    if "error" in run:
+        error = sum(x**2 for x in (*run["error"][:window], *run["error"][-window:])) ** 0.5 / window
+    else:
+        error = sum(x * (1 - x) / (window * prompts) for x in (first, last)) ** 0.5
     ends = [statistics.mean(run[name][-window:]) for name in ("divergence", "length", "entropy")]
     found = [first, last, (last - first) / max(error, 1e-9), max(run["divergence"]), *ends]
     digits = (3, 3, 1, 3, 3, 2, 2)

@@ -140,7 +140,7 @@ def of_run(run, mesh, **changes):
             pathlib.Path(folder, "model.json").write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
             for name in [] if own else [given["tokenizer"]]:
                 shutil.copy(run / name, folder)
-        sf.checkpoint.save(f"{folder}/checkpoints", rl.as_global(params, mesh, None), 1, at="params")
+        sf.checkpoint.save(f"{folder}/checkpoints", rl.as_global(params, mesh, None), 1, at="params", replace=True)
 
     vocabulary = {repr(bytes([i])): i for i in range(256)} if own else tokenizer.inner.get_vocab()
     return Model(config, params, encode, tokenizer.decode, chat, learnt, encode("\0")[-1], vocabulary, write)

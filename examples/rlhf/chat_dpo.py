@@ -43,11 +43,6 @@ class WithReference(Trained):
             self.specs = dict.fromkeys(self.params, self.specs)
             self.trainable = {"policy": True, "reference": False}
 
-    def freeze(self, name, model):
-        """Puts another model beside them, as a branch that does not learn."""
-        self.params, self.specs = self.params | {name: model.params}, self.specs | {name: gpt.specs(model.config)}
-        self.trainable = self.trainable | {name: False}
-
     def both(self, params):
         if self.lora:
             return self.lora.apply(params["base"], params["lora"]), params["base"]

@@ -24,13 +24,12 @@ import re
 import chat
 import torch
 import torch.distributed as dist
-from chat_dpo import WithReference
 from chat_reward import scores
 
 import shardfn as sf
 from shardfn import rl
-from shardfn.inference import Engine, Sampling, decoder, limits_of
-from shardfn.models import gpt
+from shardfn.inference import Sampling
+from shardfn.pretrained import GPTModel, make_policy
 
 QUESTIONS = [
     *(f"What is the capital of {land}?" for land in ("France", "Italy", "Japan", "Peru", "Kenya", "Norway")),
@@ -43,58 +42,53 @@ def main():
     args = options()
     with sf.make_mesh({"dp": -1}) as mesh:
         model = chat.load(args.model, mesh, batch_invariant=True)
-        trained, scored = WithReference(model, args.lora, args.seed), functools.partial(by_rule, model)
-        if args.rewards:
-            rewards = chat.load(args.rewards, mesh, batch_invariant=True)
-            check_same(model, rewards)
-            trained.freeze("reward", rewards)
-            scored = functools.partial(by_model, rewards)
-        train(args, mesh, model, trained, scored)
+        rewards = chat.load(args.rewards, mesh, batch_invariant=True) if args.rewards else None
+        train(args, mesh, model, rewards)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def train(args, mesh, model, trained, scored):
-    """GRPO; `scored(step, state, rollout, solutions)` is the rollout with its rewards."""
-    rule = sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(args.lr))
-    how = {"specs": trained.specs, "trainable": trained.trainable, "zero": sf.Zero(stage=args.zero), "has_aux": True}
-    step = sf.sharded_step(functools.partial(loss, model.config, trained, args.beta), rule, mesh=mesh, **how)
-    state, own = step.init(trained.params), step.rows(args.prompts)
-    made, sampling = decoder(model.config), Sampling(max_tokens=args.tokens, n=args.answers, stop_tokens=(model.end,))
+def train(args, mesh, model, rewards=None):
+    """GRPO with rewards by a model, or by the rule."""
+    if rewards:
+        check_same(model, rewards)
     rows = chat.Encoded(args.questions, functools.partial(chat.question, model)) if args.questions else None
     questions = list(rows) if rows else [chat.question(model, {"prompt": text}) for text in QUESTIONS]
+    rule = sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(args.lr))
+    sampling = Sampling(max_tokens=args.tokens, n=args.answers, stop_tokens=(model.end,))
     length = max(len(prompt) for prompt, _ in questions) + args.tokens
-    num = (own.stop - own.start) * args.answers
-    limits = limits_of(made, running=max(num, 1), buckets=(max(num, 1), max(4 * num, length)))
-    engine = Engine(made, trained.result(state), mesh=sf.make_mesh(alone=True), limits=limits)
-    signal = rl.RewardSignal()
+    num = max(-(-args.prompts // mesh.size) * args.answers, 1)
+    how = {"lora": args.lora, "beta": args.beta, "zero": sf.Zero(stage=args.zero), "seed": args.seed}
+    how |= {"frozen": {"reward": branch(rewards)} if rewards else {}, "mesh": mesh}
+    policy, state = make_policy(branch(model), rule, sampling, **how, running=num, buckets=(num, max(4 * num, length)))
+    own, signal = policy.step.rows(args.prompts), rl.RewardSignal()
     with sf.metrics.Logger(args.out, mesh) as logger:
         for n in range(args.iterations):
-            version = engine.update_weights(trained.result(state)) if n else 0
-            asked = [questions[(n * args.prompts + i) % len(questions)] for i in range(own.start, own.stop)]
+            asked = [questions[(n * args.prompts + i) % len(questions)] for i in range(args.prompts)]
             key = sf.fold_in(sf.key(args.seed), n)
-            prompts, solutions = [prompt for prompt, _ in asked], [one for _, one in asked for _ in range(args.answers)]
-            rollout = rl.sample(engine, prompts, sampling, key=key, start=own.start, length=length)
-            rl.check_versions(rollout, version)
-            rollout = scored(step, state, rollout, solutions)
-            batch = {"rollout": rollout, "advantages": rl.group_advantages(rollout.rewards, args.answers)}
+            rollout = policy.sample(state, [prompt for prompt, _ in asked], key, length=length)
+            if rewards:
+                rollout = rollout._replace(rewards=values(rewards, policy.step, state, rollout))
+            else:
+                solutions = [one for _, one in asked[own] for _ in range(args.answers)]
+                rollout = rl.score(functools.partial(reward, model), rollout, solutions, seconds=5.0).rollout
             for _ in range(args.epochs):
-                state, metrics = step(state, batch)
+                state, metrics = policy.update(state, rollout)
                 row = logger.write(int(state.step), metrics)
-            signal = signal.update(row["flat"])
+            signal = signal.update(metrics["flat"])
             if mesh.rank == 0:
-                shown = ("reward", "kl", "ratio", "length", "entropy")
+                shown = [name for name in ("reward", "kl", "ratio", "length", "entropy") if name in row]
                 print(f"iteration {n}: " + ", ".join(f"{name} {row[name]:.3f}" for name in shown), flush=True)
-    model.save(f"{args.out}/model", trained.result(state))
+    model.save(f"{args.out}/model", policy.merge(state))
 
 
-def by_rule(model, step, state, rollout, solutions):
-    return rl.score(functools.partial(reward, model), rollout, solutions, seconds=5.0).rollout
+def branch(model):
+    return GPTModel(model.config, model.params)
 
 
-def by_model(rewards, step, state, rollout, solutions):
-    rows = whole(rewards, rollout)
-    return rollout._replace(rewards=step.apply(functools.partial(scores, rewards.config), state, rows))
+def values(rewards, step, state, rollout):
+    """The rewards of answers by the branch "reward"."""
+    return step.apply(functools.partial(scores, rewards.config), state, whole(rewards, rollout))
 
 
 TALK = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -132,23 +126,6 @@ def reward(model, prompt, answer, solution=None):
         return float(text.rstrip(" \n.!$").endswith(str(solution)))
     parts = text[:1].isupper(), ended, ended and re.fullmatch(r"[^.!?\n]+\.", text) is not None
     return sum(parts) / len(parts)
-
-
-def loss(config, trained, beta, params, batch):
-    policy, reference = trained.both(params)
-    rollout = batch["rollout"]
-    logits = gpt.apply(config, policy, rollout.ids)
-    logprobs = rl.completion_logprobs(logits, rollout.ids, rollout.spans)
-    with torch.no_grad():
-        before = rl.completion_logprobs(gpt.apply(config, reference, rollout.ids), rollout.ids, rollout.spans)
-        entropies = rl.completion_entropies(logits, rollout.spans)
-    drawn = rollout.logprobs, rollout.lengths
-    metrics = rl.policy_metrics(logprobs, *drawn, ref_logprobs_BT=before) | rl.rollout_metrics(
-        rollout, batch["advantages"]
-    )
-    metrics["entropy"] = rl.token_mean(entropies, rollout.lengths)
-    how = {"beta": beta, "ref_logprobs_BT": before}
-    return rl.grpo(logprobs, rollout.logprobs, batch["advantages"], rollout.lengths, **how), metrics
 
 
 def options():

@@ -30,13 +30,18 @@ from shardfn.models import gpt
 def main():
     args = options(__doc__)
     with sf.make_mesh({"dp": -1}) as mesh:
-        model = chat.valued(chat.load(args.model, mesh))
-        trained = Trained(model, args.lora, args.seed, (*ADAPTED, "^head$"))
-        read = functools.partial(chat.Encoded, encode=functools.partial(chat.pair, model, length=args.length))
-        loss = trained.adapt(functools.partial(loss_of, model.config))
-        fit(args, mesh, trained, loss, read, functools.partial(rows, length=args.length))
+        train(args, mesh)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def train(args, mesh):
+    """The model in {args.out}/model learns to value the chosen answers of args.train above the rejected."""
+    model = chat.valued(chat.load(args.model, mesh))
+    trained = Trained(model, args.lora, args.seed, (*ADAPTED, "^head$"))
+    read = functools.partial(chat.Encoded, encode=functools.partial(chat.pair, model, length=args.length))
+    loss = trained.adapt(functools.partial(loss_of, model.config))
+    fit(args, mesh, trained, loss, read, functools.partial(rows, length=args.length))
 
 
 def loss_of(config, params, batch):

@@ -26,14 +26,19 @@ ADAPTED = r"\.w[qkvo]$", r"\.w_"  # the weights that have adapters
 def main():
     args = options(__doc__)
     with sf.make_mesh({"dp": -1}) as mesh:
-        model = chat.load(args.model, mesh)
-        trained = Trained(model, args.lora, args.seed)
-        pad = functools.partial(padded, sf.data.pad(args.length))
-        read = functools.partial(chat.Encoded, encode=functools.partial(chat.example, model, length=args.length))
-        loss = trained.adapt(functools.partial(loss_of, model.config))
-        fit(args, mesh, trained, loss, read, pad)
+        train(args, mesh)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def train(args, mesh):
+    """The model in {args.out}/model learns the rows of args.train."""
+    model = chat.load(args.model, mesh)
+    trained = Trained(model, args.lora, args.seed)
+    pad = functools.partial(padded, sf.data.pad(args.length))
+    read = functools.partial(chat.Encoded, encode=functools.partial(chat.example, model, length=args.length))
+    loss = trained.adapt(functools.partial(loss_of, model.config))
+    fit(args, mesh, trained, loss, read, pad)
 
 
 def loss_of(config, params, batch):

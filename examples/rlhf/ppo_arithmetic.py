@@ -25,6 +25,7 @@ from shardfn.models import gpt
 VALUES = dataclasses.replace(CONFIG, tie_embeddings=False)  # its first logit is the value
 CONFIGS = {"actor": CONFIG, "critic": VALUES, "reference": CONFIG, "reward": VALUES}
 LEARNING = "actor", "critic"
+LOSSES = rl.PPO(functools.partial(gpt.apply, CONFIG), lambda params, ids: gpt.apply(VALUES, params, ids)[..., 0])
 SHOWN = "actor/reward", "actor/divergence", "actor/exact", "actor/length", "actor/entropy", "critic/loss"
 
 
@@ -51,7 +52,8 @@ def train(args, mesh, models, scored, say=None, configs=CONFIGS):
     step = step_of(args, mesh, models, configs)
     state, beta, done = step.init(models), args.beta, 0
     rows, problems = step.rows(args.prompts * SAMPLING.n), step.rows(args.prompts)
-    buffer = learnt_from(rl.empty_rollout(rows.stop - rows.start, LENGTH, WIDTH))
+    empty = rl.empty_rollout(rows.stop - rows.start, LENGTH, WIDTH)
+    buffer = rl.Experience(empty, *(torch.zeros_like(empty.logprobs) for _ in rl.Experience._fields[1:]))
     checkpoints = args.out and sf.checkpoint.Manager(f"{args.out}/ppo", mesh=mesh)
     if checkpoints and checkpoints.steps():
         restored = checkpoints.restore({"state": state, "batch": rl.as_global(buffer, mesh, "dp")})
@@ -74,7 +76,7 @@ def train(args, mesh, models, scored, say=None, configs=CONFIGS):
             rollout = rl.sample(engine, asked, SAMPLING, **drawn)
             rl.check_versions(rollout, version)
             rollout = scored(step, state, rollout)
-            buffer = learnt_from(rollout, *step.apply(before, state, rollout), beta=beta)
+            buffer = LOSSES.experience(step, state, rollout, kl_coef=beta)
         state, metrics = step(state, {"actor": buffer, "critic": buffer})
         if epoch == 0:  # the weights that have drawn: later epochs have others
             if iteration % args.every == 0:
@@ -98,11 +100,10 @@ def step_of(args, mesh, models, configs=CONFIGS):
         schedule = sf.optim.warmup_constant_schedule(0.0, rate, args.warmup)
         return sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(schedule))
 
-    only = {name: {other: other == name for other in models} for name in LEARNING}
     plain = {name: gpt.specs(configs[name]) for name in models}
     on_host = sf.tree_map(lambda spec: sf.Sharding(spec, memory_kind="host"), plain["reference"])
     return sf.sharded_step(
-        {"actor": sf.Objective(of_actor, only["actor"]), "critic": sf.Objective(of_critic, only["critic"])},
+        LOSSES.objectives(models),
         sf.optim.multi_transform(
             {"actor": rule(args.lr), "critic": rule(2 * args.lr)},
             {name: "critic" if name == "critic" else "actor" for name in models},
@@ -113,49 +114,6 @@ def step_of(args, mesh, models, configs=CONFIGS):
         zero=sf.Zero(stage=args.zero, persist_elements=0),
         has_aux=True,
     )
-
-
-def before(params, rollout):
-    """For each token the critic's value, the reference's log probability, and the divergence from the reference."""
-    logits, reference = (gpt.apply(CONFIG, params[name], rollout.ids) for name in ("actor", "reference"))
-    divergences = rl.completion_divergences(logits, reference, rollout.spans)
-    return (
-        values_of(params["critic"], rollout),
-        rl.completion_logprobs(reference, rollout.ids, rollout.spans),
-        divergences,
-    )
-
-
-def learnt_from(rollout, values=None, reference=None, divergences=None, beta=0.0):
-    """A rollout with the values of its losses; without values, the form to restore one into."""
-    found = values, reference, divergences
-    values, reference, divergences = (torch.zeros_like(rollout.logprobs) if x is None else x for x in found)
-    rewards = rl.kl_rewards(rollout.logprobs, reference, rollout.rewards, rollout.lengths, kl_coef=beta)
-    advantages, returns = rl.gae(rewards, values, rollout.lengths)
-    of_tokens = {"reference": reference, "values": values, "divergences": divergences}
-    return {"rollout": rollout, "advantages": advantages, "returns": returns, **of_tokens}
-
-
-def of_actor(params, batch):
-    rollout = batch["rollout"]
-    logits = gpt.apply(CONFIG, params["actor"], rollout.ids)
-    logprobs = rl.completion_logprobs(logits, rollout.ids, rollout.spans)
-    drawn = rollout.logprobs, rollout.lengths
-    metrics = rl.policy_metrics(logprobs, *drawn, ref_logprobs_BT=batch["reference"]) | rl.rollout_metrics(rollout)
-    metrics["divergence"] = rl.token_mean(batch["divergences"], rollout.lengths)
-    with torch.no_grad():
-        metrics["entropy"] = rl.token_mean(rl.completion_entropies(logits, rollout.spans), rollout.lengths)
-    return rl.ppo_policy(logprobs, rollout.logprobs, batch["advantages"], rollout.lengths), metrics
-
-
-def of_critic(params, batch):
-    values = values_of(params["critic"], batch["rollout"])
-    return rl.ppo_value(values, batch["values"], batch["returns"], batch["rollout"].lengths), {}
-
-
-def values_of(params, rollout):
-    values = gpt.apply(VALUES, params, rollout.ids)[..., 0]
-    return rl.completion_values(values, rollout.spans)
 
 
 def arguments(text):

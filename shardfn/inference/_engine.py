@@ -148,6 +148,11 @@ class Engine:
         """Returns counts of sequences and blocks, of padding, of drafts, and of the cache's use."""
         return self.core.stats
 
+    @property
+    def version(self) -> int:
+        """Returns the version of the newest weights: 0, or the result of the last `update_weights`."""
+        return self.core.version
+
     def memory(self) -> MemoryPlan:
         """Returns the bytes for this rank, as planned from the graph of the largest bucket, without penalties.
 

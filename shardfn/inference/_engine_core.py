@@ -95,6 +95,11 @@ class EngineCore:
         return self._versions[self._newest]
 
     @property
+    def version(self) -> int:
+        """Returns the version of the newest weights."""
+        return self._newest
+
+    @property
     def cache(self) -> Cache:
         """Returns the KV cache."""
         return self._cache

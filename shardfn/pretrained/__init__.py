@@ -13,6 +13,8 @@ from ._load import (
 )
 from ._load import load_model as load_model
 from ._tokenizers import load_text as load_text
-from ._policy import TextPolicy as TextPolicy, load_policy as load_policy
+from ._policy import GPTModel as GPTModel, TextPolicy as TextPolicy, load_policy as load_policy
+from ._policy import make_policy as make_policy
+from ._ppo import TextPPO as TextPPO, make_ppo as make_ppo
 from ._text import ModelText as ModelText, wrap_transformers_tokenizer as wrap_transformers_tokenizer
 from ._text import compile_chat_template as compile_chat_template

@@ -16,6 +16,7 @@ from ._advantages import decoupled_advantages as decoupled_advantages, gae as ga
 from ._advantages import group_advantages as group_advantages, whiten as whiten
 from ._policy import ppo_policy as ppo_policy, ppo_value as ppo_value, grpo as grpo, rloo as rloo
 from ._policy import Sapo as Sapo, Vespo as Vespo, policy_metrics as policy_metrics
+from ._ppo import PPO as PPO, Experience as Experience
 from ._completions import high_entropy_mask as high_entropy_mask, off_policy_mask as off_policy_mask
 from ._completions import adapt_entropy_coef as adapt_entropy_coef
 from ._preferences import cpo as cpo, dpo as dpo, kto as kto, orpo as orpo

@@ -19,9 +19,9 @@ from shardfn.checkpoint import steps
 from shardfn.models import gpt
 from shardfn.testing import assert_parity, distributed
 from tests.cli.test_generate import smol_python as smol_python  # a fixture
-from tests.examples.test_grpo_arithmetic import EXAMPLE, rows, run
+from tests.examples.test_grpo_arithmetic import EXAMPLE, TWO, rows, run
 
-NAMES = "chat", "chat_sft", "chat_dpo", "chat_kto", "chat_reward"
+NAMES = "chat", "chat_sft", "chat_dpo", "chat_kto", "chat_reward", "chat_grpo", "chat_ppo"
 SFT, DPO = (EXAMPLE.with_name(f"chat_{name}.py") for name in ("sft", "dpo"))
 CONFIG = gpt.Config.llama_like(vocab_size=256, num_layers=1, d_model=32, num_heads=2, d_ff=64, max_len=64)
 ASK, GOOD, BAD = (
@@ -259,11 +259,6 @@ def test_rows_that_are_cut_are_counted(parts: Any, files: pathlib.Path) -> None:
     assert batch["chosen"]["cut"].tolist() == [0] and batch["rejected"]["cut"].tolist() == [1]
 
 
-def of_rule(parts: Any, script: Any, model: Any) -> tuple[Any, ...]:
-    trained = parts["chat_dpo"].WithReference(model, 0, 0)
-    return sf.make_mesh(alone=True), model, trained, functools.partial(script.by_rule, model)
-
-
 def rewards_of(parts: Any, files: pathlib.Path, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A model of chat_reward.py, whose values are not 0."""
     monkeypatch.setattr(parts["chat_reward"], "options", lambda _: arguments(files, "reward", out=str(folder)))
@@ -283,7 +278,7 @@ def test_grpo_rewards_the_form_of_answers(parts: Any, files: pathlib.Path, tmp_p
         lora=0, iterations=1, epochs=2, prompts=2, answers=2, tokens=4, beta=0.1, lr=1e-3, zero=0, seed=0
     )
     args.out, args.questions = str(tmp_path), None
-    script.train(args, *of_rule(parts, script, model))
+    script.train(args, sf.make_mesh(alone=True), model)
     found = rows(tmp_path)
     assert [row["step"] for row in found] == [1, 2] and found[0]["exact"] == 1 and found[0]["kl"] == 0
 
@@ -303,7 +298,7 @@ def test_grpo_takes_questions_of_a_file(parts: Any, files: pathlib.Path, tmp_pat
         chat.question(model, {"text": "a"})
     args = argparse.Namespace(lora=0, iterations=1, epochs=1, prompts=3, answers=2, tokens=4, beta=0.1, lr=1e-3, zero=0)
     args.seed, args.out, args.questions = 0, str(tmp_path), str(path)
-    script.train(args, *of_rule(parts, script, model))
+    script.train(args, sf.make_mesh(alone=True), model)
     [row] = rows(tmp_path)
     assert row["exact"] == 1 and row["missing"] == 0
 
@@ -313,14 +308,14 @@ def test_grpo_takes_a_model_of_rewards(
     parts: Any, files: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, lora: int
 ) -> None:
     script, found = importlib.import_module("chat_grpo"), list[tuple[rl.Rollout, Any]]()
-    rewards, scored = rewards_of(parts, files, tmp_path / "reward", monkeypatch), script.by_model
+    rewards, values = rewards_of(parts, files, tmp_path / "reward", monkeypatch), script.values
 
-    def kept(model: Any, step: Any, state: Any, rollout: rl.Rollout, solutions: Any) -> rl.Rollout:
-        out = scored(model, step, state, rollout, solutions)
-        found.append((out, sf.tree_map(torch.clone, sf.unshard(state.params["reward"]))))
+    def kept(model: Any, step: Any, state: Any, rollout: rl.Rollout) -> torch.Tensor:
+        out = values(model, step, state, rollout)
+        found.append((rollout._replace(rewards=out), sf.tree_map(torch.clone, sf.unshard(state.params["reward"]))))
         return out
 
-    monkeypatch.setattr(script, "by_model", kept)
+    monkeypatch.setattr(script, "values", kept)
     given = ["chat_grpo.py", str(files), "--rewards", rewards, "--out", str(tmp_path / "run"), "--lora", str(lora)]
     options = ["--iterations", "2", "--prompts", "2", "--answers", "2", "--tokens", "4"]
     monkeypatch.setattr(sys, "argv", [*given, *options])
@@ -356,6 +351,52 @@ def test_a_model_of_rewards_reads_whole_conversations(parts: Any, files: pathlib
     other = dataclasses.replace(model, chat=lambda messages, reply: tokens("b"))
     with pytest.raises(ValueError, match=r"of the policy writes 'user: a.*of the model of rewards 'b'; train"):
         script.check_same(model, other)
+
+
+STAGES = ["--steps", "2", "--batch", "4", "--iterations", "2", "--prompts", "2", "--answers", "2", "--tokens", "4"]
+
+
+@pytest.mark.nightly
+def test_three_stages_by_one_command(parts: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, out = importlib.import_module("chat_ppo"), tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["chat_ppo.py", *STAGES, "--out", str(out)])
+    script.main()
+    found = rows(out / "ppo")
+    assert [row["step"] for row in found] == [1, 2, 3, 4] and found[0]["actor/exact"] == found[2]["actor/exact"] == 1
+    assert found[0]["ptx/loss"] == pytest.approx(0.5 * found[0]["ptx/text"]) and 0 <= found[0]["form"] <= 1
+    report = (out / "report.md").read_text()
+    assert "| question | before | ppo | average |" in report and report.count("'user: Name a ") == 6
+    assert (out / "curves.svg").stat().st_size > 1000
+    mesh = sf.make_mesh(alone=True)
+    sft, ppo, average = (parts["chat"].load(str(out / name / "model"), mesh) for name in ("sft", "ppo", "average"))
+    for a, x, y in zip(*(sf.tree_leaves(x.params) for x in (average, sft, ppo)), strict=True):
+        assert (a - x).norm() < (y - x).norm()  # behind the actor
+    script.main()  # stages 1 and 2 are read
+    assert rows(out / "sft")[-1]["step"] == 2
+
+
+@pytest.mark.parametrize(("option", "value"), [("--ptx", "-0.5"), ("--ema", "1.0"), ("--ema", "-0.1")])
+def test_numbers_of_stage_3_are_checked_before_stage_1(
+    parts: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    script = importlib.import_module("chat_ppo")
+    monkeypatch.setattr(sys, "argv", ["chat_ppo.py", f"{option}={value}"])
+    with pytest.raises(SystemExit):
+        script.options()
+    assert "--ptx must be 0 or more and finite, and --ema in [0, 1), got" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_three_stages_on_two_ranks(tmp_path: pathlib.Path) -> None:
+    run(TWO, *STAGES, "--out", str(tmp_path), example=SFT.with_name("chat_ppo.py"))
+    assert [row["step"] for row in rows(tmp_path / "ppo")] == [1, 2, 3, 4] and (tmp_path / "report.md").is_file()
+
+
+@pytest.mark.nightly
+def test_grpo_on_two_ranks(files: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    options = "--iterations", "2", "--prompts", "2", "--answers", "2", "--tokens", "4", "--out", str(tmp_path)
+    run(TWO, str(files), *options, example=SFT.with_name("chat_grpo.py"))
+    assert [row["exact"] for row in rows(tmp_path)] == [1, 1]
 
 
 @pytest.mark.nightly

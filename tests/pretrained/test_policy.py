@@ -81,3 +81,25 @@ def test_refusals(given: pathlib.Path) -> None:
     with pytest.raises(ValueError, match=r"longer|too long|context"):
         policy.sample(state, [list(range(3, 10)) * 3], sf.key(0))
     assert torch.isfinite(policy.sample(state, ["one"], sf.key(0)).logprobs).all()
+
+
+def test_the_first_answers_take_the_weights_that_the_engine_has(given: pathlib.Path) -> None:
+    def make(seed: int) -> Any:
+        how: dict[str, Any] = {"mesh": sf.make_mesh(alone=True), "running": 4, "lora": 2, "seed": seed}
+        return load_policy(given, optim.adamw(1e-2), Sampling(max_tokens=4, n=2), **how)
+
+    policy, state = make(0)
+    first = policy.sample(state, ["one"], sf.key(0))
+    assert policy.engine.version == 0 and set(first.versions.flatten().tolist()) <= {0, -1}
+    rollout = policy.sample(state, ["one"], sf.key(0))
+    assert policy.engine.version == 1 and torch.equal(first.logprobs, rollout.logprobs)
+    policy, state = make(0)
+    _, other = make(1)
+    policy.sample(other, ["one"], sf.key(0))  # not the state that the engine was made with
+    assert policy.engine.version == 1
+    policy, state = make(0)
+    spent, _ = policy.update(state, rollout._replace(rewards=torch.tensor([0.0, 1.0])))
+    with pytest.raises(sf.DonatedError):
+        policy.sample(state, ["one"], sf.key(0))
+    policy.sample(spent, ["one"], sf.key(0))
+    assert policy.engine.version == 1
