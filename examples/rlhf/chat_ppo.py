@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 examples/rlhf/chat_ppo.py --out run
     python examples/rlhf/chat_ppo.py --model models/smollm2 --lora 8 --lr 1e-5 --out run
 
-Without --model a small GPT is made. Without files the rows are questions with answers in several forms, and pairs prefer
-one sentence with a capital letter and a full stop: "Red." above "red". The state of PPO has four models: the
-actor of stage 1, a critic that begins as the model of rewards of stage 2, that model, and in host memory the reference.
+Without --model a small GPT is made. Without files the rows are questions with answers in several forms, and pairs
+prefer one sentence with a capital letter and a full stop: "Red." above "red". The state of PPO has four models: the
+actor of stage 1, a critic that begins as the model of rewards of stage 2, this model, and the reference in host memory.
 The actor has a second loss on --text (--ptx is its weight), and an average over updates (--ema). The weight of the
 divergence follows --target.
 
