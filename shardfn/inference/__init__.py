@@ -38,4 +38,9 @@ from ._results import Completion as Completion, Token as Token
 from ._processors import check_names as check_names
 from ._engine_core import EngineCore as EngineCore
 from ._engine import Engine as Engine
+from ._simulate import SimulatedEngine as SimulatedEngine, SimulatedLatency as SimulatedLatency
+from ._simulate import Simulation as Simulation, TimedRequest as TimedRequest, check_trace as check_trace
+from ._simulate import simulate as simulate
+from ._decision_log import DecisionLog as DecisionLog, LoggedStep as LoggedStep, Replay as Replay
+from ._decision_log import count_pairs as count_pairs, replay_log as replay_log
 from ._logprobs import logprobs as logprobs, widen_floats as widen_floats

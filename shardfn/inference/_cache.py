@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int, Int64, Shaped
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from shardfn import kernels, nn
 from shardfn.collectives import GlobalTensor
@@ -166,6 +167,17 @@ class CacheLayout:
             return GlobalTensor(zero_block(own, dtype, memory, mesh.device, pool), shape, self.spec, mesh, memory)
 
         return [make_layer() for _ in range(self.layers)]
+
+    def make_abstract(self, limits: Limits, mesh: Mesh) -> list[GlobalTensor]:
+        """Returns a cache without data, for a capture. The mesh may be abstract."""
+        ranks, dtype = mesh.axis_size(self.axis), DTYPES[limits.cache_dtype]
+        own = self.layer_shape(limits.blocks, limits.block, ranks=ranks, dtype=limits.cache_dtype)
+
+        def make_layer() -> GlobalTensor:
+            return GlobalTensor(torch.empty(own, dtype=dtype, device=mesh.device), self.shape(limits), self.spec, mesh)
+
+        with FakeTensorMode():
+            return [make_layer() for _ in range(self.layers)]
 
     def move(
         self, cache: Seq[GlobalTensor], moves: Seq[tuple[int, int]], pool: Pool | None = None

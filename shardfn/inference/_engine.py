@@ -19,6 +19,7 @@ from ._adapters import Adapters, Given, split_adapters
 from ._admission import check_name, choose_limits, make_request, split_sampling
 from ._checks import MEANT
 from ._constraints import Constraints
+from ._decision_log import DecisionLog
 from ._decoder import Decoder
 from ._detokenize import detokenizer
 from ._drafters import Drafter
@@ -63,6 +64,7 @@ class Engine:
         record_experts: whether to record the experts that each token has chosen, for `Completion.expert_ids`.
         eager_steps: number of first steps of each graph that run op by op, as of a `Runner`. For a program that answers
             a single request.
+        decisions: log of the engine's decisions, on the first rank.
 
     Attributes:
         limits: sizes.
@@ -113,6 +115,7 @@ class Engine:
         cache: MemoryKind = "device",
         record_experts: bool = False,
         eager_steps: int = 0,
+        decisions: DecisionLog | None = None,
     ) -> None:
         self.limits = limits = choose_limits(decoder, limits, drafter)
         recorders = [ExpertRecorder(limits, decoder)] if record_experts else []
@@ -129,7 +132,7 @@ class Engine:
         extras = self._constraints, self._texts, self.embeddings, self.adapters, self.logits_processors
         hooks = [x.hooks for x in (*extras, *recorders)]
         state = start(limits, self.detokenizer.digest if self.detokenizer else b"", drafter)
-        self.core = EngineCore(self.runner, params, state, hooks, self._constraints.cut)
+        self.core = EngineCore(self.runner, params, state, hooks, self._constraints.cut, decisions)
         self._queues = TokenQueues(self.core.step, self.cancel, self.core.__contains__)
         ops = ["row_linear", "ragged_attention", "draw", "row_norm", "pointwise"]  # slow builds first
         ops += ["grouped_product", "gather_rows"] if any(decoder.expert_shape) else []

@@ -3,12 +3,14 @@
 step    drawn tokens of the last plan -> events of texts -> advance -> tokens out -> compare ranks -> run the next plan
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardfn.core import Mesh, PyTree, RankError
 from shardfn.engine import comms_of, losing_no_peer
 
+from ._decision_log import DecisionLog
 from ._digest import field_digests, first_difference
 from ._drafters import find_wanted_layers
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
@@ -49,11 +51,21 @@ class EngineCore:
         state: state of the schedule before the first event.
         hooks: hooks of texts, grammars and other extras.
         permit: function that keeps the drafts that a request's grammar permits, for example only digits.
+        decisions: log of the decisions, or None.
     """
 
     def __init__(
-        self, runner: Runner, params: PyTree, state: State, hooks: Sequence[EngineHooks], permit: Permit
+        self,
+        runner: Runner,
+        params: PyTree,
+        state: State,
+        hooks: Sequence[EngineHooks],
+        permit: Permit,
+        decisions: DecisionLog | None = None,
     ) -> None:
+        self._decisions = decisions
+        if decisions is not None:
+            decisions.begin(state)
         self._runner, self._state, self._hooks, self._permit = runner, state, hooks, permit
         self._active = {name: list_active(hooks, name) for name in EngineHooks._fields}
         self._versions: dict[int, ServedWeights] = {0: runner.pack_weights(params)}
@@ -186,7 +198,7 @@ class EngineCore:
             raise RuntimeError("this engine is closed. Make another one.")
 
     def _run_step(self) -> list[Token]:
-        drawn = self._tokens_in_flight
+        began, drawn = time.perf_counter(), self._tokens_in_flight
         events, self._events, self._adding = [*self._events, *self._find_stops(drawn)], [], {}
         for before in self._active["before"]:
             before(self._state)
@@ -203,6 +215,8 @@ class EngineCore:
         compare_states(self._state, self._runner.mesh)
         if plan is not None:
             self._launch_plan(plan)
+        if self._decisions is not None:
+            self._decisions.record(events, drawn, self._state, plan, began)
         return found
 
     def _launch_plan(self, plan: StepPlan) -> None:

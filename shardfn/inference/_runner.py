@@ -27,6 +27,7 @@ from shardfn.core import (
     tree_leaves,
 )
 from shardfn.engine import BoundCall, Donated, Sharded, reshard, sharded
+from shardfn.graph import MemoryAnalysis
 from shardfn.transforms import jit
 
 from ._cache import PagedAttention, check_memory
@@ -38,7 +39,15 @@ from ._limits import Limits
 from ._low_rank import LowRank
 from ._plan import StepPlan, make_padding
 from ._tensors import RowOptions, StepTensors, make_tensors
-from ._weights import WeightSource, count_bytes, drop_copies, find_packed_shapes, make_zero, pack_leafwise
+from ._weights import (
+    WeightSource,
+    abstract_weights,
+    count_bytes,
+    drop_copies,
+    find_packed_shapes,
+    make_zero,
+    pack_leafwise,
+)
 
 Cache = list[GlobalTensor]
 Weights = dict[str, PyTree]  # served forms by layout
@@ -331,7 +340,44 @@ class Runner:
 
     def memory(self, weights: Weights, cache: Cache) -> MemoryPlan:
         """Returns the bytes that this rank needs. Captures the graph of the largest bucket."""
-        graph = self.bind(self.limits.budget, weights, cache).memory_analysis()
+        return self._add_step(self.bind(self.limits.budget, weights, cache).memory_analysis(), weights, cache)
+
+    def plan_memory(self, params: PyTree) -> MemoryPlan:
+        """Returns the bytes that a rank needs, as `memory` does, from shapes only. The mesh may be abstract.
+
+        Args:
+            params: parameters, of which only shapes and dtypes count: tensors on "meta", or deferred draws.
+
+        Raises:
+            ValueError: weights or cache are not on the device.
+
+        Example:
+            >>> from shardfn.core import deferred, key
+            >>> from shardfn.inference import decoder
+            >>> from shardfn.models import gpt
+            >>> config = gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4, max_len=64)
+            >>> one = decoder(config, tp="tp")
+            >>> mesh = make_mesh({"tp": 4}, device="cpu", abstract=True)
+            >>> with deferred():
+            ...     params = gpt.init(config, key(0))
+            >>> Runner(one, limits_of(one, running=2), mesh=mesh).plan_memory(params).weights
+            39104
+        """
+        if self._by_leaf or self._host_cache:
+            raise ValueError(
+                "plan_memory: weights and cache must be on the device. Make a Runner without weights=, cache=."
+            )
+        sources = {x: WeightSource(y, params, self._pack[x].specs(params), self.mesh) for x, y in self._layouts.items()}
+        weights: Weights = {x: abstract_weights(source) for x, source in sources.items()}
+        cache = self._decoder.cache.make_abstract(self.limits, self.mesh)
+        layout, padding = self.limits.layout_of(self.limits.budget), make_padding(self.limits.budget, self.limits)
+        step = make_tensors(padding, self.limits, self.mesh.device)
+        with self._threads():
+            lowered = self._step_of(layout).lower(weights[layout], cache, step)
+        return self._add_step(lowered.memory_analysis(), weights, cache)
+
+    def _add_step(self, graph: MemoryAnalysis, weights: Weights, cache: Cache) -> MemoryPlan:
+        """Returns the bytes of weights and cache, and of all else in a graph of the largest bucket."""
         held, cached, *_ = self.held_memory(weights, cache)
         own = count_bytes(weights[self.limits.layout_of(self.limits.budget)], "device", "host")
         device, host = graph.by_memory.get("device", 0), graph.by_memory.get("host", 0)

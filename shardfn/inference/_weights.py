@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from shardfn.collectives import Constant, GlobalTensor, bind_mesh
@@ -210,6 +211,22 @@ def _is_spec(x: Any) -> bool:
 
 def _is_sharding(x: Any) -> bool:
     return isinstance(x, Sharding)
+
+
+def abstract_weights(source: WeightSource) -> PyTree:
+    """Returns the served form as tensors without data. The mesh may be abstract, and cuts evenly."""
+    mesh, tree = source.mesh, source.packed(())
+    specs = broadcast_prefix(source.layout.packed, tree, _is_spec, names=("packed", "weights"))
+
+    def make_leaf(block: Tensor, spec: P) -> GlobalTensor:
+        entries = [*spec, *[None] * (block.dim() - len(spec))]
+        whole = [n * mesh.axis_size(axis) for n, axis in zip(block.shape, entries, strict=True)]
+        held = torch.empty(block.shape, dtype=block.dtype, device=mesh.device)
+        return GlobalTensor(held, torch.Size(whole), spec, mesh)
+
+    leaves, treedef = tree_flatten(tree)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return tree_unflatten(treedef, [make_leaf(x, spec) for x, spec in zip(leaves, specs, strict=True)])
 
 
 def drop_copies(gm: GraphModule) -> GraphModule:
