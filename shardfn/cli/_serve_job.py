@@ -39,6 +39,7 @@ class ServeJob:
         api_key_file: file of keys, or None.
         adapters: directories of adapters, by name.
         server: fields of `shardfn.serve.Settings` but the keys.
+        decisions: file of the log of decisions, or None.
     """
 
     model: ModelSettings
@@ -48,6 +49,7 @@ class ServeJob:
     api_key_file: str | None
     adapters: dict[str, str]
     server: dict[str, Any]
+    decisions: str | None = None
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -96,6 +98,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-body-mib", type=float, default=4.0, metavar="MIB", help="of a request (default %(default)s)")
     add("--max-connections", type=int, default=1024, metavar="N", help="at a time (default %(default)s)")
     add("--stall-seconds", type=float, default=30.0, metavar="S", help="for a slow reader (default %(default)s)")
+    text = "of the schedule, for shardfn plan --serve and --replay; it has the prompts; --drafter none alone"
+    add("--decisions", metavar="FILE", help=f"write a log {text}")
     add("--drain-seconds", type=float, default=30.0, metavar="S", help="after SIGTERM (default %(default)s)")
 
 
@@ -149,7 +153,8 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         "defaults": recommended,
         "drain_seconds": args.drain_seconds,
     }
-    return ServeJob(model, args.running, args.budget, args.chat_template, args.api_key_file, adapters, server)
+    files = args.chat_template, args.api_key_file
+    return ServeJob(model, args.running, args.budget, *files, adapters, server, args.decisions)
 
 
 def _parse_ranks(mesh: str) -> int | str:
@@ -204,6 +209,10 @@ def _find_problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--cache-gib must be above 0, got {args.cache_gib}"
     if not 1 <= args.running < args.budget:
         yield f"--running must be from 1 to {args.budget - 1}, fewer than --budget, got {args.running}"
+    if args.decisions is not None and args.replicas > 1:
+        yield f"--decisions {args.decisions} is the log of one replica; leave out --replicas"
+    if args.decisions is not None and (args.drafter != "none" or args.draft_model or args.speculator):
+        yield f"--decisions {args.decisions} has no drafts; leave out the drafter"
     names = [pair.partition("=")[0] for pair in args.adapter]
     for name, pair in zip(names, args.adapter, strict=True):
         if not name or not pair.partition("=")[2]:
@@ -233,6 +242,7 @@ def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
         **({} if model.context is None else {"--context": model.context}),
         **({} if model.activations is None else {"--activations": model.activations}),
         **({} if model.fit is None else {"--fit": model.fit}),
+        **({} if job.decisions is None else {"--decisions": job.decisions}),
         **({} if model.disk is None else {"--disk": model.disk}),
         **({} if model.draft_model is None else {"--draft-model": model.draft_model}),
         **({} if model.speculator is None else {"--speculator": model.speculator}),

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardfn.core import RankError, make_mesh
-from shardfn.inference import Classifier, Engine, limits_of
+from shardfn.inference import Classifier, DecisionLog, Engine, limits_of
 from shardfn.memory import DamagedError
 from shardfn.pretrained import AXIS, describe_engine, load_model, make_engine
 from shardfn.serve import Ready, run_worker
@@ -67,7 +67,8 @@ def _warm_up(job: ServeJob) -> tuple[Engine, Ready, Classifier | None]:
         drafts=model.drafts,
     )
     with waiting("packing weights"):
-        engine, drafter = make_engine(model, served, limits, mesh, job.adapters)
+        decisions = DecisionLog(job.decisions) if job.decisions is not None and mesh.rank == 0 else None
+        engine, drafter = make_engine(model, served, limits, mesh, job.adapters, decisions=decisions)
     grammars = find_spec("llguidance") is not None and getattr(engine.detokenizer, "bytes_of", None) is not None
     embeds = served.decoder.embeds
     engine.warm_up(penalties=True, grammars=grammars, embeddings=embeds, adapters=bool(job.adapters), later=True)

@@ -29,6 +29,7 @@ from shardfn.inference import (
     Activation,
     Classes,
     Classifier,
+    DecisionLog,
     Decoder,
     Drafter,
     DraftModel,
@@ -169,6 +170,8 @@ def make_engine(
     mesh: Mesh,
     adapters: Mapping[str, str],
     eager_steps: int = 0,
+    *,
+    decisions: DecisionLog | None = None,
 ) -> tuple[Engine, Drafter | None]:
     """Returns the engine of a loaded model, and the drafter. Collective.
 
@@ -179,6 +182,7 @@ def make_engine(
         mesh: mesh of the ranks.
         adapters: directories of peft, by name.
         eager_steps: see `Engine`.
+        decisions: see `Engine`.
 
     Raises:
         ValueError: see `load_model`.
@@ -187,7 +191,7 @@ def make_engine(
     """
     drafter = _load_drafter(job, limits, served)
     more: Any = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _make_disk(job)}
-    more |= {"cache": job.cache_memory, "eager_steps": eager_steps}
+    more |= {"cache": job.cache_memory, "eager_steps": eager_steps, "decisions": decisions}
     engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, **more)
     for name, place in adapters.items():
         engine.adapters.add(name, load_peft(place, served.params))
