@@ -1,4 +1,4 @@
-"""Log of an engine's decisions: the events and drawn tokens of each step, which decide all plans, and the times.
+"""Log of an engine's decisions: the events and drawn tokens of each step, from which all plans follow, and the times.
 
 A log is a file of JSON lines. The first line has the limits, each further line a step. `replay_log` runs the schedule
 on the log alone, without a model, and compares a digest of all decisions after each step.
@@ -43,7 +43,7 @@ class LoggedStep(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """A log whose decisions were made again.
+    """A log after its decisions were made again.
 
     Attributes:
         limits: sizes of the engine.
@@ -65,7 +65,7 @@ class DecisionLog:
     """Writer of a log, for `Engine(decisions=)`, on the first rank only.
 
     Args:
-        path: file, which is replaced.
+        path: file. An earlier file is replaced.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -75,7 +75,7 @@ class DecisionLog:
         """Writes the first line.
 
         Raises:
-            ValueError: the engine has a drafter, whose drafts the log does not have.
+            ValueError: the engine has a drafter. A log has no drafts.
         """
         if state.drafter is not None:
             raise ValueError(

@@ -346,7 +346,7 @@ class Runner:
         """Returns the bytes that a rank needs, as `memory` does, from shapes only. The mesh may be abstract.
 
         Args:
-            params: parameters, of which only shapes and dtypes count: tensors on "meta", or deferred draws.
+            params: parameters as tensors on "meta", or as deferred draws. Only shapes and dtypes count.
 
         Raises:
             ValueError: weights or cache are not on the device.

@@ -84,14 +84,14 @@ def digest_plan(plan: StepPlan | None) -> str:
 
 
 class SimulatedEngine:
-    """Engine whose steps take estimated times and draw the tokens of given answers.
+    """Engine with estimated times of steps, and given answers in place of drawn tokens.
 
     Args:
         limits: sizes of the engine.
         seconds_of: function from a step's plan to the time of the step.
 
     Attributes:
-        now: time at which the next step begins.
+        now: time of the next step's begin.
         plans: as of `Simulation`.
 
     Example:
@@ -223,7 +223,7 @@ def simulate(limits: Limits, trace: Sequence[TimedRequest], seconds_of: StepSeco
 
 
 def check_trace(trace: Sequence[TimedRequest]) -> None:
-    """Refuses a trace whose times run backwards.
+    """Refuses a trace with times that run backwards.
 
     Raises:
         ValueError: names the first such request.

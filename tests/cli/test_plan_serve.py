@@ -16,7 +16,8 @@ def parse(words: list[str]) -> ServeJob:
 
 @pytest.fixture
 def model(tmp_path: pathlib.Path) -> pathlib.Path:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.json").write_text("{}")
+    (tmp_path / "checkpoints").mkdir()
     return tmp_path
 
 
