@@ -252,10 +252,20 @@ def adapter_problems(path: pathlib.Path, args: argparse.Namespace) -> Iterator[s
     missing = [n for n in ("adapter_config.json", "adapter_model.safetensors") if not (path / n).is_file()]
     if missing:
         yield f"--adapter {path} has no {' and no '.join(missing)}; give a directory of peft"
+    yield from base_problems("--adapter", args)
+
+
+def base_problems(option: str, args: argparse.Namespace) -> Iterator[str]:
+    """Yields the reasons why the model of the arguments takes no adapters.
+
+    Args:
+        option: option that gives adapters.
+        args: arguments of the command.
+    """
     if detect_kind(pathlib.Path(args.model)) != "files":
-        yield f"--adapter is for a directory of Hugging Face, and MODEL is {args.model}"
+        yield f"{option} is for a directory of Hugging Face, and MODEL is {args.model}"
     if args.dtype != "float32":
-        yield f"--adapter needs exact layers, which compute float32, and --dtype is {args.dtype}"
+        yield f"{option} needs exact layers, which compute float32, and --dtype is {args.dtype}"
 
 
 def _parse_ranks(mesh: str) -> Any:

@@ -25,7 +25,7 @@ _PACKAGES = ("starlette", "uvicorn", "jinja2")
 
 
 # Options of the address and the clients of a server, which a batch does not have.
-_ADDRESS = ("host", "port", "api_key_file", "allowed_host", "allowed_origin")
+_ADDRESS = ("host", "port", "api_key_file", "allowed_host", "allowed_origin", "adapter_root", "admin_key_file")
 
 
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +96,8 @@ def serve_command(job: ServeJob, work: Callable[[str], Coroutine[Any, Any, int]]
         if missing:
             raise ImportError(f"it needs {', '.join(missing)}, which is missing: pip install 'shardfn[serve]'")
         keys = () if job.api_key_file is None else read_keys(pathlib.Path(job.api_key_file))
-        server: dict[str, Any] = {"keys": keys, **job.server}
+        admins = () if job.admin_key_file is None else read_keys(pathlib.Path(job.admin_key_file))
+        server: dict[str, Any] = {"keys": keys, "admin_keys": admins, **job.server}
         settings = Settings(**server)
         changes: dict[str, Any] = {}
         if job.chat_template is not None:

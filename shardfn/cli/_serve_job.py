@@ -19,6 +19,7 @@ from ._generate_job import (
     add_config_argument,
     add_drafter_arguments,
     add_weights_arguments,
+    base_problems,
     drafter_problems,
     recommended_of,
     weights_of,
@@ -37,6 +38,7 @@ class ServeJob:
         budget: largest number of rows of a step (chunked prefill).
         chat_template: file, or None for the tokenizer's template.
         api_key_file: file of keys, or None.
+        admin_key_file: file of keys of administrators, or None.
         adapters: directories of adapters, by name.
         server: fields of `shardfn.serve.Settings` but the keys.
         decisions: file of the log of decisions, or None.
@@ -47,6 +49,7 @@ class ServeJob:
     budget: int
     chat_template: str | None
     api_key_file: str | None
+    admin_key_file: str | None
     adapters: dict[str, str]
     server: dict[str, Any]
     decisions: str | None = None
@@ -76,6 +79,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_argument(parser)
     text = "adapters of peft for requests whose model is NAME; may be repeated; float32 alone"
     add("--adapter", action="append", default=[], metavar="NAME=DIR", help=text)
+    text = "adapters in this directory may be loaded and unloaded over HTTP; needs --admin-key-file"
+    add("--adapter-root", metavar="DIR", help=text)
+    add("--admin-key-file", metavar="FILE", help="the keys of administrators, one in each line")
     add("--pooling", choices=POOLINGS, default="last", help="of embeddings: the last token's state, or the mean")
     text = "the model's first logit is a reward, as examples/rlhf/chat_reward.py trains it: for /v1/score and /classify"
     add("--reward-head", action="store_true", help=text)
@@ -132,13 +138,14 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     )
     given = {name: getattr(args, name) for name in names} | {"recommended": recommended, "classifies": True}
     adapters = dict(pair.split("=", 1) for pair in args.adapter)
-    given["adapter"] = next(iter(adapters.values()), None)
+    given["adapter"] = next(iter(adapters.values()), args.adapter_root)
     model = ModelSettings(model=args.model, kind=kind, ranks=ranks, **given, **weights)
     server = {
         "name": args.name or path.absolute().name,
         "host": args.host,
         "port": args.port,
         "adapters": tuple(adapters),
+        "adapter_root": None if args.adapter_root is None else pathlib.Path(args.adapter_root).absolute(),
         "pooling": args.pooling,
         "hosts": tuple(args.allowed_host),
         "origins": tuple(args.allowed_origin),
@@ -153,7 +160,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         "defaults": recommended,
         "drain_seconds": args.drain_seconds,
     }
-    files = args.chat_template, args.api_key_file
+    files = args.chat_template, args.api_key_file, args.admin_key_file
     return ServeJob(model, args.running, args.budget, *files, adapters, server, args.decisions)
 
 
@@ -222,7 +229,13 @@ def _find_problems(args: argparse.Namespace) -> Iterator[str]:
         else:
             yield from adapter_problems(pathlib.Path(pair.partition("=")[2]), args)
     yield from drafter_problems(args)
-    for name in ("api_key_file", "chat_template"):
+    if args.adapter_root is not None:
+        yield from base_problems("--adapter-root", args)
+        if not pathlib.Path(args.adapter_root).is_dir():
+            yield f"--adapter-root {args.adapter_root}: there is no such directory"
+    if (args.adapter_root is None) != (args.admin_key_file is None):
+        yield "--adapter-root and --admin-key-file need each other: pass both, or none"
+    for name in ("api_key_file", "admin_key_file", "chat_template"):
         given = getattr(args, name)
         if given is not None and not pathlib.Path(given).is_file():
             yield f"--{name.replace('_', '-')} {given}: there is no such file"
@@ -240,6 +253,8 @@ def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
         "--drafter": model.drafter,
         "--generation-config": model.generation_config,
         **({} if model.context is None else {"--context": model.context}),
+        **({} if job.admin_key_file is None else {"--admin-key-file": job.admin_key_file}),
+        **({} if (root := job.server["adapter_root"]) is None else {"--adapter-root": root}),
         **({} if model.activations is None else {"--activations": model.activations}),
         **({} if model.fit is None else {"--fit": model.fit}),
         **({} if job.decisions is None else {"--decisions": job.decisions}),

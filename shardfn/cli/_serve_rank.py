@@ -1,9 +1,10 @@
 """A rank of `shardfn serve`, as the front starts the rank: `python -m shardfn.cli._serve_rank SOCKET MODEL OPTIONS`."""
 
 import argparse
+import functools
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from shardfn.core import RankError, make_mesh
 from shardfn.inference import Classifier, DecisionLog, Engine, limits_of
+from shardfn.lora import load_peft
 from shardfn.memory import DamagedError
 from shardfn.pretrained import AXIS, describe_engine, load_model, make_engine
 from shardfn.serve import Ready, run_worker
@@ -33,8 +35,8 @@ def main(argv: Sequence[str]) -> int:
     end = socket.socket(fileno=args.socket)
     try:
         job = parse_serve(args)
-        engine, ready, classifier = _warm_up(job)
-        run_worker(engine, end, ready, classifier)
+        engine, ready, classifier, load = _warm_up(job)
+        run_worker(engine, end, ready, classifier, load)
         return 0
     except (ValueError, OSError, ImportError) as error:
         print_error("serve", error)
@@ -48,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
             dist.destroy_process_group()
 
 
-def _warm_up(job: ServeJob) -> tuple[Engine, Ready, Classifier | None]:
-    """Returns an engine with the first captured graphs, and the classification head.
+def _warm_up(job: ServeJob) -> tuple[Engine, Ready, Classifier | None, Callable[[str], Any]]:
+    """Returns an engine with the first captured graphs, the classification head, and the reader of adapters.
 
     `run_worker` captures the other graphs once the front asks.
     """
@@ -79,7 +81,7 @@ def _warm_up(job: ServeJob) -> tuple[Engine, Ready, Classifier | None]:
     if served.classifier is not None:
         more |= {"classes": served.classifier.classes, "generates": False}
     ready = Ready(limits, served.text.ends, served.text.size, grammars, lines, width, **more)
-    return engine, ready, served.classifier
+    return engine, ready, served.classifier, functools.partial(load_peft, params=served.params)
 
 
 def _embedding_width(engine: Engine, path: str) -> int:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ._adapter_routes import LOAD, UNLOAD, AdapterChange, AdapterChanges, parse_load, parse_unload
 from ._anthropic_messages import count_tokens, parse_messages
 from ._dialects import AnswerWriter, DialectAnswer
 from ._embeddings import parse_embeddings
@@ -60,7 +61,8 @@ class App:
 
     def __init__(self, settings: Settings, calls: RequestTracker, metrics: Metrics) -> None:
         self._settings, self._calls, self._metrics = settings, calls, metrics
-        self._keys = ApiKeys(settings.keys)
+        self._keys, self._admin_keys = ApiKeys(settings.keys), ApiKeys(settings.admin_keys)
+        self._adapters = AdapterChanges(calls)
         self.model: Model | None = None
         self.closed = ""
         self._html, self._html_headers = page()
@@ -91,6 +93,10 @@ class App:
             Route("/tokenize", self._make_reply(tokenize), methods=["POST"]),
             Route("/detokenize", self._make_reply(detokenize), methods=["POST"]),
         ]
+        if (root := self._settings.adapter_root) is not None:
+            read_load = functools.partial(parse_load, root=root)
+            routes.append(Route(LOAD, self._make_change(read_load), methods=["POST"]))
+            routes.append(Route(UNLOAD, self._make_change(parse_unload), methods=["POST"]))
         handlers: Mapping[Any, Any] = {
             ApiError: _answer_error,
             HTTPException: _answer_unserved,
@@ -132,8 +138,10 @@ class App:
         try:
             if not self._settings.allows(headers.get(b"host", "localhost")):
                 raise ApiError(421, f"the header Host is {headers[b'host'][:60]!r}, and this server is at loopback.")
-            if scope["path"].startswith(_KEYED) and not self._keys.admit(key):
-                text = "The key is missing or wrong; send the header Authorization: Bearer KEY."
+            keys = self._admin_keys if scope["path"] in (LOAD, UNLOAD) else self._keys
+            if scope["path"].startswith(_KEYED) and not keys.admit(key):
+                of = " of an administrator" if keys is self._admin_keys else ""
+                text = f"The key{of} is missing or wrong. Send the header Authorization: Bearer KEY."
                 raise ApiError(401, text, headers={"WWW-Authenticate": "Bearer"})
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, send)
@@ -221,6 +229,17 @@ class App:
 
         async def answer_request(request: "Request") -> "Response":
             return json_response((await self._read_asked(request, reply))[1])
+
+        return answer_request
+
+    def _make_change(self, read: Callable[[Mapping[str, Any], Model], AdapterChange]) -> Callable[..., Any]:
+        """Returns the answer of a route that changes the adapters: the models of the server after the change."""
+
+        async def answer_request(request: "Request") -> "Response":
+            _, change = await self._read_asked(request, read)
+            await self._adapters.apply(self, change)
+            model = self._open_model()
+            return json_response({"object": "list", "data": [_describe_model(each, model) for each in model.names]})
 
         return answer_request
 

@@ -94,7 +94,36 @@ class Capture:
     number: int
 
 
-Message = Event | End | Embed | Classify | ScoreChoice | Capture
+@dataclass(frozen=True)
+class LoadAdapter:
+    """Event that adds an adapter to the engine, on all ranks or on none.
+
+    Attributes:
+        number: number of the event.
+        name: name of the adapter for requests.
+        path: directory of the adapter.
+    """
+
+    number: int
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
+class RemoveAdapter:
+    """Event that removes an adapter from the engine.
+
+    Attributes:
+        number: number of the event.
+        name: name of the adapter.
+    """
+
+    number: int
+    name: str
+
+
+AdapterEvent = LoadAdapter | RemoveAdapter
+Message = Event | End | Embed | Classify | ScoreChoice | Capture | AdapterEvent
 # Result of a request in place of tokens: an embedding or the logits of classes, float32 numbers, or a score.
 Result = bytes | Score
 
@@ -135,6 +164,7 @@ class StepReport(NamedTuple):
         stats: counts so far, as `Engine.stats`.
         taken: number of events that the engine has taken so far.
         refused: reasons by the names of requests that the engine has refused.
+        adapters: result of each `AdapterEvent`, by the event's number: the reason of a refusal, or "" for a success.
         results: results by the names of requests that have a result in place of tokens.
         begun: names of requests that have blocks since this step, and had none before.
         graphs_left: as of `Ready`.
@@ -147,6 +177,7 @@ class StepReport(NamedTuple):
     results: Mapping[str, Result]
     begun: Sequence[str] = ()
     graphs_left: int = 0
+    adapters: Mapping[int, str] = MappingProxyType({})
 
 
 def pack_message(value: object) -> bytes:

@@ -24,7 +24,7 @@ from shardfn.inference import (
 )
 
 from ._errors import ApiError, refusal
-from ._ipc import Capture, End, Message, Result, StepReport
+from ._ipc import Capture, End, Message, RemoveAdapter, Result, StepReport
 from ._metrics import Metrics
 from ._router import PrefixTable, choose_replica
 
@@ -141,11 +141,18 @@ class _Replica:
         self.progress = time.monotonic()
         self.counts: dict[str, int] = {}
         self.so_far = (*SpeculationStats(), *CacheStats())
+        self.changes: dict[int, asyncio.Future[str]] = {}  # of adapters, by the numbers of their events
 
     def send(self, make: Callable[[int], Message]) -> None:
         """Sends an event, made from its number."""
         self.events += 1
         self._send(make(self.events - 1))
+
+    def send_change(self, make: Callable[[int], Message]) -> asyncio.Future[str]:
+        """Sends a change of adapters, and returns the future of its result."""
+        self.send(make)
+        found = self.changes[self.events - 1] = asyncio.get_running_loop().create_future()
+        return found
 
 
 @dataclass
@@ -190,6 +197,7 @@ class RequestTracker:
         self._sent: dict[str, _SentRequest] = {}  # by names of the engine's requests
         self._open: dict[int, ClientRequest] = {}
         self.waiting = 0  # tokens
+        self._adapters: dict[str, Callable[[int], Message]] = {}  # changes since the start, for replicas that begin
         self._rate = 0.0  # prompt tokens a second that have left the line, lately
         self._ending = False
 
@@ -228,6 +236,8 @@ class RequestTracker:
         """
         made = self._replicas[replica] = _Replica(send, limits)
         self._limits = limits
+        for change in self._adapters.values():
+            made.send(change)
         if self._ending:
             made.send(Drain)
         self.capture_next(replica, graphs_left)
@@ -239,7 +249,9 @@ class RequestTracker:
             replica: number of the replica.
             error: error of the calls that fail.
         """
-        self._replicas[replica] = None
+        before, self._replicas[replica] = self._replicas[replica], None
+        for change in before.changes.values() if before is not None else ():
+            change.set_result("")  # a replica that begins has all changes
         for name, sent in [(name, sent) for name, sent in self._sent.items() if sent.replica == replica]:
             if sent.begun or self._ending or sent.call.done or not self._send_request(name, sent.call, sent.request):
                 del self._sent[name]
@@ -280,6 +292,37 @@ class RequestTracker:
         for name, request in zip(call.names, requests, strict=True):
             self._send_request(name, call, request)
         return call
+
+    async def add_adapter(self, name: str, load: Callable[[int], Message]) -> str:
+        """Adds an adapter to all replicas or to none, and returns "" or the reason of a refusal.
+
+        Args:
+            name: name of the adapter.
+            load: function from a number to the event.
+        """
+        self._adapters[name] = load
+        reason = await self._change_adapters(load)
+        if reason:
+            del self._adapters[name]
+            await self._change_adapters(functools.partial(RemoveAdapter, name=name))
+        return reason
+
+    async def remove_adapter(self, name: str, remove: Callable[[int], Message]) -> str:
+        """Removes an adapter from all replicas, and returns "" or the reason of a refusal."""
+        before, reason = self._adapters.pop(name, None), await self._change_adapters(remove)
+        if reason and before is not None:
+            self._adapters[name] = before
+        elif not reason and before is None:  # an adapter of the start, which a replica that begins has again
+            self._adapters[name] = remove
+        return reason
+
+    def count_users(self, adapter: str) -> int:
+        """Returns the number of requests in progress that have an adapter."""
+        return sum(sent.request.adapter == adapter.encode() for sent in self._sent.values())
+
+    async def _change_adapters(self, change: Callable[[int], Message]) -> str:
+        found = await asyncio.gather(*(replica.send_change(change) for _, replica in self._list_up()))
+        return next(filter(None, found), "")
 
     def _send_request(self, name: str, call: ClientRequest, request: Request) -> bool:
         """Sends a request to a replica, and returns whether a replica is up."""
@@ -340,6 +383,9 @@ class RequestTracker:
         for name, reason in report.refused.items():
             if (sent := self._sent.pop(name, None)) is not None:
                 sent.call.fail(refusal(reason))
+        for number, reason in report.adapters.items():
+            if (change := source.changes.pop(number, None)) is not None and not change.done():
+                change.set_result(reason)
         for name, result in report.results.items():
             if (sent := self._sent.get(name)) is not None:
                 sent.call.results[sent.call.names[name]] = result

@@ -1,5 +1,6 @@
 """Settings of a server: the address, the admitted clients, and limits."""
 
+import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -39,6 +40,8 @@ class Settings:
         replicas: number of groups of ranks, each with the whole model.
         restarts: number of times that a replica is started again after the end of one of its ranks, with growing waits.
             The next end is the server's end.
+        adapter_root: directory whose adapters may be loaded over HTTP, or None without such a change of adapters.
+        admin_keys: keys of administrators, who may load and unload adapters.
         origins: origins of further sites with pages that may use the server, for example "https://example.org", or "*".
 
     Raises:
@@ -71,6 +74,8 @@ class Settings:
     replicas: int = 1
     restarts: int = 0
     origins: tuple[str, ...] = ()
+    adapter_root: pathlib.Path | None = None
+    admin_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
@@ -89,6 +94,8 @@ class Settings:
         for name, least in (("replicas", 1), ("restarts", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        if self.adapter_root is not None and not self.admin_keys:
+            raise ValueError("adapter_root needs admin_keys, got none. Pass a file of keys of administrators.")
         if not self.loopback and not self.keys:
             raise ValueError(
                 f"a server that other machines can reach needs a file of keys, got host {self.host} without keys. Pass"

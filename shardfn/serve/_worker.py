@@ -7,17 +7,41 @@ the same step on all ranks. A rank without work sleeps in the read of its socket
 
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from shardfn.core import Mesh
 from shardfn.engine import comms_of, losing_no_peer
 from shardfn.inference import Add, Cancel, Classifier, Drain, Engine, Sampling, Token, sum_tokens
 
-from ._ipc import Capture, Classify, Embed, End, Inbox, Message, Ready, Result, ScoreChoice, StepReport, pack_message
+from ._ipc import (
+    Capture,
+    Classify,
+    Embed,
+    End,
+    Inbox,
+    LoadAdapter,
+    Message,
+    Ready,
+    RemoveAdapter,
+    Result,
+    ScoreChoice,
+    StepReport,
+    pack_message,
+)
+
+# From a directory to an adapter, as `Engine.adapters.add` takes it.
+ReadAdapter = Callable[[str], Any]
 
 
-def run_worker(engine: Engine, end: socket.socket, ready: Ready, classifier: Classifier | None = None) -> None:
+def run_worker(
+    engine: Engine,
+    end: socket.socket,
+    ready: Ready,
+    classifier: Classifier | None = None,
+    load: ReadAdapter | None = None,
+) -> None:
     """Serves until the front has sent `End`. All ranks of the engine's mesh call the function.
 
     Args:
@@ -25,6 +49,7 @@ def run_worker(engine: Engine, end: socket.socket, ready: Ready, classifier: Cla
         end: this rank's end of its pair of sockets. See `Server`.
         ready: message that the first rank sends at once.
         classifier: classification head, or None. `ready` has its classes.
+        load: function from a directory to the adapter of the directory, or None without adapters that are loaded later.
 
     Raises:
         EOFError: the front has ended.
@@ -37,19 +62,25 @@ def run_worker(engine: Engine, end: socket.socket, ready: Ready, classifier: Cla
         end.sendall(pack_message(ready))
     while True:
         waiting.extend(inbox.take(wait=engine.core.idle and not waiting))
-        refused, stops = dict[str, str](), False
+        refused, adapters, removed, stops = dict[str, str](), dict[int, str](), list[RemoveAdapter](), False
         for _ in range(_count_events(engine.mesh, len(waiting))):
             event = waiting.popleft()
             taken += 1
             stops = stops or isinstance(event, End)
-            refused |= _enter_event(engine, event, results)
+            if isinstance(event, LoadAdapter):
+                adapters[event.number] = _add_adapter(engine, event, load)
+            elif isinstance(event, RemoveAdapter):
+                removed.append(event)  # after the step, which ends cancelled requests
+            else:
+                refused |= _enter_event(engine, event, results)
         tokens = engine.core.step()
         made = results.take(tokens)
+        adapters |= {event.number: _remove_adapter(engine, event) for event in removed}
         if first:
             before, running = set(running), engine.core.running
             begun = [name for name in running if name not in before]
             counts = engine.core.stats, taken, refused, made, begun, engine.graphs.num_left
-            end.sendall(pack_message(StepReport(results.remove_inner(tokens), *counts)))
+            end.sendall(pack_message(StepReport(results.remove_inner(tokens), *counts, adapters)))
         results.forget(tokens)
         if stops:
             return
@@ -120,6 +151,47 @@ class _Results:
 
 def _get_pooling(event: Embed | Classify) -> str:
     return event.pooling if isinstance(event, Embed) else "last"
+
+
+def _add_adapter(engine: Engine, event: LoadAdapter, load: ReadAdapter | None) -> str:
+    """Adds an adapter, and returns "", or the reason why no rank has added the adapter."""
+    try:
+        given, wrong = _load_adapter(event, load)
+        if errors := [text for text in _gather_texts(engine.mesh, wrong) if text]:
+            return errors[0]  # files that a single rank cannot read
+        engine.adapters.add(event.name, given)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _remove_adapter(engine: Engine, event: RemoveAdapter) -> str:
+    """Removes an adapter, if the engine has the adapter. Returns "" or the reason of a refusal."""
+    try:
+        if event.name in engine.adapters.names:
+            engine.adapters.remove(event.name)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _load_adapter(event: LoadAdapter, load: ReadAdapter | None) -> tuple[Any, str]:
+    """Returns the adapter of a directory, or the reason why there is none."""
+    assert load is not None
+    try:
+        return load(event.path), ""
+    except (OSError, ValueError) as error:
+        return None, str(error)
+
+
+def _gather_texts(mesh: Mesh, text: str) -> list[Any]:
+    """Returns the texts of all ranks."""
+    if mesh.size == 1:
+        return [text]
+    comms = comms_of(mesh)
+    with losing_no_peer(comms):
+        comms.control.begin("adapter of a server")
+        return comms.control.gather(text)
 
 
 def _enter_event(engine: Engine, event: Message, results: _Results) -> dict[str, str]:

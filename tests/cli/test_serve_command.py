@@ -187,7 +187,7 @@ def test_ranks_have_the_drafter_of_the_command(model: pathlib.Path, more: list[s
 
 @pytest.mark.nightly
 def test_a_rank_loads_the_draft_model(model: pathlib.Path) -> None:
-    engine, ready, _ = _warm_up(job_of(model, *SMALL, "--draft-model", model))
+    engine, ready, *_ = _warm_up(job_of(model, *SMALL, "--draft-model", model))
     assert f"{model}, which guesses: " in ready.about and " parameters, float32, batch-invariant\n" in ready.about
     engine.generate([list(b"ab")], Sampling(max_tokens=9))
     assert engine.stats.speculation.accepted == engine.stats.speculation.drafted > 0
@@ -214,7 +214,7 @@ def test_draft_models_change_nothing_beside_other_kinds_of_weights_and_caches(
         Sampling(max_tokens=12, seed=4, grammar=Grammar.regex("([a-c]{2}[0-9])*"), temperature=2.0),
     ]
     prompts = [list(b"ab"), list(b"cdab"), list(b"abab")]
-    plain, ready, _ = _warm_up(job_of(model, *SMALL, *more.split()))
+    plain, ready, *_ = _warm_up(job_of(model, *SMALL, *more.split()))
     assert f" parameters, {kinds}, batch-invariant\n" in ready.about and "MiB a rank: weights" in ready.about
     want = [plain.generate([prompt], how) for prompt, how in zip(prompts, samplings, strict=True)]
     engine, *_ = _warm_up(job_of(model, *SMALL, *more.split(), "--draft-model", model))
@@ -472,7 +472,9 @@ def test_adapters_of_peft(tmp_path: pathlib.Path, ranks: int) -> None:
     save_peft(tmp_path / "adapter", lora, values)
     given = {"prompt": [1, 3, 4], "max_tokens": 4, "temperature": 0, "logprobs": 2, "ignore_eos": True}
     adapter = f"tuned={tmp_path / 'adapter'}"
-    with running(tmp_path / "model", *SMALL, "--mesh", f"tp={ranks}", "--adapter", adapter) as server:
+    (tmp_path / "admins").write_text("admin\n")
+    more = "--adapter", adapter, "--adapter-root", tmp_path, "--admin-key-file", tmp_path / "admins"
+    with running(tmp_path / "model", *SMALL, "--mesh", f"tp={ranks}", *more) as server:
         models = json.load(server.open("/v1/models"))["data"]
         assert [(row["id"], row.get("parent")) for row in models] == [("model", None), ("tuned", "model")]
         plain, tuned = (
@@ -486,6 +488,13 @@ def test_adapters_of_peft(tmp_path: pathlib.Path, ranks: int) -> None:
         assert len(vectors[0]) == 16 and vectors[0] != vectors[1]
         with pytest.raises(urllib.error.HTTPError, match="404"):
             server.open("/v1/completions", given | {"model": "other"})
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            server.open("/v1/load_lora_adapter", {"lora_name": "other", "lora_path": "adapter"})
+        body = json.dumps({"lora_name": "other", "lora_path": "adapter"}).encode()
+        head = {"Content-Type": "application/json", "Authorization": "Bearer admin"}
+        urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/load_lora_adapter", body, head), timeout=30)
+        answer = json.load(server.open("/v1/completions", given | {"model": "other"}))
+        assert answer["choices"][0]["logprobs"] == tuned
     assert plain != tuned
     with torch.no_grad():
         for found, merged in ((plain, params), (tuned, lora.merge(params, values))):

@@ -7,6 +7,7 @@ import http.client
 import importlib.util
 import json
 import os
+import pathlib
 import socket
 import threading
 import time
@@ -84,6 +85,14 @@ def adapters() -> dict[str, Any]:
     return {name: adapter(params, targets, 2, seed) for seed, (name, targets) in enumerate(ADAPTERS.items())}
 
 
+def read_adapter(path: str) -> Any:
+    """The adapter of a directory, whose file has the names of the changed leaves."""
+    text = pathlib.Path(path, "adapter_config.json").read_text()
+    if not text:
+        raise ValueError(f"{path} has no adapter")
+    return adapter(parts()[1], text.split(), 2, seed=5)
+
+
 def new_engine() -> Engine:
     made, params, limits, runner = parts()
     return Engine(
@@ -129,7 +138,7 @@ class OneThread:
         if self.classifier is not None:
             ready = ready._replace(classes=self.classifier.classes)
         try:
-            run_worker(self.engine, self._theirs, ready, self.classifier)
+            run_worker(self.engine, self._theirs, ready, self.classifier, read_adapter)
         except (EOFError, BrokenPipeError):
             pass
         finally:
