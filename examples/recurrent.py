@@ -2,7 +2,7 @@
 
     python examples/recurrent.py iss
     python examples/recurrent.py antman
-    python examples/recurrent.py iss --hidden 1500 1500 --dim 1500 --words 10000 --steps 6000 --strength 0.003
+    python examples/recurrent.py iss --hidden 1500 1500 --dim 1500 --words 10000 --steps 6000 --strength 2
     torchrun --nproc-per-node 2 examples/recurrent.py iss
 
 iss trains a word-level model twice, without and with the rule `sparse.group_shrink`, removes the units at 0, and
@@ -63,8 +63,10 @@ def remove_units(config, training, held_out, args, mesh):
     curves, rows = {}, []
     dense, curves["dense"] = train(loss, config, make_optimizer(args), training, held_out, args, mesh)
     rows.append(measure("dense", config, dense, held_out))
-    rule = sf.optim.chain(make_optimizer(args), sparse.group_shrink(groups, args.strength))
-    params, curves["with removal"] = train(loss, config, rule, training, held_out, args, mesh)
+    rule = sf.optim.chain(make_optimizer(args), sparse.group_shrink(groups, make_strength(args)))
+    params, curves["with removal"] = train(
+        loss, config, rule, training, held_out, args, mesh, watch=lambda x: norms_of(groups, x)
+    )
     alive = sparse.find_alive(groups, params)
     smaller, fewer = recurrent.without_units(config, alive), sparse.compact(groups, params, alive)
     tokens = held_out[:2, :-1]
@@ -73,6 +75,12 @@ def remove_units(config, training, held_out, args, mesh):
     )
     rows.append(measure(f"hidden {smaller.hidden}", smaller, fewer, held_out))
     return rows, curves
+
+
+def norms_of(groups, params):
+    """The numbers of units above 0, and the median norm of a layer."""
+    norms = sparse.group_norms(groups, params).values()
+    return f"units {[int((x > 0).sum()) for x in norms]}, norms {[round(x.median().item(), 2) for x in norms]}"
 
 
 def replace_maps(config, training, held_out, args, mesh):
@@ -113,11 +121,25 @@ def distilled(config, student, weight, params, batch):
 
 
 def make_optimizer(args):
-    schedule = sf.optim.warmup_cosine_decay_schedule(0.0, args.lr, args.steps // 20 + 1, args.steps + 1, args.lr / 10)
-    return sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adam(schedule))
+    return sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adam(learning_rate(args)))
 
 
-def train(loss, config, optimizer, training, held_out, args, mesh, teacher=None):
+def learning_rate(args):
+    return sf.optim.warmup_cosine_decay_schedule(0.0, args.lr, args.steps // 20 + 1, args.steps + 1, args.lr / 10)
+
+
+def make_strength(args):
+    """The decrease of a unit's norm: --strength times the learning rate, between two shares of the steps.
+
+    Later it is a 20th, which holds units at 0 against what Adam's momentum remembers of them.
+    """
+    rate, (first, last) = learning_rate(args), (share * args.steps for share in args.between)
+    return lambda count: (
+        args.strength * rate(count) * ((count >= first) * 0.05 + ((count >= first) & (count < last)) * 0.95)
+    )
+
+
+def train(loss, config, optimizer, training, held_out, args, mesh, teacher=None, watch=None):
     """Returns the parameters, and the loss of validation in the course of training. Leaves of a teacher are frozen."""
     how = {"mesh": mesh, "batch": sf.P("dp"), "zero": sf.Zero(stage=3)}
     if teacher is not None:
@@ -138,7 +160,8 @@ def train(loss, config, optimizer, training, held_out, args, mesh, teacher=None)
             params = params if teacher is None else params["student"]
             curve.append((n + 1, loss_of(config, params, held_out)))
             if mesh.rank == 0:
-                print(f"step {n + 1}: loss {curve[-1][1]:.4f}, {time.monotonic() - start:.0f} s", flush=True)
+                shown = f"step {n + 1}: loss {curve[-1][1]:.4f}, {time.monotonic() - start:.0f} s"
+                print(shown + ("" if watch is None else f", {watch(params)}"), flush=True)
     return params, curve
 
 
@@ -225,7 +248,8 @@ def arguments():
     add("--dim", type=int, default=64, help="width of the embedding")
     add("--words", type=int, default=2000, help="words of the vocabulary (iss)")
     add("--dropout", type=float, default=0.0)
-    add("--strength", type=float, default=0.003, help="decrease of a unit's norm in each step (iss)")
+    add("--strength", type=float, default=25.0, help="decrease of a unit's norm in a step, in learning rates (iss)")
+    add("--between", type=float, nargs=2, default=[0.1, 0.8], help="shares of the steps in which norms decrease (iss)")
     add("--maps", nargs=2, choices=("blocks", "shuffled", "grouped", "low"), default=["blocks", "shuffled"])
     add("--groups", type=int, default=8, help="groups of structured maps (antman)")
     add("--rank", type=int, default=16, help="rank of structured maps (antman)")

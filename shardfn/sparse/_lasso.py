@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardfn import collectives, core
 from shardfn.core import PyTree
-from shardfn.optim import GradientTransformation, Needs, stateless
+from shardfn.optim import GradientTransformation, Needs, ScaleByScheduleState, Schedule, scale_by_schedule, stateless
 
 from ._groups import LeafIndices, WeightGroups, leaf_names
 
@@ -70,7 +70,7 @@ def group_lasso(groups: WeightGroups, params: PyTree, strength: float, *, specs:
     return strength * torch.cat([*squares.values()]).add(1e-8).sqrt().sum()
 
 
-def group_shrink(groups: WeightGroups, strength: float) -> GradientTransformation:
+def group_shrink(groups: WeightGroups, strength: float | Schedule) -> GradientTransformation:
     """Shrinks the norm of each group by `strength` after the update, down to exact zeros.
 
     Put the rule last in a `chain`.
@@ -81,12 +81,16 @@ def group_shrink(groups: WeightGroups, strength: float) -> GradientTransformatio
     j and column k of a recurrent matrix, is multiplied by both factors. A group at 0 stays at 0 while its gradient
     is 0, which holds for units whose biases belong to the group.
 
+    Updates of Adam have the size of the learning rate in each element, so norms of groups of n elements move by up to
+    lr * sqrt(n) a step. A strength far below removes no group, and a large first strength removes groups that have not
+    learnt yet. A schedule that follows the learning rate, after a time of 0, has neither problem.
+
     Args:
         groups: groups of the leaves.
-        strength: learning rate times the factor of the penalty, >= 0.
+        strength: learning rate times the factor of the penalty, >= 0, or a schedule of the number of steps taken.
 
     Returns:
-        A rule without memory. Updates are float64, where `p' - p` is exact.
+        A rule without memory, or with a count for a schedule. Updates are float64, where `p' - p` is exact.
 
     Raises:
         ValueError: `strength` is below 0, or (on use) as `group_norms`.
@@ -100,22 +104,40 @@ def group_shrink(groups: WeightGroups, strength: float) -> GradientTransformatio
         tensor([[1.5000, 0.0000],
                 [2.0000, 0.0000]], dtype=torch.float64)
     """
+    if callable(strength):
+        return _shrink_by_schedule(groups, strength)
     if not strength >= 0:
         raise ValueError(f"group_shrink: strength must be at least 0, got {strength}.")
 
     def update_fn(updates: PyTree, params: PyTree, specs: PyTree) -> PyTree:
-        (us, treedef), ps = core.tree_flatten(updates), core.tree_flatten(params)[0]
-        moved = [p.double() + u.double() for p, u in zip(ps, us, strict=True)]
-        tree = core.tree_unflatten(treedef, moved)
-        norms = group_norms(groups, tree, specs)
-        factors = {
-            name: torch.where(n > strength, 1 - strength / n.clamp(min=1e-300), 0.0) for name, n in norms.items()
-        }
-        new = _scale_groups(groups, tree, factors, specs)
-        rows = zip(core.tree_flatten(new)[0], ps, strict=True)
-        return core.tree_unflatten(treedef, [x.to(p.dtype).double() - p.double() for x, p in rows])
+        return _shrink_groups(groups, strength, updates, params, specs)
 
     return stateless(update_fn)._replace(needs=Needs("tree", ascends=True))
+
+
+def _shrink_by_schedule(groups: WeightGroups, schedule: Schedule) -> GradientTransformation:
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, specs: PyTree = None
+    ) -> tuple[PyTree, PyTree]:
+        strength = torch.as_tensor(schedule(state.count), dtype=torch.float64, device=state.count.device).clamp(min=0)
+        new = _shrink_groups(groups, strength, updates, params, specs)
+        return new, ScaleByScheduleState(state.count + 1)
+
+    return GradientTransformation(scale_by_schedule(schedule).init, update_fn, needs=Needs("tree", ascends=True))
+
+
+def _shrink_groups(
+    groups: WeightGroups, strength: float | Tensor, updates: PyTree, params: PyTree, specs: PyTree
+) -> PyTree:
+    """Returns the updates by which the groups are shrunk after them."""
+    (us, treedef), ps = core.tree_flatten(updates), core.tree_flatten(params)[0]
+    moved = [p.double() + u.double() for p, u in zip(ps, us, strict=True)]
+    tree = core.tree_unflatten(treedef, moved)
+    norms = group_norms(groups, tree, specs)
+    factors = {name: torch.where(n > strength, 1 - strength / n.clamp(min=1e-300), 0.0) for name, n in norms.items()}
+    new = _scale_groups(groups, tree, factors, specs)
+    rows = zip(core.tree_flatten(new)[0], ps, strict=True)
+    return core.tree_unflatten(treedef, [x.to(p.dtype).double() - p.double() for x, p in rows])
 
 
 def group_squares(groups: WeightGroups, params: PyTree, specs: PyTree = None) -> dict[str, Float[Tensor, " k"]]:

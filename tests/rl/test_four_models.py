@@ -33,10 +33,13 @@ def rollout_of(iteration: int, dtype: torch.dtype, *, rows: int = ROWS, length: 
     lengths = torch.randint(0, WIDTH + 1, (rows,), generator=draw)
     lengths[0], lengths[1] = 0, WIDTH
     rollout = rl.empty_rollout(rows, length, WIDTH)
+    ids = torch.randint(0, CONFIG.vocab_size, (rows, length), generator=draw)
+    prompts = torch.randint(1, length - WIDTH + 1, (rows,), generator=draw)
     return rollout._replace(
-        ids=torch.randint(0, CONFIG.vocab_size, (rows, length), generator=draw),
-        prompts=torch.randint(1, length - WIDTH + 1, (rows,), generator=draw),
+        ids=ids,
+        prompts=prompts,
         lengths=lengths,
+        places=(prompts[:, None] + torch.arange(WIDTH)) * rl.completion_mask(lengths, WIDTH),
         logprobs=rollout.logprobs.to(dtype),
         rewards=rollout.rewards.to(dtype),
     )

@@ -131,6 +131,32 @@ def test_group_shrink_is_the_proximal_step_of_groups_without_common_elements() -
     assert {bool(x) for x in new["w"].any(1)} == {True, False}
 
 
+def test_group_shrink_takes_a_schedule() -> None:
+    config, batch = CONFIGS["lstm"], {"tokens": TOKENS}
+    groups = recurrent.units(config)
+    strengths = [0.0, 0.4, 0.1]
+    found = []
+    for jitted in (False, True):
+        loss: Any = functools.partial(recurrent.loss, config)
+        loss = sf.jit(loss, backend="graph") if jitted else loss
+        scheduled = group_shrink(groups, lambda count: 0.4 * (count == 1) + 0.1 * (count == 2))
+        step = sf.sharded_step(loss, optim.chain(optim.sgd(0.1), scheduled))
+        state = step.init(params_of(config))
+        for _ in strengths:
+            state, _ = step(state, batch)
+        found.append(sf.unshard(state.params))
+    params = params_of(config)
+    for strength in strengths:  # the same by numbers
+        step = sf.sharded_step(
+            functools.partial(recurrent.loss, config), optim.chain(optim.sgd(0.1), group_shrink(groups, strength))
+        )
+        state, _ = step(step.init(params), batch)
+        params = sf.unshard(state.params)
+    for one in found:
+        for x, y in zip(sf.tree_leaves(one), sf.tree_leaves(params), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-8)
+
+
 def test_the_gradient_of_the_penalty() -> None:
     config = CONFIGS["highway"]
     groups, params = recurrent.units(config), params_of(config)
@@ -156,7 +182,7 @@ def test_norms_penalties_and_shrinking_on_two_ranks() -> None:
 
         run = assert_parity(
             functools.partial(loss, axis="tp", specs=specs),
-            optim.chain(optim.sgd(0.1, momentum=0.5), group_shrink(groups, 0.4)),
+            optim.chain(optim.sgd(0.1, momentum=0.5), group_shrink(groups, lambda count: 0.2 * (count + 1))),
             params,
             [{"tokens": TOKENS}] * 2,
             mesh=sf.make_mesh(layout),
