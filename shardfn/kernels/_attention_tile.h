@@ -18,6 +18,7 @@ constexpr int FEW = 12;
 
 struct Scoring {
     float scale, cap;  // the cap is 0 without one, else scale is that of scores / cap
+    int64_t reach;  // distances with a number of relative positions, 0 without
 };
 
 // The memory of one thread: `rows` rows of a group, and one tile. Widths are padded with zeros to `padded`.
@@ -26,12 +27,14 @@ struct Scratch {
     int64_t padded;
     float *q, *sums, *lanes, *weights, *most, *factor, *slope, *keys, *values, *turned;
     const float *key[TILE], *value[TILE], *later[TILE];
+    std::vector<const float*> relative;  // of each row, by distance
     // Whether `later` has keys of the next tile, and the distance from a key to its value there.
     bool foresees;
     int64_t apart;
 
     void fit(int64_t rows, int64_t width) {
         padded = (width + LANES - 1) / LANES * LANES;
+        if ((int64_t)relative.size() < rows) relative.resize(rows);
         const int64_t sizes[] = {rows * padded, rows * padded, rows * LANES, rows * TILE,   rows,
                                  rows,          rows,          TILE * padded, TILE * padded, TILE * padded};
         float** parts[] = {&q, &sums, &lanes, &weights, &most, &factor, &slope, &keys, &values, &turned};
@@ -213,6 +216,14 @@ INLINE void weigh(Scratch& s, const Scoring& how, int64_t row, Seen seen, bool s
         x[v] = load<L>(weights + v * N) * how.scale;
         if (how.cap != 0) x[v] = tanh<L>(x[v]) * how.cap;
         if (slopes) x[v] = L::fused(ALL(-s.slope[row]), __builtin_convertvector(seen.distance - at, V), x[v]);
+        if (how.reach) {
+            float numbers[N];
+            for (int i = 0; i < N; ++i) {
+                const int64_t away = seen.distance - at[i];
+                numbers[i] = s.relative[row][away < 0 ? 0 : away < how.reach ? away : how.reach - 1];
+            }
+            x[v] = x[v] + load<L>(numbers);
+        }
         // One by one: GCC takes a choice by two conditions apart, element by element.
         x[v] = at >= seen.low ? x[v] : ALL(NONE);
         x[v] = at < seen.high ? x[v] : ALL(NONE);

@@ -20,8 +20,9 @@ struct Call {
     const int32_t *slots, *positions, *sequences, *tables, *rows;
     const float *slopes, *sinks;
     const uint8_t* tree;
+    const float* relative;  // of each head, by distance
     float *y, *lse;
-    int64_t T, Q, H, G, K, q_stride, k_stride, v_stride, blocks, block, S, width, window, kind;
+    int64_t T, Q, H, G, K, q_stride, k_stride, v_stride, blocks, block, S, width, reach, window, kind;
     Scoring how;
 
     int64_t token(int64_t query) const { return rows ? rows[query] : query; }
@@ -183,6 +184,7 @@ INLINE void attend(const Call& o, const Plan& plan, const Group& group, int64_t 
         s.most[row] = o.sinks ? o.sinks[head] : NONE;
         s.lanes[row * LANES] = s.most[row] > NONE ? 1 : 0;
         s.slope[row] = o.slopes ? o.slopes[head] : 0;
+        s.relative[row] = o.relative ? o.relative + head * o.reach : nullptr;
     }
     for (int64_t tile = group.begin / TILE * TILE; tile < group.end; tile += TILE) {
         for (int64_t row = 0; row < rows; ++row) {
@@ -218,12 +220,12 @@ extern "C" {
 // Returns 0 if all was written; 1, and changes nothing, if a number of the plan is out of range.
 int64_t ragged_attention(const float* q, const float* k, const float* v, void* cache, const int32_t* slots,
                          const int32_t* positions, const int32_t* sequences, const int32_t* tables, const int32_t* rows,
-                         const float* slopes, const float* sinks, const uint8_t* tree, float* y, float* lse, int64_t T,
+                         const float* slopes, const float* sinks, const uint8_t* tree, const float* relative, float* y, float* lse, int64_t T,
                          int64_t Q, int64_t H, int64_t G, int64_t K, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t blocks, int64_t block, int64_t S,
-                         int64_t width, int64_t window, int64_t kind, float scale, float cap, int64_t threads,
+                         int64_t width, int64_t reach, int64_t window, int64_t kind, float scale, float cap, int64_t threads,
                          int64_t few) {
-    const Call o = {q, k, v, cache, slots, positions, sequences, tables, rows, slopes, sinks, tree, y, lse, T, Q, H, G, K,
-                    q_stride, k_stride, v_stride, blocks, block, S, width, window, kind, {scale, cap}};
+    const Call o = {q, k, v, cache, slots, positions, sequences, tables, rows, slopes, sinks, tree, relative, y, lse, T, Q, H, G, K,
+                    q_stride, k_stride, v_stride, blocks, block, S, width, reach, window, kind, {scale, cap, reach}};
     Plan plan;
     if (!read_plan(o, plan)) return 1;
     const std::vector<Group> groups = groups_of(o, plan);

@@ -62,11 +62,12 @@ def ragged_attention(
     sinks: Float[Tensor, " h"] | None = None,
     tree: Bool[Tensor, "t t"] | UInt8[Tensor, "t t"] | None = None,
     rows: Int32[Tensor, " r"] | None = None,
+    relative: Float[Tensor, "h d"] | None = None,
 ) -> tuple[Float[Tensor, "r h k"], Float[Tensor, "r h"]]:
     """Writes the keys and values of tokens into a KV cache, then returns each token's attention to its sequence.
 
         cache[slots[i] // block, :, :, slots[i] % block] = k[i], v[i]               for all tokens i, then
-        s[p] = cap(scale q[i] k_p) - slope (positions[i] - p)                       cap(x) = c tanh(x / c)
+        s[p] = cap(scale q[i] k_p) - slope (positions[i] - p) + relative[positions[i] - p]      cap(x) = c tanh(x / c)
         y[i] = sum of e^s[p] v_p / (sum of e^s[p] + e^sink)                         over the positions p that i sees
         lse[i] = log(sum of e^s[p] + e^sink)
 
@@ -104,6 +105,8 @@ def ragged_attention(
         rows: token of each query, int32. The keys and values of all tokens are written, and y has a row for each query,
             with the bits of row rows[r] of a call without `rows`. For example the last token of each prompt, or of 7
             tokens the tokens 6 and 2. None: a query for each token, in order.
+        relative: number of each head and distance that is added to scores, in the dtype of q: relative positions. The
+            last number is for all greater distances. For example 128 numbers for distances 0 to 127 and more.
 
     Returns:
         y and lse, in the dtype of q. A row of y is 0 if all scores are -inf, and lse is then -inf. The bits of lse
@@ -150,9 +153,17 @@ def ragged_attention(
     if rows is not None:
         check_dtype("rows", rows, torch.int32)
         check_shape("rows", rows, (len(q),), "a token for each query")
+    if relative is not None:
+        check_dtype("relative", relative, q.dtype)
+        if relative.ndim != 2 or len(relative) != H or not relative.shape[1]:
+            raise ValueError(
+                f"relative must have a row for each of {H} heads and a number for each distance, got shape"
+                f" {tuple(relative.shape)}"
+            )
     scale = K**-0.5 if scale is None else scale
     window = None if window is None else min(window, 1 << 30)
-    return RAGGED_ATTENTION(q, k, v, cache, *plan.values(), tables, scale, window, softcap, slopes, sinks, tree, rows)
+    scores = scale, window, softcap, slopes, sinks, tree, rows, relative
+    return RAGGED_ATTENTION(q, k, v, cache, *plan.values(), tables, *scores)
 
 
 def _check_arguments(
@@ -307,7 +318,7 @@ def _check_tree(positions: Tensor, sequences: Tensor, tree: Tensor) -> None:
 def _attend_by_torch(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
-    tree: Tensor | None, rows: Tensor | None,
+    tree: Tensor | None, rows: Tensor | None, relative: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns [R, H, K] and [R, H] of R queries. Writes the cache [blocks, 2, G, block, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree, rows)
@@ -329,6 +340,10 @@ def _attend_by_torch(
         if slope is not None:
             p = torch.arange(begin, begin + TILE, device=q.device)
             x = multiply_add(-slope[..., None], (positions[:, None] - p).to(q.dtype)[:, None, None], x)
+        if relative is not None:
+            p = torch.arange(begin, begin + TILE, device=q.device)
+            away = (positions[:, None] - p).clamp(0, relative.shape[1] - 1).long()
+            x = x + relative[:, away].movedim(0, 1).reshape(R, G, H // G, TILE)
         state = _add_tile(state, x, kv_RN2GK[:, :, 1], at >= 0)
     most, lanes, y = state
     total = sum_halves(lanes)
@@ -441,25 +456,26 @@ def _wide_near(x: Tensor, square: Tensor) -> Tensor:
 def _attend_natively(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
-    tree: Tensor | None, rows: Tensor | None,
+    tree: Tensor | None, rows: Tensor | None, relative: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     R, H, K = q.shape
     q, k, v = (x if x.stride()[1:] == (K, 1) else x.contiguous() for x in (q, k, v))
-    slopes, sinks, tree, rows = (None if x is None else x.contiguous() for x in (slopes, sinks, tree, rows))
+    given = slopes, sinks, tree, rows, relative
+    slopes, sinks, tree, rows, relative = (None if x is None else x.contiguous() for x in given)
     slots, positions, sequences, tables = (x.contiguous() for x in (slots, positions, sequences, tables))
     plan = slots, positions, sequences, tables
     y, lse = q.new_empty(R, H, K), q.new_empty(R, H)
-    given = _list_arguments(q, k, v, cache, *plan, scale, window, softcap, slopes, sinks, tree, rows, y, lse)
-    run = function(_SOURCE, "ragged_attention", "p" * 14 + "i" * 14 + "ff" + "ii", returns=True)
-    if run(*addresses(given)):
+    scores = scale, window, softcap, slopes, sinks, tree, rows, relative
+    run = function(_SOURCE, "ragged_attention", "p" * 15 + "i" * 15 + "ff" + "ii", returns=True)
+    if run(*addresses(_list_arguments(q, k, v, cache, *plan, *scores, y, lse))):
         check_plan(cache, *plan, window, tree, rows)
         raise AssertionError("C++ refused a plan that is in range")
     return y, lse
 
 
 def _make_call(arguments: Sequence[Any], results: Sequence[Tensor]) -> KernelCall | None:
-    q, k, v, cache, *plan, _, window, _, slopes, sinks, tree, rows = arguments
-    if not are_dense(q, k, v, slopes, sinks) or not all(
+    q, k, v, cache, *plan, _, window, _, slopes, sinks, tree, rows, relative = arguments
+    if not are_dense(q, k, v, slopes, sinks, relative) or not all(
         x is None or x.is_contiguous() for x in (cache, *plan, tree, rows)
     ):
         return None
@@ -470,11 +486,12 @@ def _make_call(arguments: Sequence[Any], results: Sequence[Tensor]) -> KernelCal
 def _list_arguments(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
-    tree: Tensor | None, rows: Tensor | None, y: Tensor, lse: Tensor,
+    tree: Tensor | None, rows: Tensor | None, relative: Tensor | None, y: Tensor, lse: Tensor,
 ) -> Arguments:  # fmt: skip
     (R, H, K), (T, G) = q.shape, k.shape[:2]
-    tensors = q, k, v, cache, slots, positions, sequences, tables, rows, slopes, sinks, tree, y, lse
+    tensors = q, k, v, cache, slots, positions, sequences, tables, rows, slopes, sinks, tree, relative, y, lse
     sizes = *(T, R, H, G, K), *(x.stride(0) for x in (q, k, v)), cache.shape[0], cache.shape[3], *tables.shape
+    sizes = *sizes, 0 if relative is None else relative.shape[1]
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
     return *tensors, *sizes, window or 0, _KINDS[cache.dtype], *scores, num_threads(), FEW
 
@@ -488,7 +505,7 @@ def _count_flops(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, *rest: Any) -> 
 RAGGED_ATTENTION = KernelOp(
     schema="ragged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) cache, Tensor slots, Tensor positions,"
     " Tensor sequences, Tensor tables, float scale, int? window, float? softcap, Tensor? slopes, Tensor? sinks,"
-    " Tensor? tree, Tensor? rows) -> (Tensor, Tensor)",
+    " Tensor? tree, Tensor? rows, Tensor? relative) -> (Tensor, Tensor)",
     abstract=lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2])),
     reference=_attend_by_torch,
     dtypes=EXACT,

@@ -18,7 +18,7 @@ from ._triton import added, greatest, launch
 def ragged_attention(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
-    tree: Tensor | None, rows: Tensor | None,
+    tree: Tensor | None, rows: Tensor | None, relative: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns fp32 [R, H, K] and [R, H] of R queries. Writes the cache [blocks, 2, G, block, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree, rows)
@@ -28,12 +28,13 @@ def ragged_attention(
     if rows is not None:
         places, positions = places[rows.long()], positions[rows.long()]
     y, lse, width = q.new_empty(R, H, K), q.new_empty(R, H), max(16, triton.next_power_of_2(K))
-    given = (None if x is None else x.contiguous() for x in (slopes, sinks))
+    given = (None if x is None else x.contiguous() for x in (slopes, sinks, relative))
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
     # Codes are bytes, and scales the last of each row's float32 numbers.
     scales = view_rows(cache).view(torch.float32) if cache.dtype in LARGEST else None
     tensors = q.contiguous(), view_rows(cache), scales, places, positions, *given, y, lse
-    args = *tensors, *scores, places.shape[1], H, G, cache.shape[3]
+    reach = 0 if relative is None else relative.shape[1]
+    args = *tensors, *scores, places.shape[1], H, G, cache.shape[3], reach
     codes = {torch.int8: 1, torch.float8_e4m3fn: 2}.get(cache.dtype, 0)
     launch(_row_kernel, R * H, q.device, *args, K=K, ROW=cache.shape[-1], WIDTH=width, N=TILE, CODES=codes)
     return y, lse
@@ -58,7 +59,7 @@ def _decode_values(x, CODES: tl.constexpr):
 @triton.jit
 @no_type_check
 def _row_kernel(
-    q, cache, scales, places, positions, slopes, sinks, y, lse, scale, cap, end, H, G, block,
+    q, cache, scales, places, positions, slopes, sinks, relative, y, lse, scale, cap, end, H, G, block, reach,
     K: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """Computes a head of a query."""
@@ -87,6 +88,10 @@ def _row_kernel(
             x = tl.where(x < 0, e - 1.0, 1.0 - e) / (1.0 + e) * cap
         if slopes is not None:
             x -= tl.load(slopes + h) * (tl.load(positions + i) - begin - n).to(tl.float32)
+        if relative is not None:
+            away = tl.load(positions + i) - begin - n
+            away = tl.minimum(tl.maximum(away, 0), reach - 1)
+            x += tl.load(relative + h * reach + away)
         x = tl.where(seen, x, float("-inf"))
         most = tl.maximum(top, tl.reduce(x, 0, greatest))
         shift = tl.where(most == float("-inf"), 0.0, most)

@@ -34,6 +34,8 @@ def _story(lengths: tuple[int, ...], heads: tuple[int, int, int], **how: Any) ->
     for name, scale in (("slopes", 0.1), ("sinks", 1.0)):
         if how.get(name) is True:
             how[name] = torch.randn(H, generator=draw) * scale
+    if how.get("relative") is True:
+        how["relative"] = torch.randn(H, 6, generator=draw)
     return Story(q, k, v, how)
 
 
@@ -76,6 +78,8 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]
     distance = torch.arange(T)[:, None] - torch.arange(T)
     if "slopes" in how:
         scores = scores - how["slopes"].double()[:, None, None] * distance
+    if "relative" in how:
+        scores = scores + how["relative"].double()[:, distance.clamp(0, how["relative"].shape[1] - 1)]
     seen = (distance >= 0) & (distance < how.get("window", T))
     scores = scores.masked_fill(~seen, -math.inf)
     if "sinks" in how:
@@ -88,7 +92,8 @@ HOW: list[dict[str, Any]] = [
     {"window": 5, "scale": 0.3},
     {"softcap": 2.0},
     {"slopes": True, "sinks": True},
-    {"window": 33, "softcap": 5.0, "slopes": True, "sinks": True},
+    {"relative": True, "scale": 1.0},
+    {"window": 33, "softcap": 5.0, "slopes": True, "sinks": True, "relative": True},
 ]
 
 
