@@ -27,6 +27,7 @@ from ._cache import CacheLayout as CacheLayout, PagedAttention as PagedAttention
 from ._cache import make_single_bodies as make_single_bodies
 from ._layouts import Layout as Layout, Outputs as Outputs
 from ._decoder import Decoder as Decoder, decoder as decoder
+from ._seq2seq_decoder import seq2seq_decoder as seq2seq_decoder
 from ._hf_decoder import hf_decoder as hf_decoder
 from ._fit_codes import fit_quantization as fit_quantization
 from ._runner import MemoryPlan as MemoryPlan, Runner as Runner, limits_of as limits_of

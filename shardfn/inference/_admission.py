@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ._adapters import Adapters
-from ._decoder import Decoder
+from ._decoder import Decoder, SourceEncoder
 from ._drafters import BatchDrafter, Drafter, RejectionDrafter, find_wanted_layers
 from ._limits import DRAFTS, Limits
 from ._options import Encode
@@ -57,9 +57,11 @@ def make_request(
         TypeError: an argument is of a wrong type, or unknown.
         ValueError: a value is out of range, or the request can never fit.
     """
-    unknown = set(more) - {"priority", "deadline", "salt", "adapter"}
+    unknown = set(more) - {"priority", "deadline", "salt", "adapter", "source"}
     if unknown:
-        raise TypeError(f"add: {', '.join(sorted(unknown))}: a request has priority, deadline, salt and adapter.")
+        raise TypeError(
+            f"add: {', '.join(sorted(unknown))}: a request has priority, deadline, salt, adapter and source."
+        )
     fields: dict[str, Any] = more | {"adapter": adapters.digest(more.get("adapter"))}
     if sampling is not None and not isinstance(sampling, Sampling):
         raise TypeError(f"sampling is a {type(sampling).__name__}. Pass a Sampling.")
@@ -69,6 +71,20 @@ def make_request(
         request = replace(request, sampling=encoded)
         check_request(request, limits)
     return request
+
+
+def split_source(
+    prompt: Sequence[int], sources: SourceEncoder | None, more: dict[str, Any]
+) -> tuple[Sequence[int], dict[str, Any]]:
+    """Returns the decoder's prompt, and further fields of a request: with the source for an encoder-decoder model.
+
+    A prompt without `source` in `more` is the source, and the decoder begins with its first token.
+    """
+    if sources is None:
+        return prompt, more
+    if "source" not in more:
+        return (sources.start,), more | {"source": ids_of(prompt)}
+    return prompt, more | {"source": ids_of(more["source"])}
 
 
 def split_sampling(sampling: Any, num: int) -> list[Sampling]:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -102,11 +102,15 @@ class CacheLayout:
 
     In codes, such as int8, a row has `kernels.cache_row` bytes in place of K numbers.
 
+    Layers of cross attention come after all others. Their blocks have the keys of sources, which are written once and
+    shared by all sequences of a source.
+
     Args:
-        layers: number of layers of attention.
+        layers: number of layers of self-attention.
         heads: G of the whole model.
         head_dim: K.
         axis: mesh axes that cut the heads.
+        cross_layers: number of layers of cross attention.
 
     Example:
         >>> layout = CacheLayout(layers=2, heads=4, head_dim=8)
@@ -119,6 +123,7 @@ class CacheLayout:
     heads: int
     head_dim: int
     axis: Axes = None
+    cross_layers: int = 0
 
     @property
     def spec(self) -> P:
@@ -146,7 +151,13 @@ class CacheLayout:
 
     def num_bytes(self, limits: Limits) -> int:
         """Returns the bytes of the whole cache, on all ranks together."""
-        return self.layers * math.prod(self.shape(limits)) * DTYPES[limits.cache_dtype].itemsize
+        own = self.layers * math.prod(self.shape(limits)) * DTYPES[limits.cache_dtype].itemsize
+        return own + self.num_source_bytes(limits)
+
+    def num_source_bytes(self, limits: Limits) -> int:
+        """Returns the bytes of the cache of sources, on all ranks together."""
+        shape = self.layer_shape(limits.source_blocks, limits.block, dtype=limits.cache_dtype)
+        return self.cross_layers * math.prod(shape) * DTYPES[limits.cache_dtype].itemsize
 
     def init(
         self, limits: Limits, mesh: Mesh, memory: MemoryKind = "device", pool: Pool | None = None
@@ -159,14 +170,25 @@ class CacheLayout:
             memory: memory of the cache.
             pool: pool of a cache on disk.
         """
-        shape, ranks = self.shape(limits), mesh.axis_size(self.axis)
-        own = self.layer_shape(limits.blocks, limits.block, ranks=ranks, dtype=limits.cache_dtype)
-        dtype = DTYPES[limits.cache_dtype]
+        ranks, dtype = mesh.axis_size(self.axis), DTYPES[limits.cache_dtype]
 
-        def make_layer() -> GlobalTensor:
+        def make_layer(blocks: int) -> GlobalTensor:
+            shape, own = (self.layer_shape(blocks, limits.block, ranks=n, dtype=limits.cache_dtype) for n in (1, ranks))
             return GlobalTensor(zero_block(own, dtype, memory, mesh.device, pool), shape, self.spec, mesh, memory)
 
-        return [make_layer() for _ in range(self.layers)]
+        numbers = [limits.blocks] * self.layers + [limits.source_blocks] * self.cross_layers
+        return [make_layer(blocks) for blocks in numbers]
+
+    def make_bodies(self, cache: Seq[Tensor], step: Any) -> list["PagedAttention | SourceAttention"]:
+        """Returns the bodies of a step's layers of attention.
+
+        Args:
+            cache: this rank's blocks of the cache.
+            step: tensors of the step's plan, `StepTensors`.
+        """
+        plan = step.slots, step.positions, step.sequences, step.tables, step.tree, step.host_blocks
+        own: list[PagedAttention | SourceAttention] = [PagedAttention(x, *plan) for x in cache[: self.layers]]
+        return own + [SourceAttention(x, step.source, step.sequences) for x in cache[self.layers :]]
 
     def make_abstract(self, limits: Limits, mesh: Mesh) -> list[GlobalTensor]:
         """Returns a cache without data, for a capture. The mesh may be abstract."""
@@ -198,8 +220,9 @@ class CacheLayout:
             by_byte[new // block, :, :, new % block] = by_byte[old // block, :, :, old % block]
             return x
 
-        values = [change(x.held, x.placement, pool, move_slots) for x in cache]
-        return [x if value is x.held else x.with_block(value) for x, value in zip(cache, values, strict=True)]
+        own, rest = cache[: self.layers], cache[self.layers :]
+        values = [change(x.held, x.placement, pool, move_slots) for x in own]
+        return [x if value is x.held else x.with_block(value) for x, value in zip(own, values, strict=True)] + [*rest]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -235,10 +258,11 @@ class PagedAttention(nn.Local):
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
         """Returns the attention of a single row of tokens, each over its sequence."""
         del length
-        mask = how.mask
-        if not isinstance(mask, nn.Window) or mask.right != 0:
+        relative = [x.table_HD for x in how.mask.parts if isinstance(x, nn.Relative)]
+        (mask, *more) = [x for x in how.mask.parts if not isinstance(x, nn.Relative)]
+        if not isinstance(mask, nn.Window) or mask.right != 0 or more or len(relative) > 1:
             raise ValueError(
-                f"a cache must have a mask that looks only back, such as Causal() or a Window, got {mask}."
+                f"a cache must have a mask that looks only back, such as Causal() or a Window, got {how.mask}."
             )
         return self.attended(
             q_BTHK,
@@ -246,8 +270,11 @@ class PagedAttention(nn.Local):
             v_BSGK,
             scale=how.scale,
             window=None if mask.left is None else mask.left + 1,
+            softcap=how.softcap,
             slopes_H=how.slopes_H,
             sinks_H=how.sinks_H,
+            # Of distances 0, 1, .. back.
+            relative_HD=x[:, : x.shape[1] // 2 + 1].flip(1) if (x := next(iter(relative), None)) is not None else None,
         )
 
     def attended(
@@ -261,6 +288,7 @@ class PagedAttention(nn.Local):
         softcap: float | None = None,
         slopes_H: Tensor | None = None,
         sinks_H: Tensor | None = None,
+        relative_HD: Tensor | None = None,
     ) -> Tensor:
         """Returns attention over the cache, computed by `kernels.ragged_attention`."""
         kind = torch.float64 if self.cache.dtype == torch.float64 else torch.float32
@@ -276,6 +304,7 @@ class PagedAttention(nn.Local):
                 sinks=sinks_H,
                 tree=self.tree,
                 rows=self.queries,
+                relative=None if relative_HD is None else relative_HD.to(kind),
             )
         return y_THK[None].to(q_BTHK.dtype)
 
@@ -286,6 +315,48 @@ class PagedAttention(nn.Local):
         yield here
         if self.host_blocks is not None:
             self.host_blocks.store_rows(here, self.cache)
+
+
+class SourceTables(NamedTuple):
+    """Blocks of the sources of a step's sequences.
+
+    Attributes:
+        tables: blocks of each sequence's source. int32.
+        last: last position of the source of each token's sequence. int32.
+    """
+
+    tables: Int[Tensor, "s width"]
+    last: Int[Tensor, " t"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SourceAttention(nn.Local):
+    """Cross attention over the keys and values of sources, in blocks of a cache that no step of tokens changes.
+
+    Attributes:
+        cache: cache of a single layer.
+        source: blocks of sources.
+        sequences: sequence of each token.
+    """
+
+    cache: Shaped[Tensor, "blocks 2 g block row"]
+    source: SourceTables
+    sequences: Int[Tensor, " t"]
+
+    def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
+        """Returns the attention of a single row of tokens, each over its source. Keys at hand are not read."""
+        del k_BSGK, v_BSGK, length
+        q_THK = q_BTHK[0].to(torch.float64 if self.cache.dtype == torch.float64 else torch.float32)
+        # Each token sees all of its source, as the last token of the source would. Only block 0 is written, with zeros.
+        zeros = q_THK.new_zeros(len(q_THK), self.cache.shape[2], q_THK.shape[2])
+        slots, (tables, last) = torch.zeros_like(self.sequences), self.source
+        y_THK, _ = kernels.ragged_attention(
+            *(q_THK, zeros, zeros, self.cache, slots, last, self.sequences, tables),
+            scale=how.scale,
+            softcap=how.softcap,
+            sinks=how.sinks_H,
+        )
+        return y_THK[None].to(q_BTHK.dtype)
 
 
 def make_single_bodies(

@@ -72,6 +72,9 @@ def list_misfits(decoder: Decoder, limits: Limits) -> list[str]:
         problems.append(f"limits.vocab is {limits.vocab}, and the model has {decoder.vocab} tokens")
     if limits.context > decoder.context:
         problems.append(f"limits.context is {limits.context}, and the model's longest sequence has {decoder.context}")
+    longest = 0 if decoder.sources is None else decoder.sources.longest
+    if limits.source > longest or (longest and not limits.source):
+        problems.append(f"limits.source is {limits.source}, and the longest source of the model has {longest} tokens")
     if limits.cache_dtype not in DTYPES:
         problems.append(f"limits.cache_dtype is {limits.cache_dtype!r}; it must be one of {', '.join(DTYPES)}")
     return problems

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,21 @@ from ._cache import CacheLayout
 from ._layouts import Layout, Outputs, make_sequence_layout
 from ._limits import DEFAULT_LAYOUT
 from ._low_rank import Linear, LowRank
+
+
+class SourceEncoder(NamedTuple):
+    """Encoder of an encoder-decoder model.
+
+    Attributes:
+        longest: most tokens of a source.
+        start: first token of the decoder's sequence.
+        encode: function `encode(weights, tokens)` of this rank's blocks of `weights` and one source, to its keys and
+            values for each layer of cross attention, [S, G, K] of the rank's heads.
+    """
+
+    longest: int
+    start: int
+    encode: Callable[[PyTree, Tensor], Sequence[tuple[Tensor, Tensor]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +61,7 @@ class Decoder:
         more_layouts: further layouts by name. `outputs`, `specs`, `pack` and `packed` are the layout "tp".
         num_layers: number of layers, where some share a layer of the cache. None: as many as the cache has.
         name_weights: function from parameters to the leaves by name. Names do not depend on `stacked`. Collective.
+        sources: encoder whose result the layers of cross attention read, or None.
     """
 
     vocab: int
@@ -64,6 +80,7 @@ class Decoder:
     more_layouts: Mapping[str, Layout] = dataclasses.field(default_factory=dict)
     num_layers: int | None = None
     name_weights: Callable[[PyTree], list[tuple[str, Any]]] = named_leaves
+    sources: SourceEncoder | None = None
 
     @property
     def embeds(self) -> bool:
@@ -120,7 +137,7 @@ def decoder(
 
     Example:
         >>> decoder(gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4)).cache
-        CacheLayout(layers=2, heads=4, head_dim=8, axis=None)
+        CacheLayout(layers=2, heads=4, head_dim=8, axis=None, cross_layers=0)
     """
     gpt.check_decodable(config)
     if quantization is not None and not config.batch_invariant:

@@ -5,7 +5,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 
-from ._pool import BlockContent, PrefixScope
+from ._pool import BlockContent, BlockPool, PrefixScope
 from ._state import Sequence, State
 
 
@@ -72,14 +72,19 @@ def _list_fields(state: State) -> Iterator[tuple[str, bytes]]:
     yield "moves", _encode_ints(n for move in state.moves for n in move)
     for serial in sorted(state.sequences):
         yield from _encode_sequence(state.sequences[serial])
-    pool = state.pool
-    yield "pool.free", pool.free.tobytes()
-    yield "pool.references", pool.references.tobytes()
-    yield "pool.cached", _encode_ints(pool.cached)
-    blocks = sorted(pool.contents)
-    yield "pool.contents", _encode_ints(blocks) + b"".join([_encode_content(pool.contents[b]) for b in blocks])
-    yield "pool.index", b"".join(key + _encode_ints([pool.index[key]]) for key in sorted(pool.index))
+    yield from _encode_pool("pool", state.pool)
+    yield from _encode_pool("sources", state.sources)
+    yield "fills", repr(state.fills).encode()
     yield "chain", state.chain
+
+
+def _encode_pool(of: str, pool: BlockPool) -> Iterator[tuple[str, bytes]]:
+    yield f"{of}.free", pool.free.tobytes()
+    yield f"{of}.references", pool.references.tobytes()
+    yield f"{of}.cached", _encode_ints(pool.cached)
+    blocks = sorted(pool.contents)
+    yield f"{of}.contents", _encode_ints(blocks) + b"".join([_encode_content(pool.contents[b]) for b in blocks])
+    yield f"{of}.index", b"".join(key + _encode_ints([pool.index[key]]) for key in sorted(pool.index))
 
 
 def _encode_sequence(sequence: Sequence) -> Iterator[tuple[str, bytes]]:
@@ -87,13 +92,14 @@ def _encode_sequence(sequence: Sequence) -> Iterator[tuple[str, bytes]]:
     r = sequence.request
     yield (
         f"{of}.request",
-        _encode_ints(r.prompt) + repr((r.sampling, r.priority, r.deadline, r.adapter, r.salt)).encode(),
+        _encode_ints(r.prompt) + repr((r.sampling, r.priority, r.deadline, r.adapter, r.salt, r.source)).encode(),
     )
     for name in ("arrived", "key", "scored", "computed", "recorded", "begun", "preempted", "draft_length"):
         yield f"{of}.{name}", repr(getattr(sequence, name)).encode()
     yield f"{of}.tokens", sequence.tokens.tobytes()
     yield f"{of}.states", b"".join([x.cpu().numpy().tobytes() for x in sequence.states])
     yield f"{of}.blocks", _encode_ints(sequence.blocks)
+    yield f"{of}.source_blocks", _encode_ints(sequence.source_blocks)
     yield f"{of}.contents", b"".join(map(_encode_content, sequence.contents))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardfn.core import Disk, MemoryKind, Mesh, PyTree, explains_keywords
 
 from ._adapters import Adapters, Given, split_adapters
-from ._admission import check_name, choose_limits, make_request, split_sampling
+from ._admission import check_name, choose_limits, make_request, split_sampling, split_source
 from ._checks import MEANT
 from ._constraints import Constraints
 from ._decision_log import DecisionLog
@@ -118,6 +118,7 @@ class Engine:
         decisions: DecisionLog | None = None,
     ) -> None:
         self.limits = limits = choose_limits(decoder, limits, drafter)
+        self._sources = decoder.sources
         recorders = [ExpertRecorder(limits, decoder)] if record_experts else []
         self.expert_shape = decoder.expert_shape if record_experts else (0, 0)
         self.dtype = torch.float64 if limits.cache_dtype == "float64" else torch.float32
@@ -220,7 +221,8 @@ class Engine:
             name: name of the request. Default: a name of the engine's choice.
             pooling: pooling of `embed`, for a request that has an embedding in place of tokens. `embedding` returns the
                 embedding once `step` has returned the end.
-            **more: `priority`, `deadline` or `salt`, as of a `Request`, or `adapter`, the name of an adapter.
+            **more: `priority`, `deadline` or `salt`, as of a `Request`, or `adapter`, the name of an adapter. For an
+                encoder-decoder model the prompt is the encoder's, and with `source`, token ids, the decoder's.
 
         Returns:
             The name.
@@ -369,9 +371,12 @@ class Engine:
             (1, 2, True)
         """
         given = read_choices(prompts, choices)
+        more = [{} if self._sources is None else {"source": one.prompt} for one in given]
+        if self._sources is not None:  # the continuation is the decoder's whole sequence
+            given = [one._replace(prompt=(self._sources.start,)) for one in given]
         admitted = [
-            [self._admit((*one.prompt, *choice), one.make_sampling(), adapter=adapter) for choice in one.choices]
-            for one in given
+            [self._admit((*one.prompt, *x), one.make_sampling(), adapter=adapter, **own) for x in one.choices]
+            for one, own in zip(given, more, strict=True)
         ]
         made = [list[Score]() for _ in given]
         for rows in (slice(0, 1), slice(1, None)):
@@ -469,6 +474,7 @@ class Engine:
     def _admit(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> Admitted:
         """Returns a request that passes all checks."""
         encode = None if self.detokenizer is None else self.detokenizer.encode
+        prompt, more = split_source(prompt, self._sources, more)
         return self.core.admit(make_request(prompt, sampling, self.limits, self.adapters, encode, more))
 
     def _begin(self, admitted: Admitted, name: str | None = None, pooling: str | None = None) -> str:

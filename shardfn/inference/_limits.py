@@ -7,7 +7,16 @@ from shardfn.core import explains_fields
 
 DRAFTS = 15  # of an engine with a drafter
 DEFAULT_LAYOUT = "tp"  # the first layout of each decoder
-_LEAST = {"vocab": 1, "context": 2, "blocks": 2, "block": 1, "running": 1, "starvation_steps": 0, "drafts": 0}
+_LEAST = {
+    "vocab": 1,
+    "context": 2,
+    "blocks": 2,
+    "block": 1,
+    "running": 1,
+    "starvation_steps": 0,
+    "drafts": 0,
+    "source": 0,
+}
 
 
 @explains_fields(age="starvation_steps={value!r}")
@@ -32,6 +41,7 @@ class Limits:
             example (("tp", 1), ("sp", 64)). A step with adapters has the first layout.
         drafts: most drafts of a step with a single row. Each further row takes the place of a draft. Where no place is
             left, drafts only fill rows that would be padding. 0 is no speculative decoding.
+        source: most tokens of a source, in an engine of an encoder-decoder model. 0 is a model without an encoder.
 
     Raises:
         ValueError: a size is not positive, buckets do not ascend, or the budget is not larger than `running`.
@@ -52,6 +62,7 @@ class Limits:
     cache_dtype: str = "float32"
     drafts: int = 0
     layouts: tuple[tuple[str, int], ...] = ((DEFAULT_LAYOUT, 1),)
+    source: int = 0
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -93,6 +104,16 @@ class Limits:
     def usable(self) -> int:
         """Returns the number of blocks that sequences can hold."""
         return self.blocks - 1
+
+    @property
+    def source_width(self) -> int:
+        """Returns the blocks of the longest source."""
+        return self.blocks_of(self.source)
+
+    @property
+    def source_blocks(self) -> int:
+        """Returns the blocks of the cache of sources: the longest source for each sequence that runs, and block 0."""
+        return self.running * self.source_width + 1 if self.source else 0
 
     def wanted(self, bucket: int) -> int:
         """Returns the most rows of a step of a bucket whose logits are wanted."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ._draft_tree import NO_DRAFTS, DraftTree
 from ._limits import DEFAULT_LAYOUT, Limits
 from ._requests import Sampling
-from ._state import Sequence
+from ._state import Sequence, SourceFill
 
 _Arrays = tuple[array, array, array, array, array, array, array, array, array, array]
 
@@ -34,6 +34,18 @@ class Rows(NamedTuple):
         """Returns the tokens before the place of a wanted row, drafts included."""
         known, draft = self.sequence.tokens, wanted - (len(self.positions) - len(self.drafts))
         return known[: self.positions[wanted] + 1] + array("q", self.drafts.branch(draft) if draft >= 0 else ())
+
+
+class SourceArrays(NamedTuple):
+    """Sources of a plan's sequences.
+
+    Attributes:
+        tables: blocks of each sequence's source [S, source_width], flat.
+        last: last position of the source of each token's sequence [B]. 0 for padding.
+    """
+
+    tables: array
+    last: array
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +82,8 @@ class StepPlan:
             sees its ancestors in the drafts' slots, not the slots of the positions.
         moves: slots whose content moves before the step writes, and the new slots, which may be slots that move, too.
         layout: layout of the decoder in which the step runs.
+        fills: sources that are encoded into the cache of sources before the step.
+        source: sources of the sequences of an encoder-decoder model, else None.
     """
 
     step: int
@@ -94,6 +108,8 @@ class StepPlan:
     branches: tuple[tuple[int, tuple[int, ...]], ...] = ()
     moves: tuple[tuple[int, int], ...] = ()
     layout: str = DEFAULT_LAYOUT
+    fills: tuple[SourceFill, ...] = ()
+    source: SourceArrays | None = None
 
     def arrays(self) -> _Arrays:
         """Returns all arrays but histories, in the order of the attributes."""
@@ -103,7 +119,14 @@ class StepPlan:
         )
 
 
-def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int, moves: Seq[tuple[int, int]] = ()) -> StepPlan:
+def make_plan(
+    chunks: Seq[Rows],
+    limits: Limits,
+    step: int,
+    version: int,
+    moves: Seq[tuple[int, int]] = (),
+    fills: Seq[SourceFill] = (),
+) -> StepPlan:
     """Returns a plan of the rows of sequences.
 
     Example:
@@ -136,7 +159,22 @@ def make_plan(chunks: Seq[Rows], limits: Limits, step: int, version: int, moves:
         branches=tuple(columns.branches),
         moves=tuple(moves),
         layout=limits.layout_of(bucket, adapters=any(adapters)),
+        fills=tuple(fills),
+        source=_make_source(chunks, columns.sequences, limits) if limits.source else None,
     )
+
+
+def _make_source(chunks: Seq[Rows], sequences: array, limits: Limits) -> SourceArrays:
+    """Returns the sources of chunks, for tokens of these sequences. Padding reads one place of block 0."""
+    tables, ends, width = array("i"), array("i"), limits.source_width
+    for number, chunk in enumerate(chunks, 1):
+        tables.extend(chunk.sequence.source_blocks)
+        _pad_arrays(width * number, 0, tables)
+        ends.append(len(chunk.sequence.request.source) - 1)
+    most = min(len(sequences), limits.running)
+    _pad_arrays(width * (most + 1), 0, tables)
+    _pad_arrays(most + 1, 0, ends)
+    return SourceArrays(tables, array("i", [ends[s] for s in sequences]))
 
 
 def _count_decodes(chunks: Seq[Rows]) -> int:
@@ -235,7 +273,10 @@ def make_padding(bucket: int, limits: Limits, *, extended: bool = False) -> Step
     """
     num = limits.wanted(bucket)
     past = _make_empty_histories(num, limits.context) if extended else (None, None)
-    return StepPlan(0, 0, bucket, 0, 0, *_Columns().padded(bucket, limits), (), *past, layout=limits.layout_of(bucket))
+    columns = _Columns()
+    arrays = columns.padded(bucket, limits)
+    source = _make_source((), columns.sequences, limits) if limits.source else None
+    return StepPlan(0, 0, bucket, 0, 0, *arrays, (), *past, layout=limits.layout_of(bucket), source=source)
 
 
 def _make_empty_histories(num: int, context: int) -> tuple[array, array]:

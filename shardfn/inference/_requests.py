@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import hashlib
 import operator
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,6 +178,7 @@ class Request:
         deadline: reading of the engine's clock, in milliseconds, at which the request ends as "deadline".
         adapter: digest of the adapter's content, or empty: part of the key of a block's content.
         salt: caller's bytes. Requests share blocks only with requests of the same salt.
+        source: token ids that the encoder of an encoder-decoder model reads. The prompt is then of the decoder.
 
     Example:
         >>> Request((5, 6, 7), Sampling(max_tokens=2)).priority
@@ -188,6 +191,14 @@ class Request:
     deadline: int | None = None
     adapter: bytes = b""
     salt: bytes = b""
+    source: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def scope_salt(self) -> bytes:
+        """Returns the salt with a digest of the source, on which all keys and values depend."""
+        if not self.source:
+            return self.salt
+        return self.salt + hashlib.blake2b(array("q", self.source).tobytes(), digest_size=16).digest()
 
 
 SAMPLING_OPTIONS = list_options(Sampling)
@@ -244,6 +255,7 @@ def check_request(request: Request, limits: Limits) -> None:
         one.check(one.name, getattr(sampling, one.name), limits)
     _PRIORITY("priority", request.priority, limits)
     check_tokens("prompt", request.prompt, limits)
+    _check_source(request.source, limits)
     for name in ("adapter", "salt"):
         if not isinstance(getattr(request, name), bytes):
             raise ValueError(f"{name} must be bytes, got {getattr(request, name)!r}.")
@@ -280,6 +292,17 @@ def encode_sampling(sampling: Sampling, encode: Encode | None) -> Sampling:
         assert one.encode is not None
         changes[one.name] = one.encode(value, encode)
     return dataclasses.replace(sampling, **changes) if changes else sampling
+
+
+def _check_source(source: tuple[int, ...], limits: Limits) -> None:
+    check_tokens("source", source, limits)
+    if not limits.source and source:
+        raise ValueError(f"source must be empty for a model without an encoder, got {len(source)} tokens.")
+    if limits.source and not 1 <= len(source) <= limits.source:
+        raise ValueError(
+            f"a prompt of an encoder-decoder model is its source, and must have from 1 to {limits.source} tokens, got"
+            f" {len(source)}. Shorten it, or raise limits_of(..., source=)."
+        )
 
 
 def _check_matchers(grammar: Grammar | None, n: int) -> None:

@@ -30,14 +30,15 @@ from shardfn.engine import BoundCall, Donated, Sharded, reshard, sharded
 from shardfn.graph import MemoryAnalysis
 from shardfn.transforms import jit
 
-from ._cache import PagedAttention, check_memory
+from ._cache import CacheLayout, check_memory
 from ._checks import MEANT_BY_LIMITS, check_cache, check_decoder, check_same_model, list_misfits
-from ._decoder import Decoder
+from ._decoder import Decoder, SourceEncoder
 from ._draw_rows import LogitsEdit, Top, draw_tokens, edit_logits, find_top, read_tops
 from ._layouts import Layout
-from ._limits import Limits
+from ._limits import DEFAULT_LAYOUT, Limits
 from ._low_rank import LowRank
 from ._plan import StepPlan, make_padding
+from ._state import SourceFill
 from ._tensors import RowOptions, StepTensors, make_tensors
 from ._weights import (
     WeightSource,
@@ -76,14 +77,16 @@ def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int 
     context = decoder.context if context is None else context
     if "blocks" in sizes:
         raise ValueError("limits_of: blocks follow from cache_bytes. Pass that, or make Limits(...) of your own.")
+    sizes = {"source": 0 if decoder.sources is None else decoder.sources.longest} | sizes
     one = Limits(vocab=decoder.vocab, context=context, blocks=2, **sizes)
     raise_all(ValueError, "limits_of:", list_misfits(decoder, one))
-    each = decoder.cache.num_bytes(one) // 2
-    held, least = cache_bytes // each, 1 + one.width
+    sources = decoder.cache.num_source_bytes(one)
+    each = (decoder.cache.num_bytes(one) - sources) // 2
+    held, least = (cache_bytes - sources) // each, 1 + one.width
     if held < least:
         raise ValueError(
             f"cache_bytes={cache_bytes} holds {max(held - 1, 0) * one.block} tokens, fewer than context={context}."
-            f" Give {least * each} bytes or more, or take a shorter context."
+            f" Give {least * each + sources} bytes or more, or take a shorter context."
         )
     blocks = min(held, one.running * one.width + 1)
     return Limits(vocab=decoder.vocab, context=context, blocks=blocks, **sizes)
@@ -231,6 +234,8 @@ class Runner:
         self._steps: dict[tuple[str, _Further, bool], Sharded] = {}
         self._bound: dict[Any, BoundCall] = {}
         self._options = RowOptions()
+        if decoder.sources is not None and self._host_cache:
+            raise ValueError("engine: cache='host' knows no sources of an encoder-decoder model. Take cache='device'.")
         self._eager_steps, self._eager_calls = eager_steps, collections.Counter[Any]()
 
     def _step_of(self, layout: str, further: "_Further" = (), *, captured: bool = True) -> Sharded:
@@ -241,7 +246,7 @@ class Runner:
         schedule: dict[str, Any] = {} if ahead is None else {"prefetch": ahead, "passes": (drop_copies,)}
         # Its bits are torch's on every back end, and what lies between its kernels is not worth a compiler's time.
         backend = "graph" if self._decoder.batch_invariant else None
-        run = functools.partial(_run_step, self._layouts[layout], further)
+        run = functools.partial(_run_step, self._decoder.cache, self._layouts[layout], further)
         made = self._steps[layout, further, captured] = sharded(
             jit(run, backend=backend, **schedule) if captured else run,
             mesh=self.mesh,
@@ -252,6 +257,20 @@ class Runner:
             donate=1,
         )
         return made
+
+    @functools.cached_property
+    def _fill_call(self) -> Sharded:
+        """Returns the pure step that encodes a source into the donated cache. It runs op by op, for any length."""
+        assert self._decoder.sources is not None
+        return sharded(
+            functools.partial(_fill_source, self._decoder.cache, self._decoder.sources),
+            mesh=self.mesh,
+            specs=self._layouts[DEFAULT_LAYOUT].packed,
+            zero=self._zero,
+            in_specs=(self._decoder.cache.kept(self._cache), None),
+            out_specs=(Donated(1),),
+            donate=1,
+        )
 
     def check(self, decoder: Decoder, limits: Limits, mesh: Mesh | None) -> None:
         """Refuses a model, limits or a mesh that the graphs do not fit.
@@ -417,6 +436,8 @@ class Runner:
         """
         if plan.moves:
             cache = list(self._decoder.cache.move(cache, plan.moves))
+        for fill in plan.fills:
+            (cache,) = self._fill_call(weights[DEFAULT_LAYOUT], cache, fill_tensors(fill, self.mesh.device))
         how: dict[str, Any] = {"host_cache": self._host_cache, "options": self._options}
         step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, **how)
         kind: dict[str, Any] = {"hidden": hidden, "routed": routed, "edited": bool(edits), "states": states}
@@ -461,13 +482,13 @@ def _find_graph_key(layout: str, bucket: int, step: StepTensors, further: _Furth
 
 
 def _run_step(
-    layout: Layout, further: _Further, weights: PyTree, cache: list[Tensor], step: StepTensors
+    form: CacheLayout, layout: Layout, further: _Further, weights: PyTree, cache: list[Tensor], step: StepTensors
 ) -> tuple[Tensor, Tensor, list[Tensor], Any, *tuple[Tensor | None, ...]]:
     """Runs the pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top, *further results)`.
 
     `top` has the most probable tokens and their log probabilities in an extended step, and is empty otherwise.
     """
-    bodies = _make_bodies(cache, step)
+    bodies = form.make_bodies(cache, step)
     found = layout.outputs(weights, step.tokens, step.positions, step.rows, bodies, step.low)
     drawn = draw_tokens(found.logits, step)
     more = (found.state_after(x) if isinstance(x, int) else getattr(found, x) for x in further)
@@ -517,8 +538,29 @@ def make_runner(
     return runner
 
 
-def _make_bodies(cache: list[Tensor], step: StepTensors) -> list[PagedAttention]:
-    return [
-        PagedAttention(x, step.slots, step.positions, step.sequences, step.tables, step.tree, step.host_blocks)
-        for x in cache
-    ]
+class FillTensors(NamedTuple):
+    """A source and its places in the cache.
+
+    Attributes:
+        tokens: ids, int64 [S].
+        slots: places of each token, int64 [S].
+    """
+
+    tokens: Int[Tensor, " s"]
+    slots: Int[Tensor, " s"]
+
+
+def fill_tensors(fill: SourceFill, device: torch.device) -> FillTensors:
+    """Returns a source as tensors."""
+    return FillTensors(*(torch.tensor(x, device=device) for x in fill))
+
+
+def _fill_source(
+    form: CacheLayout, sources: SourceEncoder, weights: PyTree, cache: list[Tensor], fill: FillTensors
+) -> tuple[list[Tensor]]:
+    """Writes the keys and values of a source into the layers of cross attention."""
+    found = sources.encode(weights, fill.tokens)
+    for layer, (k, v) in zip(cache[form.layers :], found, strict=True):
+        kind = torch.float64 if layer.dtype == torch.float64 else torch.float32
+        kernels.write_cache(k.to(kind), v.to(kind), layer, fill.slots)
+    return (cache,)

@@ -103,8 +103,9 @@ def advance(
         _renew_version(state, state.pending)
     chunks = select_chunks(state)
     chunks = chunks if state.drafter is None else add_drafts(state, chunks, cut)
-    plan = make_plan(chunks, state.limits, state.step, state.version, state.moves) if chunks else None
-    state.moves = [] if chunks else state.moves
+    first = state.moves, state.fills
+    plan = make_plan(chunks, state.limits, state.step, state.version, *first) if chunks else None
+    state.moves, state.fills = ([], []) if chunks else first
     state.flight = [PrefillChunk(s.serial, s.computed, num, positions, drafts) for s, num, positions, drafts in chunks]
     state.chain = _link_chain(state, events, drawn, plan)
     state.step += 1
@@ -259,6 +260,8 @@ def _renew_version(state: State, version: int) -> None:
     for sequence in state.sequences.values():
         sequence.contents, sequence.states = [], ()
     state.pool.forget()
+    state.sources.forget()
+    state.fills = []
     state.version, state.pending = version, None
 
 
@@ -276,5 +279,7 @@ def _link_chain(state: State, events: Seq[Event], drawn: Seq[int], plan: StepPla
             link.update(a)
         if plan.branches or plan.moves:
             link.update(repr((plan.branches, plan.moves)).encode())
+        if plan.fills:
+            link.update(repr(plan.fills).encode())
         link.update(plan.layout.encode())
     return link.digest()

@@ -93,6 +93,7 @@ def _admit_waiting(state: State, sequence: Sequence, extra: int) -> bool:
     for victim in leavers:
         state.preempt(victim)
     sequence.blocks = shared + [pool.take() for _ in range(need)]
+    state.hold_source(sequence)
     sequence.recorded = len(shared)
     sequence.computed = len(shared) * limits.block
     if not sequence.begun:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ._draft_tree import NO_DRAFTS, DraftTree
 from ._drafters import Context, Drafter, RejectionDrafter, find_hidden_window
 from ._limits import Limits
-from ._pool import BlockContent, BlockPool, PrefixScope
+from ._pool import BlockContent, BlockPool, PrefixScope, extend_contents
 from ._requests import Request
 from ._results import CacheStats, SpeculationStats
 
@@ -119,6 +119,7 @@ class Sequence:
     tokens: array  # prompt, then drawn tokens
     computed: int = 0  # tokens whose keys and values are in the cache
     blocks: list[int] = field(default_factory=list)  # empty in a waiting sequence
+    source_blocks: list[int] = field(default_factory=list)  # of its source's keys, as long as it has blocks
     contents: list[BlockContent] = field(default_factory=list)  # contents of the first full blocks, asked for so far
     recorded: int = 0  # blocks whose content the pool was given
     begun: bool = False
@@ -144,7 +145,25 @@ class Sequence:
 
     def copy(self) -> "Sequence":
         """Returns a separate sequence, equal to this sequence."""
-        return dataclasses.replace(self, tokens=self.tokens[:], blocks=self.blocks[:], contents=self.contents[:])
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens[:],
+            blocks=self.blocks[:],
+            contents=self.contents[:],
+            source_blocks=self.source_blocks[:],
+        )
+
+
+class SourceFill(NamedTuple):
+    """A source that a step encodes before its rows.
+
+    Attributes:
+        tokens: token ids of the source.
+        slots: places in the cache of sources for the keys and values of each token.
+    """
+
+    tokens: tuple[int, ...]
+    slots: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -169,6 +188,8 @@ class State:
         waiting: serial numbers of waiting sequences, ascending, by priority.
         flight: chunks of the plan in flight.
         moves: slots whose content the next plan moves first, and their new slots.
+        sources: blocks of the cache of sources.
+        fills: sources that the next plan encodes first.
         speculation: counts of drafts so far.
         cache_stats: counts of the cache's use so far.
         chain: eight bytes of all inputs and plans so far: equal on two ranks if these were equal.
@@ -194,6 +215,8 @@ class State:
     waiting: dict[int, list[int]] = field(default_factory=dict)
     flight: list[PrefillChunk] = field(default_factory=list)
     moves: list[tuple[int, int]] = field(default_factory=list)
+    sources: BlockPool = field(default_factory=lambda: BlockPool(1))
+    fills: list[SourceFill] = field(default_factory=list)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     cache_stats: CacheStats = field(default_factory=CacheStats)
     chain: bytes = bytes(8)
@@ -224,6 +247,8 @@ class State:
             waiting={priority: lane[:] for priority, lane in self.waiting.items()},
             flight=[dataclasses.replace(chunk) for chunk in self.flight],
             moves=self.moves[:],
+            sources=self.sources.copy(),
+            fills=self.fills[:],
             consumed=False,
         )
 
@@ -243,7 +268,26 @@ class State:
     def scope(self, sequence: Sequence) -> PrefixScope:
         """Returns the part of a block's key that is not tokens."""
         request = sequence.request
-        return PrefixScope(self.version, request.adapter, self.limits.cache_dtype, request.salt)
+        return PrefixScope(self.version, request.adapter, self.limits.cache_dtype, request.scope_salt)
+
+    def hold_source(self, sequence: Sequence) -> None:
+        """Gives a sequence that gets blocks the blocks of its source: those of an equal source, or filled next.
+
+        There is room, as each sequence that runs has room for the longest source.
+        """
+        source, block, pool = sequence.request.source, self.limits.block, self.sources
+        num, contents = self.limits.blocks_of(len(source)), list[BlockContent]()
+        extend_contents(contents, array("q", source), block, num, self.scope(sequence))
+        blocks = pool.find(contents)
+        pool.hold(blocks)
+        missing = contents[len(blocks) :]
+        for content in missing:
+            blocks.append(pool.take())
+            pool.record(blocks[-1], content)
+        sequence.source_blocks = blocks
+        if missing:
+            slots = tuple(blocks[i // block] * block + i % block for i in range(len(source)))
+            self.fills.append(SourceFill(source, slots))
 
     def line(self) -> list[Sequence]:
         """Returns the first waiting sequences in order, no more than can run. The rest cannot begin in this step."""
@@ -321,7 +365,8 @@ class State:
 
     def _take_blocks(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
-        sequence.blocks = []
+        self.sources.release(sequence.source_blocks)
+        sequence.blocks, sequence.source_blocks = [], []
         sequence.computed = sequence.recorded = 0
 
 
@@ -342,8 +387,9 @@ def start(limits: Limits, tokenizer: bytes = b"", drafter: Drafter | None = None
     chain = hashlib.blake2b(data, digest_size=8).digest() if data else bytes(8)
     window = find_hidden_window(drafter)
     block = drafter.block if isinstance(drafter, RejectionDrafter) else 0
-    pool = BlockPool(limits.blocks)
-    return State(limits, pool, tokenizer, drafter, chain=chain, hidden_window=window, draft_block=block)
+    pool, sources = BlockPool(limits.blocks), BlockPool(max(limits.source_blocks, 1))
+    how: Any = {"hidden_window": window, "draft_block": block, "sources": sources}
+    return State(limits, pool, tokenizer, drafter, chain=chain, **how)
 
 
 def draw_key(seed: int, choice: int) -> int:

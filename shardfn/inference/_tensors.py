@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
-from ._cache import HostCacheBlocks, find_host_blocks
+from ._cache import HostCacheBlocks, SourceTables, find_host_blocks
 from ._limits import Limits
 from ._low_rank import LowRank
 from ._options import Option
@@ -52,6 +52,7 @@ class StepTensors(NamedTuple):
         low: adapters where a row has an adapter, else None.
         tree: bool [B, B] in an engine that has drafts, else None. See `kernels.ragged_attention`.
         host_blocks: blocks of the step where the cache is on the host, else None.
+        source: blocks of the sources of an encoder-decoder model, else None.
     """
 
     tokens: Int[Tensor, " b"]
@@ -70,6 +71,7 @@ class StepTensors(NamedTuple):
     low: LowRank | None = None
     tree: Bool[Tensor, "b b"] | None = None
     host_blocks: HostCacheBlocks | None = None
+    source: SourceTables | None = None
 
 
 class RowOptions:
@@ -123,7 +125,15 @@ def make_tensors(
         low=low,
         tree=_make_tree(plan).to(device) if limits.drafts else None,
         host_blocks=find_host_blocks(plan, limits, device) if host_cache else None,
+        source=_make_source(plan, limits, device),
     )
+
+
+def _make_source(plan: StepPlan, limits: Limits, device: torch.device) -> SourceTables | None:
+    if plan.source is None:
+        return None
+    tables, last = (_make_tensor(a, torch.int32, device) for a in plan.source)
+    return SourceTables(tables.view(-1, limits.source_width), last)
 
 
 def _make_columns(

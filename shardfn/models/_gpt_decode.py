@@ -101,7 +101,7 @@ def decode(
         )
     if config.batch_invariant:
         params = _make_batch_invariant_weights(config, params, axis, then, activations)
-    config = _drop_losses(config)
+    config = drop_losses(config)
     along = Along(axis)
     x_TD = scale_embeddings(config, nn.embedding(tokens_T, params["embed"], vocab_size=config.vocab_size, axis=axis))
     if config.position == "learned":
@@ -179,7 +179,7 @@ class _LayerStates(NamedTuple):
         return self.gather_tokens(self.states[layers][0])[self.rows_R]
 
 
-def _drop_losses(config: Config) -> Config:
+def drop_losses(config: Config) -> Config:
     """Returns the config with routers over only this rank's tokens, as the axes of a training batch are not here."""
     if config.experts is None:
         return config
@@ -248,7 +248,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, quantization: Qua
     params = unstack_blocks(config, params) | _tables_of_all(config, params)
     blocks = params["blocks"]
     head = name_head(config)
-    linear = [f"blocks.{i}.{name}" for i, p in enumerate(blocks) for name in p if name in _LINEAR]
+    linear = [f"blocks.{i}.{name}" for i, p in enumerate(blocks) for name in p if name in LINEAR]
     check_policy(quantization, [*linear, head], "pack")
     _check_quantization(
         config, {f"blocks.{i}.{name}": x for i, p in enumerate(blocks) for name, x in p.items()}, axis, quantization
@@ -259,8 +259,8 @@ def pack(config: Config, params: Params, *, axis: Axes = None, quantization: Qua
     shapes: Any = block_shapes(config, axis)
     blocks = [
         {
-            name: _pack_weight(name, x, own[name].shape, find_quantization(quantization, f"blocks.{i}.{name}"))
-            if name in _LINEAR
+            name: pack_weight(name, x, own[name].shape, find_quantization(quantization, f"blocks.{i}.{name}"))
+            if name in LINEAR
             else x
             for name, x in p.items()
         }
@@ -268,7 +268,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, quantization: Qua
     ]
     return params | {
         "blocks": blocks,
-        head: _pack_weight(head, params[head], shapes[head].shape, find_quantization(quantization, head)),
+        head: pack_weight(head, params[head], shapes[head].shape, find_quantization(quantization, head)),
     }
 
 
@@ -294,7 +294,7 @@ def _check_quantization(config: Config, leaves: Params, axis: Axes, policy: Quan
     """Refuses quantization where layers do not read them, and where ranks would have other groups than one rank."""
     for name, x in leaves.items():
         kind, quantization = name.rpartition(".")[2], find_quantization(policy, name)
-        if x.dtype == torch.uint8 and not (config.batch_invariant and kind in (*_LINEAR, name_head(config))):
+        if x.dtype == torch.uint8 and not (config.batch_invariant and kind in (*LINEAR, name_head(config))):
             raise ValueError(
                 f"pack: {name} is quantized, which only linear layers of Config(batch_invariant=True) read. Decode it."
             )
@@ -336,14 +336,14 @@ def _tables_of_all(config: Config, params: Params) -> Params:
     return out
 
 
-_LINEAR = ("wq", "wk", "wv", "s_wq", "s_wk", "s_wv", "wo", "w_up", "w_gate", "w_down", "router", "mix")
+LINEAR = ("wq", "wk", "wv", "s_wq", "s_wk", "s_wv", "wo", "w_up", "w_gate", "w_down", "router", "mix")
 # Small layers that decide on experts, never in codes.
 _GATES = ("router", "mix")
 # Whose inputs tensor parallelism cuts.
 _BY_INPUTS = ("wo", "w_down")
 
 
-def _pack_weight(name: str, weight: Tensor, shape: tuple[int, ...], quantization: Quantization | None) -> Tensor:
+def pack_weight(name: str, weight: Tensor, shape: tuple[int, ...], quantization: Quantization | None) -> Tensor:
     """Returns the panels of a weight, whose dims of heads count as one."""
     rows = 1 if name == "wo" else weight.ndim - 1
     matrix = weight.flatten(0, rows - 1).flatten(1)
@@ -364,7 +364,7 @@ def _make_batch_invariant_weights(
         return nn.BatchInvariantWeight(panels, block.shape, config.chunks, **how)
 
     blocks = [
-        {name: get_weight(x, own[name], f"blocks.{i}.{name}") if name in _LINEAR else x for name, x in p.items()}
+        {name: get_weight(x, own[name], f"blocks.{i}.{name}") if name in LINEAR else x for name, x in p.items()}
         for i, (p, own) in enumerate(zip(params["blocks"], shapes["blocks"], strict=True))
     ]
     return params | {"blocks": blocks, head: get_weight(params[head], shapes[head], head)}
@@ -384,7 +384,7 @@ def linear_sizes(config: Config) -> dict[str, tuple[int, int]]:
     sizes = {}
     for i, own in enumerate(shapes["blocks"]):
         unread = (*_GATES, *(("wq", "wk", "wv") if "s_wq" in own else ()))
-        for name in _LINEAR:
+        for name in LINEAR:
             if name in own and name not in unread:
                 shape = own[name].shape
                 outs = 1 if name == "wo" else len(shape) - 1

@@ -19,12 +19,12 @@ from shardfn.core import (
     Axes,
     PyTree,
     block_slices,
+    named_leaves,
     raise_all,
     split,
     tree_flatten,
     tree_leaves,
     tree_map,
-    tree_paths,
     tree_unflatten,
 )
 
@@ -237,19 +237,48 @@ def check_leaves(config: Config, params: Params, axis: Axes) -> None:
     Raises:
         ValueError: lists every leaf that is missing, unknown, or of another shape, by path.
     """
-    tree, mesh = _list_leaves(config), current_mesh()
-    want = dict(zip(tree_paths(tree, "params"), tree_leaves(tree), strict=True))
-    have: dict[str, Any] = dict(zip(tree_paths(params, "params"), tree_leaves(params), strict=True))
+    shapes = block_shapes(config, axis)
+    want = dict(named_leaves(shapes, "params", is_leaf=is_shape))
+    have: dict[str, Any] = dict(named_leaves(params, "params"))
     problems = [f"{path} is missing" for path in want if path not in have]
     problems += [f"{path} is unknown to the model" for path in have if path not in want]
-    for path, x in have.items():
-        if path in want:
-            cut = block_slices(want[path].shape, want[path].spec(axis), mesh.shape, mesh.coords)
-            shape = tuple(s.stop - s.start for s in cut)
-            if tuple(x.shape) != shape:
-                problems.append(f"{path} is {tuple(x.shape)}, and the model's is {shape}")
+    problems += [
+        f"{path} is {tuple(x.shape)}, and the model's is {want[path]}"
+        for path, x in have.items()
+        if path in want and tuple(x.shape) != want[path]
+    ]
     where = f", with axis={axis!r} over {axis_size(axis)} ranks," if axis_size(axis) > 1 else ""
     raise_all(ValueError, f"seq2seq: these are the parameters{where} of another model:", problems)
+
+
+def block_shapes(config: Config, axis: Axes) -> Any:
+    """Returns the shape of this rank's block of every leaf under `specs(config, tp=axis)`, as a tuple."""
+    mesh = current_mesh()
+
+    def find_shape(leaf: leaves.DrawnLeaf) -> tuple[int, ...]:
+        return tuple(s.stop - s.start for s in block_slices(leaf.shape, leaf.spec(axis), mesh.shape, mesh.coords))
+
+    return tree_map(find_shape, _list_leaves(config))
+
+
+def is_shape(x: Any) -> bool:
+    """Returns whether a node of a tree of shapes is a shape."""
+    return isinstance(x, tuple)
+
+
+def replace_half(half: Half, **changes: Any) -> Half:
+    """Returns a half with changes, as `dataclasses.replace`."""
+    return dataclasses.replace(half, **changes)
+
+
+def replace_halves(config: Config, halves: Mapping[str, Half]) -> Config:
+    """Returns a config with other halves.
+
+    Args:
+        config: shape.
+        halves: halves by name, "encoder" or "decoder". Halves that are not named stay.
+    """
+    return dataclasses.replace(config, **halves)
 
 
 def relative_index(config: Config, name: str, device: torch.device) -> Tensor:

@@ -66,10 +66,16 @@ class ForwardSettings(NamedTuple):
 
 
 def run_encoder(
-    config: Config, params: Params, source_BS: Tensor, mask_BS: Tensor | None, settings: ForwardSettings
+    config: Config,
+    params: Params,
+    source_BS: Tensor,
+    mask_BS: Tensor | None,
+    settings: ForwardSettings,
+    *,
+    checked: bool = False,
 ) -> tuple[EncodedSource, list[Seen]]:
-    """Returns the states of the source, and the facts of the encoder's routers."""
-    if axis_size(settings.along.axis) > 1:
+    """Returns the states of the source, and the facts of the encoder's routers. Packed leaves are `checked` before."""
+    if not checked and axis_size(settings.along.axis) > 1:
         check_leaves(config, params, settings.along.axis)
     positions_S = _find_positions(config, "encoder", source_BS)
     x_BSD, found = _run_half(config, "encoder", params, source_BS, positions_S, mask_BS, settings)
@@ -89,6 +95,10 @@ def run_decoder(
         raise ValueError(
             f"seq2seq: {len(tokens_BT)} rows of decoder inputs for the states of {len(source.states)} sources. Give"
             " one source for each row."
+        )
+    if config.decoder.batch_invariant:
+        raise ValueError(
+            "seq2seq: decoder.batch_invariant=True is only for an engine, which asks for it itself. Take False."
         )
     positions_T = _find_positions(config, "decoder", tokens_BT)
     x_BTD, found = _run_half(config, "decoder", params, tokens_BT, positions_T, mask_BT, settings, source)

@@ -32,7 +32,13 @@ from ._seq2seq_config import Params as Params
 from ._seq2seq_config import init as init
 from ._seq2seq_config import leaf_shapes as leaf_shapes
 from ._seq2seq_config import num_params as num_params
+from ._seq2seq_config import replace_half as replace_half
+from ._seq2seq_config import replace_halves as replace_halves
 from ._seq2seq_config import specs as specs
+from ._seq2seq_decode import decode_tokens as decode_tokens
+from ._seq2seq_decode import encode_tokens as encode_tokens
+from ._seq2seq_decode import pack as pack
+from ._seq2seq_decode import packed_specs as packed_specs
 from ._seq2seq_forward import EncodedSource as EncodedSource
 from ._seq2seq_forward import ForwardSettings as _Settings
 from ._seq2seq_forward import SourceKeys as SourceKeys
