@@ -17,7 +17,6 @@ from shardfn.inference import (
     Decoder,
     Engine,
     Limits,
-    Request,
     Sampling,
     check_request,
     limits_of,
@@ -108,7 +107,7 @@ def _prepare_job(job: GenerateJob) -> PreparedRun:
     limits = _choose_limits(job, made, prompts)
     for i, prompt in enumerate(prompts):
         try:
-            check_request(Request(tuple(prompt.ids), prompt.sampling), limits)
+            check_request(made.make_request(prompt.ids, prompt.sampling), limits)
         except ValueError as error:
             raise ValueError(f"prompt {i + 1} of {len(prompts)}: {error}") from error
     adapters = {} if job.adapter is None else {_ADAPTER: job.adapter}
@@ -116,7 +115,7 @@ def _prepare_job(job: GenerateJob) -> PreparedRun:
     with waiting("packing weights"):
         engine, drafter = make_engine(job, served, limits, mesh, adapters, eager_steps=_EAGER_STEPS * once)
     # A grammar that the vocabulary cannot write is refused before graphs are captured.
-    engine.core.admit(Request(tuple(prompts[0].ids), prompts[0].sampling))
+    engine.core.admit(made.make_request(prompts[0].ids, prompts[0].sampling))
     engine.warm_up(grammars=job.sampling.grammar is not None, penalties=job.sampling.extended, capture=not once)
     lines = describe_engine(job, served, engine, drafter, captured=not once)  # of all ranks, which may capture together
     if mesh.rank == 0:
@@ -154,10 +153,15 @@ def _make_prompts(job: GenerateJob, made: Decoder, text: ModelText, asked: Seque
     out = []
     for one in asked:
         ids = _encode_prompt(job, text, one)
-        left = max(1, min(_MOST, most - len(ids)))
+        left = max(1, min(_MOST, most - _count_prompt(made, ids)))
         num = left if job.max_tokens is None else job.max_tokens
         out.append(Prompt(one, ids, dataclasses.replace(job.sampling, max_tokens=num, stop_tokens=stops)))
     return out
+
+
+def _count_prompt(made: Decoder, ids: list[int]) -> int:
+    """Returns the tokens of a prompt in the decoder's sequence: of an encoder-decoder model only its first token."""
+    return len(made.make_request(ids, Sampling()).prompt)
 
 
 def _encode_prompt(job: GenerateJob, text: ModelText, asked: str) -> list[int]:
@@ -191,7 +195,7 @@ def _choose_limits(job: GenerateJob, made: Decoder, prompts: list[Prompt]) -> Li
 
     No longer sequence, no larger step, and few graphs, as a capture takes seconds.
     """
-    longest = max(len(p.ids) + p.sampling.max_tokens for p in prompts)
+    longest = max(_count_prompt(made, p.ids) + p.sampling.max_tokens for p in prompts)
     running = min(Limits.running, len(prompts) * job.sampling.n)
     drafts = job.drafts
     rows = min(Limits.buckets[-1], max(running + 1, drafts + 1, sum(len(p.ids) for p in prompts)))

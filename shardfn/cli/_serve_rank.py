@@ -59,6 +59,11 @@ def _warm_up(job: ServeJob) -> tuple[Engine, Ready, Classifier | None, Callable[
     mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
     with waiting("reading", model.model):
         served = load_model(model, mesh)
+    if served.decoder.sources is not None:
+        raise ValueError(
+            f"{model.model} is an encoder-decoder model, which shardfn serve does not know; use shardfn generate, or"
+            " LLM(...) in a program"
+        )
     limits = limits_of(
         served.decoder,
         context=_find_context(job, served.decoder.context),

@@ -19,6 +19,7 @@ from ._cache import CacheLayout
 from ._layouts import Layout, Outputs, make_sequence_layout
 from ._limits import DEFAULT_LAYOUT
 from ._low_rank import Linear, LowRank
+from ._requests import Request, Sampling
 
 
 class SourceEncoder(NamedTuple):
@@ -103,6 +104,17 @@ class Decoder:
         specs = [x for layout in self.layouts.values() for x in tree_leaves((layout.specs, layout.packed))]
         cut = [P(self.cache.axis), *(P(x.tokens) for x in self.layouts.values())]
         return {axis for x in (*cut, *specs) if isinstance(x, P) for axis in x.axes}
+
+    def make_request(self, ids: Sequence[int], sampling: Sampling) -> Request:
+        """Returns the request of a prompt, which is the source of an encoder-decoder model.
+
+        Args:
+            ids: token ids of the prompt.
+            sampling: rule of drawing tokens.
+        """
+        if self.sources is None:
+            return Request(tuple(ids), sampling)
+        return Request((self.sources.start,), sampling, source=tuple(ids))
 
     def logits(self, weights: PyTree, *rest: Any) -> Tensor:
         """Returns the logits of `outputs`, [R, V]."""

@@ -39,8 +39,10 @@ from shardfn.inference import (
     fit_quantization,
     hf_decoder,
     limits_of,
+    seq2seq_decoder,
 )
 from shardfn.interop import (
+    SEQ2SEQ_TYPES,
     GGUFFile,
     check_sizes,
     classifier_from_hf,
@@ -50,6 +52,7 @@ from shardfn.interop import (
     gpt_from_hf,
     is_classifier,
     module_from_hf,
+    seq2seq_from_hf,
     without_weights,
 )
 from shardfn.interop.leaves import gather_leaf
@@ -257,6 +260,8 @@ def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelT
     changes, inexact = _choose_batch_invariant(job)
     if is_classifier(settings):
         return _load_classifier(path, job, mesh, text)
+    if settings.get("is_encoder_decoder") or settings.get("model_type") in SEQ2SEQ_TYPES:
+        return _load_seq2seq(path, job, mesh, text)
     if job.adapter is not None:  # its files name the module's own weights
         return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text)
     try:
@@ -275,6 +280,20 @@ def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelT
             num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
             coded = f"{num} weights in codes of the file's values" if num else ""
     return LoadedModel(_make_decoder(config, mesh, job), params, text, inexact, size, coded, _fit_decoder(config, job))
+
+
+def _load_seq2seq(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelText) -> LoadedModel:
+    """Loads an encoder-decoder model. The text of a prompt is the encoder's."""
+    asked = {"--weights": job.weights, "--activations": job.activations, "an adapter": job.adapter, "--fit": job.fit}
+    if wrong := [name for name, value in asked.items() if value is not None]:
+        raise ValueError(f"{path} is an encoder-decoder model, which takes no {' and no '.join(wrong)}. Leave it out.")
+    with name_file_in_errors(path, "its weights"):
+        config, params = seq2seq_from_hf(path, dtype=DTYPES[job.dtype])
+    exact, inexact = _choose_batch_invariant(job)
+    if exact and config.decoder.mlp == "gelu_erf":
+        exact, inexact = {}, "gelu with the error function has no batch-invariant form"
+    made = seq2seq_decoder(config, tp=_mesh_axis(mesh), batch_invariant=bool(exact))
+    return LoadedModel(made, params, text, inexact, _param_bytes(params))
 
 
 def _load_classifier(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelText) -> LoadedModel:

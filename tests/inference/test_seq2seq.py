@@ -110,7 +110,15 @@ def shared_engine(name: str, version: int) -> Engine:
     return engine
 
 
-@pytest.mark.day("t5")
+def test_neighbours_change_no_bit() -> None:
+    engine, how = make_engine("t5"), Sampling(max_tokens=5, seed=2)
+    found = engine.generate(SOURCES, how)
+    assert found == [engine.generate([source], how)[0] for source in SOURCES]
+    assert found[::-1] == make_engine("t5").generate(SOURCES[::-1], how)
+    check_pools(engine)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["t5", "flan", "experts", "rope"])
 def test_a_story_equals_each_request_alone(name: str) -> None:
     @settings(max_examples=10, derandomize=True, deadline=None, database=None)
@@ -177,6 +185,7 @@ def test_a_captured_step_has_the_bits_of_the_eager_step() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.nightly
 @distributed(world=2)
 def test_two_ranks_draw_the_tokens_of_one() -> None:
     config, sources = CONFIGS["flan"], draw_sources(3)
