@@ -3,12 +3,13 @@
 import argparse
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import torch
 
 from shardfn import core, graph
+from shardfn.inference import Limits
 from shardfn.schedules import SCHEDULES
 
 from ._models import PRESETS, parse_model
@@ -110,6 +111,26 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--png", help="write a picture to this file (needs matplotlib)")
 
 
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the plan of a server."""
+    group = parser.add_argument_group("a server, in place of a run")
+    add = group.add_argument
+    add("--serve", action="store_true", help="plan a server: the fewest replicas, or with --search the layout, too")
+    add("--trace", metavar="FILE", help="requests: JSON lines of seconds, prompt, answer; Mooncake's; a log")
+    add("--slo", action="append", default=[], metavar="p95_itl=50ms", help="of ttft, itl or e2e; may be repeated")
+    add(
+        "--dtype", choices=("float32", "bfloat16"), help="of weights and cache (default: bfloat16, or float32 on a cpu)"
+    )
+    add("--context", type=int, metavar="N", help="the most tokens of a sequence (default: the model's)")
+    add("--running", type=int, default=Limits.running, metavar="N", help="sequences at a time (default %(default)s)")
+    add("--budget", type=int, default=Limits.buckets[-1], metavar="N", help="rows of a step (default %(default)s)")
+    add("--cache-gib", type=float, metavar="GIB", help="of a replica's cache (default: what its devices have left)")
+    add("--calibrate", metavar="LOG", help="times as in a log of shardfn serve --decisions, not of the device's rates")
+    add("--most-replicas", type=int, default=64, metavar="N", help="that are tried (default %(default)s)")
+    add("--svg", metavar="FILE", help="write a picture of the latencies to this file")
+    add("--replay", metavar="LOG", help="make the decisions of a log again, and compare them")
+
+
 def check_recipe_alone(args: argparse.Namespace, what: str) -> None:
     """Refuses options that set up a run next to `--recipe` or `--recipes`, which have settings.
 
@@ -120,15 +141,24 @@ def check_recipe_alone(args: argparse.Namespace, what: str) -> None:
     Raises:
         ValueError: lists such options.
     """
+    given = list_given(args, outside=("command", "recipe", "recipes", "json", "out", "png"))
+    core.raise_all(ValueError, f"{what} is a whole run; leave out, or plan without a recipe:", given)
+
+
+def list_given(args: argparse.Namespace, *, outside: Sequence[str] = (), only: Sequence[str] = ()) -> list[str]:
+    """Returns the options with other values than their defaults.
+
+    Args:
+        args: arguments of the command.
+        outside: names that are left out.
+        only: names that count. Default: all.
+    """
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
-    outside = ("command", "recipe", "recipes", "json", "out", "png")
-    given = [name for name, value in vars(args).items() if name not in outside and value != parser.get_default(name)]
-    core.raise_all(
-        ValueError,
-        f"{what} is a whole run; leave out, or plan without a recipe:",
-        [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in given],
-    )
+    add_server_arguments(parser)
+    given = [(name, value) for name, value in vars(args).items() if name not in outside and (not only or name in only)]
+    changed = [(name, value) for name, value in given if value != parser.get_default(name)]
+    return [f"--{name.replace('_', '-')} {value}" for name, value in changed]
 
 
 def parse_setup(args: argparse.Namespace) -> Setup:

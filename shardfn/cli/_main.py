@@ -11,7 +11,7 @@ from shardfn.core import RankError, raise_all
 from shardfn.kernels import build_all, cxx_compiler, generation
 from shardfn.memory import DamagedError
 
-from ._arguments import add_plan_arguments, check_recipe_alone, parse_setup
+from ._arguments import add_plan_arguments, add_server_arguments, check_recipe_alone, parse_setup
 from ._bench import add_bench_arguments, bench
 from ._checkpoint import add_checkpoint_arguments, checkpoint_command
 from ._env import env_text
@@ -38,6 +38,7 @@ from ._report import (
 )
 from ._search import longest, search
 from ._serve import add_batch_arguments, parse_batch, serve_command
+from ._serve_command import check_no_server, replay_command, server_command
 from ._serve_job import add_serve_arguments, parse_serve
 from ._speculate import add_speculate_arguments, parse_speculate, speculate
 from ._states import Setup
@@ -146,7 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shardfn", description="Large-model training as pure functions.")
     commands = parser.add_subparsers(dest="command", required=True)
     about = "Estimates a run: memory by kind, traffic, time. Exit status 1 if it does not fit."
-    add_plan_arguments(commands.add_parser("plan", help=about, description=about))
+    planning = commands.add_parser("plan", help=about, description=about)
+    add_plan_arguments(planning)
+    add_server_arguments(planning)
     about = "Fine-tunes a causal model of transformers on JSON lines; under torchrun on several ranks."
     add_finetune_arguments(commands.add_parser("finetune", help=about, description=about))
     about = "Trains a GPT on text by a TOML file; under torchrun on several ranks."
@@ -229,6 +232,11 @@ def _check_command(args: argparse.Namespace) -> Callable[[], int] | None:
 
 
 def _plan_command(args: argparse.Namespace) -> int:
+    if args.replay is not None:
+        return replay_command(args)
+    if args.serve:
+        return server_command(args)
+    check_no_server(args)
     if args.recipes:
         check_recipe_alone(args, "--recipes")
         _write_output(dump(recipes_json()) if args.json else recipes_text(), args.out)

@@ -14,4 +14,6 @@ from ._batch import (
     read_batch as read_batch,
     send_batch as send_batch,
 )
+from ._request_tracker import USUAL_ANSWER as USUAL_ANSWER
+from ._router import PrefixTable as PrefixTable, choose_replica as choose_replica
 from ._server import Server as Server, serve as serve

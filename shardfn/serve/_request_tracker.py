@@ -39,7 +39,7 @@ _OF_ENGINE = (
 )
 
 
-_USUAL = 256  # tokens of an answer whose length is not known
+USUAL_ANSWER = 256  # tokens of an answer whose length is not known
 DOWN = "All replicas of the model have ended, and are started again. Try again later."
 # Function from number, name and request to an event that begins the request.
 MakeEvent = Callable[[int, str, Request], Message]
@@ -177,7 +177,7 @@ class _SentRequest:
         """Returns the tokens to compute. A completion without a close limit counts as a usual answer."""
         sampling = self.request.sampling
         waiting = self.prompt if name in self.call.waiting else 0
-        return waiting + sampling.n * min(sampling.max_tokens, _USUAL)
+        return waiting + sampling.n * min(sampling.max_tokens, USUAL_ANSWER)
 
 
 class RequestTracker:
