@@ -287,8 +287,8 @@ def plan_rank(setup: ServeSetup, limits: Limits) -> MemoryPlan:
     if num <= _CUT or not _has_equal_layers(setup.config):
         return _capture_rank(setup, setup.config, limits)
     one, two = (_capture_rank(setup, config, limits) for config in _cut_layers(setup.config))
-    grown = [a + (num - 1) * (b - a) for a, b in ((one.weights, two.weights), (one.cache, two.cache))]
-    return MemoryPlan(*grown, two.step, two.host)
+    weights, cache = (a + (num - 1) * (b - a) for a, b in ((one.weights, two.weights), (one.cache, two.cache)))
+    return MemoryPlan(weights, cache, two.step, two.host)
 
 
 def _has_equal_layers(config: gpt.Config) -> bool:

@@ -179,7 +179,6 @@ def test_a_plan_from_the_command_line(tp: list[int], tmp_path: pathlib.Path, cap
         "4",
         "--budget",
         "8",
-        "--search",
     ]
     told += ["--search"] if len(tp) > 1 else []
     told += ["--trace", write_trace(tmp_path / "t.jsonl"), "--slo", "p95_itl=50ms", "--svg", str(tmp_path / "x.svg")]
