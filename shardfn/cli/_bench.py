@@ -1,4 +1,4 @@
-"""`shardfn bench serve`: the delays that clients of a running server see under load, as a table, JSON or a picture."""
+"""`shardfn bench`: accepted drafts by the length of prompts, or the delays that clients of a server see under load."""
 
 import argparse
 import asyncio
@@ -12,6 +12,7 @@ from typing import Any
 
 from shardfn.serve import Arrival, Delays, measure, trace
 
+from ._bench_guess import add_guess_arguments, bench_guess
 from ._bench_rates import draw_rates, find_goodput, find_percentile, parse_slo, run_rates, write_rates
 
 _PARTS = (50, 90, 99, 100)
@@ -20,7 +21,10 @@ _PARTS = (50, 90, 99, 100)
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `shardfn bench`."""
     about = "Sends a seeded trace of completions to a running server. Exit status 1 if one fails."
-    add = parser.add_subparsers(dest="subject", required=True).add_parser("serve", help=about).add_argument
+    subjects = parser.add_subparsers(dest="subject", required=True)
+    of_guesses = "Counts the accepted drafts of drafters and speculators, by the length of prompts."
+    add_guess_arguments(subjects.add_parser("guess", help=of_guesses, description=of_guesses))
+    add = subjects.add_parser("serve", help=about).add_argument
     add("--url", default="http://127.0.0.1:8000/v1", help="of the server (default %(default)s)")
     add("--model", required=True, help="the model's name there")
     add("--requests", type=int, default=100, metavar="N", help="(default %(default)s)")
@@ -48,6 +52,8 @@ def bench(args: argparse.Namespace) -> int:
         ValueError: a number is out of range.
         ImportError: a package is missing.
     """
+    if args.subject == "guess":
+        return bench_guess(args)
     for name in ("requests", "prompt", "drawn"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}.")

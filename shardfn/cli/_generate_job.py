@@ -160,7 +160,11 @@ def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a smaller model of the same tokenizer that guesses tokens, kept by each rank",
     )
-    add("--speculator", metavar="DIR", help="a speculator that shardfn speculate has trained for MODEL")
+    add(
+        "--speculator",
+        metavar="DIR",
+        help="a speculator that shardfn speculate has trained for MODEL; with --drafter suffix, both in a tree",
+    )
 
 
 def drafter_problems(args: argparse.Namespace) -> Iterator[str]:
@@ -168,7 +172,7 @@ def drafter_problems(args: argparse.Namespace) -> Iterator[str]:
     named = {"--draft-model": args.draft_model, "--speculator": args.speculator}
     given = [option for option, value in named.items() if value is not None]
     given += [f"--drafter {args.drafter}"] if args.drafter != "none" else []
-    if len(given) > 1:
+    if len(given) > 1 and given != ["--speculator", "--drafter suffix"]:
         yield f"{' and '.join(given)} are {len(given)} drafters; leave all but one of them out"
     if args.draft_model is not None and isinstance(kind := detect_kind(pathlib.Path(args.draft_model)), Problem):
         yield str(kind).replace("MODEL", "--draft-model", 1)

@@ -2,14 +2,17 @@
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn import speculators
+from shardfn.collectives import unshard
 from shardfn.core import make_mesh, num_launched, progress, raise_all
 from shardfn.data import JSONLines
 from shardfn.inference import Decoder, Drafter, Engine, Ngram, Sampling, limits_of
@@ -118,12 +121,7 @@ def speculate(job: SpeculateJob) -> int:
     rows = _read_rows(job, made, served.text.plain)
     held = max(1, len(rows) // _HELD)
     training, prompts = rows[:-held], rows[-held:][:_PROMPTS, : job.length // 2].tolist()
-    say = progress(total=len(training), desc="hidden states", unit="row")
-    hidden = []
-    with say:
-        for states in speculators.hidden_states(made, served.params, training, config.layers):
-            hidden.append(states)
-            say.update()
+    hidden = None if job.kind == "owl" else _compute_hidden(made, served.params, training, config.layers)
     with progress(total=job.steps, desc="training", unit="step") as bar:
 
         def report(step: int, loss: float) -> None:
@@ -134,15 +132,29 @@ def speculate(job: SpeculateJob) -> int:
                     f"step {step + 1}: loss {loss / sum(config.step_weights):.3f} a draft", file=sys.stderr, flush=True
                 )
 
-        states = HiddenRows(torch.stack(hidden), training)
+        states = HiddenRows(hidden, training)
         how: dict[str, Any] = {"batch_size": job.batch, "learning_rate": job.learning_rate, "seed": job.seed}
+        if job.kind == "owl" and made.config is not None:
+            how["of_batch"] = functools.partial(speculators.owl_loss, made.config, config, unshard(served.params))
         params = speculators.train(config, states, steps=job.steps, report=report, **how)
     speculators.save(job.out, config, params, made, served.params)
-    drafters = {f"{job.kind} speculator": speculators.load(job.out, made, served.params), "n-grams": Ngram()}
+    found = speculators.load(job.out, made, served.params)
+    drafters = {f"{job.kind} speculator": found, "n-grams": Ngram()}
+    given = found.prepare(made, served.params)
     for name, drafter in drafters.items():
-        print(f"{name}: {_measure(made, served.params, drafter, prompts, job):.2f} accepted drafts a step")
+        print(f"{name}: {_measure(*given, drafter, prompts, job):.2f} accepted drafts a step")
     print(f"{job.out}: for shardfn generate --speculator {job.out}")
     return 0
+
+
+def _compute_hidden(made: Decoder, params: Any, training: Tensor, layers: Sequence[int]) -> Tensor:
+    """Returns the states of all rows [N, S, D]."""
+    found = []
+    with progress(total=len(training), desc="hidden states", unit="row") as bar:
+        for states in speculators.hidden_states(made, params, training, layers):
+            found.append(states)
+            bar.update()
+    return torch.stack(found)
 
 
 def _read_rows(job: SpeculateJob, made: Decoder, encode: Any) -> Tensor:

@@ -13,9 +13,10 @@ from ._results import CacheStats as CacheStats, EngineStats as EngineStats, Spec
 from ._draft_tree import DraftTree as DraftTree
 from ._drafters import BatchDrafter as BatchDrafter, Context as Context, Drafter as Drafter, Ngram as Ngram
 from ._drafters import RejectionDrafter as RejectionDrafter
-from ._jacobi import Jacobi as Jacobi
+from ._jacobi import Jacobi as Jacobi, MultiBlockJacobi as MultiBlockJacobi
 from ._drafters import HiddenStateDrafter as HiddenStateDrafter, HiddenWindowDrafter as HiddenWindowDrafter
-from ._suffix_drafter import Suffix as Suffix
+from ._drafters import SpecTokenDrafter as SpecTokenDrafter
+from ._suffix_drafter import Guess as Guess, Suffix as Suffix
 from ._events import Add as Add, Cancel as Cancel, Clock as Clock, Drain as Drain, Event as Event
 from ._events import Stop as Stop, Weights as Weights
 from ._pool import BlockPool as BlockPool, PrefixScope as PrefixScope, list_prefix_keys as list_prefix_keys

@@ -6,7 +6,7 @@ from typing import Any
 
 from ._adapters import Adapters
 from ._decoder import Decoder, SourceEncoder
-from ._drafters import BatchDrafter, Drafter, RejectionDrafter, find_wanted_layers
+from ._drafters import BatchDrafter, Drafter, RejectionDrafter, find_wanted_layers, wants_spec_token
 from ._limits import DRAFTS, Limits
 from ._options import Encode
 from ._requests import Request, Sampling, check_request, encode_sampling, ids_of
@@ -32,6 +32,11 @@ def choose_limits(decoder: Decoder, limits: Limits | None, drafter: Drafter | No
         raise ValueError(
             f"engine: the drafter has blocks of {drafter.block} drafts, and limits.drafts is {limits.drafts}. Take"
             f" smaller blocks, or limits_of(..., drafts={drafter.block})."
+        )
+    if wants_spec_token(drafter) and not decoder.spec_token:
+        raise ValueError(
+            "engine: the drafter reads the state of a [SPEC] token, so the decoder must have one, got spec_token=False."
+            " Take decoder and parameters from Speculator.prepare."
         )
     if missing := [x for x in find_wanted_layers(drafter) if x not in decoder.hidden_layers]:
         raise ValueError(

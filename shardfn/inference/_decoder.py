@@ -63,6 +63,9 @@ class Decoder:
         num_layers: number of layers, where some share a layer of the cache. None: as many as the cache has.
         name_weights: function from parameters to the leaves by name. Names do not depend on `stacked`. Collective.
         sources: encoder whose result the layers of cross attention read, or None.
+        spec_token: whether the token with the id `vocab` has an embedding: [SPEC], which no logits count
+            (`speculators.add_spec_token`).
+        config: shape of the model, for a `models.gpt`, or None.
     """
 
     vocab: int
@@ -82,6 +85,8 @@ class Decoder:
     num_layers: int | None = None
     name_weights: Callable[[PyTree], list[tuple[str, Any]]] = named_leaves
     sources: SourceEncoder | None = None
+    spec_token: bool = False
+    config: gpt.Config | None = None
 
     @property
     def embeds(self) -> bool:
@@ -196,6 +201,7 @@ def decoder(
         expert_shape=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
         more_layouts=_list_more(config, tp, quantization, activations),
         name_weights=functools.partial(_name_weights, config),
+        config=config,
     )
 
 

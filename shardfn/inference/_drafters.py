@@ -118,12 +118,27 @@ class HiddenWindowDrafter(HiddenStateDrafter, Protocol):
 
 
 @runtime_checkable
+class SpecTokenDrafter(HiddenStateDrafter, Protocol):
+    """Drafter that sees the state of a [SPEC] token instead of the state behind the last draw.
+
+    A step has a [SPEC] token after the last known token and after each draft, seen by no other token. The token's id is
+    the vocabulary's size, so the decoder must have an embedding for it (`Decoder.spec_token`). `Context.states` has the
+    state of the [SPEC] token after the last accepted draft, or nothing where the last step had no such row.
+    """
+
+    @property
+    def wants_spec_token(self) -> bool:
+        """Returns whether steps have [SPEC] tokens."""
+        ...
+
+
+@runtime_checkable
 class RejectionDrafter(Drafter, Protocol):
-    """Drafter that sees the tokens that a step drew behind the first wrong draft. Drafts are chains of one length."""
+    """Drafter that sees the tokens that a step drew behind the first wrong draft of its first branch."""
 
     @property
     def block(self) -> int:
-        """Returns the number of drafts of each step, whether the last drafts were accepted or not."""
+        """Returns the most drafts of each step, whether the last drafts were accepted or not."""
         ...
 
     def take_rejected(self, context: Context, drawn: Seq[int]) -> None:
@@ -141,6 +156,16 @@ def find_wanted_layers(drafter: Drafter | None) -> tuple[int, ...]:
     if drafter is None:  # Python compares the attributes of a protocol at each call, in each step of an engine
         return ()
     return tuple(drafter.wants_hidden) if isinstance(drafter, HiddenStateDrafter) else ()
+
+
+def wants_spec_token(drafter: Drafter | None) -> bool:
+    """Returns whether steps have [SPEC] tokens for a drafter.
+
+    Example:
+        >>> wants_spec_token(Ngram())
+        False
+    """
+    return isinstance(drafter, SpecTokenDrafter) and drafter.wants_spec_token
 
 
 def find_hidden_window(drafter: Drafter | None) -> int:

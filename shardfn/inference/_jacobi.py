@@ -9,13 +9,18 @@ engine accepts the drafts that equal the draws, and the draws behind the first w
 References:
     Santilli et al., Accelerating Transformer Inference for Translation via Parallel Decoding, 2023,
     https://arxiv.org/abs/2305.10427
+    Jacobi Forcing: Fast and Accurate Causal Parallel Decoding, 2025, https://arxiv.org/abs/2512.14681
 """
 
 import hashlib
+import math
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from shardfn.core import raise_all
+
+from ._draft_tree import DraftTree
 from ._drafters import Context, repeated
 
 
@@ -75,3 +80,80 @@ class Jacobi:
         for serial, (num, guesses) in sorted(self._guesses.items()):
             found.update(array("q", (serial, num, len(guesses), *guesses)).tobytes())
         return found.digest()
+
+
+@dataclass(eq=False)
+class MultiBlockJacobi:
+    """Jacobi decoding of a block at a time, with a block after it in time, and with guesses that were wrong before.
+
+    Guesses reach to the end of the block in progress. Once most of its tokens are known, they reach to the end of the
+    next block, too. Draws behind a wrong draft are kept in a pool, as they are often right for later places: where the
+    last token is in a draw of the pool, what followed there is a branch of the proposal (rejection recycling).
+
+    Args:
+        size: tokens n of a block. A step has at most 2 n drafts, and `Limits.drafts` must have room for them.
+        spawn: part of a block that is known before the next block begins.
+        pool: number of kept draws, the newest, of each sequence.
+
+    Raises:
+        ValueError: lists all values that are out of range.
+
+    Example:
+        >>> drafter, context = MultiBlockJacobi(4), Context(0, "a", 0, array("q", [5, 6, 7]), 2)
+        >>> drafter.propose(context, 8)
+        DraftTree(tokens=(5, 6, 7), parents=(-1, 0, 1), spec=0)
+        >>> drafter.take_rejected(context, [7, 9])
+        >>> drafter.propose(context, 8)
+        DraftTree(tokens=(7, 9, 5, 9), parents=(-1, 0, 1, -1), spec=0)
+    """
+
+    size: int = 8
+    spawn: float = 0.85
+    pool: int = 4
+
+    def __post_init__(self) -> None:
+        problems = [] if 0 <= self.spawn <= 1 else [f"spawn must be from 0 to 1, got {self.spawn}"]
+        for name, low in (("size", 1), ("pool", 0)):
+            if type(value := getattr(self, name)) is not int or value < low:
+                problems.append(f"{name} must be an integer of at least {low}, got {value!r}")
+        raise_all(ValueError, "MultiBlockJacobi:", problems)
+        self._last = Jacobi(2 * self.size)
+        self._pools: dict[int, list[list[int]]] = {}  # by sequence
+
+    @property
+    def block(self) -> int:
+        """Returns the most drafts of a step."""
+        return 2 * self.size
+
+    def propose(self, context: Context, most: int) -> DraftTree:
+        """Returns the guesses of the last step to the end of a block, then branches from the pool."""
+        done = (len(context.tokens) - context.prompt) % self.size
+        ahead = self.size - done + (self.size if done >= math.ceil(self.spawn * self.size) else 0)
+        tree = DraftTree.chain(self._last.propose(context, min(most, ahead)))
+        for drawn in reversed(self._pools.get(context.serial, ())):
+            if context.tokens[-1] in drawn[:-1]:
+                tree = tree.merge(DraftTree.chain(drawn[drawn.index(context.tokens[-1]) + 1 :]), most)
+        return tree
+
+    def take_rejected(self, context: Context, drawn: Seq[int]) -> None:
+        """Keeps the tokens that a step drew behind the first wrong draft, as guesses and in the pool."""
+        self._last.take_rejected(context, drawn)
+        valid = [token for token in drawn if token >= 0]
+        if self.pool and len(valid) > 1:
+            self._pools[context.serial] = [*self._pools.get(context.serial, ()), valid][-self.pool :]
+
+    def end(self, context: Context) -> None:
+        """Forgets the guesses of a sequence."""
+        self._last.end(context)
+        self._pools.pop(context.serial, None)
+
+    def copy(self) -> "MultiBlockJacobi":
+        """Returns a separate drafter, equal to this drafter."""
+        new = MultiBlockJacobi(self.size, self.spawn, self.pool)
+        new._last, new._pools = self._last.copy(), {serial: [*x] for serial, x in self._pools.items()}
+        return new
+
+    def digest(self) -> bytes:
+        """Returns a hash of the settings, the guesses and the pools."""
+        content = f"{self} {sorted(self._pools.items())}".encode() + self._last.digest()
+        return hashlib.blake2b(content, digest_size=8).digest()

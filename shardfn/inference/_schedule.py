@@ -166,7 +166,11 @@ def _settle_plan(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Out
             if ends := _take_token(state, sequence, p + 1, token, row, stops, outputs):
                 break
         if hidden is not None and (num := len(sequence.tokens) - known):
-            sequence.states = (*sequence.states, *[hidden[row] for row in rows[-num:]])[-state.hidden_window :]
+            if state.spec_tokens:
+                own = chunk.find_state_row(drawn[first : first + len(chunk.positions)], num - 1)
+                sequence.states = () if own is None else (hidden[first + own],)
+            else:
+                sequence.states = (*sequence.states, *[hidden[row] for row in rows[-num:]])[-state.hidden_window :]
         drafts = len(chunk.drafts.tokens)
         accepted = max(0, len(sequence.tokens) - known - 1) if drafts else 0
         sequence.computed = chunk.start + chunk.count - drafts + accepted

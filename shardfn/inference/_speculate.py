@@ -1,13 +1,16 @@
 """Speculative decoding in a step: rows of drafts next to the rows of known tokens, last in priority.
 
+A drafter may want a [SPEC] token after each place: then a step has fewer drafts, and a further row for each.
+
 Rows are nearly free until a step computes more than it reads. So drafts fill a step up to `Limits.drafts + 1` rows, and
 beyond only padding rows. A drafter that computes proposes none there, as proposals take time.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
-from ._draft_tree import DraftTree
+from ._draft_tree import NO_DRAFTS, DraftTree
 from ._drafters import BatchDrafter, Context, RejectionDrafter
 from ._plan import Rows
 from ._state import PrefillChunk, Sequence, State
@@ -28,11 +31,17 @@ def add_drafts(state: State, chunks: list[Rows], cut: Permit | None = None) -> l
         for i, chunk in enumerate(chunks)
         if (most := _bound_drafts(chunk, state.draft_block, grammars=cut is not None))
     }
+    if state.spec_tokens:  # a draft needs three rows: the draft, and two [SPEC] tokens
+        able = dict(itertools.islice(able.items(), spare // 3))
+        spare = (spare - len(able)) // 2
     found = (_propose_at_once if isinstance(state.drafter, BatchDrafter) else _propose_in_turn)(
         state, chunks, able, spare
     )
     found = found if cut is None else _cut_excluded(chunks, found, cut)
-    _trim_drafts(state, sum(chunk.num for chunk in chunks), found)
+    if state.spec_tokens:
+        found = {i: found.get(i, NO_DRAFTS).add_spec_tokens(state.limits.vocab) for i in able}
+    else:
+        _trim_drafts(state, sum(chunk.num for chunk in chunks), found)
     return [_add_drafts(state, chunk, found[i]) if i in found else chunk for i, chunk in enumerate(chunks)]
 
 
@@ -42,13 +51,14 @@ def take_drafts(state: State, sequence: Sequence, chunk: PrefillChunk, accepted:
     The accepted drafts of a tree need not be its first drafts. The next step moves their keys and values to their
     positions.
     """
-    drafted, block, blocks = chunk.drafts, state.limits.block, sequence.blocks
+    drafted, block, blocks = chunk.drafts.num_drafts, state.limits.block, sequence.blocks
     state.moves += chunk.moves(accepted, drawn, lambda at: blocks[at // block] * block + at % block)
-    state.speculation = state.speculation.add(len(drafted), accepted)
-    num = len(sequence.tokens)
-    sequence.draft_length = sequence.draft_length.after(len(drafted), accepted, num_tokens=num, height=drafted.height)
+    num, height = len(sequence.tokens), chunk.drafts.height
+    if drafted:
+        state.speculation = state.speculation.add(drafted, accepted)
+        sequence.draft_length = sequence.draft_length.after(drafted, accepted, num_tokens=num, height=height)
     if state.draft_block and isinstance(state.drafter, RejectionDrafter):
-        state.drafter.take_rejected(sequence.context, drawn[accepted + 1 :])
+        state.drafter.take_rejected(sequence.context, chunk.drafts.find_rejected(drawn))
     needed = state.limits.blocks_of(num)
     state.pool.release(sequence.blocks[needed:])
     del sequence.blocks[needed:]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ._draft_tree import NO_DRAFTS, DraftTree
-from ._drafters import Context, Drafter, RejectionDrafter, find_hidden_window
+from ._drafters import Context, Drafter, RejectionDrafter, find_hidden_window, wants_spec_token
 from ._limits import Limits
 from ._pool import BlockContent, BlockPool, PrefixScope, extend_contents
 from ._requests import Request
@@ -90,6 +90,18 @@ class PrefillChunk:
             return rows
         known, found = len(own) - len(self.drafts), [*rows]
         return found[:known] + [found[known + draft] for draft in self.drafts.path(own[known - 1 :])]
+
+    def find_state_row(self, drawn: Seq[int], accepted: int) -> int | None:
+        """Returns the row of the [SPEC] token after the last accepted draft, or None without such a row.
+
+        Args:
+            drawn: drawn token for each of `positions`.
+            accepted: number of accepted drafts.
+        """
+        known = len(self.positions) - len(self.drafts)
+        last = self.drafts.path(drawn[known - 1 :])[accepted - 1] if accepted else -1
+        place = self.drafts.find_spec_token(last)
+        return None if place is None else known + place
 
     def moves(self, accepted: int, drawn: Seq[int], slot: Callable[[int], int]) -> list[tuple[int, int]]:
         """Returns the slots of accepted drafts that other drafts come before, and the slots of their positions.
@@ -196,6 +208,7 @@ class State:
         consumed: whether `advance` has taken this state.
         hidden_window: most hidden states of a sequence that are kept for the drafter.
         draft_block: number of drafts of each step for a drafter that sees rejected rows. 0: by `DraftLength`.
+        spec_tokens: whether steps have [SPEC] tokens for the drafter.
     """
 
     limits: Limits
@@ -223,6 +236,7 @@ class State:
     consumed: bool = False
     hidden_window: int = 1
     draft_block: int = 0
+    spec_tokens: bool = False
 
     @property
     def idle(self) -> bool:
@@ -389,6 +403,7 @@ def start(limits: Limits, tokenizer: bytes = b"", drafter: Drafter | None = None
     block = drafter.block if isinstance(drafter, RejectionDrafter) else 0
     pool, sources = BlockPool(limits.blocks), BlockPool(max(limits.source_blocks, 1))
     how: Any = {"hidden_window": window, "draft_block": block, "sources": sources}
+    how["spec_tokens"] = wants_spec_token(drafter)
     return State(limits, pool, tokenizer, drafter, chain=chain, **how)
 
 

@@ -141,6 +141,10 @@ class Suffix:
 
     def propose(self, context: Context, most: int) -> DraftTree:
         """Returns the tokens after the best suffix. The sequence's text comes before equally good other texts."""
+        return self.guess(context, most).tree
+
+    def guess(self, context: Context, most: int) -> Guess:
+        """Returns the proposal, and the number of its tokens that are expected to be accepted."""
         tokens = context.tokens
         own = self._own.setdefault(context.serial, Index(self.places))
         own.extend(context.serial, tokens)
@@ -151,7 +155,7 @@ class Suffix:
         for places in (mine, theirs):
             for guess in self._make_guesses(tokens, places, most):
                 best = guess if guess.score > best.score else best
-        return best.tree
+        return best
 
     def end(self, context: Context) -> None:
         """Keeps the tokens that the sequence has drawn."""

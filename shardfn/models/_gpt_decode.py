@@ -20,7 +20,7 @@ from shardfn.kernels import GROUP, Activations, Quantization, pack_blocks, pack_
 
 from ._gpt_block import Along, block, causal_mask, norm, rope_table, score_arguments
 from ._gpt_config import Config
-from ._gpt_forward import compute_logits, name_head, scale_embeddings
+from ._gpt_forward import compute_logits, look_up_tokens, name_head
 from ._gpt_leaves import Params, block_shapes, check_leaves, specs, unstack_blocks
 from ._gpt_swift import SwiftKeys
 
@@ -103,7 +103,7 @@ def decode(
         params = _make_batch_invariant_weights(config, params, axis, then, activations)
     config = drop_losses(config)
     along = Along(axis)
-    x_TD = scale_embeddings(config, nn.embedding(tokens_T, params["embed"], vocab_size=config.vocab_size, axis=axis))
+    x_TD = look_up_tokens(config, params, tokens_T, along)
     if config.position == "learned":
         x_TD = x_TD + params["position"][positions_T]
     if config.embedding_norm:

@@ -54,10 +54,11 @@ def compute_hidden(
     if tile is not None and along.sequence is not None:
         raise ValueError("loss(tile=, sequence=True): layers along `axis` take a rank's tokens together. Drop one.")
     tokens_BT, index_B, mask_BT = batch["tokens"], batch.get("index"), batch.get("mask")
-    positions_T = get_positions(config, tokens_BT)
+    positions_T = get_positions(config, tokens_BT) if batch.get("positions") is None else batch["positions"]
     if axis_size(along.axis) > 1:
         check_blocks(config, params, along.axis)
-    x_BTD = embed_tokens(config, params, tokens_BT, positions_T, along, batch.get("image_features"))
+    anywhere = batch.get("positions") is not None
+    x_BTD = embed_tokens(config, params, tokens_BT, positions_T, along, batch.get("image_features"), anywhere=anywhere)
     images_BT = find_images(config, tokens_BT)
     tables = make_tables(config, positions_T, x_BTD.dtype, batch.get("segment_ids"), images_BT)
     keys = [None] * (config.num_layers + 1) if key is None else split(key, config.num_layers + 1).unbind()
@@ -120,6 +121,16 @@ def get_positions(config: Config, tokens_BT: Tensor) -> Tensor:
     return nn.rank_positions(config.attention, T, tokens_BT.device)
 
 
+def look_up_tokens(config: Config, params: Params, tokens_T: Tensor, along: Along) -> Tensor:
+    """Returns the embeddings of tokens. With a leaf "spec", the embedding of the id V is the leaf."""
+    table, how = params["embed"], {"vocab_size": config.vocab_size, **along._asdict()}
+    if "spec" not in params:
+        return scale_embeddings(config, nn.embedding(tokens_T, table, **how))
+    is_spec_T = tokens_T == config.vocab_size
+    x_TD = scale_embeddings(config, nn.embedding(tokens_T.masked_fill(is_spec_T, 0), table, **how))
+    return torch.where(is_spec_T[..., None], params["spec"].to(x_TD.dtype), x_TD)
+
+
 def embed_tokens(
     config: Config,
     params: Params,
@@ -127,13 +138,13 @@ def embed_tokens(
     positions_T: Tensor,
     along: Along,
     features_ND: Tensor | None = None,
+    *,
+    anywhere: bool = False,
 ) -> Tensor:
-    x_BTD = scale_embeddings(
-        config, nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, **along._asdict())
-    )
+    x_BTD = look_up_tokens(config, params, tokens_BT, along)
     x_BTD = place_features(config, x_BTD, tokens_BT, features_ND, along)
     if config.position == "learned":
-        whole = not config.attention.axes
+        whole = not config.attention.axes and not anywhere
         table_TD = params["position"]
         x_BTD = x_BTD + nn.rank_tokens(table_TD[: len(positions_T)] if whole else table_TD[positions_T], *along)
     if config.embedding_norm:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardfn import nn
 from shardfn.collectives import all_gather_invariant
-from shardfn.core import Axes, fold_in
+from shardfn.core import Axes, fold_in, raise_all
 
 from ._gpt_block import Along as _Along
 from ._gpt_block import Seen as Seen
@@ -120,6 +120,7 @@ def apply_and_hidden(
     *,
     wrap: Wrap = lambda inner: inner,
     axis: Axes = None,
+    positions: Int64[Tensor, " t"] | None = None,
 ) -> tuple[Float[Tensor, "b t v"], Float[Tensor, "b t d"]]:
     """Returns the logits of `apply`, and the states that the head multiplies, for losses of both.
 
@@ -129,6 +130,11 @@ def apply_and_hidden(
         tokens_BT: see `apply`.
         wrap: see `apply`.
         axis: see `apply`.
+        positions: position of each token in its text, for several texts or places in a row, packed under a `layout`.
+            Windows count places of the row. None is 0, 1, 2, ...
+
+    Raises:
+        ValueError: as `apply`, or `positions` with alibi, or of another number.
 
     Example:
         >>> import shardfn.core as core
@@ -137,7 +143,9 @@ def apply_and_hidden(
         torch.Size([2, 5, 32])
     """
     along = _Along(axis)
-    x_BTD, _ = _compute_hidden(config, params, {"tokens": tokens_BT}, wrap=wrap, along=along)
+    _check_positions(config, tokens_BT.shape[1], positions)
+    batch = {"tokens": tokens_BT, "positions": positions}
+    x_BTD, _ = _compute_hidden(config, params, batch, wrap=wrap, along=along)
     return _compute_logits(config, params, x_BTD, along), x_BTD
 
 
@@ -250,3 +258,14 @@ def generate(
         next_B = _sample_tokens(logits_BV.float(), fold_in(key, step), temperature)
         tokens_BT = torch.cat((tokens_BT, next_B[:, None]), dim=1)
     return tokens_BT
+
+
+def _check_positions(config: Config, num: int, positions_T: Tensor | None) -> None:
+    if positions_T is None:
+        return
+    problems = ["the biases of alibi are of places in the row"] if config.position == "alibi" else []
+    if config.attention.axes:
+        problems.append(f"{config.attention} cuts a row by its places")
+    if positions_T.shape != (num,):
+        problems.append(f"there must be {num} positions, got a tensor of shape {tuple(positions_T.shape)}")
+    raise_all(ValueError, "apply_and_hidden(positions=):", problems)

@@ -3,6 +3,7 @@
 from ._attention import alibi_slopes as alibi_slopes, attention as attention
 from ._masks import Mask as Mask, Full as Full, Causal as Causal, Window as Window, Prefix as Prefix
 from ._masks import Segments as Segments, segments as segments, Both as Both
+from ._jacobi_blocks import JacobiBlocks as JacobiBlocks
 from ._block_layout import BlockLayout as BlockLayout
 from ._data_masks import Added as Added, Keys as Keys, Relative as Relative, relative_buckets as relative_buckets
 from ._dropout import PairDropout as PairDropout

@@ -60,7 +60,7 @@ from shardfn.interop.quantized import can_decode, read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import load_peft
 from shardfn.models import gpt
-from shardfn.speculators import Speculator
+from shardfn.speculators import Hybrid, Speculator
 from shardfn.speculators import load as load_speculator
 from shardfn.transforms import eval_shape, sharded
 
@@ -195,7 +195,9 @@ def make_engine(
     drafter = _load_drafter(job, limits, served)
     more: Any = {"tokenizer": served.text.tokenizer, "drafter": drafter, "weights": job.memory, "disk": _make_disk(job)}
     more |= {"cache": job.cache_memory, "eager_steps": eager_steps, "decisions": decisions}
-    engine = Engine(served.decoder, served.params, mesh=mesh, limits=limits, **more)
+    given = served.decoder, served.params
+    given = drafter.prepare(*given) if isinstance(drafter, Speculator | Hybrid) else given
+    engine = Engine(*given, mesh=mesh, limits=limits, **more)
     for name, place in adapters.items():
         engine.adapters.add(name, load_peft(place, served.params))
     return engine, drafter
@@ -219,7 +221,7 @@ def describe_engine(
     lines = [f"{job.model}: {served.size:,} parameters, {kinds}, {how}", memory]
     lines += [describe_sampling(job.recommended)] if job.recommended else []
     lines += [f"{job.draft_model}, which guesses: {drafter.memory()}"] if isinstance(drafter, DraftModel) else []
-    lines += [f"{job.speculator} guesses: {drafter.describe()}"] if isinstance(drafter, Speculator) else []
+    lines += [f"{job.speculator} guesses: {drafter.describe()}"] if isinstance(drafter, Speculator | Hybrid) else []
     return "\n".join(lines)
 
 
@@ -237,7 +239,8 @@ def _load_drafter(job: ModelSettings, limits: Limits, served: LoadedModel) -> Dr
         ImportError: see `load_model`.
     """
     if job.speculator is not None:
-        return load_speculator(job.speculator, served.decoder, served.params)
+        made = load_speculator(job.speculator, served.decoder, served.params)
+        return Hybrid(made) if job.drafter == "suffix" else made
     if job.draft_model is None:
         return DRAFTERS[job.drafter]
     kind = detect_kind(pathlib.Path(job.draft_model))

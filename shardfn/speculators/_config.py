@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal, get_args
 from shardfn.core import did_you_mean, raise_all
 from shardfn.inference import Decoder
 
-RecurrentKind = Literal["mlp", "lstm"]
-Kind = Literal["mlp", "lstm", "eagle3", "mtp"]
+RecurrentKind = Literal["mlp", "lstm", "owl"]
+Kind = Literal["mlp", "lstm", "owl", "eagle3", "mtp"]
 KINDS: tuple[str, ...] = get_args(Kind)
 _SIZES = ("vocab_size", "d_model", "num_layers", "d_inner", "num_drafts")
 
@@ -22,7 +22,7 @@ class RecurrentConfig:
     """Shape of a recurrent speculator.
 
     Attributes:
-        kind: cell of the recurrence, "mlp" or "lstm".
+        kind: cell of the recurrence, "mlp" or "lstm", or "owl": an LSTM that reads the state of a [SPEC] token.
         vocab_size: V, the tokens of the model.
         d_model: D, the width of the model's hidden states.
         num_layers: layers of the model.
@@ -58,7 +58,7 @@ class RecurrentConfig:
     @property
     def num_gates(self) -> int:
         """Returns the projections of a cell: three gates and a candidate, or only the next state."""
-        return 4 if self.kind == "lstm" else 1
+        return 1 if self.kind == "mlp" else 4
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -74,9 +74,9 @@ class RecurrentConfig:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the parameters by name."""
         V, D, E, rows = self.vocab_size, self.d_model, self.d_inner, self.num_gates * self.d_inner
-        norms = ("norm_w", "norm_b", *(("cell_norm_w", "cell_norm_b") if self.kind == "lstm" else ()))
+        norms = ("norm_w", "norm_b", *(("cell_norm_w", "cell_norm_b") if self.kind != "mlp" else ()))
         weights = {"embed": (V, E), "first": (rows, D), "later": (rows, E), "head": (V, E)}
-        return weights | dict.fromkeys(norms, (E,))
+        return weights | dict.fromkeys(norms, (E,)) | ({"spec": (D,)} if self.kind == "owl" else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,14 +241,14 @@ def config_of(
 
     Args:
         decoder: decoder of the model.
-        kind: "mlp", "lstm", "eagle3" or "mtp".
+        kind: "mlp", "lstm", "owl", "eagle3" or "mtp".
         d_inner: width of the speculator. Default: the model's width.
         num_drafts: number of tokens that are guessed after a token.
         window: see `EagleConfig` and `MTPConfig`.
 
     Raises:
         ValueError: the decoder does not give the hidden states that the head multiplies, or a size is out of range, or
-            there is no such kind.
+            there is no such kind, or "owl" is of another model than a `models.gpt`.
 
     Example:
         >>> from shardfn.inference import decoder
@@ -259,6 +259,8 @@ def config_of(
     """
     if not decoder.embeds:
         raise ValueError("speculators: this decoder does not give its hidden states. Take a batch-invariant decoder.")
+    if kind == "owl" and decoder.config is None:
+        raise ValueError("speculators: [SPEC] tokens need the decoder of a models.gpt. Take the kind 'lstm'.")
     L, E = decoder.depth, decoder.hidden_size if d_inner is None else d_inner
     sizes: dict[str, Any] = {"vocab_size": decoder.vocab, "d_model": decoder.hidden_size, "num_layers": L}
     sizes |= {"d_inner": E, "num_drafts": num_drafts}

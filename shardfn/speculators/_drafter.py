@@ -2,18 +2,19 @@
 
 import functools
 import hashlib
+import itertools
 import math
 from array import array
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from shardfn import kernels
-from shardfn.core import make_mesh, raise_all, tree_leaves
+from shardfn.core import PyTree, make_mesh, raise_all, tree_leaves
 from shardfn.engine import BoundCall, sharded
-from shardfn.inference import Context, Decoder, DraftTree, Limits, Sampling
+from shardfn.inference import Context, Decoder, DraftTree, Guess, Limits, Sampling
 from shardfn.transforms import jit
 
 from ._config import EagleConfig, MTPConfig, SpeculatorConfig, list_misfits
@@ -21,6 +22,7 @@ from ._eagle import draft_eagle
 from ._inputs import DraftInputs, make_inputs
 from ._loss import Params, check_params
 from ._mtp import draft_mtp
+from ._owl import add_spec_token
 from ._recurrent import draft_recurrent
 
 
@@ -63,6 +65,7 @@ class Speculator:
         for x in tree_leaves(params):
             content.update(x.cpu().contiguous().numpy().tobytes())
         self._content = content.digest()
+        self._spec = params.get("spec")
         packed = {name: kernels.pack_rows(params[name]) for name in config.products}
         run = functools.partial(_run_drafts, config)
         self._program = sharded(jit(run, backend="graph"), mesh=make_mesh({}, alone=True))
@@ -78,6 +81,20 @@ class Speculator:
     def hidden_window(self) -> int:
         """Returns the most states that a proposal takes."""
         return self.config.hidden_window
+
+    @property
+    def wants_spec_token(self) -> bool:
+        """Returns whether the speculator reads the state of a [SPEC] token."""
+        return self.config.kind == "owl"
+
+    def prepare(self, decoder: Decoder, params: PyTree) -> tuple[Decoder, PyTree]:
+        """Returns decoder and parameters for an engine with the speculator: as given, or with a [SPEC] token.
+
+        Args:
+            decoder: decoder of the model.
+            params: parameters of the model.
+        """
+        return (decoder, params) if self._spec is None else add_spec_token(decoder, params, self._spec)
 
     def describe(self) -> str:
         """Returns the kind and the sizes of the speculator, as a part of a line."""
@@ -108,12 +125,25 @@ class Speculator:
 
     def propose_all(self, asks: Sequence[tuple[Context, int]]) -> list[DraftTree]:
         """Returns the proposals of several sequences. A sequence without a hidden state has an empty proposal."""
+        return [guess.tree for guess in self.guess_all(asks)]
+
+    def guess_all(self, asks: Sequence[tuple[Context, int]]) -> list[Guess]:
+        """Returns the proposals of several sequences, and the number of their tokens expected to be accepted.
+
+        The number is the sum of the probabilities of the chain's beginnings, as the speculator has them.
+        """
         seen = [context for context, _ in asks if context.states]
         drawn = iter(self._draw_drafts(seen) if seen else ())
-        return [
-            DraftTree() if not context.states else DraftTree.chain(_cut_draws(next(drawn)[:most], context.sampling))
-            for context, most in asks
-        ]
+        found = list[Guess]()
+        for context, most in asks:
+            if not context.states:
+                found.append(Guess(0.0, DraftTree()))
+                continue
+            tokens, logprobs = next(drawn)
+            tokens = _cut_draws(tokens[:most], context.sampling)
+            begins = itertools.accumulate(logprobs[: len(tokens)])
+            found.append(Guess(math.fsum(map(math.exp, begins)), DraftTree.chain(tokens)))
+        return found
 
     def end(self, context: Context) -> None:
         """Has no effect."""
@@ -126,11 +156,12 @@ class Speculator:
         """Returns a hash of the shape and the parameters."""
         return self._content
 
-    def _draw_drafts(self, contexts: Sequence[Context]) -> list[list[int]]:
-        """Returns n drafts of each sequence with a hidden state. -1 where logits were not finite."""
+    def _draw_drafts(self, contexts: Sequence[Context]) -> list[tuple[list[int], list[float]]]:
+        """Returns n drafts of each sequence, and their log probabilities. -1 where logits were not finite."""
         size = 1 << (len(contexts) - 1).bit_length()
         with kernels.threads_for_kernels():
-            return self._bind(size)(self._held, self._make_inputs(contexts, size)).tolist()
+            tokens, logprobs = self._bind(size)(self._held, self._make_inputs(contexts, size))
+        return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
     def _bind(self, size: int) -> BoundCall:
         """Returns the program for a number of sequences, captured at the first call."""
@@ -144,17 +175,27 @@ class Speculator:
         return make_inputs(contexts, size, self.hidden_window, self._program.mesh.device)
 
 
-def _run_drafts(config: SpeculatorConfig, params: Params, inputs: DraftInputs) -> Int64[Tensor, "b n"]:
-    """Returns all drafts of each sequence."""
+def _run_drafts(
+    config: SpeculatorConfig, params: Params, inputs: DraftInputs
+) -> tuple[Int64[Tensor, "b n"], Float[Tensor, "b n"]]:
+    """Returns all drafts of each sequence, and their log probabilities."""
+    logprobs = list[Tensor]()
 
     def multiply(name: str, x: Tensor) -> Tensor:
         return kernels.row_linear(x, params[name], config.shapes[name][0])
 
+    def draw(i: int, logits_BV: Tensor) -> Tensor:
+        tokens_B, logprobs_B = inputs.draw(i, logits_BV)
+        logprobs.append(logprobs_B)
+        return tokens_B
+
     if isinstance(config, EagleConfig):
-        return torch.stack(draft_eagle(config, params, multiply, inputs, inputs.draw), 1)
-    if isinstance(config, MTPConfig):
-        return torch.stack(draft_mtp(config, params, multiply, inputs, inputs.draw), 1)
-    return torch.stack(draft_recurrent(config, params, multiply, inputs, inputs.draw), 1)
+        found = draft_eagle(config, params, multiply, inputs, draw)
+    elif isinstance(config, MTPConfig):
+        found = draft_mtp(config, params, multiply, inputs, draw)
+    else:
+        found = draft_recurrent(config, params, multiply, inputs, draw)
+    return torch.stack(found, 1), torch.stack(logprobs, 1)
 
 
 def _cut_draws(drawn: list[int], sampling: Sampling) -> list[int]:

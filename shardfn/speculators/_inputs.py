@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float32, Float64, Int64
+from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from shardfn import kernels
@@ -39,10 +39,10 @@ class DraftInputs(NamedTuple):
     top_p: Float64[Tensor, " b"]
     min_p: Float64[Tensor, " b"]
 
-    def draw(self, i: int, logits_BV: Tensor) -> Int64[Tensor, " b"]:
-        """Returns draft i of each sequence, drawn as the engine draws the token of that place."""
+    def draw(self, i: int, logits_BV: Tensor) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
+        """Returns draft i of each sequence, drawn as the engine draws that place, and the log probabilities."""
         how = dict(zip(self._fields[5:], self[5:], strict=True))
-        return kernels.draw(logits_BV, kernels.draw_uniforms(self.keys, self.places + i), **how)[0]
+        return kernels.draw(logits_BV, kernels.draw_uniforms(self.keys, self.places + i), **how)
 
 
 def make_inputs(contexts: Sequence[Context], size: int, window: int, device: torch.device) -> DraftInputs:

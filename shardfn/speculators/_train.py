@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -22,11 +22,11 @@ class HiddenRows(NamedTuple):
     """Rows of tokens, and the hidden states of a frozen model for each token.
 
     Attributes:
-        hidden: [N, S, D], from `hidden_states`, D the width of all wanted states.
+        hidden: [N, S, D], from `hidden_states`, D the width of all wanted states. None for a loss that computes them.
         tokens: int64 [N, S].
     """
 
-    hidden: Float[Tensor, "n s d"]
+    hidden: Float[Tensor, "n s d"] | None
     tokens: Int64[Tensor, "n s"]
 
 
@@ -40,6 +40,7 @@ def train(
     seed: int = 0,
     mesh: Mesh | None = None,
     zero: Zero | int | None = None,
+    of_batch: Callable[[Params, dict[str, Tensor]], Any] | None = None,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Params:
     """Returns the parameters of a speculator after some steps of AdamW, on batches of rows in random order.
@@ -55,6 +56,7 @@ def train(
         seed: seed of parameters and of the order of rows.
         mesh: mesh with the axis "dp", or None for a single device.
         zero: ZeRO rule of the step.
+        of_batch: loss of parameters and a batch in place of `loss`, such as a partial of `owl_loss`.
         report: function of the number of a step and its loss.
 
     Raises:
@@ -80,7 +82,7 @@ def train(
     warmup = max(1, steps // 10)
     rate = warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(steps, warmup + 1), learning_rate / 10)
     step = sharded_step(
-        functools.partial(loss, config),
+        functools.partial(loss, config) if of_batch is None else of_batch,
         chain(clip_by_global_norm(1.0), adamw(rate, b2=0.95, weight_decay=0.1)),
         mesh=mesh,
         batch=P("dp") if mesh is not None else P(),
@@ -92,7 +94,8 @@ def train(
         if len(order) < batch_size:
             order = torch.randperm(len(states.tokens), generator=drawn)
         rows, order = order[:batch_size], order[batch_size:]
-        state, metrics = step(state, {"hidden": states.hidden[rows], "tokens": states.tokens[rows]})
+        batch = {name: x[rows] for name, x in states._asdict().items() if x is not None}
+        state, metrics = step(state, batch)
         report(i, float(metrics["loss"]))
     return {name: unshard(x) for name, x in state.params.items()}
 

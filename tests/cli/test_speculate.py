@@ -45,7 +45,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Told]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["mlp", "lstm", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["mlp", "lstm", "owl", "eagle3", "mtp"])
 def test_a_speculator_in_one_command(
     run: pathlib.Path, text: pathlib.Path, call: Callable[..., Told], kind: str
 ) -> None:
@@ -56,6 +56,18 @@ def test_a_speculator_in_one_command(
     plain, guessed = call(*asked), call(*asked, "--speculator", out)
     assert plain[:2] == (0, guessed[1]) and "drafts accepted" in guessed[2]
     assert f"{out} guesses: {kind} speculator, " in guessed[2]
+    plain_text = text.with_suffix(".txt")
+    plain_text.write_text("abcabcabd" * 20)
+    asked_bench = ["bench", "guess", run, plain_text, "--speculator", out, "--lengths", "8", "30", "--tokens", "9"]
+    status, said, err = call(*asked_bench, "--prompts", "2")
+    assert status == 0 and [x.split("  ")[0] for x in said.splitlines()[1:]] == [
+        "n-grams",
+        "suffixes",
+        "made",
+        "made with suffixes",
+    ], err
+    both = call(*asked, "--speculator", out, "--drafter", "suffix")
+    assert both[1] == plain[1] and "with suffixes" in both[2]
     about = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(about | {"model_digest": "0" * 16}))
     status, said, err = call(*asked, "--speculator", out)
@@ -84,6 +96,10 @@ def test_lines_without_a_text_are_refused(run: pathlib.Path, text: pathlib.Path,
     text.write_text(text.read_text() + '{"txet": "a"}\n')
     status, _, err = call("speculate", run, text, "--out", run.parent / "made", *SMALL)
     assert status == 2 and re.search(r"text.jsonl.*7.* must be an object with a text, .* got \{'txet': 'a'\}", err), err
+    status, _, err = call("bench", "guess", run, text, "--lengths", "0", "60", "--tokens", "9")
+    assert status == 2 and "--lengths must be at least 1, got 0" in err
+    status, _, err = call("bench", "guess", run, text, "--lengths", "60", "--tokens", "9")
+    assert status == 2 and "--lengths and --tokens must be at most the context 64, got 69" in err
     status, _, err = call("generate", run, "a", "--speculator", run)
     assert status == 2 and "has no config.json; give a directory of shardfn speculate" in err
     status, _, err = call("generate", run, "a", "--speculator", run, "--drafter", "ngram")

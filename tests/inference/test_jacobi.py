@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardfn.inference import Context, Engine, Jacobi, Runner, Sampling
+from shardfn.inference import Context, DraftTree, Engine, Jacobi, MultiBlockJacobi, Runner, Sampling
 from tests.inference.stories import model
 from tests.inference.test_speculation import SIZES
 from tests.inference.test_stories import KINDS
@@ -53,3 +53,35 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
         Jacobi(0)
     with pytest.raises(ValueError, match=r"the drafter has blocks of 9 drafts, and limits.drafts is 8"):
         Engine(one.decoder, one.params[0], limits=SIZES, drafter=Jacobi(9))
+
+
+def test_blocks_begin_in_time_and_rejected_draws_are_branches() -> None:
+    drafter, tokens = MultiBlockJacobi(4, pool=2), array("q", [5, 6])
+    context = Context(0, "a", 0, tokens, 2)
+    assert [len(drafter.propose(context, 8))] == [4]
+    for token, num in ((7, 3), (8, 2), (9, 1), (5, 4)):  # ceil(0.85 * 4) = 4: the next block begins with this one's end
+        tokens.append(token)
+        assert len(drafter.propose(context, 8)) == num
+    early = MultiBlockJacobi(4, spawn=0.5)
+    tokens.extend([6, 6])
+    assert len(early.propose(context, 8)) == 6 and early.block == 8
+    for drawn in ([1, 2], [6, 3, 4], [6, 9, 9, 9]):
+        drafter.take_rejected(context, drawn)
+    tree = drafter.propose(context, 8)
+    assert tree.branch(1) == [6, 9] and tree.branch(4) == [9, 9, 9] and tree.branch(6) == [3, 4] and len(tree) == 7
+    assert drafter.propose(context, 4) == tree.first(4) and drafter.copy().propose(context, 8) == tree
+    before = drafter.digest()
+    drafter.end(context)
+    assert drafter.digest() == MultiBlockJacobi(4, pool=2).digest() != before
+
+
+def test_draws_behind_a_wrong_draft_follow_the_first_branch() -> None:
+    tree = DraftTree((5, 6, 7, 8, 9), (-1, 0, 1, 0, 3))  # 5 6 7 and 5 8 9
+    assert tree.find_rejected([5, 0, 11, 12, 13, 14]) == [11, 12]
+    assert tree.find_rejected([5, 8, 1, 1, 3, 4]) == [4]
+    assert tree.find_rejected([4, 8, 7, 1, 3, 4]) == [8, 7, 1]
+
+
+def test_bad_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"(?s)spawn must be from 0 to 1, got 1.5.*size must be .* got 0"):
+        MultiBlockJacobi(0, spawn=1.5)

@@ -27,6 +27,7 @@ MASKS = [
     nn.Keys(IDS % 2 == 0),
     nn.Added(torch.where(torch.rand(3, T, T, generator=torch.Generator().manual_seed(1)) < 0.8, 0.5, -torch.inf)),
     nn.Relative(torch.arange(7.0)[None]),
+    nn.JacobiBlocks(5, 4, 2),
 ]
 PAIRS = [a & b for a, b in itertools.product(MASKS, MASKS)]
 

@@ -117,13 +117,14 @@ def test_other_parameters_are_refused() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["mlp", "lstm", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["mlp", "lstm", "owl", "eagle3", "mtp"])
 def test_a_trained_speculator_is_right_more_often(kind: Any) -> None:
     """On texts that the model draws, where each token follows from the token before."""
     one, (drafter, losses) = large(), trained(kind)
     fresh = Speculator(drafter.config, init(drafter.config, core.key(5)))
     prompts = [list(prompt) for prompt, _ in answers()]
-    engines = [Engine(one.decoder, one.params[0], limits=SIZES, drafter=each) for each in (fresh, drafter)]
+    given = [each.prepare(one.decoder, one.params[0]) for each in (fresh, drafter)]
+    engines = [Engine(*g, limits=SIZES, drafter=each) for g, each in zip(given, (fresh, drafter), strict=True)]
     found = [measure_acceptance(engine, prompts, GREEDY) for engine in engines]
     assert losses[-1] < 0.5 * losses[0] and found[1] > found[0] + 0.2
 

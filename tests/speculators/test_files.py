@@ -89,7 +89,7 @@ def test_damaged_files_are_refused_by_name(directory: pathlib.Path) -> None:
         ({**about, "widht": 3}, r"widht is unknown"),
         ({k: v for k, v in about.items() if k != "d_inner"}, r"d_inner is missing"),
         ({**about, "model_weights": {"embed": 3}}, r"must have a size and a digest for each leaf, got {'embed': 3}"),
-        ({**about, "kind": "gru"}, r"kind must be one of mlp, lstm, eagle3, mtp, got 'gru'"),
+        ({**about, "kind": "gru"}, r"kind must be one of mlp, lstm, owl, eagle3, mtp, got 'gru'"),
         ({**about, "d_inner": 9}, r"first is \(32, 24\), and must be \(36, 24\)"),
     ):
         config.write_text(json.dumps(changed))

@@ -86,7 +86,7 @@ def test_logits_and_loss_are_those_of_single_positions() -> None:
 
 
 def test_drafts_are_the_most_probable_tokens_of_the_modules() -> None:
-    """Of 1 to 9 states, of which the modules see 7, in company."""
+    """With 1 to 9 states, in company. The modules see 7 states."""
     drafter, drawn = Speculator(CONFIG, {k: x.float() for k, x in params_of(CONFIG).items()}), torch.Generator()
     contexts, want = list[Context](), list[list[int]]()
     assert drafter.hidden_window == 7

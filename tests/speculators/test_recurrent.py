@@ -72,7 +72,7 @@ def test_bad_batches_are_refused() -> None:
     for batch in (batch_of(config, length=4), batch_of(config) | {"hidden": torch.ones(4, 9, 11)}):
         with pytest.raises(ValueError, match=r"a state of 10 numbers for each token, and 5 tokens or more"):
             loss(config, params, batch)
-    with pytest.raises(ValueError, match=r"kind must be one of mlp, lstm, got 'lstn'. Did you mean 'lstm'"):
+    with pytest.raises(ValueError, match=r"kind must be one of mlp, lstm, owl, got 'lstn'. Did you mean 'lstm'"):
         RecurrentConfig("lstn", vocab_size=13, d_model=10, num_layers=2, d_inner=6)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"(?s)d_inner must be an integer of at least 1, got 0.*num_drafts .* got 2.5"):
         RecurrentConfig("mlp", 13, 10, 2, d_inner=0, num_drafts=2.5)  # pyright: ignore[reportArgumentType]

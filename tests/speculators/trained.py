@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardfn.inference import Engine, Sampling
-from shardfn.speculators import HiddenRows, Speculator, config_of, hidden_states, train
+from shardfn.speculators import HiddenRows, Speculator, config_of, hidden_states, owl_loss, train
 from tests.inference.stories import Model, model
 from tests.inference.test_stories import KINDS
 
@@ -34,6 +34,9 @@ def trained(kind: Any) -> tuple[Speculator, list[float]]:
     one, losses = large(), list[float]()
     rows = torch.tensor([(*prompt, *tokens) for prompt, tokens in answers()])
     config = config_of(one.decoder, kind, num_drafts=4)
-    states = HiddenRows(torch.stack(list(hidden_states(one.decoder, one.params[0], rows, config.layers))), rows)
     how: dict[str, Any] = {"learning_rate": 1e-2, "batch_size": 8, "report": lambda _, x: losses.append(x)}
+    if kind == "owl":
+        how["of_batch"] = functools.partial(owl_loss, one.config, config, one.params[0])
+        return Speculator(config, train(config, HiddenRows(None, rows), steps=150, **how)), losses
+    states = HiddenRows(torch.stack(list(hidden_states(one.decoder, one.params[0], rows, config.layers))), rows)
     return Speculator(config, train(config, states, steps=150, **how)), losses
