@@ -15,7 +15,7 @@ from ._target import LeafDigest, digest_weights, list_other_weights
 _FORMAT = "shardfn-trajectories"
 
 
-class _Recorder(Jacobi):
+class _RecordingJacobi(Jacobi):
     """Jacobi decoding block by block, which keeps the states of each block."""
 
     def __init__(self, block: int) -> None:
@@ -30,7 +30,7 @@ class _Recorder(Jacobi):
         self.states[number].append([*known, *found])
         return found[:most]
 
-    def copy(self) -> "_Recorder":
+    def copy(self) -> "_RecordingJacobi":
         return self
 
 
@@ -69,7 +69,7 @@ def draw_trajectories(
         problems.append(f"prompts, blocks and a token must be at most the context {decoder.context}, got {most} tokens")
     raise_all(ValueError, "draw_trajectories:", problems)
     limits = limits_of(decoder, drafts=block, running=1, buckets=(block + 1, 64 + block))
-    drafter, how = _Recorder(block), Sampling(max_tokens=block * num_blocks + 1, temperature=0.0)
+    drafter, how = _RecordingJacobi(block), Sampling(max_tokens=block * num_blocks + 1, temperature=0.0)
     engine = Engine(decoder, params, limits=limits, drafter=drafter)
     for prompt in prompts:
         drafter.states = []
