@@ -93,6 +93,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--efficiency", type=float, default=0.6, help="fraction of the peak rate in use (default 0.6)")
     run.add_argument("--bucket-bytes", type=int, default=core.Travel().bucket_bytes, help="Travel(bucket_bytes=)")
     run.add_argument("--prefetch-bytes", type=int, default=core.Pace().prefetch_bytes, help="Pace(prefetch_bytes=)")
+    run.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="train adapters alone (default 0: all weights)"
+    )
+    run.add_argument("--quantization", choices=tuple(core.GROUP_BYTES), help="of the matrices with adapters")
     for kind, default in (("params", ""), ("grads", ""), ("optimizer", ""), ("activations", ", with --remat")):
         kinds = core.TENSOR_KINDS if kind == "activations" else get_args(core.MemoryKind)
         run.add_argument(f"--{kind}", default="device", choices=kinds, help=f"their memory{default} (default device)")
@@ -184,6 +188,8 @@ def parse_setup(args: argparse.Namespace) -> Setup:
         schedule=args.schedule,
         ep=args.ep,
         activations=args.activations,
+        lora=args.lora,
+        quantization=args.quantization,
     )
 
 

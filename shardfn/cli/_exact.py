@@ -60,6 +60,10 @@ def exact(setup: Setup) -> Exact:
                 f"--exact needs {axis}=1, as it captures the step only along dp, got {setup.axis(axis)}. Without"
                 f" --exact, formulas include {axis}."
             )
+    if setup.lora:
+        raise ValueError(
+            f"--exact captures the training of all weights, got --lora {setup.lora}. Leave one of them out."
+        )
     if setup.ep > 1:
         raise ValueError(
             f"--exact needs --ep 1, as it captures the step with all experts on every rank, got --ep {setup.ep}."

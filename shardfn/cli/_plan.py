@@ -181,6 +181,12 @@ def _list_memory_problems(s: Setup) -> list[str]:
         out.append("--activations host moves the inputs of blocks, which only --remat keeps; add --remat.")
     if is_disk(s.activations):
         out.append("--activations disk is not possible; use host.")
+    if s.lora < 0:
+        out.append(f"--lora must be a rank of at least 1, or 0 for no adapters, got {s.lora}.")
+    if s.lora and s.config.experts is not None:
+        out.append(f"--lora {s.lora} puts adapters on dense layers, and {s.model} has experts; leave it out.")
+    if s.quantization is not None and not s.lora:
+        out.append(f"--quantization {s.quantization} is of frozen weights; add --lora RANK.")
     if s.homes and s.cluster.machine is None:
         given = ", ".join(f"--{kind} {memory}" for kind, memory in s.homes.items())
         out.append(f"{given}: {s.cluster.device.name} has no memory next to the device's. Leave it out.")
@@ -215,6 +221,11 @@ def _list_notes(s: Setup) -> tuple[str, ...]:
         notes.append(
             "Time, activations and traffic are those of equally busy experts; with others the fullest rank has more"
             " rows, and the step waits for it. A captured step has room for the bound. The exchange is not hidden."
+        )
+    if s.lora:
+        notes.append(
+            f"Adapters of rank {s.lora} on the {'' if s.quantization is None else s.quantization + ' '}matrices of all"
+            " blocks are trained; all other weights are frozen, without gradients and optimizer state."
         )
     if s.homes:
         notes.append(

@@ -220,6 +220,7 @@ def longest(setup: Setup, limit: int | None = None) -> tuple[LongestSequence, ..
     """
     own = dataclasses.replace(setup, seq=1, accumulate=1, remat=True)
     wrong = [f"{axis}={setup.axis(axis)}: take dp alone" for axis in ("tp", "pp") if setup.axis(axis) > 1]
+    wrong += [f"--lora {setup.lora}: it is not planned; leave it out"] if setup.lora else []
     wrong += [f"--batch {setup.batch}: take 1, since all ranks cut one sequence"] if setup.batch > 1 else []
     raise_all(ValueError, "plan --longest:", [*wrong, *problems(own)])
     room = int(setup.cluster.device.memory * (1 - HEADROOM)) if limit is None else limit

@@ -31,6 +31,7 @@ from shardfn.nn.moe import AllToAll, Local
 from shardfn.transforms import LeafLayout, gather_units, leaf_layout, reduce_units, refresh_units
 
 _Leaf = tuple[torch.Size, core.P]
+_Adapters = tuple[int, core.Quantization | None]  # rank, and codes of the matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Setup:
         efficiency: fraction of the device's peak reached by matrix products.
         schedule: schedule of the pipeline, if the mesh has an axis "pp", with `accumulate` microbatches.
         ep: number of ranks along dp on which the experts lie, a divisor of dp.
+        lora: rank of adapters of the blocks' matrices, which alone are trained then, or 0 to train all weights.
+        quantization: "int8" or "int4" of the matrices that have an adapter, or None.
         activations: memory of the blocks' inputs between forward and backward, with `remat`: "device" or "host".
     """
 
@@ -94,6 +97,8 @@ class Setup:
     schedule: str = "1f1b"
     ep: int = 1
     activations: core.MemoryKind = "device"
+    lora: int = 0
+    quantization: core.Quantization | None = None
 
     @property
     def bytes_of(self) -> Precision:
@@ -203,12 +208,19 @@ def model_states(setup: Setup, num_layers: int | None = None) -> States:
     layers = -(-setup.config.num_layers // setup.axis("pp")) if num_layers is None else num_layers
     # Heads that tp does not divide need leaves by heads, and the first ranks have more heads.
     config = dataclasses.replace(setup.config, per_head=True) if setup.has_uneven_heads else setup.config
-    return _model_states(config, tuple(setup.mesh.items()), setup.zero, setup.precision, layers, setup.ep)
+    adapters = setup.lora, setup.quantization
+    return _model_states(config, tuple(setup.mesh.items()), setup.zero, setup.precision, layers, setup.ep, adapters)
 
 
 @functools.lru_cache(maxsize=256)
 def _model_states(
-    config: gpt.Config, shape: tuple[tuple[str, int], ...], zero: Zero, precision: str, num_layers: int, ep: int
+    config: gpt.Config,
+    shape: tuple[tuple[str, int], ...],
+    zero: Zero,
+    precision: str,
+    num_layers: int,
+    ep: int,
+    adapters: _Adapters,
 ) -> States:
     size, dp = PRECISIONS[precision], dict(shape).get("dp", 1)
     if ep > 1:
@@ -216,13 +228,16 @@ def _model_states(
         shape = tuple(item for x in shape for item in ([("dp", dp // ep), ("ep", ep)] if x[0] == "dp" else [x]))
         zero = dataclasses.replace(zero, axis=("dp", "ep"))
     mesh = core.Mesh(dict(shape), torch.device("cpu"))
-    before, blocks, after = _place_leaves(config, mesh, zero, getattr(torch, size.dtype), num_layers)
+    before, blocks, after = _place_leaves(config, mesh, zero, getattr(torch, size.dtype), num_layers, adapters)
     leaves = before + blocks + after
+    trained = [x for x in leaves if x.trainable]
 
     def ring_bytes(unit: Any) -> float:
         """Returns the bytes for which a ring over all ranks of dp sends as much as the unit's ring."""
-        own = dp // ep if "ep" in leaves[unit.leaves[0]].compute.axes else dp
-        return unit.nbytes * ((own - 1) / own) / ((dp - 1) / dp) if own != dp else unit.nbytes
+        first = leaves[unit.leaves[0]]
+        own = dp // ep if "ep" in first.compute.axes else dp
+        nbytes = unit.nbytes * _count_bytes(first, 32, size) / (32 * size.params)  # codes travel as codes
+        return nbytes * ((own - 1) / own) / ((dp - 1) / dp) if own != dp else nbytes
 
     gathers, reduces, refreshes = (
         gather_units(leaves, zero.travel.bucket_bytes),
@@ -238,10 +253,10 @@ def _model_states(
         biggest, gathered = max(biggest, largest), sum(size.params * x.block.numel() for x in leaves)
     ratio = size.grads / size.params
     return States(
-        params=size.params * sum(_largest_piece(x.used) for x in leaves),
+        params=sum(_count_bytes(x, _largest_piece(x.used), size) for x in leaves),
         # By ZeRO's definition. The step's own stage 1 frees whole gradients as stage 2 does.
-        grads=size.grads * sum(_largest_piece(x.pieces) if zero.stage >= 2 else x.block.numel() for x in leaves),
-        optimizer=size.optimizer * sum(_largest_piece(x.pieces) for x in leaves),
+        grads=size.grads * sum(_largest_piece(x.pieces) if zero.stage >= 2 else x.block.numel() for x in trained),
+        optimizer=size.optimizer * sum(_largest_piece(x.pieces) for x in trained),
         window=max(biggest, min(zero.pace.prefetch_bytes, gathered)),
         reducing=int(ratio * max((u.nbytes for u in cut), default=0)) if zero.stage >= 2 else 0,
         gathered=int(sum(map(ring_bytes, gathers))),
@@ -249,7 +264,7 @@ def _model_states(
         scattered=int(ratio * sum(map(ring_bytes, cut))),
         summed=int(ratio * sum(map(ring_bytes, whole))),
         shared=size.grads
-        * sum(_largest_piece(x.pieces) if zero.stage >= 2 else x.block.numel() for x in before + after),
+        * sum(_largest_piece(x.pieces) if zero.stage >= 2 else x.block.numel() for x in before + after if x.trainable),
         messages={
             "gathered": len(gathers),
             "refreshed": len(refreshes),
@@ -258,6 +273,15 @@ def _model_states(
         },
         largest=largest,
     )
+
+
+def _count_bytes(leaf: LeafLayout, elements: int, size: Precision) -> int:
+    """Returns the bytes of some elements of a leaf: whole rows, for a leaf in codes."""
+    quantization = leaf.places.quantization
+    if quantization is None:
+        return size.params * elements
+    last = min(leaf.block[-1], elements)
+    return elements // last * -(-last // core.GROUP) * core.GROUP_BYTES[quantization]
 
 
 def _largest_piece(cuts: Cuts) -> int:
@@ -269,22 +293,35 @@ def _largest_piece(cuts: Cuts) -> int:
 
 
 def _place_leaves(
-    config: gpt.Config, mesh: core.Mesh, zero: Zero, dtype: torch.dtype, num_layers: int
+    config: gpt.Config, mesh: core.Mesh, zero: Zero, dtype: torch.dtype, num_layers: int, adapters: _Adapters
 ) -> tuple[list[LeafLayout], list[LeafLayout], list[LeafLayout]]:
     """Returns the layout of every leaf: before the blocks, in the blocks, and after the blocks.
 
     Leaves of equal shape and spec share a layout, which takes time to compute.
     """
-    axes = mesh.axes(("dp", "ep") if "ep" in mesh.shape else "dp")
+    axes, (rank, quantization) = mesh.axes(("dp", "ep") if "ep" in mesh.shape else "dp"), adapters
 
     @functools.cache
-    def place_leaf(size: torch.Size, compute: core.P) -> LeafLayout:
-        return leaf_layout("", size, dtype, compute, zero=zero, mesh=mesh, batch_axes=axes, trainable=True)
+    def place_leaf(
+        size: torch.Size, compute: core.P, trainable: bool = not rank, codes: core.Quantization | None = None
+    ) -> LeafLayout:
+        how: Any = {"zero": zero, "mesh": mesh, "batch_axes": axes, "trainable": trainable, "quantization": codes}
+        return leaf_layout("", size, dtype, compute, **how)
 
     # Layers of a stack are cut, gathered and reduced one by one, as layers of a list.
     experts, cut = config.experts, mesh.axis_size("tp") > 1
-    one = dataclasses.replace(config, num_layers=1, stacked=False, experts=None)
+    # Layers may have separate windows and rotary positions, but these are no leaves.
+    one = dataclasses.replace(config, num_layers=1, stacked=False, experts=None, window=None, rope=None)
     before, block, after = ([place_leaf(*leaf) for leaf in part] for part in _list_leaves(one, cut))
+    if rank:
+        block = []
+        for size, compute in _list_leaves(one, cut)[1]:
+            matrix = len(size) == 2
+            block.append(place_leaf(size, compute, codes=quantization if matrix else None))
+            if matrix:  # [out, r] and [r, in], cut as the matrix is
+                rows, columns = (*compute, None, None)[:2]
+                block.append(place_leaf(torch.Size((size[0], rank)), core.P(rows), trainable=True))
+                block.append(place_leaf(torch.Size((rank, size[1])), core.P(None, columns), trainable=True))
     if experts is None:
         return before, block * num_layers, after
     exchange = AllToAll("ep") if "ep" in mesh.shape else Local()

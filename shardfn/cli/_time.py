@@ -104,6 +104,8 @@ def step_cost(setup: Setup) -> Cost:
     """
     states, device = model_states(setup, stage_layers(setup)), setup.cluster.device
     model_flops = setup.tokens * _flops_per_token(setup.config, setup.seq)
+    if setup.lora:  # the backward has no products for the gradients of frozen weights
+        model_flops -= setup.tokens * _linear_flops_per_token(setup.config) / 3
     again = setup.tokens * _block_flops_per_token(setup.config, setup.seq) / 3 if setup.remat else 0.0
     peak = device.rate(setup.bytes_of.dtype) * setup.world
     compute = (model_flops + again) / (peak * setup.efficiency) * _head_imbalance(setup)
@@ -160,7 +162,9 @@ def move_transfers(setup: Setup, states: States) -> tuple[PlannedTransfer, ...]:
 
 def _update_seconds(setup: Setup, states: States) -> float:
     """Returns the time of the update, in which each state is read and written."""
-    nbytes, cluster, home = 2 * (states.optimizer + states.params), setup.cluster, setup.zero.optimizer
+    cluster, home = setup.cluster, setup.zero.optimizer
+    trained = states.optimizer // setup.bytes_of.optimizer * setup.bytes_of.params if setup.lora else states.params
+    nbytes = 2 * (states.optimizer + trained)
     if is_device(home) or cluster.machine is None:
         return nbytes / cluster.device.bandwidth
     host = nbytes / (cluster.machine.bandwidth / setup.ranks_of_machine)
@@ -288,7 +292,13 @@ def _block_flops_per_token(c: gpt.Config, seq: int) -> float:
     """Returns the operations per token of all blocks: 6 per weight, and 12 H K T per block for attention."""
     wide, kv = c.num_heads * c.head_dim, c.kv_heads * c.head_dim
     weights = 2 * c.d_model * (wide + kv) + matrices(c) * c.d_model * mean_width(c) + router_weights(c)
-    return c.num_layers * (6.0 * weights + 12.0 * wide * seq)
+    seen = [min(seq, x.window or seq) for x in c.layer_settings]  # tokens that a token attends to, with a window
+    return c.num_layers * 6.0 * weights + 12.0 * wide * sum(seen)
+
+
+def _linear_flops_per_token(c: gpt.Config) -> float:
+    """Returns the operations per token of all layers but attention: 6 per weight."""
+    return _block_flops_per_token(c, 0) + 6.0 * c.vocab_size * c.d_model
 
 
 def _flops_per_token(c: gpt.Config, seq: int) -> float:
