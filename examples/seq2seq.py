@@ -1,7 +1,7 @@
-"""Trains a small T5 to write the words of a line of text in reverse order, and writes lines that it has not seen.
+"""Trains a small T5 to write the words of a line of text in alphabetical order, and writes lines that it has not seen.
 
     python examples/seq2seq.py
-    python examples/seq2seq.py --experts 4 --steps 600
+    python examples/seq2seq.py --experts 4
     torchrun --nproc-per-node 2 examples/seq2seq.py --tp 2
 
 By default (without --data) lines are from the documentation in Python's standard library. Lines have different numbers
@@ -75,7 +75,7 @@ def report(config, params, words, held_out, curve, args, mesh):
     how = {"num_tokens": args.length + 1, "key": sf.key(0), "temperature": 0.0, "mask": batch["source_mask"]}
     drawn = seq2seq.generate(config, params, batch["source"], **how).tolist()
     found = [line[: line.index(END)] if END in line else line for line in drawn]
-    right = sum(line[::-1] == source for line, source in zip(found, held_out, strict=True))
+    right = sum(line == sorted(source) for line, source in zip(found, held_out, strict=True))
     if mesh.rank == 0:
         for source, line in list(zip(held_out, found, strict=True))[:3]:
             print(f"{' '.join(words[i] for i in source)}  ->  {' '.join(words[i] for i in line)}")
@@ -86,11 +86,11 @@ def report(config, params, words, held_out, curve, args, mesh):
 
 
 def make_batch(lines, length):
-    """Sources of a fixed length with their padding, and targets: words in reverse order, and the end."""
+    """Sources of a fixed length with their padding, and targets: words in alphabetical order, and the end."""
     source, targets = torch.full((len(lines), length), START), torch.full((len(lines), length + 1), -100)
     for row, line in enumerate(lines):
         source[row, : len(line)] = torch.tensor(line)
-        targets[row, : len(line) + 1] = torch.tensor([*line[::-1], END])
+        targets[row, : len(line) + 1] = torch.tensor([*sorted(line), END])
     lengths = torch.tensor([len(line) for line in lines])[:, None]
     return {"source": source, "source_mask": torch.arange(length) < lengths, "targets": targets, "mask": targets >= 0}
 
@@ -101,7 +101,7 @@ def read_lines(args):
     text = "\n".join(texts or (pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)))
     split = [re.findall(r"[a-z]+", line.lower()) for line in text.splitlines()]
     counts = collections.Counter(word for line in split for word in line)
-    words = ["<start>", "</s>", *(word for word, _ in counts.most_common(args.words))]
+    words = ["<start>", "</s>", *sorted(word for word, _ in counts.most_common(args.words))]
     number = {word: i for i, word in enumerate(words)}
     # Only words of the vocabulary, so that each line can be written.
     lines = [tuple(number[word] for word in line if word in number)[: args.length] for line in split]
@@ -120,11 +120,11 @@ def arguments():
     add("--experts", type=int, default=0, help="experts in every second layer of both halves")
     add("--layers", type=int, default=2)
     add("--dim", type=int, default=64)
-    add("--words", type=int, default=200, help="words of the vocabulary")
-    add("--length", type=int, default=8, help="most words of a line")
-    add("--steps", type=int, default=1500)
-    add("--batch", type=int, default=32)
-    add("--lr", type=float, default=5e-3)
+    add("--words", type=int, default=40, help="words of the vocabulary")
+    add("--length", type=int, default=6, help="most words of a line")
+    add("--steps", type=int, default=600)
+    add("--batch", type=int, default=64)
+    add("--lr", type=float, default=4e-3)
     add("--eval-every", type=int, default=100)
     add("--seed", type=int, default=0)
     args = parser.parse_args()
