@@ -17,6 +17,7 @@ probability under the model is above a half, and no other: what the model's own 
 """
 
 import argparse
+import functools
 import math
 import os
 import pathlib
@@ -32,6 +33,7 @@ from shardfn import make_mesh, speculators
 from shardfn.inference import Decoder, Drafter, Engine, Jacobi, Ngram, Runner, Sampling, Suffix, decoder, limits_of
 from shardfn.models import gpt
 from shardfn.pretrained import ModelSettings, detect_kind, load_model
+from shardfn.speculators import Hybrid, Speculator
 
 SAMPLINGS = {"greedy": {"temperature": 0.0}, "temperature 0.8": {"temperature": 0.8, "seed": 1}}
 
@@ -61,7 +63,9 @@ def main() -> None:
     given = _train_all(args) if args.model is None else _load(args)
     made, params, prompts, drafters = given.decoder, given.params, given.prompts, given.drafters
     limits = limits_of(made, drafts=15, running=4, buckets=(1, 2, 4, 8, 16, 64))
-    runner = Runner(made, limits)
+    given_of = {name: _prepare(x, made, params) for name, x in drafters.items()}
+    plain = Runner(made, limits)
+    runners = {name: plain if own[0] is made else Runner(own[0], limits) for name, own in given_of.items()}
     body = [
         f"{given.title}; {len(prompts)} prompts of {len(prompts[0])} tokens, {args.tokens} tokens each;"
         f" {args.rounds} rounds; one thread, processor time; load of the machine {os.getloadavg()[0]:.1f}"
@@ -71,7 +75,7 @@ def main() -> None:
         runs: dict[str, list[tuple[float, float, Any]]] = {each: [] for each in drafters}
         for _ in range(1 + args.rounds):  # the first round captures graphs
             for each, drafter in drafters.items():
-                engine = Engine(made, params, limits=limits, runner=runner, drafter=drafter)
+                engine = Engine(*given_of[each], limits=limits, runner=runners[each], drafter=drafter)
                 start = time.process_time()
                 found = [engine.generate([prompt], how)[0] for prompt in prompts]
                 seconds, accepted = time.process_time() - start, engine.stats.speculation.accepted
@@ -85,6 +89,11 @@ def main() -> None:
             f"## {name}\n\n{table(head, rows)}\n\nbound of {args.drafts} drafts by the model's certainty: {bound:.2f}"
         )
     publish("Speculators", "\n\n".join(body), out=args.out)
+
+
+def _prepare(drafter: Drafter | None, made: Decoder, params: Any) -> tuple[Decoder, Any]:
+    """Returns decoder and parameters, with a [SPEC] token for OWL."""
+    return drafter.prepare(made, params) if isinstance(drafter, Speculator | Hybrid) else (made, params)
 
 
 def _load(args: argparse.Namespace) -> Measured:
@@ -109,16 +118,20 @@ def _train_all(args: argparse.Namespace) -> Measured:
     seen: dict[tuple[int, ...], torch.Tensor] = {}
     for kind in speculators.KINDS:
         config = speculators.config_of(made, kind, num_drafts=args.drafts, window=args.window)  # pyright: ignore
-        if config.layers not in seen:
+        if config.layers not in seen and kind != "owl":
             states = speculators.hidden_states(made, small.params, rows, config.layers)
             seen[config.layers] = torch.stack(list(states))
-        hidden = seen[config.layers]
+        hidden = None if kind == "owl" else seen[config.layers]
         losses = list[float]()
         how: dict[str, Any] = {"learning_rate": 2e-3, "report": lambda _, x, losses=losses: losses.append(x)}
+        if kind == "owl":
+            how["of_batch"] = functools.partial(speculators.owl_loss, small.config, config, small.params)
         params = speculators.train(config, speculators.HiddenRows(hidden, rows), steps=args.steps, **how)
         mean = sum(losses[-10:]) / len(losses[-10:]) / sum(config.step_weights)
         print(f"{kind}: loss {losses[0] / sum(config.step_weights):.3f} -> {mean:.3f} a draft", flush=True)
-        drafters[kind] = speculators.Speculator(config, params)
+        drafters[kind] = Speculator(config, params)
+        if kind == "owl":
+            drafters["owl with suffixes"] = Hybrid(Speculator(config, params))
     step = max(1, len(small.held_out) // args.prompts)
     prompts = [row[: LENGTH // 2].tolist() for row in small.held_out[::step][: args.prompts]]
     size = gpt.num_params(small.config)

@@ -76,7 +76,7 @@ def measure_lengths(served: LoadedModel, ids: Sequence[int], args: argparse.Name
         drafters[f"{name} with suffixes"] = Hybrid(made), made.prepare(*given)
     how, found = Sampling(max_tokens=args.tokens, temperature=args.temperature), dict[str, dict[int, float]]()
     for name, (drafter, own) in drafters.items():
-        sizes = {"context": max(args.lengths) + args.tokens, "running": 2, "buckets": (1, 4, 8, 16, 64)}
+        sizes = {"context": max(args.lengths) + args.tokens, "running": 2, "buckets": (1, 2, 3, 5, 9, 16, 64)}
         engine = Engine(*own, limits=limits_of(own[0], drafts=_DRAFTS, **sizes), drafter=drafter)
         found[name] = {}
         for length in args.lengths:

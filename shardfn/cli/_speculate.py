@@ -6,7 +6,7 @@ import functools
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from shardfn.pretrained import ModelSettings, Problem, detect_kind, load_model
 from shardfn.speculators import HiddenRows, Kind
 from shardfn.waits import waiting
 
+from ._force import force_model
+
+_JACOBI = "jacobi"  # no speculator: the model itself is trained
 _HELD = 20  # one row of so many is held out
 _PROMPTS = 16  # held-out rows that are completed
 
@@ -46,7 +49,7 @@ class SpeculateJob:
     model: ModelSettings
     text: str
     out: str
-    kind: Kind
+    kind: Kind | Literal["jacobi"]
     width: int | None = None
     drafts: int = 4
     steps: int = 1000
@@ -67,7 +70,8 @@ def add_speculate_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "text", metavar="TEXT", help="JSON lines with a text each, {'text': ...}, or a plain text; best the model's own"
     )
-    add("--kind", choices=speculators.KINDS, default="lstm", help="the kind of the speculator (default %(default)s)")
+    text = "the kind of the speculator (default %(default)s), or jacobi, which trains a run itself for Jacobi decoding"
+    add("--kind", choices=(*speculators.KINDS, _JACOBI), default="lstm", help=text)
     add("--out", required=True, metavar="DIR", help="the directory for the speculator, for --speculator DIR")
     add("--drafts", type=int, default=of.drafts, metavar="N", help="guessed tokens (default %(default)s)")
     add("--width", type=int, metavar="N", help="the width of the speculator (default: the model's)")
@@ -106,7 +110,9 @@ def parse_speculate(args: argparse.Namespace) -> SpeculateJob:
 
 
 def speculate(job: SpeculateJob) -> int:
-    """Trains a speculator, writes its files, and prints the held-out acceptance of the speculator and of n-grams.
+    """Trains a speculator, or a model for Jacobi decoding, writes its files, and prints its held-out acceptance.
+
+    The acceptance of n-grams is printed next to a speculator's.
 
     Returns:
         The exit status.
@@ -117,9 +123,13 @@ def speculate(job: SpeculateJob) -> int:
     with waiting("reading", job.model.model):
         served = load_model(job.model, make_mesh({}, alone=True))
     made = served.decoder
-    config = speculators.config_of(made, job.kind, d_inner=job.width, num_drafts=job.drafts)
     rows = _read_rows(job, made, served.text.plain)
     held = max(1, len(rows) // _HELD)
+    if job.kind == _JACOBI:
+        with progress(total=job.steps, desc="training", unit="step") as bar:
+            print(force_model(job, served, rows[:-held], rows[-held:][:_PROMPTS], lambda *_: bar.update() and None))
+        return 0
+    config = speculators.config_of(made, job.kind, d_inner=job.width, num_drafts=job.drafts)
     training, prompts = rows[:-held], rows[-held:][:_PROMPTS, : job.length // 2].tolist()
     hidden = None if job.kind == "owl" else _compute_hidden(made, served.params, training, config.layers)
     with progress(total=job.steps, desc="training", unit="step") as bar:
@@ -190,7 +200,7 @@ def _read_texts(path: pathlib.Path) -> Any:
 
 
 def _measure(made: Decoder, params: Any, drafter: Drafter, prompts: list[list[int]], job: SpeculateJob) -> float:
-    limits = limits_of(made, context=job.length, drafts=15, running=4, buckets=(1, 16, 64))
+    limits = limits_of(made, context=job.length, drafts=15, running=4, buckets=(1, 2, 3, 5, 9, 16, 64))
     engine = Engine(made, params, limits=limits, drafter=drafter)
     most = job.length - max(map(len, prompts))
     return speculators.measure_acceptance(engine, prompts, Sampling(max_tokens=most, temperature=0.0))

@@ -74,9 +74,23 @@ def test_a_speculator_in_one_command(
     assert (status, said) == (2, "") and f"{out}: drafter: a speculator of another model" in err
 
 
+@pytest.mark.nightly
+def test_a_model_for_jacobi_decoding(run: pathlib.Path, text: pathlib.Path, call: Callable[..., Told]) -> None:
+    out = run.parent / "forced"
+    status, said, err = call("speculate", run, text, "--kind", "jacobi", "--out", out, *SMALL)
+    assert status == 0 and re.search(r"decoding before: \d\.\d\d accepted.*\n.*decoding after: \d\.", said), err
+    asked = ["generate", out, "abcab", "cabd", "--json", "--max-tokens", "12"]
+    plain, guessed = call(*asked), call(*asked, "--drafter", "jacobi")
+    assert plain[:2] == (0, guessed[1]) and plain[1] != call(*asked[:1], run, *asked[2:])[1]
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        (
+            "--kind jacobi --drafts 14 --length 24 --batch 1",
+            "must have room for --drafts 14 in its second half",
+        ),
         ("--drafts 0", "--drafts must be at least 1, got 0"),
         ("--length 5", "--length must be at least 6, --drafts and two more, got 5"),
         ("--lr 0", "--lr must be above 0, got 0"),
