@@ -82,7 +82,9 @@ def unpack(folder):
     given = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     transformers.AutoTokenizer.from_pretrained(**given).save_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(**given, dtype=torch.float32)
-    model.config.to_json_file(f"{folder}/config.json")
+    settings = model.config.to_dict()
+    settings.pop("quantization_config", None)  # of the file; the weights below have no codes
+    pathlib.Path(folder, "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     values = dict(model.named_parameters())
     with sf.interop.ArchiveWriter(folder, {name: (x.dtype, tuple(x.shape)) for name, x in values.items()}) as writer:
         for name, x in values.items():
