@@ -182,7 +182,7 @@ def test_norms_penalties_and_shrinking_on_two_ranks() -> None:
 
         run = assert_parity(
             functools.partial(loss, axis="tp", specs=specs),
-            optim.chain(optim.sgd(0.1, momentum=0.5), group_shrink(groups, lambda count: 0.2 * (count + 1))),
+            optim.chain(optim.sgd(0.1, momentum=0.5), group_shrink(groups, lambda count: 0.3 * (count + 1))),
             params,
             [{"tokens": TOKENS}] * 2,
             mesh=sf.make_mesh(layout),
