@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", ["iss", "antman"])
 def test_it_writes_a_report(method: str, tmp_path: pathlib.Path) -> None:
-    sizes = ["--steps", "4", "--hidden", "16", "--dim", "16", "--strength", "100", "--groups", "4"]
+    sizes = ["--steps", "4", "--hidden", "16", "--dim", "16", "--strength", "560", "--groups", "4"]
     command = [sys.executable, str(ROOT / "examples/recurrent.py"), method, *sizes, "--out", str(tmp_path)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
