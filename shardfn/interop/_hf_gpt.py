@@ -322,7 +322,7 @@ def _check_leaves(leaves: dict[tuple[str, ...], list[_LeafSource]], config: gpt.
         own = found if len(found) == 1 else [found[i] for i in row.list_layers(config.num_layers)]
         shape, shapes = _leaf_shape(config, row), {place.shape for place in own}
         num = config.num_layers // config.layers_a_block
-        lengths = {len(p.leaf) for p in leaves[row.path] if p.layer is not None and p.leaf is not None}
+        lengths = {p.leaf.shape[0] for p in leaves[row.path] if p.layer is not None and p.leaf is not None}
         if shapes != {shape} or lengths - {num}:
             found = sorted(map(str, shapes)) if not lengths - {num} else f"of {sorted(lengths)} layers, not {num}"
             problems.append(f"params/{'/'.join(row.path)} is {found}, but {shape} by the config")

@@ -201,11 +201,15 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)
 
 
+def _is_text_object(value: Any) -> bool:
+    return isinstance(value, dict) and list(value) == ["text"] and isinstance(value["text"], str)
+
+
 def _list_texts(asked: _Asked, field: str) -> list[Prompt]:
     """Returns the texts of a field. An object `{"text": ...}` is its text."""
     value = asked.given.get(field)
     if isinstance(value, list):
-        value = [x["text"] if isinstance(x, dict) and list(x) == ["text"] else x for x in value]
+        value = [x["text"] if _is_text_object(x) else x for x in value]
     prompts = list_prompts({field: value}, asked.model, field, functools.partial(check_number, field))
     if "" in prompts:
         raise ApiError(400, f"{field} must have texts that are not empty.", field)

@@ -205,7 +205,7 @@ def full(at: Path, name: str) -> str:
 def cases(route: str, at: Path) -> Iterator[tuple[str, Any]]:
     """Fields, and values that are not theirs."""
     for name, kind in TABLES[route][at].items():
-        given = OTHERS[name] if name in OTHERS else [x for x in VALUES if not kind.has(x)]
+        given = OTHERS[name] if name in OTHERS and kind.served else [x for x in VALUES if not kind.has(x)]
         assert given
         yield from ((name, value) for value in given)
 
