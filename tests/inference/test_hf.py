@@ -146,7 +146,9 @@ def test_a_model_that_cannot_be_exact_is_served_without(caplog: pytest.LogCaptur
         hf_decoder(model, batch_invariant=True)
     with caplog.at_level(logging.WARNING, "shardfn.inference"):
         made, params = hf_decoder(model)
-    assert not made.batch_invariant and "is served without batch invariance: weights are of torch.float64" in caplog.text
+    assert (
+        not made.batch_invariant and "is served without batch invariance: weights are of torch.float64" in caplog.text
+    )
     check_tokens(model, complete(made, params))
 
 

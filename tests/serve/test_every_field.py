@@ -173,8 +173,10 @@ def base(route: str, name: str) -> dict[str, Any]:
         del body["max_tokens"]
     if name in ("schema", "json_schema", "response_format") and "tools" in body:
         body["tool_choice"] = "auto"  # a forced call has its tool's schema
-    if name in ("queries", "choices") or (name == "documents" and "text_2" in body):
+    if name == "choices":
         del body["text_2"]
+    if name == "queries" or (name == "documents" and "text_2" in body):
+        body |= {"queries": body.pop("text_1"), "documents": body.pop("text_2")}
     if name == "messages" and "input" in body:
         del body["input"]
     return body | {"logprobs": True} if name == "top_logprobs" else body
