@@ -102,7 +102,7 @@ OUTSIDE: dict[str, list[Any]] = {
     "regex": ["(", "a" * 70_000, "\x00"],
     "text_1": ["", "a" * CONTEXT, [256], ["a", "b", "c"]],
     "text_2": ["", "a" * CONTEXT, [256], ["a"] * 2049],
-    "queries": ["a"],  # beside text_1
+    "queries": [["a", "b", "c"]],
     "documents": ["", "a" * CONTEXT, [256], ["a"] * 2049],
     "query": ["", "a" * CONTEXT, [256], ["a", "b"]],
     "choices": ["a", [""], [["a"], ["b"]]],
