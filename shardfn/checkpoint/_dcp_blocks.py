@@ -78,7 +78,7 @@ class DcpReader:
             return
         items = create_read_items_for_chunk_list(key, self.metadata.state_dict_metadata[key], [wanted])  # type: ignore[arg-type]
         if sum(item.lengths.numel() for item in items) != out.numel():
-            raise DamagedError(f"the checkpoint has not all of {key}, box {box}. Take another checkpoint.")
+            raise DamagedError(f"the checkpoint has not all of {key}, box {box}. Use another checkpoint.")
         self.storage.read_data(LoadPlan(items), _Into(out)).wait()
 
 

@@ -75,7 +75,7 @@ def verify(directory: str | os.PathLike[str], step: int | None = None) -> Verifi
             problems += _changed_chunks(reader, manifest, name)
     if problems:
         lines = "\n".join(f"  - {p}" for p in problems)
-        raise DamagedError(f"{place} differs from the data that was written. Take another checkpoint:\n{lines}")
+        raise DamagedError(f"{place} differs from the data that was written. Use another checkpoint:\n{lines}")
     return Verified(manifest.step, len(manifest.files), sum(f.bytes for f in manifest.files.values()))
 
 

@@ -212,10 +212,10 @@ def decoded(text: str, where: str) -> Manifest:
         intact = isinstance(seal, str) and _seal_body(body) == text
     except (json.JSONDecodeError, RecursionError, TypeError, UnicodeError) as problem:
         raise DamagedError(
-            f"{where} differs from the data that was written ({problem}). Take another checkpoint."
+            f"{where} differs from the data that was written ({problem}). Use another checkpoint."
         ) from None
     if not intact:
-        raise DamagedError(f"{where} has changed since it was written. Take another checkpoint.")
+        raise DamagedError(f"{where} has changed since it was written. Use another checkpoint.")
     try:
         manifest = Manifest(
             _parse_count(body["step"]),

@@ -18,7 +18,7 @@ from ._manifest import Manifest, decoded
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
-_REMEDY = "Take another checkpoint, and have the disk checked."
+_REMEDY = "Use another checkpoint, and have the disk checked."
 
 
 class OpenedFile(Protocol):
@@ -180,7 +180,7 @@ def read_manifest(place: Location) -> Manifest:
     try:
         text = place.text().decode()
     except UnicodeDecodeError:
-        raise DamagedError(f"{place}/{MANIFEST} has changed since it was written. Take another checkpoint.") from None
+        raise DamagedError(f"{place}/{MANIFEST} has changed since it was written. Use another checkpoint.") from None
     return decoded(text, f"{place}/{MANIFEST}")
 
 

@@ -136,8 +136,8 @@ def ragged_exchange(
         or functorch.is_batchedtensor(send_sizes)
     ):
         raise ValueError(
-            "ragged_exchange returns all rows that come, whose number a capture, or vmap over its sizes, cannot know."
-            " Use sf.ragged_all_to_all, with an `out` of the most rows that may come."
+            "ragged_exchange returns all received rows, so it cannot be captured, or vmapped over send_sizes."
+            " Use sf.ragged_all_to_all, with an `out` that has room for the largest number of rows."
         )
     problems = [*_wrong_rows(x, x), *_wrong_places(line, {"send_sizes": send_sizes})]
     if problems:

@@ -307,9 +307,9 @@ _LOCK = threading.RLock()
 
 
 def serialize_tracing() -> AbstractContextManager[object]:
-    """Makes other threads wait with traces and compiles while the context is open: torch replaces functions then.
+    """Excludes traces and compiles in other threads while the context is open, because torch patches functions then.
 
-    Nothing inside may wait for other ranks: their threads may trace in another order, which would deadlock.
+    Code inside must not wait for other ranks: their threads may trace in another order, which would deadlock.
 
     Example:
         >>> with serialize_tracing(), serialize_tracing():

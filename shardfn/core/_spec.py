@@ -45,7 +45,7 @@ def kind_when_loaded(kind: MemoryKind) -> MemoryKind:
 
 
 def find_directory_problem(kinds: Iterable[str], directory: object) -> Literal["missing", "idle"] | None:
-    """Returns the problem of a directory for values of these memory kinds, or None without a problem.
+    """Returns "missing" if values on disk have no directory, "idle" if a directory has no values on disk, else None.
 
     Args:
         kinds: memory kinds of the values.

@@ -346,7 +346,7 @@ class Zero:
             raise ValueError(f"Zero(reduction={self.reduction!r}): use 'by_rank' or 'canonical'.{hint}")
         chunks = self.reduction_chunks
         if chunks < 1 or chunks & (chunks - 1):
-            raise ValueError(f"Zero(reduction_chunks={chunks}): the tree has a power of two of them.")
+            raise ValueError(f"Zero(reduction_chunks={chunks}): must be a power of two, such as 8.")
         if not self.is_canonical:
             return
         wrong = {
@@ -372,8 +372,8 @@ class Zero:
         if idle:
             given = ", ".join(f"{n}={getattr(travel, n)!r}" for n in idle)
             raise ValueError(
-                f"Zero(stage={self.stage}, travel=Travel({given})): {' and '.join(idle)} would have no effect: too"
-                " little is sharded at this stage."
+                f"Zero(stage={self.stage}, travel=Travel({given})): {' and '.join(idle)} would have no effect."
+                " gather and secondary_axis need stage=3, and reduce needs stage 1, 2 or 3."
             )
         if travel.secondary_axis is None:
             return

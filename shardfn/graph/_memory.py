@@ -313,9 +313,10 @@ _Events = list[list[tuple[str, int]]]
 
 
 def _births_and_deaths(blocks: Sequence[Block], kinds: Sequence[str], count: int) -> tuple[_Events, _Events]:
-    """Returns the blocks allocated at each node, and freed afterwards. The last births exist before the step.
+    """Returns the blocks allocated at each node, and the blocks freed after each node.
 
-    Blocks that are alive at the last node outlive the step.
+    The last entry of the allocated blocks has the blocks that exist before the step. Blocks that are alive at the last
+    node outlive the step.
     """
     born: _Events = [[] for _ in range(count + 1)]
     dead: _Events = [[] for _ in range(count)]

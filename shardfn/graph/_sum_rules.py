@@ -73,9 +73,9 @@ def label_norm(use: OpUse) -> Labels:
 
 
 def shard_softmax(use: OpUse) -> list[Strategy]:
-    """Returns the strategies of `_softmax`, `_log_softmax`.
+    """Returns the strategies of `_softmax` and `_log_softmax`.
 
-    Other dims, or the softmax dim, by a maximum and a sum over ranks.
+    A dim other than the softmax dim may be cut. If the softmax dim is cut, ranks exchange a maximum and a sum.
     """
     x = use.operands[0]
     dim = use.args[1] % max(x.ndim, 1)

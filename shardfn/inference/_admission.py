@@ -41,7 +41,7 @@ def choose_limits(decoder: Decoder, limits: Limits | None, drafter: Drafter | No
     if missing := [x for x in find_wanted_layers(drafter) if x not in decoder.hidden_layers]:
         raise ValueError(
             f"engine: the drafter wants hidden states after {missing} layers, and this decoder has states after"
-            f" {[*decoder.hidden_layers]}. Take a drafter of this model."
+            f" {[*decoder.hidden_layers]}. Use a drafter of this model."
         )
     return limits
 

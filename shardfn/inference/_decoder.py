@@ -159,7 +159,7 @@ def decoder(
     gpt.check_decodable(config)
     if quantization is not None and not config.batch_invariant:
         raise ValueError(
-            f"decoder: quantization={quantization!r} needs batch-invariant layers. Take Config(batch_invariant=True)."
+            f"decoder: quantization={quantization!r} needs batch-invariant layers. Use Config(batch_invariant=True)."
         )
     check_activations(activations, "decoder", config.batch_invariant)
     flat = dataclasses.replace(config, stacked=False)
@@ -249,7 +249,7 @@ def check_activations(activations: str | None, who: str, batch_invariant: bool) 
         raise ValueError(f"{who}: activations must be 'int8' or None, got {activations!r}")
     if activations is not None and not batch_invariant:
         raise ValueError(
-            f"{who}: activations={activations!r} needs batch-invariant layers. Take Config(batch_invariant=True), or"
+            f"{who}: activations={activations!r} needs batch-invariant layers. Use Config(batch_invariant=True), or"
             " leave out batch_invariant=False."
         )
 

@@ -79,7 +79,7 @@ class DraftModel:
         del decoder
         if limits.vocab != self.limits.vocab:
             raise ValueError(
-                f"drafter: its model has {self.limits.vocab} tokens, and the engine's has {limits.vocab}. Take a small"
+                f"drafter: its model has {self.limits.vocab} tokens, and the engine's has {limits.vocab}. Use a small"
                 " model with the tokenizer of the large one."
             )
 

@@ -93,7 +93,7 @@ class Embeddings:
         """
         check_pooling(pooling, False)
         if not self.possible:
-            raise ValueError("embed: this decoder does not give its hidden states. Take a batch-invariant one.")
+            raise ValueError("embed: this decoder does not give its hidden states. Use a batch-invariant one.")
         return Pooled(pooling).sampling
 
     def begin(self, names: Sequence[str], pooling: str) -> None:

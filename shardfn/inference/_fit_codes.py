@@ -215,7 +215,7 @@ def _check_fit(
 ) -> None:
     if not decoder.linear:
         raise ValueError(
-            "fit_quantization: this decoder does not show its linear layers. Take Config(batch_invariant=True), or"
+            "fit_quantization: this decoder does not show its linear layers. Use Config(batch_invariant=True), or"
             " hf_decoder(model, batch_invariant=True)."
         )
     if decoder.cache.axis is not None:

@@ -18,7 +18,7 @@ _JSON_RULES = {"whitespace_pattern": r"[ \t\n\r]{1,20}", "coerce_one_of": True}
 
 @dataclass(frozen=True)
 class Grammar:
-    """Language that a text must be in, from its first character to its last. Three functions make grammars.
+    """Language that a whole text must be in. Made by `Grammar.json_schema`, `Grammar.regex` or `Grammar.lark`.
 
     Args:
         kind: "json_schema", "regex" or "lark".

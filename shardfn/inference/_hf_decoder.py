@@ -371,7 +371,10 @@ def _attend_heads(
     """Returns the attention of this rank's heads, or of all heads if the layer has all heads."""
     body = bodies[scores.layer]
     if not isinstance(body, PagedAttention):
-        raise TypeError(f"layer {scores.layer} of a model of transformers attends by an engine's cache, not by {body}.")
+        raise TypeError(
+            f"an engine serves models of transformers with its paged cache, but layer {scores.layer} got the attention"
+            f" {body}. Pass the bodies that the engine made."
+        )
     sinks_H = None if scores.sinks_H is None else take_own_block(scores.sinks_H.float(), axis)
     how = {"scale": scores.scale, "window": scores.window, "softcap": scores.softcap, "sinks_H": sinks_H}
     if k_BTGK.shape[2] == body.cache.shape[2]:

@@ -109,13 +109,13 @@ def make_sequence_layout(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _HeadExchange(nn.Local):
-    """Body that exchanges parts of the tokens for parts of the heads, and back.
+    """Attention that exchanges parts of the tokens for parts of the heads, and back.
 
     Attributes:
-        inner: body of all tokens and this rank's heads.
+        inner: attention over all tokens, of this rank's heads.
         axis: mesh axis.
-        num: T.
-        heads: H.
+        num: number of tokens T on all ranks.
+        heads: number of heads H on all ranks.
     """
 
     inner: nn.AttentionBackend

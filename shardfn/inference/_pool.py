@@ -49,7 +49,7 @@ def _make_key(fields: dict[str, bytes]) -> bytes:
 
 
 class BlockPool:
-    """Blocks 1 to `blocks - 1`. Methods change the pool in place. `copy` keeps a pool.
+    """Pool of the cache's blocks, numbered 1 to `blocks - 1`. Methods change the pool in place, except `copy`.
 
     Example:
         >>> pool = BlockPool(4)

@@ -66,7 +66,7 @@ def preconditioned_step(
         lr: learning rate.
         c1: the bias correction of m, `1 - b1^t`. None: 1.
         c2: the bias correction of nu, `1 - b2^t`. None: 1.
-        eps: outside the root.
+        eps: constant outside the root.
         weight_decay: factor of the decoupled decay.
 
     Returns:
@@ -107,7 +107,7 @@ def preconditioned_step_(
         lr: learning rate.
         c1: the bias correction of m.
         c2: the bias correction of nu.
-        eps: outside the root.
+        eps: constant outside the root.
         weight_decay: factor of the decoupled decay.
 
     Raises:

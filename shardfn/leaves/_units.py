@@ -48,12 +48,12 @@ def make_units(
     span: float,
     pieces: CutsOf,
 ) -> list[Unit]:
-    """Groups leaves of one `key`: a leaf of `bucket` bytes or more travels alone, smaller neighbours share up to that.
+    """Groups neighbouring leaves of one `key` into units of up to `bucket` bytes. A larger leaf has a unit for itself.
 
     Args:
-        leaves: the layout.
+        leaves: layouts of all leaves.
         members: indices of the leaves to group, in order.
-        bucket: bytes.
+        bucket: largest size of a unit of several leaves, in bytes.
         key: the dtype in which a leaf travels, and a value that must be equal for leaves to share a unit.
         span: the bytes of other leaves that may lie between the first and the last leaf of a unit.
         pieces: function from a leaf to the cuts of its message.

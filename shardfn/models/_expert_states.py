@@ -426,7 +426,7 @@ def _check_dense(config: Config, experts: Experts, noise: float) -> None:
     if config.experts is not None:
         problems.append(f"the model must be dense, got {config.experts}. aggregate_experts adds experts to experts")
     if config.stacked:
-        problems.append("layers must be unstacked, got stacked=True. Take stacked=False")
+        problems.append("layers must be unstacked, got stacked=True. Use stacked=False")
     if experts.d_ff not in (None, config.ff_dim):
         problems.append(f"experts must have the model's F, {config.ff_dim}, got d_ff={experts.d_ff}. Leave it out")
     if not 0 <= noise < float("inf"):

@@ -307,7 +307,7 @@ def _check_quantization(config: Config, leaves: Params, axis: Axes, policy: Quan
                 )
     if policy is not None and not config.batch_invariant:
         raise ValueError(
-            f"pack: quantization={policy!r} of layers that are not batch-invariant. Take Config(batch_invariant=True)."
+            f"pack: quantization={policy!r} of layers that are not batch-invariant. Use Config(batch_invariant=True)."
         )
 
 
@@ -410,4 +410,4 @@ def check_decodable(config: Config) -> None:
     if config.images is not None:
         raise ValueError(f"decode: images={config.images}: a cache has no images yet. Take `generate`.")
     if not isinstance(config.attention, nn.Dense):
-        raise ValueError(f"decode: attention={config.attention!r}: bodies are given. Take attention=Dense().")
+        raise ValueError(f"decode: attention={config.attention!r}: bodies are given. Use attention=Dense().")

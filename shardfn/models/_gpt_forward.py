@@ -175,8 +175,8 @@ def take_rows(config: Config, along: Along, x_BTD: Tensor, at_BS: Tensor) -> Ten
     if along.sequence is not None or config.attention.axes:
         cause = f"{config.attention}" if config.attention.axes else "sequence=True"
         raise ValueError(
-            f"apply(at=) of shape {tuple(at_BS.shape)} takes positions of whole rows, and with {cause} a rank has only"
-            " some tokens of each. Drop one."
+            f"apply(at=) takes positions of whole rows, but with {cause} a rank has only some tokens of each row. Drop"
+            f" one of the two. Got at of shape {tuple(at_BS.shape)}."
         )
     return x_BTD.gather(1, at_BS[..., None].expand(-1, -1, x_BTD.shape[-1]))
 

@@ -252,7 +252,7 @@ def check_untiled(config: Config, who: str, name: str, of_logits: LogitsLoss | N
     if of_logits is not None and config.loss_tile is not None:
         raise ValueError(
             f"{who}: {name}={of_logits} reads logits, and Config(loss_tile={config.loss_tile}) has only those of a tile"
-            " at a time. Take loss_tile=None."
+            " at a time. Use loss_tile=None."
         )
 
 

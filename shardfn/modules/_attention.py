@@ -260,7 +260,7 @@ def _problems_of_positions(module: Any, body: AttentionBackend, num_tokens: int)
         return []
     return [
         f"attn_temperature_tuning scales queries from position {module.floor_scale} - 1 on, by the number of a token on"
-        " its rank. Take shorter rows, or turn it off in the config"
+        " its rank. Use shorter rows, or turn it off in the config"
     ]
 
 

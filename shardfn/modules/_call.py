@@ -60,7 +60,10 @@ class Replacement:
         return self
 
     def forwards(self, run: "ModuleRun") -> Forwards:
-        """Returns the submodules with other forwards. The forwards of smaller numbers are in place."""
+        """Returns submodules and the forwards to run in their place.
+
+        Replacements with smaller numbers are in place already.
+        """
         del run
         return ()
 

@@ -198,7 +198,7 @@ def served_attention(
 
     Raises:
         ValueError: the layer needs other attention.
-        RuntimeError: no function of `decoding` runs.
+        RuntimeError: the module is called outside a function that `decoding` made.
     """
     attend, windows = _CALL.innermost(), WINDOWS.innermost()
     if attend is None or windows is None:
@@ -346,7 +346,7 @@ def served_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     """Computes experts for transformers, [S, D], [S, k], [S, k] -> [S, D].
 
     Raises:
-        RuntimeError: no function of `decoding` runs.
+        RuntimeError: the module is called outside a function that `decoding` made.
     """
     call = _EXPERTS_CALL.innermost()
     if call is None:

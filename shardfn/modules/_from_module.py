@@ -312,16 +312,16 @@ def from_module(
     """Splits a module into parameters and a pure function of the parameters.
 
     Tied parameters appear once, under the first name, and stay tied. Buffers are constants of the function: a forward
-    that would change a buffer is refused, by name, before the change. The module itself is not changed. Once a step has
-    taken the parameters, `module.to("meta")` frees the module's, if there are no buffers.
+    that would change a buffer is refused, by name, before the change. The module itself is not changed. After
+    `step.init(params)`, `module.to("meta")` frees the memory of the module's parameters, if there are no buffers.
 
     Code under `torch.utils.checkpoint` (activation checkpointing) inside the module runs again in the backward with the
-    parameters and draws of the forward. The reentrant kind runs as the other kind. Dropout needs a key:
-    `apply.keyed(key, index_B)(params, ...)`.
+    parameters and draws of the forward. `use_reentrant=True` has no effect. Dropout needs a key: `apply.keyed(key,
+    index_B)(params, ...)`.
 
     If parameters have another dtype, as under `mixed_precision`, floating-point buffers follow the nearest parameters
-    of equal dtype, as with `module.to(dtype)`. A submodule of which all parameters are exceptions of the policy, such
-    as a norm in float32, computes in the dtype of the exceptions, and returns the dtype of the input.
+    of equal dtype, as with `module.to(dtype)`. If all parameters of a submodule are exceptions of the policy, such as a
+    norm in float32, the submodule computes in the dtype of the exceptions, and returns the dtype of the input.
 
     Args:
         module: any module, in the mode to run in (train or eval). Inside of `step.evaluate` the mode is eval.
@@ -333,9 +333,9 @@ def from_module(
         layers: name of the list of layers, to put layers on several ranks (`pipeline_module`): an `nn.ModuleList` of
             layers, each called once on the result of the previous layer. Layers may differ. Layers with equal leaves
             are stacked.
-        attention: body that computes the attention of models of transformers inside: `nn.Blockwise()`, or
-            `nn.Ulysses(axis, length)` and `nn.Ring(axis, length)` on ranks that each have some tokens of a sequence.
-            Positions then count all tokens. Where given positions start again, a new document begins.
+        attention: attention backend for models of transformers inside: `nn.Blockwise()`, or `nn.Ulysses(axis, length)`
+            and `nn.Ring(axis, length)` on ranks that each have some tokens of a sequence. Positions then count all
+            tokens. Where given positions start again, a new document begins.
         experts: exchange of `nn.moe` by which tokens meet the experts of models of transformers inside, such as
             `nn.moe.AllToAll("ep")`, an all-to-all. The module's routers choose. The step needs `specs=apply.specs`.
             With `layers`, specs such as `P("pp", "ep")` for the stacked leaves of experts.

@@ -150,7 +150,10 @@ class LayeredFunction:
                 self._require_params(str(needs))
                 continue
             if not span.calls:
-                raise ValueError(f"the loss does not call the module, whose layers {self.path!r} are on several ranks.")
+                raise ValueError(
+                    f"the loss does not call the module, whose layers {self.path!r} are on several ranks. Call the"
+                    " function of from_module in the loss, or remove pipeline()."
+                )
             if not is_placeholder(out):
                 return out
             self._require_params("the loss depends on it" if span.ends else "a layer's first argument depends on it")

@@ -163,7 +163,7 @@ class PartialForward:
         if number == self._span.start and self._span.given is not None:
             args, kwargs = _first_argument(layer, args, kwargs)[1](self._span.given)
         if is_placeholder((args, kwargs)):
-            raise NeedsValue(f"layer {number} is given it, besides its first argument")
+            raise NeedsValue(f"layer {number} takes it in an argument other than the first")
         return layer(*args, **kwargs)
 
     def _rebuild_result(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], h: Any) -> Any:

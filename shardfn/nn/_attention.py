@@ -69,7 +69,7 @@ def attention(
     """
     (T, H), (S, G) = q_BTHK.shape[1:3], k_BSGK.shape[1:3]
     if H % max(G, 1):
-        raise ValueError(f"attention: {H} query heads over {G} key heads: the latter must divide the former.")
+        raise ValueError(f"attention: the number of key heads must divide the number of query heads, got {G} and {H}.")
     if mask is not None and causal is not None:
         raise ValueError(
             f"attention: expected causal or mask, got both causal={causal} and mask={mask}."

@@ -106,7 +106,7 @@ class BlockSparse(Local):
         """Returns the attention of the rank's queries over all keys."""
         del length
         if how.softcap is not None:
-            raise ValueError(f"attention: BlockSparse() has no softcap={how.softcap}. Take Blockwise() or Dense().")
+            raise ValueError(f"attention: BlockSparse() has no softcap={how.softcap}. Use Blockwise() or Dense().")
         known = functools.reduce(operator.and_, [m for m in how.mask.parts if m.of_positions], Full())
         tile, rows = self.block or known.tile or KERNEL_TILE, (((0, k_BSGK.shape[1]),),)
         return online(None, rows, (q_BTHK, k_BSGK, v_BSGK), how, TORCH_TILE, tile)
@@ -302,16 +302,18 @@ class Attending(NamedTuple):
 
 
 def sequence_order(body: AttentionBackend, length: int, num_ranks: int | Sequence[int]) -> Int64[Tensor, " t"]:
-    """Returns the order of tokens before the cut: `x[:, order]`. The order is by position, except with zigzag.
+    """Returns the order into which a loader puts the tokens before ranks take equal parts of them: `x[:, order]`.
+
+    The order is by position, except for a ring with `zigzag=True`.
 
     Args:
-        body: how attention is computed.
-        length: T.
+        body: attention backend.
+        length: number of tokens T.
         num_ranks: number of ranks along the axis of the ring, or along each axis, major to minor, of a ring of several
             axes.
 
     Raises:
-        ValueError: a ring of several axes and a single number, which does not determine the cut of the tokens.
+        ValueError: `num_ranks` is a single number for a ring of several axes. The number does not determine the parts.
 
     Example:
         >>> sequence_order(Ring("sp", 8, zigzag=True), 8, num_ranks=2).tolist()

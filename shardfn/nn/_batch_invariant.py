@@ -30,12 +30,12 @@ Then = Callable[[Tensor, Tensor], Tensor]
 class BatchInvariantWeight(Weight):
     """Weight for batch-invariant linear layers, in place of a tensor: `linear(x, w)` is `kernels.row_linear`.
 
-    The layers of `nn` take an `BatchInvariantWeight` in place of a weight. Made of a weight, by
-    `BatchInvariantWeight.of`, an `BatchInvariantWeight` has derivatives of any order. Made of panels, packed once for
-    many calls, an `BatchInvariantWeight` has no derivative.
+    The layers of `nn` take a `BatchInvariantWeight` in place of a weight. `BatchInvariantWeight.of(weight)` has
+    derivatives of any order. A `BatchInvariantWeight` made of panels, which are packed once for many calls, has no
+    derivative.
 
     Args:
-        panels: panels from `kernels.pack_rows` of the weight as [N, K], in codes, too.
+        panels: panels from `kernels.pack_rows` of the weight as [N, K], quantized or not.
         shape: shape of the weight: [N, K], or with some output dims, [H, K, D], or some input dims, [D, H, K].
         chunks: number of chunks of K, with sums added by a tree. The number is a part of the result, like a dtype.
         then: function from the layer's input and its result, with the bias, to the result in its place. On several
@@ -45,8 +45,7 @@ class BatchInvariantWeight(Weight):
     Attributes:
         shape: shape of the weight.
         chunks: number of chunks of K.
-        activations: rounding of inputs, from above.
-        then: function `then` from above.
+        activations: rounding of the inputs, see the argument. then: function on the result, see the argument.
 
     Raises:
         ValueError: panels of another shape.
@@ -110,7 +109,7 @@ class BatchInvariantWeight(Weight):
 
     @property
     def source(self) -> Tensor | None:
-        """Returns the original weight, or None for an `BatchInvariantWeight` made of panels."""
+        """Returns the original weight, or None for a `BatchInvariantWeight` made of panels."""
         return self._source
 
     @property
@@ -195,7 +194,7 @@ class BatchInvariantWeight(Weight):
         call = _FUNCTIONS.get(func)
         if call is None:
             name = getattr(func, "__name__", func)
-            raise TypeError(f"torch's {name} does not take an BatchInvariantWeight: only linear and embedding do.")
+            raise TypeError(f"torch's {name} does not take a BatchInvariantWeight: only linear and embedding do.")
         return call(*args, **(kwargs or {}))
 
     @property
@@ -264,12 +263,12 @@ def rank_node(w: BatchInvariantWeight, inputs: int, axis: Axes) -> BatchInvarian
     if rest or num & (num - 1):
         raise ValueError(
             f"row_linear: {w.chunks} chunks over the {n} ranks of {axis!r}: each rank needs the same number of chunks,"
-            f" a power of two. Take chunks={n * max(1, 8 // n)} on any number of ranks, one too, or other ranks."
+            f" a power of two. Use chunks={n * max(1, 8 // n)} on any number of ranks, one too, or other ranks."
         )
     if inputs % n or w.shape[1] != inputs // n:
         raise ValueError(
             f"row_linear: {inputs} inputs in {w.chunks} chunks over the {n} ranks of {axis!r}: a rank would have a part"
-            f" of a chunk. Take ranks that divide the inputs (and the heads)."
+            f" of a chunk. Use ranks that divide the inputs (and the heads)."
         )
     return w.with_chunks(num)
 
@@ -299,12 +298,12 @@ def _make_product(chunks: int) -> Product:
 def _apply_linear(input: Any, weight: Any, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, BatchInvariantWeight):
         raise TypeError(
-            f"linear of {type(input).__name__}: an BatchInvariantWeight is the weight, not the input or the bias."
+            f"linear of {type(input).__name__}: a BatchInvariantWeight is the weight, not the input or the bias."
         )
     alone = all(size == 1 for size in current_mesh().shape.values())
     if weight.source is not None and not alone:  # the function mode for following values has seen no weight
         raise TypeError(
-            "linear of an BatchInvariantWeight with derivatives, on several ranks: call nn.linear in place of torch's."
+            "linear of a BatchInvariantWeight with derivatives, on several ranks: call nn.linear in place of torch's."
         )
     return weight.linear(input, bias)
 

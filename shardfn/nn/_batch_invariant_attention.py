@@ -43,7 +43,7 @@ class BatchInvariant(Local):
 
 def find_mask_problems(mask: Mask) -> list[str]:
     """Returns the parts of a mask unknown to `BatchInvariant`."""
-    told = "the mask must be Causal() or Window(left). Take another mask, or another body, such as Dense()"
+    told = "the mask must be Causal() or Window(left). Use another mask, or another body, such as Dense()"
     return [f"{m}: {told}" for m in mask.parts if not (isinstance(m, Window) and m.looks_back)]
 
 

@@ -245,10 +245,10 @@ class Chunked:
         if q_BTHK.shape[1] != k_BSGK.shape[1]:
             raise ValueError(
                 f"Chunked attention of {q_BTHK.shape[1]} queries over {k_BSGK.shape[1]} keys: a chunk has the same"
-                " number of both. Take Blockwise()."
+                " number of both. Use Blockwise()."
             )
         if how.sinks_H is not None:
-            raise ValueError("Chunked attention has no sinks. Take Ulysses(), Ring() or Blockwise().")
+            raise ValueError("Chunked attention does not support sinks. Use Ulysses(), Ring() or Blockwise().")
         if self.pool is not None and capturing():
             raise ValueError(
                 "Chunked(to='disk') is not captured. Run the step without jit, or let chunks wait on 'host'."

@@ -234,8 +234,8 @@ def _join_given(a: Given, b: Given) -> Given:
     added, table = (x if y is None else y if x is None else x + y for x, y in ((a.added, b.added), (a.table, b.table)))
     if a.dropped is not None and b.dropped is not None:
         raise ValueError(
-            "attention: BlockSparse() drops by one PairDropout, but the mask has several. Take Blockwise(), or one of"
-            " the rate 1 - (1 - rate1) (1 - rate2)."
+            "attention: BlockSparse() supports one PairDropout, but the mask has several. Use Blockwise(), or a single"
+            " PairDropout with the rate 1 - (1 - rate1) (1 - rate2)."
         )
     rest = added, table, a.dropped or b.dropped
     if a.ids_q is None or a.ids_k is None or b.ids_q is None or b.ids_k is None:

@@ -74,7 +74,7 @@ def mlp(
     """
     check_block("mlp: w_up", w_up_FD.shape[:1], d_ff, axis, option="d_ff")
     if act == "gelu_erf" and isinstance(w_up_FD, BatchInvariantWeight):
-        raise ValueError("mlp(act='gelu_erf'): batch-invariant gelu has the form with tanh. Take act='gelu'.")
+        raise ValueError("mlp(act='gelu_erf'): batch-invariant gelu has the form with tanh. Use act='gelu'.")
     h_F = affine(enter_parallel(x_D, axis, sequence), w_up_FD, b_up_F)
     h_F = gelu(h_F, w_up_FD) if act == "gelu" else F.relu(h_F) if act == "relu" else F.gelu(h_F)
     return row_linear(h_F, w_down_DF, b_down_D, features=d_ff, axis=axis, sequence=sequence)

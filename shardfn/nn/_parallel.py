@@ -177,7 +177,7 @@ def row_linear(
 ) -> Float[Tensor, "*batch2 d"]:
     """Returns the affine map y = x w^T + b, where each rank has some input features: x[F_axis], w[D, F_axis].
 
-    The bias is whole on all ranks, and is added once, to the sum. With an `BatchInvariantWeight` the sum goes by the
+    The bias is whole on all ranks, and is added once, to the sum. With a `BatchInvariantWeight` the sum goes by the
     weight's tree, so the result has the same bits on any number of ranks, for example 1, 2 and 4.
 
     Args:

@@ -283,7 +283,7 @@ class Rope:
         """
         dims = self.num_dims(head_dim)
         if dims < 2:
-            raise ValueError(f"{self} rotates {dims} of {head_dim} dims, and rotation pairs dims. Raise fraction.")
+            raise ValueError(f"{self} must rotate at least 2 dims, got {dims} of {head_dim} dims. Raise fraction.")
         frequencies = None
         if self.scaling is not None:
             plain = [self.base ** -(i / dims) for i in range(0, dims, 2)]

@@ -54,7 +54,7 @@ def adafactor(
         weight_decay_mask: leaves that decay, as for `add_decayed_weights`.
 
     Returns:
-        A rule.
+        The corresponding `GradientTransformation`.
 
     Raises:
         ValueError: a number is out of range, or (on use) the mask or the state does not match the params.
@@ -143,7 +143,7 @@ def scale_by_factored_rms(
         epsilon: added to squares, >= 0.
 
     Returns:
-        A rule with a `FactoredState`.
+        The corresponding `GradientTransformation`, with a `FactoredState` as state.
 
     Raises:
         ValueError: a number is out of range.
@@ -177,7 +177,7 @@ class _Factored:
     shapes: Resolved | None = None
 
     def rule(self) -> base.GradientTransformation:
-        """Returns the rule as a `GradientTransformation`."""
+        """Returns the optimizer as a `GradientTransformation`."""
         # The granularity is "tree", because vectors cannot be cut with rows of the leaf.
         needs = base.Needs(resolve_masks=self.decide if self.shapes is None else None, ascends=True)
         return base.GradientTransformation(self.init, self.update, needs=needs)

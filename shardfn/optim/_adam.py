@@ -56,13 +56,13 @@ def scale_by_adam(
     Args:
         b1: rate of the mean, in [0, 1). Like all rates, a number or a 0-d tensor.
         b2: rate of the squares, in [0, 1).
-        eps: outside the root, >= 0.
-        eps_root: inside the root, >= 0. Needed to differentiate through an update whose gradient was always 0.
+        eps: constant outside the root, >= 0.
+        eps_root: constant inside the root, >= 0. Needed to differentiate through an update whose gradient was always 0.
         mu_dtype: dtype of `mu` between steps. None: dtype of the parameters.
         nesterov: whether the mean looks one step ahead.
 
     Returns:
-        A rule with a `ScaleByAdamState`.
+        The corresponding `GradientTransformation`, with a `ScaleByAdamState` as state.
 
     Raises:
         ValueError: a number is out of range, or `mu_dtype` is not a dtype of floating point.
@@ -106,13 +106,14 @@ def adam(
         learning_rate: a number >= 0, or a schedule.
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
-        eps: outside the root, >= 0.
-        eps_root: inside the root, >= 0.
+        eps: constant outside the root, >= 0.
+        eps_root: constant inside the root, >= 0.
         mu_dtype: dtype of the stored mean. None: dtype of the parameters.
         nesterov: whether the mean looks one step ahead (NAdam).
 
     Returns:
-        A rule. `apply` is one fused kernel per dtype, unless one of the last three arguments is given.
+        The corresponding `GradientTransformation`. `apply` is one fused kernel per dtype, unless one of the last three
+        arguments is given.
 
     Raises:
         ValueError: a number is out of range, or `mu_dtype` is not a dtype of floating point.
@@ -156,15 +157,16 @@ def adamw(
         learning_rate: a number >= 0, or a schedule.
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
-        eps: outside the root, >= 0.
+        eps: constant outside the root, >= 0.
         weight_decay: factor of the decay, >= 0. It is multiplied by the learning rate.
         mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
-        eps_root: inside the root, >= 0.
+        eps_root: constant inside the root, >= 0.
         mu_dtype: dtype of the stored mean. None: dtype of the parameters.
         nesterov: whether the mean looks one step ahead. See `nadamw`.
 
     Returns:
-        A rule. `apply` is one fused kernel per dtype and mask value, unless one of the last three arguments is given.
+        The corresponding `GradientTransformation`. `apply` is one fused kernel per dtype and mask value, unless one of
+        the last three arguments is given.
 
     Raises:
         ValueError: a number is out of range, or `mu_dtype` is not a dtype of floating point, or (on use) the mask or
@@ -213,14 +215,14 @@ def nadamw(
         learning_rate: a number >= 0, or a schedule.
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
-        eps: outside the root, >= 0.
-        eps_root: inside the root, >= 0.
+        eps: constant outside the root, >= 0.
+        eps_root: constant inside the root, >= 0.
         mu_dtype: dtype of the stored mean. None: dtype of the parameters.
         weight_decay: factor of the decay, >= 0. It is multiplied by the learning rate.
         mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
 
     Returns:
-        A rule.
+        The corresponding `GradientTransformation`.
 
     Raises:
         ValueError: a number is out of range, or `mu_dtype` is not a dtype of floating point, or (on use) the mask or

@@ -61,7 +61,7 @@ def scale_by_ademamix(
         eps_root: constant inside the root, >= 0.
 
     Returns:
-        A rule with a `ScaleByAdemamixState`.
+        The corresponding `GradientTransformation`, with a `ScaleByAdemamixState` as state.
 
     Raises:
         ValueError: a number is out of range.
@@ -115,7 +115,7 @@ def ademamix(
         mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
 
     Returns:
-        A rule.
+        The corresponding `GradientTransformation`.
 
     Raises:
         ValueError: a number is out of range, or (on use) the mask or the state does not match the params.
@@ -192,7 +192,7 @@ def scale_by_adopt(
             first version of the paper.
 
     Returns:
-        A rule with a `ScaleByAdamState`.
+        The corresponding `GradientTransformation`, with a `ScaleByAdamState` as state.
 
     Raises:
         ValueError: a number is out of range.
@@ -248,7 +248,7 @@ def adopt(
         mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
 
     Returns:
-        A rule.
+        The corresponding `GradientTransformation`.
 
     Raises:
         ValueError: a number is out of range, or (on use) the mask or the state does not match the params.
@@ -298,13 +298,13 @@ def scale_by_radam(
     Args:
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
-        eps: outside the root, >= 0.
-        eps_root: inside the root, >= 0.
+        eps: constant outside the root, >= 0.
+        eps_root: constant inside the root, >= 0.
         threshold: threshold of rho, >= 0. RAdam needs more than 4.
         nesterov: whether the mean looks one step ahead.
 
     Returns:
-        A rule with a `ScaleByAdamState`.
+        The corresponding `GradientTransformation`, with a `ScaleByAdamState` as state.
 
     Raises:
         ValueError: a number is out of range.
@@ -353,13 +353,13 @@ def radam(
         learning_rate: a number >= 0, or a schedule.
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
-        eps: outside the root, >= 0.
-        eps_root: inside the root, >= 0.
+        eps: constant outside the root, >= 0.
+        eps_root: constant inside the root, >= 0.
         threshold: the length of the average from which the step is rectified, >= 0.
         nesterov: whether the mean looks one step ahead.
 
     Returns:
-        A rule.
+        The corresponding `GradientTransformation`.
 
     Raises:
         ValueError: a number is out of range.

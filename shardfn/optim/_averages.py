@@ -58,13 +58,13 @@ def average_params(
     so that the average uses the parameters after the whole step.
 
     Args:
-        inner: the rule.
+        inner: the wrapped optimizer.
         decay: a number in [0, 1), or a function of the number of steps taken before: `lambda t: t / (t + 1)` gives the
             mean of the parameters after each step.
         debias: whether the weight of the first parameters is removed. `decay` must then be a number.
 
     Returns:
-        A rule with an `AverageParamsState`.
+        The corresponding `GradientTransformation`, with an `AverageParamsState` as state.
 
     Raises:
         ValueError: `decay` is outside [0, 1), or a function although `debias` is set.
@@ -107,7 +107,7 @@ class _AverageParams:
     decay: Decay
 
     def rule(self) -> base.GradientTransformation:
-        """Returns the rule as a `GradientTransformation`."""
+        """Returns the optimizer as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: _AverageParams(tx, self.decay).rule(), states=lambda s: (s.inner,))
         return base.GradientTransformation(
             self.init, self.update, self.apply, needs._replace(ascends=self.tx.needs.ascends)
@@ -171,7 +171,7 @@ def ema(decay: base.Number, debias: bool = True) -> base.GradientTransformation:
         debias: whether to divide by `1 - decay^t`.
 
     Returns:
-        A rule with an `EmaState`.
+        The corresponding `GradientTransformation`, with an `EmaState` as state.
 
     Raises:
         ValueError: `decay` is out of range.
@@ -231,13 +231,13 @@ def lookahead(
     the rule outermost.
 
     Args:
-        fast_optimizer: the rule.
+        fast_optimizer: the wrapped optimizer.
         sync_period: number of fast steps for each step of the slow parameters, >= 1.
         slow_step_size: fraction of the way that the slow parameters move, > 0.
         reset_state: whether the state of the fast rule is reset after each slow step.
 
     Returns:
-        A rule with a `LookaheadState`.
+        The corresponding `GradientTransformation`, with a `LookaheadState` as state.
 
     Raises:
         ValueError: a number is out of range, or the rule averages gradients for itself.
@@ -269,7 +269,7 @@ class _Lookahead:
     reset: bool
 
     def rule(self) -> base.GradientTransformation:
-        """Returns the rule as a `GradientTransformation`."""
+        """Returns the optimizer as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.fast_state,))
         return base.GradientTransformation(self.init, self.update, needs=needs._replace(ascends=self.tx.needs.ascends))
 
@@ -342,7 +342,7 @@ def schedule_free(
         weight_lr_power: power of the learning rate in the weights, >= 0.
 
     Returns:
-        A rule with a `ScheduleFreeState`.
+        The corresponding `GradientTransformation`, with a `ScheduleFreeState` as state.
 
     Raises:
         ValueError: a number is out of range, or the rule averages gradients for itself.
@@ -373,7 +373,7 @@ class _ScheduleFree:
     power: float
 
     def rule(self) -> base.GradientTransformation:
-        """Returns the rule as a `GradientTransformation`."""
+        """Returns the optimizer as a `GradientTransformation`."""
         again = lambda tx: _ScheduleFree(tx, self.learning_rate, self.b1, self.power).rule()  # noqa: E731
         needs = join_needs([self.tx], again, states=lambda s: (s.base_optimizer_state,))
         return base.GradientTransformation(self.init, self.update, needs=needs._replace(ascends=self.tx.needs.ascends))

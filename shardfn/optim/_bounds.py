@@ -127,7 +127,7 @@ def clip_by_block_rms(threshold: float | int) -> base.GradientTransformation:
         threshold: the bound, > 0.
 
     Returns:
-        A rule without memory.
+        The corresponding `GradientTransformation`, without a state.
 
     Raises:
         ValueError: the bound is not a finite number > 0.
@@ -181,7 +181,7 @@ def adaptive_grad_clip(
         axis: dims of a unit, of every leaf. None: chosen by the number of dims.
 
     Returns:
-        A rule without memory.
+        The corresponding `GradientTransformation`, without a state.
 
     Raises:
         ValueError: a number is out of range, or (on use) params are missing, or leaves have no such dims.
@@ -362,7 +362,7 @@ def project_params(projection: Callable[[Tensor], Tensor], by_element: bool = Fa
             gets this rank's block.
 
     Returns:
-        A rule without memory. Updates are float64, where `p' - p` is exact.
+        The corresponding `GradientTransformation`, without a state. Updates are float64, where `p' - p` is exact.
 
     Raises:
         ValueError: (on use) params are missing, or a projection changes a shape.

@@ -27,7 +27,7 @@ def chain(*rules: base.GradientTransformation | base.Pair) -> base.GradientTrans
         rules: rules in the order of application. Without rules, the identity.
 
     Returns:
-        A rule with the tuple of the states as state.
+        The corresponding `GradientTransformation`, with the tuple of the states as state.
 
     Raises:
         ValueError: (on use) the state is not a tuple with a state for each rule.
@@ -96,7 +96,7 @@ def named_chain(*args: tuple[str, base.GradientTransformation | base.Pair]) -> b
         *args: pairs (name, rule), first applied first.
 
     Returns:
-        A rule.
+        The corresponding `GradientTransformation`.
 
     Raises:
         TypeError: an argument is not such a pair.

@@ -20,14 +20,14 @@ from ._pair import apply_updates, as_transformation, inplace
 
 
 class DelayedState(NamedTuple):
-    """State of a delayed rule.
+    """State of an optimizer whose updates are delayed.
 
     Attributes:
         pending: tree like params: gradients of the last step, or zeros if no gradient waits.
         count: int32, 0-d: steps seen. Nothing waits while `count <= warmup`.
         inner: the state of the rule.
-        measured: 0-d: sum of the measures of waiting gradients, or `()` if the rule has no measure. float32, or float64
-            if a leaf is float64.
+        measured: 0-d: sum of the values of `needs.measure` of the waiting gradients, or `()` for an optimizer without
+            measure. float32, or float64 if a leaf is float64.
     """
 
     pending: core.PyTree
@@ -51,11 +51,11 @@ def delayed(tx: base.GradientTransformation | base.Pair, warmup: int = 0) -> bas
     gradients.
 
     Args:
-        tx: the rule.
+        tx: the wrapped optimizer.
         warmup: number of plain steps at first, >= 0.
 
     Returns:
-        A rule with a `DelayedState` of constant structure.
+        The corresponding `GradientTransformation`, with a `DelayedState` as state of constant structure.
 
     Raises:
         ValueError: `warmup` is not an int >= 0, or (on use) trees or the state do not match the params.
@@ -92,7 +92,7 @@ class _Delayed:
     stats: Tensor | None = None
 
     def rule(self) -> base.GradientTransformation:
-        """Returns the rule as a `GradientTransformation`."""
+        """Returns the optimizer as a `GradientTransformation`."""
         tx, measure = self.tx, self.measure
         needs = join_needs([tx], lambda rule: _Delayed(rule, self.warmup).rule())
         needs = needs._replace(bind_stats=self.bind, ascends=tx.needs.ascends)

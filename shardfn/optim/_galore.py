@@ -76,7 +76,7 @@ def scale_by_galore(
         eps: constant outside the root, >= 0.
 
     Returns:
-        A rule for leaves with two dims, with a `ScaleByGaloreState`.
+        The corresponding `GradientTransformation` for leaves with two dims, with a `ScaleByGaloreState` as state.
 
     Raises:
         ValueError: a number is out of range, or (on use) a leaf is not a matrix. The message lists all such leaves.
@@ -165,7 +165,7 @@ def galore(
         eps: constant outside the root, >= 0.
 
     Returns:
-        A rule.
+        The corresponding `GradientTransformation`.
 
     Raises:
         ValueError: a number is out of range, or (on use) the mask or the state does not match the params.

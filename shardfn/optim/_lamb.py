@@ -62,10 +62,10 @@ def scale_by_moment_ratio(
     Args:
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
-        eps: outside the root, >= 0.
+        eps: constant outside the root, >= 0.
 
     Returns:
-        A rule with a `ScaleByMomentRatioState`.
+        The corresponding `GradientTransformation`, with a `ScaleByMomentRatioState` as state.
 
     Raises:
         ValueError: a number is out of range.
@@ -102,7 +102,7 @@ def scale_by_bias_correction(b1: base.Number = 0.9, b2: base.Number = 0.999) -> 
         b2: rate of the squares, in [0, 1).
 
     Returns:
-        A rule that counts steps.
+        The corresponding `GradientTransformation`, with a count of steps as state.
 
     Raises:
         ValueError: a rate is outside [0, 1).
@@ -154,17 +154,17 @@ def lamb(
         learning_rate: a number >= 0, or a schedule.
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
-        eps: outside the root, >= 0.
+        eps: constant outside the root, >= 0.
         weight_decay: factor of the decay inside u, >= 0.
         mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
-        eps_root: inside the root, >= 0. Only with `bias_correction="moments"`.
+        eps_root: constant inside the root, >= 0. Only with `bias_correction="moments"`.
         min_coeff: lower bound of the trust ratio.
         max_coeff: upper bound of the trust ratio, possibly infinite.
         bias_correction: "step" corrects the whole step by a factor. "moments" corrects each moment, before the trust
             ratio.
 
     Returns:
-        A rule.
+        The corresponding `GradientTransformation`.
 
     Raises:
         ValueError: a number is out of range, or `eps_root` would have no effect, or (on use) the mask or the state does

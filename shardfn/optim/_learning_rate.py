@@ -36,7 +36,7 @@ def scale(step_size: base.Number) -> base.GradientTransformation:
         step_size: any finite number, or a 0-d tensor.
 
     Returns:
-        A rule without memory.
+        The corresponding `GradientTransformation`, without a state.
 
     Raises:
         ValueError: the number is not finite.
@@ -60,7 +60,7 @@ def scale_by_schedule(step_size_fn: base.Schedule) -> base.GradientTransformatio
         step_size_fn: schedule, possibly with negative values.
 
     Returns:
-        A rule with a `ScaleByScheduleState`.
+        The corresponding `GradientTransformation`, with a `ScaleByScheduleState` as state.
 
     Raises:
         TypeError: `step_size_fn` is not a function, or (on use) the function does not return a number.
@@ -85,7 +85,7 @@ def scale_by_learning_rate(learning_rate: base.LearningRate) -> base.GradientTra
         learning_rate: a number >= 0, a 0-d tensor, or a schedule.
 
     Returns:
-        A rule, with a count only if `learning_rate` is a schedule.
+        The corresponding `GradientTransformation`, with a count only if `learning_rate` is a schedule.
 
     Raises:
         ValueError: the number is negative or not finite.
@@ -186,7 +186,7 @@ def add_decayed_weights(weight_decay: base.Number = 0.0, mask: base.Mask = None)
             shapes only. None: all.
 
     Returns:
-        A rule without memory.
+        The corresponding `GradientTransformation`, without a state.
 
     Raises:
         ValueError: the factor is negative or not finite, or (on use) params are missing or the mask does not match the

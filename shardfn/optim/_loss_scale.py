@@ -223,11 +223,11 @@ def apply_if_finite(
     `sharded_step(skip_nonfinite=True)` also tests the loss, skips any number of steps, and counts no steps.
 
     Args:
-        inner: the rule.
+        inner: the wrapped optimizer.
         max_consecutive_errors: number of consecutive steps that may be skipped, >= 0.
 
     Returns:
-        A rule with an `ApplyIfFiniteState`.
+        The corresponding `GradientTransformation`, with an `ApplyIfFiniteState` as state.
 
     Raises:
         ValueError: the number is not an int >= 0, or the rule averages gradients for itself.
@@ -265,7 +265,7 @@ class _ApplyIfFinite:
     bad: Tensor | None = None
 
     def rule(self) -> base.GradientTransformation:
-        """Returns the rule as a `GradientTransformation`."""
+        """Returns the optimizer as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.inner_state,))
         needs = add_measure(needs, self.tx.needs.measure, count_not_finite, self.bind)
         needs = needs._replace(ascends=self.tx.needs.ascends)

@@ -80,7 +80,7 @@ def quantize_states(
         min_size: number of elements of the smallest leaf in codes. Smaller leaves keep their precision.
 
     Returns:
-        A rule with a `LowPrecisionState`.
+        The corresponding `GradientTransformation`, with a `LowPrecisionState` as state.
 
     Raises:
         ValueError: a number is out of range, `code` is unknown, the rule averages gradients, or (on use) the state has
@@ -113,7 +113,7 @@ def round_states(inner: GradientTransformation | Pair, key: Int64[Tensor, "2"]) 
         key: key, as from `sf.key(0)`.
 
     Returns:
-        A rule with a `LowPrecisionState`.
+        The corresponding `GradientTransformation`, with a `LowPrecisionState` as state.
 
     Raises:
         ValueError: the rule averages gradients, or (on use) the state has no averages.
@@ -367,7 +367,7 @@ class _LowPrecision:
     places: Resolved | None = None
 
     def rule(self) -> GradientTransformation:
-        """Returns the rule as a `GradientTransformation`."""
+        """Returns the optimizer as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.inner,))
         decide = self.decide if self.places is None else None
         # Scales cannot be cut with rows of the leaf, so the rule steps whole trees, in groups of its own.

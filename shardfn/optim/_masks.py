@@ -68,11 +68,12 @@ def masked(inner: base.GradientTransformation | base.Pair, mask: base.Mask) -> b
     `sharded_step(trainable=mask)`. To train the other leaves by another rule, use `multi_transform`.
 
     Args:
-        inner: the rule.
+        inner: the wrapped optimizer.
         mask: a tree (or prefix) of bools, or a function from params to such a tree, of structure and shapes only.
 
     Returns:
-        A rule with a `MultiTransformState`. `inner` gets `None` in place of the other leaves.
+        The corresponding `GradientTransformation`, with a `MultiTransformState` as state. `inner` gets `None` in place
+        of the other leaves.
 
     Raises:
         ValueError: (on use) the mask does not match the params.
@@ -111,7 +112,8 @@ def multi_transform(
         labels: a tree (or prefix) of labels, or a function from params to such a tree, of structure and shapes only.
 
     Returns:
-        A rule with a `MultiTransformState`. Each inner rule gets `None` in place of other rules' leaves.
+        The corresponding `GradientTransformation`, with a `MultiTransformState` as state. Each inner rule gets `None`
+        in place of other rules' leaves.
 
     Raises:
         ValueError: (on use) a label has no rule, or the labels do not match the params.
@@ -137,7 +139,7 @@ def partition(
             only.
 
     Returns:
-        A rule with a `MultiTransformState`.
+        The corresponding `GradientTransformation`, with a `MultiTransformState` as state.
 
     Raises:
         ValueError: (on use) a label has no rule, or the labels do not match the params.
@@ -165,7 +167,7 @@ class _ByLabel:
     name: str
 
     def rule(self) -> base.GradientTransformation:
-        """Returns the rule as a `GradientTransformation`."""
+        """Returns the optimizer as a `GradientTransformation`."""
         refuse_phases(self.name, *self.rules.values())
         needs = join_needs(
             self.rules.values(),
@@ -279,10 +281,10 @@ def per_leaf(inner: base.GradientTransformation | base.Pair) -> base.GradientTra
     inside is the norm of each leaf. Kernels are launched for each leaf separately.
 
     Args:
-        inner: the rule.
+        inner: the wrapped optimizer.
 
     Returns:
-        A rule with a `MultiTransformState` by path.
+        The corresponding `GradientTransformation`, with a `MultiTransformState` as state, whose labels are the paths.
 
     Raises:
         ValueError: the rule averages gradients for itself.
@@ -303,7 +305,7 @@ class _PerLeaf:
     tx: base.GradientTransformation
 
     def rule(self) -> base.GradientTransformation:
-        """Returns the rule as a `GradientTransformation`."""
+        """Returns the optimizer as a `GradientTransformation`."""
         needs = multi_transform({"": self.tx}, "").needs._replace(resolve_masks=self.decide, bind_stats=None)
         return base.GradientTransformation(self.init, self.update, self.apply, needs)
 

@@ -47,14 +47,15 @@ def master_weights(
     A leaf that is as wide as `dtype` has no copy, and is stepped by `inner` directly.
 
     Args:
-        inner: the rule. Moments are in `dtype`, because the rule gets only the copies.
+        inner: the wrapped optimizer. Moments are in `dtype`, because the rule gets only the copies.
         dtype: dtype of the copies.
         param_dtypes: dtype of each leaf in `update` and `apply`: a dtype, a tree (or prefix) of dtypes, or a function
             from params to such a tree. None: the dtypes that `init` is given. With `param_dtypes`, `init` may be given
             wider leaves, so that the copies start from values that were never rounded.
 
     Returns:
-        A rule with a `MasterState`. Updates are `p' - p`, exact in float64. `apply` writes p'.
+        The corresponding `GradientTransformation`, with a `MasterState` as state. Updates are `p' - p`, exact in
+        float64. `apply` writes p'.
 
     Raises:
         ValueError: (on use) trees do not match.
@@ -84,7 +85,7 @@ class _MasterWeights:
     kept: core.PyTree
 
     def rule(self) -> base.GradientTransformation:
-        """Returns the rule as a `GradientTransformation`."""
+        """Returns the optimizer as a `GradientTransformation`."""
         needs = join_needs(
             [self.tx],
             lambda rule: replace(self, tx=rule).rule(),

@@ -36,7 +36,7 @@ def trace(decay: base.Number, nesterov: bool = False) -> base.GradientTransforma
         nesterov: whether the mean looks one step ahead.
 
     Returns:
-        A rule with a `TraceState`.
+        The corresponding `GradientTransformation`, with a `TraceState` as state.
 
     Raises:
         ValueError: `decay` is outside [0, 1).
@@ -90,7 +90,7 @@ def sgd(
         weight_decay: factor of the L2 penalty, >= 0.
 
     Returns:
-        A rule. `apply` is one fused kernel per dtype.
+        The corresponding `GradientTransformation`. `apply` is one fused kernel per dtype.
 
     Raises:
         ValueError: a number is out of range, or `nesterov` is True without momentum.
@@ -165,7 +165,7 @@ def scale_by_lion(b1: base.Number = 0.9, b2: base.Number = 0.99) -> base.Gradien
         b2: rate of the momentum, in [0, 1).
 
     Returns:
-        A rule with a `ScaleByLionState`.
+        The corresponding `GradientTransformation`, with a `ScaleByLionState` as state.
 
     Raises:
         ValueError: a rate is outside [0, 1).
@@ -215,7 +215,7 @@ def lion(
         mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
 
     Returns:
-        A rule.
+        The corresponding `GradientTransformation`.
 
     Raises:
         ValueError: a number is out of range, or (on use) the mask or the state does not match the params.

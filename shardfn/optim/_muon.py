@@ -186,8 +186,8 @@ def as_matrices(path: str, x: Any, dims: MatrixDims) -> Matrices:
     rows, columns = (tuple(d % n for d in own) if n else () for own in (dims.outputs, dims.inputs))
     if not rows or not columns or len({*rows, *columns}) < len(named) or any(not -n <= d < n for d in named):
         raise ValueError(
-            f"muon: {path} of shape {tuple(x.shape)} is not made of matrices by {dims}. Give its dims by"
-            " matrices=, or False to leave it to the other rule."
+            f"muon: {path} of shape {tuple(x.shape)} is not made of matrices by {dims}. Pass other dims for it in"
+            " matrices=, or False to update it by `others`."
         )
     return Matrices(tuple(x.shape), rows, columns)
 
@@ -230,7 +230,7 @@ def scale_by_muon(
             the dims of `hidden_matrices`, for every leaf.
 
     Returns:
-        A rule with a `ScaleByMuonState`, for trees with only matrices.
+        The corresponding `GradientTransformation`, with a `ScaleByMuonState` as state, for trees with only matrices.
 
     Raises:
         ValueError: a number is out of range, or (on use) a leaf is not made of matrices.
@@ -283,7 +283,7 @@ def muon(
         newton_schulz: iterations.
 
     Returns:
-        A rule with a `MultiTransformState` of "muon" and "others".
+        The corresponding `GradientTransformation`, with a `MultiTransformState` as state of "muon" and "others".
 
     Raises:
         ValueError: a number is out of range, or (on use) `matrices` does not match the params.
@@ -331,7 +331,7 @@ class _Muon:
     matrices: base.Mask
 
     def rule(self) -> base.GradientTransformation:
-        """Returns the rule as a `GradientTransformation`."""
+        """Returns the optimizer as a `GradientTransformation`."""
         rules = {"muon": self.of_matrices(None), "others": self.others}
         ascends = self.others.needs.ascends and (lambda params: find_ascending(self.on(params), params))
         needs = multi_transform(rules, "muon").needs._replace(
@@ -386,7 +386,7 @@ class _ScaleByMuon:
     leaves: Resolved | None = None
 
     def rule(self) -> base.GradientTransformation:
-        """Returns the rule as a `GradientTransformation`."""
+        """Returns the optimizer as a `GradientTransformation`."""
         needs = base.Needs("leaf", resolve_masks=self.decide if self.leaves is None else None, ascends=True)
         return base.GradientTransformation(self.init, self.update, needs=needs)
 

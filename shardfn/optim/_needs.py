@@ -49,7 +49,7 @@ def resolve_masks(tx: GradientTransformation | base.Pair, params: base.Params) -
         params: the tree of whole leaves. Only shapes and dtypes count, so tensors on the meta device are sufficient.
 
     Returns:
-        A rule with fixed masks and labels.
+        The corresponding `GradientTransformation`, with fixed masks and labels.
 
     Raises:
         ValueError: a mask does not match `params`, or a function of the tree uses more than shapes and dtypes.
@@ -77,7 +77,7 @@ def find_ascending(tx: GradientTransformation, params: base.Params) -> list[bool
     """Returns whether the updates of `tx` point along the gradient, for each leaf of `params`. See `Needs.ascends`.
 
     Args:
-        tx: the rule.
+        tx: the wrapped optimizer.
         params: tree. Only structure, shapes and dtypes are used.
 
     Example:

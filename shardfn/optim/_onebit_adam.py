@@ -84,7 +84,7 @@ def onebit_adam(
         learning_rate: a number >= 0, or a schedule.
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
-        eps: outside the root, >= 0.
+        eps: constant outside the root, >= 0.
         weight_decay: factor of the decoupled decay, >= 0.
         mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
         freeze_step: F: number of steps, usually 15 to 25 percent of all steps, or "auto", a `VarianceStability()`.
@@ -100,8 +100,9 @@ def onebit_adam(
             p.ndim < 2, params)`, or leaves without a stable variance.
 
     Returns:
-        A rule with an `OneBitAdamState`. The engine reads the phase from the state: "warmup", "probe" (the warm-up's
-        steps at which "auto" takes a norm), "switch" (the first compressed step, where ZeRO keeps rows), "compressed".
+        The corresponding `GradientTransformation`, with a `OneBitAdamState` as state. The engine reads the phase from
+        the state: "warmup", "probe" (the warm-up's steps at which "auto" takes a norm), "switch" (the first compressed
+        step, where ZeRO keeps rows), "compressed".
 
     Raises:
         ValueError: a number is out of range, or (on use) trees do not match.
@@ -155,7 +156,7 @@ def apmsqueeze(
         learning_rate: a number >= 0, or a schedule.
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
-        eps: outside the root, >= 0.
+        eps: constant outside the root, >= 0.
         freeze_step: F. See `onebit_adam`, also for the arguments below.
         compressor: compressor of the momentum, such as `int4()` or `top_k(0.01)`.
         axis: mesh axes over which the rule averages gradients. Axes that cut a leaf as experts are left out for the
@@ -165,7 +166,7 @@ def apmsqueeze(
         exact: leaves that are averaged as in the warm-up.
 
     Returns:
-        A rule with an `OneBitAdamState` and the phases of `onebit_adam`.
+        The corresponding `GradientTransformation`, with a `OneBitAdamState` as state and the phases of `onebit_adam`.
 
     Raises:
         ValueError: a number is out of range, or (on use) trees do not match.

@@ -102,7 +102,7 @@ def onebit_lamb(
         learning_rate: a number >= 0, or a schedule.
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
-        eps: outside the root, >= 0.
+        eps: constant outside the root, >= 0.
         weight_decay: factor of the decay inside u, >= 0.
         mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
         freeze_step: F. See `onebit_adam`.
@@ -121,8 +121,8 @@ def onebit_lamb(
         exact: leaves that are averaged as in the warm-up. See `onebit_adam`.
 
     Returns:
-        A rule with an `OneBitLambState` and the phases "warmup", "probe", "switch" (the first compressed step) and
-        "compressed".
+        The corresponding `GradientTransformation`, with a `OneBitLambState` as state and the phases "warmup", "probe",
+        "switch" (the first compressed step) and "compressed".
 
     Raises:
         ValueError: a number is out of range, or (on use) trees do not match.

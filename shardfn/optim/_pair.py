@@ -40,7 +40,7 @@ def as_transformation(tx: Any) -> base.GradientTransformation:
             `GradientTransformation`, keywords (`**extra`) do not count as `specs`.
 
     Returns:
-        A rule, `tx` unchanged if `update` takes `specs`.
+        The corresponding `GradientTransformation`, `tx` unchanged if `update` takes `specs`.
 
     Raises:
         TypeError: `tx` is neither.

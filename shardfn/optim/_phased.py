@@ -115,7 +115,7 @@ class Freeze:
     ) -> FreezeState:
         """Returns the state after a step with averaged gradients.
 
-        A frozen variance learns again, if the number of steps is raised.
+        A frozen variance is updated again if the user raises `freeze_step` above the current step.
 
         `learnt`: number of gradients that `nu` has averaged. None: one gradient a step.
         """

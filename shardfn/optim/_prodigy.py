@@ -75,7 +75,7 @@ def prodigy(
         mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
 
     Returns:
-        A rule with a `ProdigyState`.
+        The corresponding `GradientTransformation`, with a `ProdigyState` as state.
 
     Raises:
         ValueError: a number is out of range, or (on use) the mask or the state does not match the params.

@@ -59,7 +59,7 @@ def scale_by_rms(
         bias_correction: whether `nu` is divided by `1 - decay^t`.
 
     Returns:
-        A rule with a `ScaleByRmsState`.
+        The corresponding `GradientTransformation`, with a `ScaleByRmsState` as state.
 
     Raises:
         ValueError: a number is out of range.
@@ -96,7 +96,7 @@ def scale_by_stddev(
         bias_correction: whether the moments are divided by `1 - decay^t`.
 
     Returns:
-        A rule with a `ScaleByRmsState`.
+        The corresponding `GradientTransformation`, with a `ScaleByRmsState` as state.
 
     Raises:
         ValueError: a number is out of range.
@@ -173,7 +173,7 @@ def rmsprop(
         bias_correction: whether the moments are divided by `1 - decay^t`.
 
     Returns:
-        A rule.
+        The corresponding `GradientTransformation`.
 
     Raises:
         ValueError: a number is out of range, or `nesterov` is given without momentum.
@@ -200,10 +200,10 @@ def scale_by_rss(initial_accumulator_value: base.Number = 0.1, eps: base.Number 
 
     Args:
         initial_accumulator_value: the first value of s, >= 0.
-        eps: inside the root, >= 0.
+        eps: constant inside the root, >= 0.
 
     Returns:
-        A rule with a `ScaleByRssState`.
+        The corresponding `GradientTransformation`, with a `ScaleByRssState` as state.
 
     Raises:
         ValueError: a number is out of range.
@@ -241,10 +241,10 @@ def adagrad(
     Args:
         learning_rate: a number >= 0, or a schedule.
         initial_accumulator_value: the first value of s, >= 0.
-        eps: inside the root, >= 0.
+        eps: constant inside the root, >= 0.
 
     Returns:
-        A rule.
+        The corresponding `GradientTransformation`.
 
     Raises:
         ValueError: a number is out of range.

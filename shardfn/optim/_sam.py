@@ -53,7 +53,7 @@ def sam(optimizer: base.GradientTransformation | base.Pair, rho: float = 0.05) -
         rho: radius of the neighbourhood, > 0.
 
     Returns:
-        A rule with a `SamState`.
+        The corresponding `GradientTransformation`, with a `SamState` as state.
 
     Raises:
         ValueError: `rho` is out of range, or the optimizer averages gradients, or (on use) trees do not match.
@@ -105,7 +105,7 @@ class _Sam:
     norm: Tensor | None = None
 
     def rule(self) -> base.GradientTransformation:
-        """Returns the rule as a `GradientTransformation`."""
+        """Returns the optimizer as a `GradientTransformation`."""
         needs = join_needs([self.tx], lambda tx: replace(self, tx=tx).rule(), states=lambda s: (s.opt_state,))
         needs = add_measure(needs, self.tx.needs.measure, block_squares, self.bind)
         return base.GradientTransformation(self.init, self.update, needs=needs._replace(ascends=False))

@@ -82,7 +82,7 @@ def sophia(
         num_samples: number of sampled labels whose mean is the sampled loss, for example tokens in the global batch.
 
     Returns:
-        A rule with a `SophiaState`.
+        The corresponding `GradientTransformation`, with a `SophiaState` as state.
 
     Raises:
         ValueError: a number is out of range, or (on use) the mask or the state does not match the params.
@@ -141,7 +141,7 @@ class _Sophia:
     numbers: _SophiaNumbers
 
     def rule(self) -> base.GradientTransformation:
-        """Returns the rule as a `GradientTransformation`."""
+        """Returns the optimizer as a `GradientTransformation`."""
         decide = self.decide if callable(self.mask) or self.mask is not None else None
         return base.GradientTransformation(self.init, self.update, needs=base.Needs("element", resolve_masks=decide))
 

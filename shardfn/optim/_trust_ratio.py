@@ -43,7 +43,7 @@ def scale_by_trust_ratio(
         eps: added to the norm of the update, >= 0.
 
     Returns:
-        A rule without memory.
+        The corresponding `GradientTransformation`, without a state.
 
     Raises:
         ValueError: the bounds are out of range, or (on use) params are missing or do not match.
@@ -139,7 +139,7 @@ def lars(
         nesterov: whether the trace looks one step ahead. Needs momentum.
 
     Returns:
-        A rule.
+        The corresponding `GradientTransformation`.
 
     Raises:
         ValueError: a number is out of range, or `nesterov` is given without momentum, or (on use) a mask or the state

@@ -116,7 +116,7 @@ def zero_one_adam(
         learning_rate: a number >= 0, or a schedule.
         b1: rate of the mean, in [0, 1).
         b2: rate of the squares, in [0, 1).
-        eps: outside the root, >= 0.
+        eps: constant outside the root, >= 0.
         weight_decay: factor of the decoupled decay, >= 0.
         mask: leaves that decay: a tree (or prefix) of bools, or a function from params to such a tree. None: all.
         var_freeze_step: steps after which (and one more) the variance is frozen, or "auto", a `VarianceStability()`.
@@ -132,8 +132,8 @@ def zero_one_adam(
         exact: leaves that are averaged at each step without compression, as in `adamw`. See `onebit_adam`.
 
     Returns:
-        A rule with a `ZeroOneAdamState` and the phases "warmup", "full", "onebit" (these three also with ", probe"),
-        "switch" (the first round), "local" and "round".
+        The corresponding `GradientTransformation`, with a `ZeroOneAdamState` as state and the phases "warmup", "full",
+        "onebit" (these three also with ", probe"), "switch" (the first round), "local" and "round".
 
     Raises:
         ValueError: a number is out of range, or (on use) trees do not match, or ZeRO cuts a leaf along `axis`.

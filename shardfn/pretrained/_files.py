@@ -14,7 +14,7 @@ from shardfn.inference import Limits, Request, Sampling, check_request
 
 
 def read_json_object(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the object of a file of JSON.
+    """Returns the object in a JSON file.
 
     Raises:
         ValueError: the file is not JSON, or not an object. The message names the file.
@@ -22,7 +22,7 @@ def read_json_object(path: pathlib.Path) -> dict[str, Any]:
     with name_file_in_errors(path, "its JSON"):
         found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
-        raise ValueError(f"{path} must have an object of JSON, got a {type(found).__name__}.")
+        raise ValueError(f"{path} must contain a JSON object, got a {type(found).__name__}.")
     return found
 
 

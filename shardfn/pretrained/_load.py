@@ -130,7 +130,7 @@ def load_model(job: ModelSettings, mesh: Mesh) -> LoadedModel:
         )
     if made.text.size > made.decoder.vocab:
         raise ValueError(
-            f"the tokenizer of {path} has {made.text.size} tokens, and the model has {made.decoder.vocab}. Take the"
+            f"the tokenizer of {path} has {made.text.size} tokens, and the model has {made.decoder.vocab}. Use the"
             " tokenizer that the model was trained with."
         )
     if wrong := sorted(x for x in made.text.ends if not 0 <= x < made.decoder.vocab):
@@ -314,11 +314,11 @@ def _load_classifier(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: M
 
 
 def _take_reward_head(made: LoadedModel, path: pathlib.Path) -> Classifier:
-    """Returns the first row of a model's head: its logit is a reward, as `rl` trains models of rewards. Collective."""
+    """Returns the first row of a model's head, whose logit is the reward of a reward model from `rl`. Collective."""
     head = made.params.get("head") if isinstance(made.params, dict) else None
     if made.classifier is not None or head is None or not head.dtype.is_floating_point:
         text = f"{path} with --reward-head: its head must be a table of floats apart from the embeddings, whose first"
-        raise ValueError(f"{text} row gives the reward. Leave out --reward-head, or serve a model of rewards")
+        raise ValueError(f"{text} row gives the reward. Leave out --reward-head, or serve a reward model")
     whole = gather_leaf(head)
     return Classifier(whole[:1].float().clone(), Classes(("reward",), "identity"))
 
@@ -437,7 +437,7 @@ def _mesh_axis(mesh: Mesh) -> str | None:
 def _make_decoder(config: gpt.Config, mesh: Mesh, job: ModelSettings) -> Decoder:
     if job.weights is not None and not config.batch_invariant:
         raise ValueError(
-            f"--weights {job.weights}: {_choose_batch_invariant(job)[1]}. Take other ranks, or leave out --weights"
+            f"--weights {job.weights}: {_choose_batch_invariant(job)[1]}. Use other ranks, or leave out --weights"
         )
     return decoder(config, tp=_mesh_axis(mesh), quantization=job.weights, activations=job.activations)
 

@@ -137,16 +137,16 @@ def completion_positions(
     ids_BL: Int[Tensor, "b l"],
     spans: CompletionSpans,
 ) -> Int[Tensor, "b t"]:
-    """Returns the position before each token of the answers, whose logits draw the token: `at` of `gpt.apply`.
+    """Returns the positions whose logits predict the answers' tokens, for the argument `at` of `gpt.apply`.
 
-    The head then multiplies no token of a prompt, and no logits of a prompt are kept for the backward.
+    With `at`, the output layer skips the tokens of prompts, and no logits of a prompt are kept for the backward.
 
     Args:
-        ids_BL: ids as of `completion_logprobs`.
+        ids_BL: ids [B, L], as for `completion_logprobs`.
         spans: location of the answers.
 
     Returns:
-        Positions [B, T]. Any position of the row from each answer's end on.
+        Positions [B, T]. After the end of an answer, the positions are valid but arbitrary.
 
     Raises:
         ValueError: shapes do not fit, or an answer does not lie in its row.
@@ -168,7 +168,7 @@ def logprobs_at(
 
     Args:
         logits_BTV: logits as from `gpt.apply(..., at=completion_positions(ids_BL, ...))`.
-        ids_BL: ids as of `completion_logprobs`.
+        ids_BL: ids [B, L], as for `completion_logprobs`.
         spans: location of the answers.
 
     Returns:

@@ -409,9 +409,10 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> WeightedMean:
-    """Computes Kahneman-Tversky optimisation, of single answers: w sigmoid(s beta (log pi - log ref - z)).
+    """Computes the loss of Kahneman-Tversky optimisation, for unpaired answers.
 
-    s is -1 for a desirable answer, and 1 for an undesirable answer.
+    The loss of an answer is w sigmoid(s beta (log pi - log ref - z)), where s is -1 for a desirable answer, and 1 for
+    an undesirable answer.
 
     Args:
         logprobs_B: log probabilities of the answers: sums over their tokens.
@@ -425,8 +426,8 @@ def kto(
         undesirable_weight: w of undesirable answers.
 
     Raises:
-        ValueError: a tensor has no number for each answer (sum log probabilities of tokens first), or beta is not above
-            0, or a weight negative. `kl` is missing, or without effect.
+        ValueError: a tensor does not have one number per answer (sum the log probabilities of tokens first), `beta` is
+            not above 0, a weight is negative, `kl` is missing for "kto", or `kl` is passed for "apo_zero_unpaired".
 
     Example:
         >>> x = torch.tensor

@@ -150,7 +150,7 @@ def check_sampling(who: str, sampling: inference.Sampling) -> None:
         if value != usual:
             raise ValueError(
                 f"{who}: {name} is {value}; answers would be drawn from another distribution than that of their log"
-                f" probabilities, so their ratios would not begin at 1. Take {name}={usual}; "
+                f" probabilities, so their ratios would not begin at 1. Use {name}={usual}; "
                 + (
                     f"an engine of rl.with_temperature(decoder, {value}) draws at that temperature."
                     if name == "temperature" and value

@@ -26,6 +26,6 @@ def allow_connections(settings: Settings) -> None:
     if hard != unlimited and hard < needed:
         raise ValueError(
             f"max_connections is {settings.max_connections}, and this process may open {hard} files, with {_OWN} for"
-            f" the server itself. Take at most {max(0, hard - _OWN)}, or raise the limit: ulimit -n {needed}."
+            f" the server itself. Use at most {max(0, hard - _OWN)}, or raise the limit: ulimit -n {needed}."
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -312,7 +312,7 @@ def _get_schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if kind != "json_schema":
         if "json_schema" in found:
             at = "response_format.json_schema"
-            raise ApiError(400, f"{at} has no effect with type {kind!r}. Take type 'json_schema'.", at)
+            raise ApiError(400, f"{at} has no effect with type {kind!r}. Use type 'json_schema'.", at)
         return {"type": "object"} if kind == "json_object" else None
     inner = read_fields(found.get("json_schema", {}), SCHEMA, "response_format.json_schema")
     return get_required(inner, "schema", "response_format.json_schema")

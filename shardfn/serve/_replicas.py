@@ -84,7 +84,7 @@ def choose_wait(end: ReplicaEnd, ends: int, restarts: int) -> float | None:
 
 
 class ReplicaSet:
-    """Groups of ranks.
+    """Starts, watches and restarts the replicas of a server. A replica is a group of ranks with a whole model.
 
     Args:
         settings: settings of the server.
@@ -109,9 +109,9 @@ class ReplicaSet:
         self.ending = False
 
     async def run(self, begin: Callable[[int, Ready], None], loaded: asyncio.Future[Any]) -> ReplicaEnd:
-        """Runs all replicas until an end that is not followed by a restart, and returns this end.
+        """Runs all replicas until a replica ends and is not restarted, and returns this end.
 
-        While the server is ending, the end of a replica is no such end, unless it is the last.
+        While the server is shutting down, only the end of the last replica is returned.
 
         Args:
             begin: function that takes the readiness of a replica.

@@ -90,7 +90,8 @@ def group_shrink(groups: WeightGroups, strength: float | Schedule) -> GradientTr
         strength: learning rate times the factor of the penalty, >= 0, or a schedule of the number of steps taken.
 
     Returns:
-        A rule without memory, or with a count for a schedule. Updates are float64, where `p' - p` is exact.
+        The corresponding `GradientTransformation`, with a count as state only if `strength` is a schedule. Updates are
+        float64, where `p' - p` is exact.
 
     Raises:
         ValueError: `strength` is below 0, or (on use) as `group_norms`.

@@ -258,9 +258,9 @@ def config_of(
         (32, (2, 4))
     """
     if not decoder.embeds:
-        raise ValueError("speculators: this decoder does not give its hidden states. Take a batch-invariant decoder.")
+        raise ValueError("speculators: this decoder does not give its hidden states. Use a batch-invariant decoder.")
     if kind == "owl" and decoder.config is None:
-        raise ValueError("speculators: [SPEC] tokens need the decoder of a models.gpt. Take the kind 'lstm'.")
+        raise ValueError("speculators: [SPEC] tokens need the decoder of a models.gpt. Use the kind 'lstm'.")
     L, E = decoder.depth, decoder.hidden_size if d_inner is None else d_inner
     sizes: dict[str, Any] = {"vocab_size": decoder.vocab, "d_model": decoder.hidden_size, "num_layers": L}
     sizes |= {"d_inner": E, "num_drafts": num_drafts}

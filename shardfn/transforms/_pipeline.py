@@ -152,7 +152,9 @@ def pipeline(
     for f in (first, *functions, last):
         engine.check_order("pipeline", f, deep=True)
     if num_microbatches < 1 or num_chunks < 1:
-        raise ValueError(f"pipeline needs a microbatch and a chunk, got {num_microbatches} and {num_chunks}.")
+        raise ValueError(
+            f"pipeline: num_microbatches and num_chunks must be at least 1, got {num_microbatches} and {num_chunks}."
+        )
     table = schedule_of(schedule, num_chunks)
     turns = (schedule if isinstance(schedule, PipelineSchedule) else table(2, 4)).turns
     per_stage = per_stage_of(layers_per_stage, num_chunks)

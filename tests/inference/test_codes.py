@@ -172,7 +172,7 @@ def test_refusals() -> None:
     plain = gpt.Config(**{**SIZES, "batch_invariant": False})
     with pytest.raises(
         ValueError,
-        match=r"quantization='int8' needs batch-invariant layers. Take Config\(batch_invariant=True\)",
+        match=r"quantization='int8' needs batch-invariant layers. Use Config\(batch_invariant=True\)",
     ):
         decoder(plain, quantization="int8")
     with pytest.raises(

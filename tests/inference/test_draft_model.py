@@ -121,7 +121,7 @@ def test_a_copy_is_apart() -> None:
 
 def test_it_needs_the_same_vocabulary() -> None:
     small = model(vocab_size=11, num_layers=1)
-    with pytest.raises(ValueError, match=r"its model has 11 tokens, and the engine's has 13. Take a small model with"):
+    with pytest.raises(ValueError, match=r"its model has 11 tokens, and the engine's has 13. Use a small model with"):
         engine(DraftModel(small.decoder, small.params[0]))
 
 

@@ -122,5 +122,5 @@ def test_refusals() -> None:
         one.embed([[1]], normalize=1)  # pyright: ignore
     assert one.idle
     inexact, params = hf_decoder(MODELS["llama"](), batch_invariant=False)
-    with pytest.raises(ValueError, match=r"does not give its hidden states. Take a batch-invariant one"):
+    with pytest.raises(ValueError, match=r"does not give its hidden states. Use a batch-invariant one"):
         Engine(inexact, params, limits=HF_LIMITS).embed([[1]])

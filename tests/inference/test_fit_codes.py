@@ -117,7 +117,7 @@ def test_mistakes() -> None:
             decoder(plain),
             "int4",
             text(),
-            r"does not show its linear layers. Take Config\(batch_invariant=True\)",
+            r"does not show its linear layers. Use Config\(batch_invariant=True\)",
         ),
         (decoder(config, tp="tp"), "int4", text(), "this decoder is cut over 'tp'. Pass one without tp="),
         (decoder(config), None, text(), "quantization=None rounds nothing. Pass 'int8', 'int4'"),

@@ -301,7 +301,7 @@ def test_four_ranks_have_the_bits_of_one(sequence: bool) -> None:
 def test_cuts_that_are_no_nodes_are_refused() -> None:
     mesh = sf.make_mesh({"tp": 2})
     with sf.collectives.bind_mesh(mesh):
-        with pytest.raises(ValueError, match=r"24 chunks over the 2 ranks of 'tp'.*Take chunks=8"):
+        with pytest.raises(ValueError, match=r"24 chunks over the 2 ranks of 'tp'.*Use chunks=8"):
             rank_node(nn.BatchInvariantWeight.of(torch.ones(3, 6), 24), 12, "tp")
         with pytest.raises(ValueError, match=r"7 inputs in 8 chunks over the 2 ranks of 'tp'.*divide the inputs"):
             rank_node(nn.BatchInvariantWeight.of(torch.ones(3, 4), 8), 7, "tp")
@@ -329,8 +329,8 @@ _W: Any = nn.BatchInvariantWeight.of(torch.ones(4, 3))
 @pytest.mark.parametrize(
     "call, kind, said",
     [
-        (lambda: torch.matmul(torch.ones(2, 4), _W), TypeError, "torch's matmul does not take an BatchInvariantWeight"),
-        (lambda: F.linear(_W, torch.ones(4, 3)), TypeError, "an BatchInvariantWeight is the weight"),
+        (lambda: torch.matmul(torch.ones(2, 4), _W), TypeError, "torch's matmul does not take a BatchInvariantWeight"),
+        (lambda: F.linear(_W, torch.ones(4, 3)), TypeError, "a BatchInvariantWeight is the weight"),
         (lambda: F.embedding(torch.tensor([0]), _W, 0), TypeError, "expected only the indices and the weight"),
         (
             lambda: nn.linear(torch.ones(2, 3).double(), _W),

@@ -169,7 +169,7 @@ def test_refusals_of_layouts() -> None:
     refused(r"must have 0 <= start < stop, got \[\(3, 3\)\]", layouts.variable, global_blocks=[1, (3, 3)])
     refused("random blocks must be at most 16, the number of blocks, got 17", layouts.variable, random=(17, sf.key(0)))
     refused(
-        "cannot have num_window_blocks=17, random=20. Take smaller",
+        "cannot have num_window_blocks=17, random=20. Use smaller",
         layouts.bigbird,
         num_window_blocks=17,
         random=(20, sf.key(0)),

@@ -259,7 +259,7 @@ def test_several_dropouts_and_masks_without_data() -> None:
     one, two = (nn.PairDropout(sf.key(n), 0.3, torch.arange(2)) for n in (1, 2))
     mask = nn.Causal() & one & two
     torch.testing.assert_close(nn.attention(q, q, q, mask=mask, impl=nn.Blockwise(4)), nn.attention(q, q, q, mask=mask))
-    with pytest.raises(ValueError, match=r"drops by one PairDropout, but the mask has several. Take Blockwise\(\)"):
+    with pytest.raises(ValueError, match=r"supports one PairDropout, but the mask has several. Use Blockwise\(\)"):
         nn.attention(q, q, q, mask=mask, impl=nn.BlockSparse())
 
     class Halved(nn.Causal):

@@ -79,7 +79,7 @@ def test_stages_of_a_policy_are_its_loss(kind: str) -> None:
 
 
 def test_a_loss_of_logits_needs_all_of_them() -> None:
-    with pytest.raises(ValueError, match=r"Config\(loss_tile=4\) has only those of a tile.*Take loss_tile=None"):
+    with pytest.raises(ValueError, match=r"Config\(loss_tile=4\) has only those of a tile.*Use loss_tile=None"):
         gpt.stages(dataclasses.replace(WIDE, loss_tile=4), loss=learns)
 
 

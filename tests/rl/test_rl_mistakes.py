@@ -96,7 +96,7 @@ MISTAKES = [
             RuntimeError, "row 0 ended as 'error' after 0 tokens", "look at the parameters"),
     Mistake("answers are drawn among the most probable tokens",
             lambda: sample(sampling=Sampling(max_tokens=4, top_k=5)),
-            ValueError, "top_k is 5; answers would be drawn from another distribution", "Take top_k=0"),
+            ValueError, "top_k is 5; answers would be drawn from another distribution", "Use top_k=0"),
     Mistake("the key is a number", lambda: sample(key=3),
             TypeError, "sample: key is 3", "sf.key(3)"),
     Mistake("there is no time for a reward", lambda: score(seconds=0),

@@ -29,6 +29,6 @@ def test_the_limit_is_raised(
 
 def test_more_connections_than_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda of: (256, 1024))
-    words = r"max_connections is 1024, and this process may open 1024 files, .* Take at most 960, .* ulimit -n 1088"
+    words = r"max_connections is 1024, and this process may open 1024 files, .* Use at most 960, .* ulimit -n 1088"
     with pytest.raises(ValueError, match=words):
         allow_connections(Settings("gpt"))

@@ -89,7 +89,7 @@ class Cuts:
 
 
 class Stretch(NamedTuple):
-    """Neighbouring ranks with pieces of the same shapes: there are few runs for any number of ranks.
+    """Run of neighbouring ranks with pieces of the same shapes. For any number of ranks there are few runs.
 
     Attributes:
         first: the first rank.

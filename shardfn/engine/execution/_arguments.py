@@ -24,7 +24,7 @@ class Argument(NamedTuple):
     Attributes:
         path: where it is among the arguments.
         given: the value that the caller passed.
-        spec: how a sharded leaf is cut, or None for the others.
+        spec: spec of a sharded leaf, or None for other leaves.
         donated: whether the function may overwrite its memory.
         position: number of the argument, from 0 on.
         block: the copy on the device of a block that is kept elsewhere, or None before, and for the others.
@@ -128,7 +128,7 @@ def check_donated(entries: Sequence[Any], donate: Sequence[int]) -> None:
 def owners_of(
     entries: Sequence[Any], paths: Sequence[str], leaves: Sequence[Any], arguments: Sequence[Argument]
 ) -> list[Argument | None]:
-    """Returns the leaf of an argument whose place it takes for each leaf of a result.
+    """Returns, for each leaf of a result, the donated leaf of an argument that it overwrites, or None.
 
     Args:
         entries: entry of `out_specs` for each leaf.

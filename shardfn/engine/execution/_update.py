@@ -141,7 +141,7 @@ def update_blocks(
     scale: Tensor | None,
     done: UpdatedLeaves | None = None,
 ) -> tuple[list[StoredValue], PyTree]:
-    """This rank's blocks and optimizer state after the update. All arguments are consumed, except blocks on disk."""
+    """Returns this rank's updated blocks and optimizer state. Consumes all arguments, except blocks on disk."""
     if not plan.at_home:
         done = done or UpdatedLeaves()
         rows, opt_state = stream(_update_as_stream(plan, optimizer, blocks, opt_state, take, scale, done), done)

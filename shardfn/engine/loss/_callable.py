@@ -149,11 +149,11 @@ def _signature_remedy(takes: inspect.Signature, num: int, *, key: bool, has_stat
             f" functools.partial(loss, {last}=...)."
         )
     if key and _accepts_arguments(takes, num - 1):
-        return "With key= a loss takes a key for its random numbers. Take one, loss(params, batch, key), or drop key=."
+        return "With key= a loss takes a key for its random numbers. Write loss(params, batch, key), or drop key=."
     if not has_state and _accepts_arguments(takes, num + 1):
         return "A loss that takes a model state, loss(params, model_state, batch), needs has_state=True."
     if has_state and _accepts_arguments(takes, num - 1):
-        return "With has_state=True a loss takes a model state after the parameters. Take one, or drop has_state=."
+        return "With has_state=True a loss takes a model state after the parameters. Add it, or drop has_state=."
     return "Bind its other arguments before, functools.partial(loss, name=...). Parameters and batch may be any trees."
 
 

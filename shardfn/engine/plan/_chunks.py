@@ -12,13 +12,13 @@ Node = tuple[int, int, Tensor]
 
 
 class Chunks(NamedTuple):
-    """The chunks of a batch, as one of several ranks sees them.
+    """Chunks of a batch, which are shared by several ranks.
 
     Attributes:
-        total: how many there are, a power of two.
-        ranks: how many ranks share them.
-        rank: which this is.
-        parts: into how many microbatches the loss cuts each chunk.
+        total: number of chunks, a power of two.
+        ranks: number of ranks that share the chunks.
+        rank: index of this rank.
+        parts: number of microbatches into which the loss cuts each chunk.
     """
 
     total: int
@@ -33,7 +33,7 @@ class Chunks(NamedTuple):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Returns the first chunk of this rank, and the first after its last."""
+        """Returns the first chunk of this rank, and the chunk after the last."""
         return self._find_bounds(self.rank)
 
     @property
@@ -43,7 +43,7 @@ class Chunks(NamedTuple):
 
     @property
     def num(self) -> int:
-        """Returns how many chunks this rank has."""
+        """Returns the number of this rank's chunks."""
         start, stop = self.bounds
         return stop - start
 

@@ -1,4 +1,4 @@
-"""From a step's annotations to the plan of each parameter tree that it meets."""
+"""`Planner`: makes the plan of each parameter tree from a step's annotations."""
 
 import dataclasses
 import operator
@@ -62,16 +62,16 @@ MOVE_THEM = "bring them there first, sf.reshard(tree, to, mesh=...)"
 
 
 class Planner:
-    """A step's annotations; makes a `Plan` for each parameter tree it meets.
+    """Makes a `Plan` for each parameter tree, from the annotations of a step.
 
     Args:
         mesh: the mesh.
         specs: prefix tree of compute specs.
         batch: prefix tree of the batch's specs.
         zero: the ZeRO rule.
-        trainable: prefix tree of bools. None: all but frozen leaves; of several losses, their `Masks`.
-        policy: the precision. None: each leaf's own dtype.
-        stage_axes: the axis along which ranks have different layers of stacked leaves: that of a pipeline, or none.
+        trainable: prefix tree of bools, or the `Masks` of several losses. None: all but frozen leaves. policy:
+            precision policy. None: leaves keep their dtypes. stage_axes: axis of a pipeline, along which ranks have
+            different layers of stacked leaves. `()` without one.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Planner:
         used = {a for spec in tree_leaves(batch, is_leaf=is_spec) for a in mesh.axes(spec.axes)}
         self.batch_axes = tuple(a for a in mesh.axis_names if a in used)
         self._plans: dict[Any, Plan] = {}
-        # The last result of `kept`: nearly always the next one, too.
+        # The last result of `kept`, which is nearly always the next result, too.
         self._last: Plan | None = None
 
     @property
@@ -116,21 +116,21 @@ class Planner:
         return list(self._plans.values())
 
     def plan_of(self, state: TrainState) -> Plan:
-        """Returns the plan of a state, which must be laid out as the plan has it.
+        """Returns the plan of a state.
 
         Raises:
-            TypeError: it is not a state of global tensors.
-            ValueError: it was made under other annotations. Every leaf is listed.
+            TypeError: the state does not consist of global tensors.
+            ValueError: the state was made under other annotations. Every leaf is listed.
         """
         check_passed(state)
         return self.kept(state.params, OF_A_STATE)
 
     def kept(self, params: PyTree, words: "Words") -> Plan:
-        """Returns the plan of params, which must be laid out as the plan has it.
+        """Returns the plan of params between two steps.
 
         Raises:
-            TypeError: they are not global tensors.
-            ValueError: they were made under other annotations. Every leaf is listed.
+            TypeError: the params are not global tensors.
+            ValueError: the params were made under other annotations. Every leaf is listed.
         """
         leaves, treedef = tree_flatten(params)
         if self._last is not None and treedef == self._last.treedef and _is_made_by(self._last, leaves):
@@ -169,7 +169,7 @@ class Planner:
         return plan
 
     def rows(self, num: int) -> slice:
-        """Which rows of a global batch of `num` this rank passes, where the batch is cut along dim 0 alone.
+        """Returns the rows of a global batch of `num` rows that this rank passes, if only dim 0 of the batch is cut.
 
         Raises:
             ValueError: with canonical sums, the chunks do not divide `num`.

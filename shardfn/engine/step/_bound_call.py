@@ -81,7 +81,7 @@ class GivenBlocks(NamedTuple):
 
 
 class _ArgumentLayout:
-    """The layout of a call's arguments beyond the first, and where they have tensors: asked once, compared each time.
+    """Layout of the arguments after the first, which is recorded once and compared in each later call.
 
     Args:
         arguments: the arguments.
@@ -101,7 +101,7 @@ class _ArgumentLayout:
         self._leaf_layouts, self._meshes = [*map(_LEAF_LAYOUT, leaves)], [x.mesh for x in leaves]
         self._layouts = TensorLayouts([a.given if a.spec is None else a.given.held for a in kept])
         inputs = [arguments[i] for i in self._inputs]
-        # Memory without elements is nobody's.
+        # Tensors without elements share no memory.
         self._filled = [_num_elements(a.given) > 0 for a in inputs]
         self._donates, self._donated = [a.donated for a in inputs], [i for i in places if arguments[i].donated]
 

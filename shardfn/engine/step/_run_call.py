@@ -99,10 +99,10 @@ def run_purely(
 
 
 def begun(plan: Plan, batch: PyTree, agreed: Agreed) -> Agreed:
-    """Returns the agreement on a call with rows, which all ranks have begun.
+    """Returns the agreement on a call after all ranks have begun the call. The previous commit is then dropped.
 
     Raises:
-        ValueError: no rank has rows.
+        ValueError: no rank has rows in its batch.
     """
     check_has_rows(batch, even=agreed.even)
     # All ranks have begun this step, and so have committed the one before.

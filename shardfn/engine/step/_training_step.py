@@ -125,10 +125,11 @@ class ShardedStep(Transform):
         """Returns the first state; every rank stores only its own blocks.
 
         Args:
-            params: a tree of tensors, the same on all ranks, or a function, called with `args`, that returns one. Draws
-                of `shardfn` inside such a function are deferred, so that each rank draws only its own blocks.
-            *args: the arguments of such a function.
-            model_state: with `has_state`, the first one: a tree of tensors, the same on all ranks.
+            params: a tree of tensors, the same on all ranks, or a function that returns such a tree when called with
+                `args`. Random draws of `shardfn` inside the function are deferred, so that each rank draws only its
+                own blocks.
+            *args: arguments of the function.
+            model_state: with `has_state`, the initial model state: a tree of tensors, the same on all ranks.
 
         Raises:
             TypeError: a leaf is not a tensor.

@@ -39,7 +39,7 @@ class FoundGradients(NamedTuple):
 
     Attributes:
         grads: a tree like params, of `GlobalTensor`s, or None for a leaf that is not trained.
-        model_state: the one that the loss has returned, a tree of `GlobalTensor`s.
+        model_state: model state that the loss has returned, a tree of `GlobalTensor`s.
         metrics: metrics of the loss and of the gradients.
     """
 
@@ -49,7 +49,7 @@ class FoundGradients(NamedTuple):
 
 
 def as_tree(plan: Plan, grads: Blocks) -> PyTree:
-    """This rank's gradients by leaf, as a tree of global tensors."""
+    """Returns this rank's gradients by leaf as a tree of global tensors."""
     away = not plan.at_home
 
     def whole(i: int, leaf: LeafLayout) -> GlobalTensor | None:

@@ -15,12 +15,12 @@ Seed = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class BackwardRoots(NamedTuple):
-    """The start of a backward: outputs and their cotangents, and the further inputs whose gradients it computes.
+    """Arguments of `torch.autograd.grad` for the backward of an action.
 
     Attributes:
         outputs: tensors to differentiate.
-        cotangents: the cotangents of these.
-        inputs: tensors whose gradients are wanted.
+        cotangents: cotangents of the outputs.
+        inputs: tensors other than parameters whose gradients are computed, such as a stage's input.
     """
 
     outputs: list[Tensor]
@@ -29,14 +29,14 @@ class BackwardRoots(NamedTuple):
 
 
 class MicrobatchRunner(Protocol):
-    """One step's microbatches on this rank. Made anew each step.
+    """Runs the microbatches of a single step on this rank.
 
     For each action of `actions`, in order, the engine calls `receive` and then `forward`, or `receive`, `ends` and
     `send_back`. `receive` comes between two phases of the order of use, and is the only call that waits for another
-    stage. At the end it calls `close` once, `values` and `kept`.
+    stage. At the end the engine calls `close`, `values` and `kept`.
 
     Attributes:
-        actions: the actions of this rank.
+        actions: actions of this rank.
         late_axes: axes along which ranks have other actions, so that the gradients of shared leaves are summed at the
             end.
     """
@@ -53,7 +53,7 @@ class MicrobatchRunner(Protocol):
         ...
 
     def ends(self, action: Action, seed: Seed) -> BackwardRoots:
-        """Returns the start of a microbatch's backward; the course drops it."""
+        """Returns the arguments of a microbatch's backward, and releases the runner's references to them."""
         ...
 
     def send_back(self, action: Action, grads: list[Tensor | None]) -> None:
@@ -61,11 +61,11 @@ class MicrobatchRunner(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits until all messages of this rank have left it."""
+        """Waits until all messages of this rank are sent."""
         ...
 
     def values(self, seen: list[Value]) -> list[Value]:
-        """Returns the values of all microbatches, on all ranks, from those that this rank has seen."""
+        """Returns the values of all microbatches, on all ranks, from the values on this rank."""
         ...
 
     def kept(self, model_state: PyTree) -> PyTree:
@@ -73,7 +73,7 @@ class MicrobatchRunner(Protocol):
         ...
 
     def named(self, action: Action) -> contextlib.AbstractContextManager[None]:
-        """Adds to an error that passes through it the action and the stage in which it was raised."""
+        """Adds the action and the stage to the message of an error that is raised inside."""
         ...
 
 

@@ -73,8 +73,8 @@ def begin(plan: Plan, state: TrainState, control: AnyControl) -> None:
         return
     if plan.zero.directory in _count_commits(plan):
         raise ValueError(
-            f"{plan.zero.directory} holds the states of another init; give this one a directory of its own, or close"
-            " the step and remove it."
+            f"{plan.zero.directory} has the states of another init. Use another directory for this init, or close the"
+            " step and remove the directory."
         )
     lost = [path for path, _, kept in _list_leaves(plan, state) if not kept]
     if lost:
@@ -118,18 +118,18 @@ def _identify_runs(plan: Plan) -> dict[str | None, str]:
 
 
 def forget(plan: Plan) -> None:
-    """Drops the last commit but one, as all ranks have the last one by now."""
+    """Drops the commit before the last. Must be called when all ranks have the last commit."""
     pool = disk_of(plan)
     if pool is not None:
         pool.forget_before()
 
 
 def reopen(plan: Plan, control: AnyControl) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the values of the last commit that all ranks have, by path, and its description.
+    """Returns the values of the last commit that all ranks have, by path, and the description of the commit.
 
     Raises:
-        ValueError: the plan keeps nothing on disk, or a directory is another rank's, mesh's or run's.
-        FileNotFoundError: the ranks have no commit in common; lists those of each rank.
+        ValueError: the plan keeps nothing on disk, or a directory is of another rank, mesh or run.
+        FileNotFoundError: the ranks have no common commit. The message lists the commits of each rank.
     """
     disk = plan.zero.disk
     if disk is None:

@@ -94,7 +94,7 @@ class Reducer:
     def collects(self) -> bool:
         """Returns whether a backward has begun and not ended.
 
-        A gradient that comes at another time is not the step's.
+        A gradient at another time comes from a backward of the user, and is not collected.
         """
         return self.stage in (Stage.ADDS, Stage.SENDS, Stage.LAST)
 
@@ -102,7 +102,7 @@ class Reducer:
         """Starts a backward. With `send=False` gradients are added up on this rank and sent with a later backward's.
 
         Args:
-            send: whether the gradients leave in this backward.
+            send: whether gradients are sent in this backward.
             last: whether the backward is this rank's last one.
             microbatch: number of the microbatch, for sums by chunk.
         """
@@ -119,9 +119,9 @@ class Reducer:
             self._chunks.begin(microbatch)
 
     def take(self, use: Use, grad: Tensor) -> None:
-        """Takes the gradient of a leaf: the sum over the uses in this backward, of a function of a pipeline or of all.
+        """Takes the gradient of a leaf, summed over its uses in this backward, or in one function of a pipeline.
 
-        `grad` is an alias that only the caller has. It is written to only if no other tensor shares its memory, either.
+        `grad` is an alias that only the caller has. `grad` is written to only if no other tensor shares its memory.
         """
         mark(grad, "gradient_to", self._plan.layers[use[0]].entry)
         if self._put_gradient(use, grad):

@@ -59,7 +59,7 @@ class SendQueue:
         self.order, self._learns = list(order), not order
 
     def begin(self, stays: set[int]) -> None:
-        """Starts a backward, in which the units `stays` do not leave."""
+        """Starts a backward, after which the gradients of the units `stays` are kept on this rank."""
         self._next, self.seen, self._complete, self._stays = 0, [], set(), stays
 
     def complete(self, unit: int) -> None:
@@ -96,9 +96,10 @@ class SendQueue:
             self.in_flight -= nbytes
 
     def hold_back(self, keep: Keep) -> None:
-        """Waits while too many bytes are under way, so that whole gradients do not pile up where the network is slow.
+        """Waits while too many bytes are in flight, so that whole gradients do not pile up on a slow network.
 
-        For a bounded time only: a rank in another branch may need this one's next gather before it can send its part.
+        The time of a backward's waits is bounded, because a rank in another branch of the loss may need this rank's
+        next gather before it can send its part of a sum.
         """
         while self.in_flight > IN_FLIGHT_BYTES and self.patience > 0 and self._sent:
             start = time.monotonic()

@@ -67,9 +67,9 @@ class DeepSpeedState(NamedTuple):
 def read_deepspeed(directory: str, tag: str | None = None) -> DeepSpeedState:
     """Reads a checkpoint written by `engine.save_checkpoint`, or converted by `ds_to_universal`.
 
-    Files are mapped, not loaded, so only the resulting tensors are in memory. Give `params` to `step.init`, with a
-    module's names through `from_module`. Moments have the names of parameters, and form a tree of the optimizer's state
-    in the same way.
+    Files are mapped, not loaded, so only the resulting tensors are in memory. The parameters have the names of the
+    DeepSpeed module: pass them to `step.init`, for example of a loss that calls the function of `from_module`. Moments
+    have the names of their parameters.
 
     Args:
         directory: directory passed to `save_checkpoint`.

@@ -134,7 +134,7 @@ def save_deepspeed(
                 " load_checkpoint(load_module_only=True) takes the weights."
             )
         if is_writer(leaves) and place.exists():
-            raise FileExistsError(f"{place} is there already. Take another tag, or remove it.")
+            raise FileExistsError(f"{place} is there already. Use another tag, or remove it.")
     agree_on_step(comms.control, "interop.save_deepspeed", (f"{tag}: {_describe_entries(entries)}", ()))
     with torch.no_grad():
         if cut is None or counters is None:

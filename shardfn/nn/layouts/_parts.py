@@ -77,7 +77,7 @@ def check_fewer(name: str, asked: dict[str, int], N: int) -> None:
     wrong = [f"{option}={n}" for option, n in asked.items() if not 0 <= n <= N]
     if wrong:
         raise ValueError(
-            f"{name} of {N} blocks cannot have {', '.join(wrong)}. Take smaller blocks or lower the number."
+            f"{name} of {N} blocks cannot have {', '.join(wrong)}. Use smaller blocks or lower the number."
         )
 
 

@@ -41,8 +41,8 @@ def bigbird(
         padded: the last block may be shorter.
 
     Raises:
-        ValueError: an unknown attention, fewer blocks than some number of blocks, or the block does not divide the
-            length, and the length is not padded.
+        ValueError: `attention` is unknown, the sequence has fewer blocks than a number in the arguments, or `block`
+            does not divide `length` without `padded`.
 
     Example:
         >>> from shardfn.core import key

@@ -36,7 +36,13 @@ from ._permute import Permutation, dispatch, permutation, undispatch
 
 
 class Networks(NamedTuple):
-    """Axes of the hops. None where a hop is missing."""
+    """Mesh axes of the three hops. The axis of a missing hop is None.
+
+    Attributes:
+        far: axis of the nodes.
+        near: axis of the ranks of a node, or axes of all ranks without a far hop.
+        gather: axis of the ranks with the same tokens.
+    """
 
     far: Axes
     near: Axes
@@ -44,7 +50,7 @@ class Networks(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Returns N, G and R."""
+        """Returns the sizes of the axes: N nodes, G ranks of a node, R ranks with the same tokens."""
         return axis_size(self.far), axis_size(self.near), axis_size(self.gather)
 
     @property

@@ -154,7 +154,7 @@ def top_k(
     """
     check_k(k, logits.shape[-1], name)
     if softmax not in ("before", "after"):
-        raise ValueError(f'{name}: softmax={softmax!r}. Take "before" the choice (Mixtral), or "after" it.')
+        raise ValueError(f'{name}: softmax={softmax!r}. Use "before" the choice (Mixtral), or "after" it.')
     wide = wide_logits(logits, mask, name)
     probs = softmax_of(wide, batch_invariant)
     experts = choice(wide, k, mask, chosen, name)
