@@ -6,12 +6,16 @@ tensor saved by autograd. A saved tensor cannot be recomputed. Names and meaning
 as far as JAX has the policy.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
 import torch
+
+from shardfn.core import did_you_mean, hearing_names
 
 Action = Literal["keep", "recompute", "host", "disk"]
 
@@ -307,3 +311,30 @@ def describe(name: str | None, x: torch.Tensor, op: str | None = None) -> SavedT
     """
     nbytes = x.untyped_storage().nbytes()
     return SavedTensor(name, tuple(x.shape), x.dtype, nbytes or math.prod(x.shape) * x.dtype.itemsize, op)
+
+
+@contextlib.contextmanager
+def check_policy_names(who: str, policy: SavePolicy | None, done: list[None]) -> Iterator[None]:
+    """Warns, around the first call of a function, of names of the policy that no value of the call has.
+
+    Args:
+        who: the transform.
+        policy: the policy whose names are checked; None checks nothing.
+        done: list of finished calls, empty before the first call.
+    """
+    names = () if policy is None else names_of(policy)
+    if done or not names:
+        yield
+        return
+    heard: dict[str, None] = {}
+    with hearing_names(lambda x, name: heard.setdefault(name)):
+        yield
+    done.append(None)
+    for name in names:
+        if name not in heard:
+            there = f"it has {', '.join(map(repr, heard))}" if heard else "it names none"
+            warnings.warn(
+                f"{who}: the policy goes by {name!r}, but no value of the function has the name ({there})."
+                f"{did_you_mean(name, heard)} Name values where they are made, sf.checkpoint_name(x, {name!r}).",
+                stacklevel=3,
+            )

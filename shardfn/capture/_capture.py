@@ -2,6 +2,11 @@
 
 The function runs once on tensors without data, and the ops are recorded. So the graph is the program that eager mode
 would run, op for op. Code that depends on the values of tensors cannot be recorded: an error names the line.
+
+Side effects that a capture refuses or undoes: draws of random numbers, and tensors left in caches.
+
+The Python of a function runs only at the capture. A number drawn in Python, and not by an operation of the graph, would
+be the same in every step. A tensor put into a cache would have no data.
 """
 
 import contextlib
@@ -9,6 +14,7 @@ import functools
 import gc
 import linecache
 import pathlib
+import random
 import sys
 import sysconfig
 import traceback
@@ -24,7 +30,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
-from shardfn._torch import DYNAMO, DataDependentOutputException, DynamicOutputShapeException, use_lazy_graph_module
+from shardfn._torch import (
+    DYNAMO,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    use_lazy_graph_module,
+)
 from shardfn.collectives import (
     counting_nothing,
     current_application,
@@ -33,12 +45,11 @@ from shardfn.collectives import (
     transforming,
     with_sizes,
 )
-from shardfn.core import Ambient, progress, runs_op_by_op, serialize_tracing
+from shardfn.core import Ambient, progress, runs_op_by_op, serialize_tracing, tree_leaves
 from shardfn.memory import in_host_region
 
 from ._asserted import Asserting
-from ._fakes import fakes
-from ._impure import Drawn, drawing_nothing, forget_cached
+from ._fakes import Fakes, fakes
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 # Rooms with lines that count as the user's, since the rooms hold models.
@@ -230,7 +241,7 @@ def capture(
             progress(desc="capturing", unit="op", part=True) as bar,
             notes.attached(bar.update),
             Asserting(),
-            drawing_nothing(notes.line),
+            _drawing_nothing(notes.line),
         ):
             return f(*args)
 
@@ -250,7 +261,7 @@ def capture(
             gm = trace(*fakes(inputs))
     finally:
         # After an error, too. Else the next call finds tensors without data.
-        forget_cached()
+        _forget_cached()
     with_sizes(gm)
     if not differentiable:
         _strip_detach(gm)
@@ -301,7 +312,7 @@ def _naming_lines() -> Iterator[None]:
         if not any(said in str(error) for said in ("numpy", "data is not allocated yet")):
             raise
         raise CaptureError(_explain_error(error)) from error
-    except Drawn as drawn:
+    except _Drawn as drawn:
         name, line = (*drawn.args, None)[:2]
         raise CaptureError(
             f"{f'{line}: ' if line else ''}the function draws from {name} while it is captured: the graph"
@@ -355,3 +366,91 @@ def _strip_detach(gm: GraphModule) -> None:
             node.replace_all_uses_with(source)
             gm.graph.erase_node(node)
     gm.recompile()
+
+
+_CACHE: Any = type(functools.lru_cache(len))
+
+
+class _Drawn(Exception):
+    """Error for a function that draws numbers, with the name of the generator and, if known, the line."""
+
+
+@contextlib.contextmanager
+def _drawing_nothing(line: Callable[[], str | None]) -> Iterator[None]:
+    """Refuses draws from Python's and numpy's generators in the body, and restores a generator that has advanced.
+
+    Args:
+        line: function that returns the user's line that is running.
+
+    Raises:
+        _Drawn: something is drawn.
+    """
+    before = [(name, get(), put) for name, get, put in _list_generators()]
+    with _refuse_draws(random, getattr(random, "_inst"), line), _refuse_draws(*_numpy_generator(), line):  # noqa: B009  # is private
+        yield
+    now = [get() for _, get, _ in _list_generators()]
+    # A generator imported during the body is not in `before`, so there is no state to put back.
+    moved = [(name, put, old) for (name, old, put), new in zip(before, now, strict=False) if not _is_same(old, new)]
+    for _, put, old in moved:
+        put(old)
+    if moved:
+        raise _Drawn(" and ".join(name for name, _, _ in moved))
+
+
+@contextlib.contextmanager
+def _refuse_draws(module: Any, generator: Any, line: Callable[[], str | None]) -> Iterator[None]:
+    """Makes those functions of a module raise that draw from the module's generator."""
+    # Methods of the module's global generator. A generator that the user made is no global state, and passes.
+    found = {name: f for name, f in vars(module).items() if getattr(f, "__self__", None) is generator} if module else {}
+
+    def make_refusal(name: str) -> Any:
+        def raise_refusal(*args: Any, **kwargs: Any) -> Any:
+            del args, kwargs
+            raise _Drawn(f"{module.__name__}.{name}", line())
+
+        return raise_refusal
+
+    for name in found:
+        # To set or read the state draws nothing. The check around the body does both, too.
+        if "state" not in name:
+            setattr(module, name, make_refusal(name))
+    try:
+        yield
+    finally:
+        for name, f in found.items():
+            setattr(module, name, f)
+
+
+def _numpy_generator() -> tuple[Any, Any]:
+    module: Any = sys.modules.get("numpy.random")
+    return module, None if module is None else module.mtrand._rand
+
+
+def _forget_cached() -> None:
+    """Empties every `functools.lru_cache` that holds a tensor without data, so that later calls make real tensors."""
+    for x in gc.get_objects():
+        if type(x) is _CACHE and any(_is_fake(t) for t in tree_leaves(gc.get_referents(x))):
+            x.cache_clear()
+
+
+def _is_fake(x: Any) -> bool:
+    return isinstance(x, FakeTensor) and isinstance(x.fake_mode, Fakes)
+
+
+def _list_generators() -> list[tuple[str, Callable[[], Any], Callable[[Any], None]]]:
+    out: list[Any] = [("torch's generator", torch.get_rng_state, torch.set_rng_state)]
+    if "beartype" not in sys.modules:  # beartype draws from Python's generator at any call
+        out.append(("Python's random", random.getstate, random.setstate))
+    numpy, _ = _numpy_generator()
+    if numpy is not None:
+        out.append(("numpy.random", lambda: numpy.get_state(legacy=False), numpy.set_state))
+    return out
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, tuple):
+        return a == b
+    # To draw all numbers of a key returns the position to the old value, but with another key.
+    return a["state"]["pos"] == b["state"]["pos"] and bool((a["state"]["key"] == b["state"]["key"]).all())

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from shardfn.core import Mesh, first_of, is_first_launched, make_mesh
+from shardfn.core import Mesh, first_of, is_device, is_first_launched, make_mesh
 from shardfn.engine import comms_of
 from shardfn.inference import (
     Completion,
@@ -125,7 +125,7 @@ def _prepare_job(job: GenerateJob) -> PreparedRun:
 
 def _is_answered_once(job: GenerateJob, prompts: list[Prompt], mesh: Mesh) -> bool:
     """Returns whether the prompt is read in one step, whose graph would be captured for that step only."""
-    plain = job.memory == job.cache_memory == "device" and not job.drafts and job.sampling.grammar is None
+    plain = is_device(job.memory) and is_device(job.cache_memory) and not job.drafts and job.sampling.grammar is None
     return plain and mesh.size == 1 and len(prompts) == job.sampling.n == 1
 
 

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardfn.core import AnyQuantization, MemoryKind, Mesh, P, Placement
+from shardfn.core import AnyQuantization, MemoryKind, Mesh, P, Placement, is_in_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +269,7 @@ class _Trail:
         self.stops.append(self.now.with_(**changes))
 
     def move(self, kind: MemoryKind) -> None:
-        if self.now.memory_kind != kind:
+        if not is_in_memory(self.now.memory_kind, kind):
             self.step(Move(kind), memory_kind=kind)
 
     def go_directly(self, dst: Placement) -> None:

@@ -33,7 +33,13 @@ from ._placement import AnyQuantization as AnyQuantization, Placement as Placeme
 from ._saved import save_inputs as save_inputs, save_tensors as save_tensors
 from ._saved import saved_tensors_hooks as saved_tensors_hooks
 from ._policy import Dtypes as Dtypes, Policy as Policy
-from ._spec import TENSOR_KINDS as TENSOR_KINDS, MemoryKind as MemoryKind, is_device as is_device, is_disk as is_disk
+from ._spec import (
+    TENSOR_KINDS as TENSOR_KINDS,
+    MemoryKind as MemoryKind,
+    is_device as is_device,
+    is_disk as is_disk,
+    is_in_memory as is_in_memory,
+)
 from ._spec import find_directory_problem as find_directory_problem, kind_when_loaded as kind_when_loaded
 from ._spec import Quantization as Quantization, P as P, Sharding as Sharding
 from ._spec import block_slices as block_slices, chunk_bounds as chunk_bounds

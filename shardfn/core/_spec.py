@@ -34,6 +34,16 @@ def is_disk(kind: str) -> bool:
     return kind == "disk"
 
 
+def is_in_memory(kind: str, *memories: str) -> bool:
+    """Returns whether a value of this memory kind lies in one of some memories.
+
+    Example:
+        >>> is_in_memory("host", "host", "disk"), is_in_memory("host", "device")
+        (True, False)
+    """
+    return kind in memories
+
+
 def kind_when_loaded(kind: MemoryKind) -> MemoryKind:
     """Returns the memory in which the elements of a value are found: of a value on disk, the host.
 

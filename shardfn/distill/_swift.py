@@ -55,7 +55,7 @@ def swift_loss(
         >>> losses = [float(step(state, batch)[1]["loss"])]
     """
     if config.swift is None:
-        raise ValueError("distill.swift_loss: the config has swift=None; take the config of gpt.add_swift_kv.")
+        raise ValueError("distill.swift_loss: the config has swift=None. Take the config of gpt.add_swift_kv.")
     batch = gpt.shifted(batch)
     how: dict[str, Any] = {"wrap": wrap, "axis": axis}
     student = gpt.apply_and_hidden(config, params, batch["tokens"], **how)

@@ -1,7 +1,7 @@
 """Captured steps: graphs of aten ops and transfers, passes over them, analyses, and back ends that run them."""
 
 # Schedules, orders, and passes over them.
-from ._schedule import Schedule as Schedule
+from ._choose import Schedule as Schedule
 from ._choose import Choice as Choice, Scored as Scored, check_fits as check_fits, choose as choose
 from ._hazards import Memory as Memory, dependences as dependences, legal_order as legal_order
 from ._edit import reorder_graph as reorder_graph
@@ -19,7 +19,7 @@ from ._donate import donate as donate
 from ._values import phases_of as phases_of, storage_of as storage_of, tensors_in as tensors_in, where_of as where_of
 from ._op import Op as Op
 from ._ops import OPS as OPS, find_op as find_op, op_of as op_of
-from ._loops import (
+from ._functional import (
     Body as Body,
     LoopMark as LoopMark,
     bodies_of as bodies_of,
@@ -81,7 +81,7 @@ from ._forms import (
     whole as whole,
 )
 from ._einsum_rules import convert_form as convert_form
-from ._view_rules import whole_look as whole_look
+from ._shape_rules import whole_look as whole_look
 
 # Back ends.
 from ._backend import Compiled as Compiled, compile_graph as compile_graph, resolve_backend as resolve_backend

@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from shardfn._torch import OpOverload
+from shardfn.core import is_in_memory
 from shardfn.kernels import KernelChain, without_dispatch
 from shardfn.memory import on_host
 
@@ -142,7 +143,9 @@ class _CodeWriter:
         self.on_host = False
 
     def write(self, step: Node | Region, dead: list[Node]) -> None:
-        self._switch_block(isinstance(step, Node) and step.op == "call_function" and memory_of(step) == "host")
+        self._switch_block(
+            isinstance(step, Node) and step.op == "call_function" and is_in_memory(memory_of(step), "host")
+        )
         if isinstance(step, Region):
             self._write_region(step, dead)
         elif step.op == "placeholder":

@@ -12,9 +12,9 @@ from . import _einsum_rules as einsum
 from . import _group_rules as groups
 from . import _shape_rules as shapes
 from . import _sum_rules as sums
-from . import _view_rules as views
 from ._einsum_rules import rule_of_labels
 from ._forms import OpUse, Rule
+from ._shape_rules import shard_view
 
 _ATEN = torch.ops.aten
 
@@ -52,7 +52,7 @@ RULES: dict[Any, Rule] = {
     _ATEN.squeeze: rule_of_labels(shapes.label_squeeze),
     _ATEN.expand: rule_of_labels(shapes.label_expand),
     _ATEN.repeat: rule_of_labels(shapes.label_repeat),
-    **_rules_for("view _unsafe_view reshape", views.shard_view),
+    **_rules_for("view _unsafe_view reshape", shard_view),
     **_rules_for("unbind select", rule_of_labels(shapes.label_other_dims(1))),
     _ATEN.slice: groups.keep_rows(shapes.shard_split(1), groups.is_along_columns),
     **_rules_for("slice_scatter select_scatter", rule_of_labels(shapes.label_scatter)),

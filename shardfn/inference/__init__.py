@@ -45,4 +45,4 @@ from ._simulate import Simulation as Simulation, TimedRequest as TimedRequest, c
 from ._simulate import simulate as simulate
 from ._decision_log import DecisionLog as DecisionLog, LoggedStep as LoggedStep, Replay as Replay
 from ._decision_log import count_pairs as count_pairs, replay_log as replay_log
-from ._logprobs import logprobs as logprobs, widen_floats as widen_floats
+from ._draw_rows import logprobs as logprobs, widen_floats as widen_floats

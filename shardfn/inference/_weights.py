@@ -26,6 +26,7 @@ from shardfn.core import (
     broadcast_prefix,
     draw_block,
     find_directory_problem,
+    is_in_memory,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -253,4 +254,4 @@ def _find_started(node: Node, op: Any) -> Node | None:
 
 def count_bytes(weights: PyTree, *kinds: MemoryKind) -> int:
     """Returns the bytes of weights on this rank in some memories."""
-    return sum(x.held.nbytes for x in tree_leaves(weights) if x.memory_kind in kinds)
+    return sum(x.held.nbytes for x in tree_leaves(weights) if is_in_memory(x.memory_kind, *kinds))

@@ -5,8 +5,8 @@ from ._logger import Logger as Logger
 from ._sinks import Sink as Sink
 from ._sinks import CSV as CSV
 from ._sinks import TensorBoard as TensorBoard
-from ._services import WandB as WandB
-from ._services import MLflow as MLflow
+from ._sinks import WandB as WandB
+from ._sinks import MLflow as MLflow
 from ._stopping import NonFiniteGuard as NonFiniteGuard
 from ._stopping import EarlyStopping as EarlyStopping
 from ._values import by_layer as by_layer

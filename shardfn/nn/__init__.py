@@ -31,7 +31,7 @@ from ._multimodal import Modality as Modality, MultimodalCausal as MultimodalCau
 from ._multimodal import multimodal_attention as multimodal_attention
 from ._cross_entropy import cross_entropy as cross_entropy, cross_entropy_sum as cross_entropy_sum
 from ._cross_entropy import next_tokens as next_tokens
-from ._tiled_cross_entropy import tiled_cross_entropy as tiled_cross_entropy
+from ._cross_entropy import tiled_cross_entropy as tiled_cross_entropy
 from ._deferred import DeferredGradients as DeferredGradients, splitting as splitting
 from ._dropout import dropout as dropout, dropout_of_rows as dropout_of_rows
 from ._batch_invariant import BatchInvariantWeight as BatchInvariantWeight, Then as Then

@@ -13,9 +13,8 @@ from shardfn.core import Mesh, explains_keywords, make_mesh
 from shardfn.inference import Sampling, limits_of
 from shardfn.kernels import Activations, Quantization
 
-from ._files import read_sampling
 from ._load import AXIS, load_model, make_engine
-from ._settings import ModelSettings, Problem, detect_kind
+from ._settings import ModelSettings, Problem, detect_kind, read_sampling
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]

@@ -64,8 +64,17 @@ from shardfn.speculators import Hybrid, Speculator
 from shardfn.speculators import load as load_speculator
 from shardfn.transforms import eval_shape, sharded
 
-from ._files import GENERATION_CONFIG, describe_sampling, name_file_in_errors, read_json_object
-from ._settings import DRAFTERS, DTYPES, ModelSettings, detect_kind, find_run
+from ._settings import (
+    DRAFTERS,
+    DTYPES,
+    GENERATION_CONFIG,
+    ModelSettings,
+    describe_sampling,
+    detect_kind,
+    find_run,
+    name_file_in_errors,
+    read_json_object,
+)
 from ._text import ModelText, wrap_data_tokenizer, wrap_transformers_tokenizer
 from ._tokenizers import (
     FILES_ALONE,

@@ -12,8 +12,7 @@ from typing import Any
 from shardfn.data import BPETokenizer, ByteTokenizer
 from shardfn.interop import GGUFFile
 
-from ._files import name_file_in_errors, read_json_object
-from ._settings import ModelSettings, find_run
+from ._settings import ModelSettings, find_run, name_file_in_errors, read_json_object
 from ._text import ModelText, compile_chat_template, wrap_data_tokenizer, wrap_transformers_tokenizer
 
 FILES_ALONE = {"trust_remote_code": False}  # without it transformers asks the user, and waits

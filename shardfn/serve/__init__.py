@@ -2,7 +2,7 @@
 
 from ._message_formats import REASONING_PARSERS as REASONING_PARSERS, TOOL_PARSERS as TOOL_PARSERS
 from ._settings import POOLINGS as POOLINGS, Settings as Settings
-from ._keys import ApiKeys as ApiKeys, read_keys as read_keys
+from ._access import ApiKeys as ApiKeys, read_keys as read_keys
 from ._errors import ApiError as ApiError
 from ._model import Text as Text
 from ._ipc import Ready as Ready

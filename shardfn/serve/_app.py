@@ -1,26 +1,30 @@
 """The routes of a server.
 
 The order of checks: host, key, size of the body, JSON, fields, template and tokens, context and pool, the line.
+
+The page at `/`: one file, with a policy that permits only the page's script, and only calls of its server.
 """
 
 import asyncio
+import base64
 import concurrent.futures
 import functools
+import hashlib
+import pathlib
+import re
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ._access import ApiKeys, make_headers, make_permission
 from ._adapter_routes import LOAD, UNLOAD, AdapterChange, AdapterChanges, parse_load, parse_unload
 from ._anthropic_messages import count_tokens, parse_messages
 from ._dialects import AnswerWriter, DialectAnswer
 from ._embeddings import parse_embeddings
 from ._errors import ApiError, json_response
 from ._fields import read_json
-from ._headers import make_headers, make_permission
-from ._keys import ApiKeys
 from ._metrics import Metrics
 from ._model import Model, check_model
 from ._open_responses import parse_responses
-from ._page import page
 from ._parse_request import ParsedRequest, PooledRequest, parse_chat, parse_completions
 from ._request_tracker import DOWN, ClientRequest, RequestTracker
 from ._responses import CHAT_FORMAT, COMPLETION_FORMAT, ResponseBuilder, ResponseFormat, raise_failures
@@ -65,7 +69,7 @@ class App:
         self._adapters = AdapterChanges(calls)
         self.model: Model | None = None
         self.closed = ""
-        self._html, self._html_headers = page()
+        self._html, self._html_headers = _page()
         # Short bodies do not wait for the tokens of long bodies.
         self._reading, self._reading_long = (
             concurrent.futures.ThreadPoolExecutor(1, "shardfn-serve-text") for _ in "ab"
@@ -363,3 +367,41 @@ async def _answer_unserved(request: "Request", error: Exception) -> "Response":
 
 async def _answer_failure(request: "Request", error: Exception) -> "Response":
     return ApiError(500, f"The server has failed: {type(error).__name__}.").response(request.url.path)
+
+
+_PATH = pathlib.Path(__file__).with_name("_page.html")
+
+
+def _page() -> tuple[str, dict[str, str]]:
+    """Returns the _page, and the headers of the answer.
+
+    Example:
+        >>> html, headers = _page()
+        >>> headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'sha256-")
+        True
+    """
+    html = _PATH.read_text(encoding="utf-8")
+    own = {tag: _digest_element(html, tag) for tag in ("script", "style")}
+    rules = [
+        "default-src 'none'",
+        *(f"{tag}-src 'sha256-{digest}'" for tag, digest in own.items()),
+        "connect-src 'self'",
+        "img-src data:",  # the empty icon
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+    ]
+    headers = {
+        "Content-Security-Policy": "; ".join(rules),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return html, headers
+
+
+def _digest_element(html: str, tag: str) -> str:
+    """Returns the digest of the _page's single element of a tag."""
+    [text] = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

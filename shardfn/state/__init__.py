@@ -30,7 +30,7 @@ from ._storage import (
     with_codes as with_codes,
     zero_block as zero_block,
 )
-from ._masters import widest as widest
+from ._state import widest as widest
 from ._state import check_passed as check_passed
 from ._state import (
     TrainState as TrainState,

@@ -27,7 +27,7 @@ from shardfn.core import (
     tree_paths,
     tree_unflatten,
 )
-from shardfn.optim import GradientTransformation, owners
+from shardfn.optim import GradientTransformation, MasterState, owners
 
 from ._storage import copy_value
 
@@ -273,3 +273,15 @@ def check_passed(state: Any, other: Any = (), *, call: str = "step(state, batch)
     else:
         remedy = "Make one from parameters first: state = step.init(params)."
     raise TypeError(f"{call} takes the TrainState that init or a step returned, got {type(state).__name__}. {remedy}")
+
+
+def widest(state: TrainState) -> PyTree:
+    """Returns the parameters of a state, each as its master copy where the optimizer keeps one."""
+    nodes = tree_leaves(state.opt_state, is_leaf=lambda x: isinstance(x, MasterState))
+    wide: dict[Any, Any] = {}
+    for node in nodes:
+        if isinstance(node, MasterState):
+            wide |= dict(zip(tree_entries(node.master), tree_leaves(node.master), strict=True))
+    leaves, treedef = tree_flatten(state.params)
+    pairs = zip(tree_entries(state.params), leaves, strict=True)
+    return tree_unflatten(treedef, [wide.get(path, x) for path, x in pairs])

@@ -128,7 +128,7 @@ class ForkServer:
             code = self._process.wait(5)
             why = f"ended at its start with {f'exit code {code}' if code >= 0 else signal.Signals(-code).name}"
         self._err.seek(0)
-        raise RankError(f"a worker {why}; its stderr:\n{self._err.read().decode(errors='replace')}")
+        raise RankError(f"a worker {why}. Its stderr:\n{self._err.read().decode(errors='replace')}")
 
 
 def _make_environment() -> dict[str, str]:

@@ -252,7 +252,7 @@ def _expect_ready(worker: Worker) -> None:
             why = f"ended at its start with {_exit_code(worker)}"
     text = _take_contents(worker.err)
     end_workers(_WORKERS)
-    raise RankError(f"a worker {why}; its stderr:\n{text}")
+    raise RankError(f"a worker {why}. Its stderr:\n{text}")
 
 
 # watch

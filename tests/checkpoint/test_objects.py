@@ -112,8 +112,8 @@ def test_files_left_by_a_killed_job_are_no_checkpoint_and_are_removed(url: str, 
     fs, root = fsspec.url_to_fs(url)
 
     with monkeypatch.context() as patch:
-        patch.setattr("shardfn.checkpoint._objects.ObjectDraft.publish", killed_with(KeyboardInterrupt))
-        patch.setattr("shardfn.checkpoint._objects.ObjectDraft.discard", killed_with(KeyboardInterrupt))
+        patch.setattr("shardfn.checkpoint._located.ObjectDraft.publish", killed_with(KeyboardInterrupt))
+        patch.setattr("shardfn.checkpoint._located.ObjectDraft.discard", killed_with(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             checkpoint.save(url, tree(2), 2)
     fs.pipe_file(f"{root}/step_000002/note.txt", b"somebody's own")

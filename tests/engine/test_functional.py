@@ -363,7 +363,7 @@ def test_unsupported_options_raise() -> None:
         step(stack([state, state]), x)
     with pytest.raises(ValueError, match="member"):
         stack([state, state]).params.full_tensor()
-    with pytest.raises(ValueError, match="make the states first"):
+    with pytest.raises(ValueError, match="Make the states first"):
         vmap(step.init)(torch.ones(2, 3))
     with pytest.raises(ValueError, match="0-d"):
         check_not_negative("sgd", learning_rate=torch.ones(2))

@@ -81,7 +81,7 @@ MISTAKES = [
     Mistake("aux has rows", lambda: _with_aux({"x": torch.ones(4, 3)}),
             ValueError, "aux['x'] must be 0-d, got shape (4, 3)", "Reduce it inside the loss"),
     Mistake("aux has the name of a metric", lambda: _with_aux({"loss": 1.0}),
-            ValueError, "aux['loss'] has the name of a metric of the step", "choose another"),
+            ValueError, "aux['loss'] has the name of a metric of the step", "Choose another"),
     Mistake("the weight is negative", lambda: run(lambda p, b: sf.WeightedMean(loss_of(p, b), -4)),
             ValueError, _WEIGHT + "-4", _ORDER),
     Mistake("the weight is a negative tensor",

@@ -83,7 +83,7 @@ _WEIGHTX, _MEAN_WEIGHT = "lm_head.weightx", "Did you mean 'lm_head.weight'?"
 _SINGLE = torch.float32
 _NEEDS_STATE = "takes the TrainState that init or a step returned, got "
 _ITERABLE = "evaluate takes an iterable of batches, and this is a "
-_ONE_BATCH = "of one batch write step.evaluate(state, [batch])"
+_ONE_BATCH = "Of one batch write step.evaluate(state, [batch])"
 OPTIONS = [
     Mistake("the rule is a dict", lambda: made(zero={"stage": 3}),
             TypeError, "zero={'stage': 3} is a dict", "zero=sf.Zero(stage=3)"),

@@ -15,7 +15,7 @@ import shardfn as sf
 from shardfn import inference, kernels
 from shardfn.core import tree_leaves, tree_map
 from shardfn.interop import GGUFFile, gguf_config, gpt_from_gguf
-from shardfn.interop._gguf_blocks import decode_gguf_blocks, gguf_kind
+from shardfn.interop._gguf import decode_gguf_blocks, gguf_kind
 from shardfn.interop._gguf_model import is_exact_q4_1, widen_q4_0
 from shardfn.memory import DamagedError
 from shardfn.models import gpt

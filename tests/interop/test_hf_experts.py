@@ -9,7 +9,7 @@ import torch
 
 import shardfn as sf
 from shardfn.interop import Archive, module_from_hf, module_to_hf, without_weights
-from shardfn.interop._hf_conversions import ConvertedArchive, as_module
+from shardfn.interop._hf_module import ConvertedArchive, as_module
 from shardfn.nn import moe
 from shardfn.testing import distributed
 

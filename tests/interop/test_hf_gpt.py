@@ -1,4 +1,4 @@
-"""Covers shardfn/interop/_hf_gpt.py, _layouts.py, _hf_config.py: models of transformers in, and back out."""
+"""Covers shardfn/interop/_hf_gpt.py, _hf_config.py: models of transformers in, and back out."""
 
 import copy
 import functools

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from shardfn import memory
-from shardfn.memory import _host, _mappings
-from shardfn.memory._mappings import Mappings
+from shardfn.memory import _host
+from shardfn.memory._host import Mappings
 
 PAGE = 4096
 
@@ -86,22 +86,22 @@ def test_no_more_waits_than_was_in_use_and_the_oldest_goes_first() -> None:
 def test_sizes_are_rounded_a_little() -> None:
     draw = random.Random(0)
     for nbytes in [1, PAGE, PAGE + 1, *(draw.randrange(1, 1 << 30) for _ in range(1000))]:
-        size = _mappings._round_up(nbytes)
+        size = _host._round_up(nbytes)
         assert nbytes <= size <= max(nbytes * 9 / 8 + PAGE, PAGE) and size % PAGE == 0
-    assert len({_mappings._round_up(n) for n in range(1 << 20, 2 << 20, 997)}) <= 9
+    assert len({_host._round_up(n) for n in range(1 << 20, 2 << 20, 997)}) <= 9
 
 
 def test_when_there_is_no_room_waiting_memory_is_given_up() -> None:
     mappings, full = Mappings(keep=1 << 20), []
     mappings.lend(8 * PAGE)
-    made = _mappings._map_memory
+    made = _host._map_memory
 
     def scarce(nbytes: int) -> mmap.mmap:
         if full or mappings.waiting:
             raise OSError(12, "Cannot allocate memory")
         return made(nbytes)
 
-    with mock.patch.object(_mappings, "_map_memory", scarce):
+    with mock.patch.object(_host, "_map_memory", scarce):
         held = mappings.lend(16 * PAGE)
         assert mappings.waiting == 0
         full.append(True)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shardfn.modules import from_module
-from shardfn.modules._layer_kinds import LayerKinds
+from shardfn.modules._layers import LayerKinds
 
 
 def _kinds(pattern: str) -> LayerKinds:

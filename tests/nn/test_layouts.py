@@ -10,7 +10,7 @@ import torch
 import shardfn as sf
 from shardfn import nn
 from shardfn.nn import layouts
-from shardfn.nn.layouts._parts import random_blocks
+from shardfn.nn.layouts._windows import random_blocks
 
 N = 16
 

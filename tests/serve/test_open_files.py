@@ -5,7 +5,7 @@ import resource
 import pytest
 
 from shardfn.serve import Settings
-from shardfn.serve._open_files import allow_connections
+from shardfn.serve._server import allow_connections
 
 
 @pytest.mark.parametrize(

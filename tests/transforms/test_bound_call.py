@@ -123,7 +123,7 @@ def test_functions_that_cannot_be_bound_are_refused_with_the_remedy() -> None:
     f, params = _made(mesh, jit=lambda f: f)
     cache = _cache(mesh)
     x, at = _inputs(cache, 0)
-    with pytest.raises(ValueError, match=r"write sharded\(sf\.jit\(f\), \.\.\.\)"):
+    with pytest.raises(ValueError, match=r"Write sharded\(sf\.jit\(f\), \.\.\.\)"):
         f.bind(params, x, cache, at)
     f, params = _made(mesh)
     with pytest.raises(ValueError, match=r"check_every=-1: .* 0 for no checks"):
@@ -131,7 +131,7 @@ def test_functions_that_cannot_be_bound_are_refused_with_the_remedy() -> None:
     with pytest.raises(TypeError, match=r"check_every=True is a bool"):
         f.bind(params, x, cache, at, check_every=True)
     bound = f.bind(params, x, cache, at)
-    with pytest.raises(ValueError, match=r"torch\.func cannot transform it; call it without bind"):
+    with pytest.raises(ValueError, match=r"torch\.func cannot transform it. Call it without bind"):
         torch.func.vmap(lambda x: bound(params, x, cache, at)[0]["h"])(x[None])
     with torch.autocast("cpu"), pytest.raises(ValueError, match=r"bound under other settings of torch \(autocast\)"):
         bound(params, x, cache, at)

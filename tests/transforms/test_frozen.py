@@ -32,7 +32,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import optim
 from shardfn.collectives import Traffic
-from shardfn.collectives.transport import _traffic
+from shardfn.collectives.transport._transfers import _COUNTERS
 from shardfn.testing import distributed
 
 FROZEN = pathlib.Path(__file__).parent / "frozen"
@@ -202,7 +202,7 @@ class Log(Traffic):
 
 
 def logged() -> contextlib.AbstractContextManager[Any]:
-    return _traffic._COUNTERS.bound(Log())
+    return _COUNTERS.bound(Log())
 
 
 def _transfers(name: str) -> str:

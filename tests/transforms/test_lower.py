@@ -80,7 +80,7 @@ def test_a_lowered_step_compiles_to_the_step() -> None:
     assert torch.equal(ma["loss"], mb["loss"]) and torch.equal(ma["grad_norm"], mb["grad_norm"])
     for x, y in zip(sf.core.tree_leaves(a.params), sf.core.tree_leaves(b.params), strict=True):
         assert torch.equal(x.local, y.local)
-    with pytest.raises(ValueError, match="lower the step again"):
+    with pytest.raises(ValueError, match="Lower the step again"):
         compiled(state, _tokens(1, rows=2))
 
 

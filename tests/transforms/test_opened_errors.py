@@ -62,7 +62,7 @@ def test_missing_and_additional_leaves() -> None:
 
 def test_the_pair_that_gradients_returns() -> None:
     step, state, _ = _one()
-    with pytest.raises(TypeError, match=r"unpack it: grads, metrics = step\.gradients"):
+    with pytest.raises(TypeError, match=r"Unpack it: grads, metrics = step\.gradients"):
         step.update(state, step.gradients(state, torch.ones(2, 4)))
 
 

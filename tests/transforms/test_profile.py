@@ -124,7 +124,7 @@ def test_the_total_of_a_jitted_step_is_measured_and_the_profile_notes_it() -> No
 @distributed(world=2)
 def test_mistakes_raise_on_all_ranks() -> None:
     step, state = _step(3)
-    with pytest.raises(ValueError, match=r"profile\(steps=0\): at least one step must be measured; pass steps=1"):
+    with pytest.raises(ValueError, match=r"profile\(steps=0\): at least one step must be measured. Pass steps=1"):
         step.profile(state, torch.ones(2, 8), steps=0)
     step, state = _step(3)
     with pytest.raises((ValueError, RankError), match=r"step.profile\(steps=\d\)"):

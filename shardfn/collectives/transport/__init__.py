@@ -51,7 +51,7 @@ from ._transfers import (
     is_sole_owner as is_sole_owner,
     may_be_added_to as may_be_added_to,
 )
-from ._traffic import (
+from ._transfers import (
     Traffic as Traffic,
     count_traffic as count_traffic,
     counting_nothing as counting_nothing,

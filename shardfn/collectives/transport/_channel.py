@@ -23,8 +23,7 @@ from ._failure import EndedGroup, TransportError, close
 from ._memory import IN, OUT, SUMMED, LaneOp, Lanes
 from ._packing import dealt
 from ._sharing import MemoryWork, shared_lanes
-from ._traffic import record
-from ._transfers import as_raw, broadcast_from, is_sole_owner, native_all_gather, ordered_sum
+from ._transfers import as_raw, broadcast_from, is_sole_owner, native_all_gather, ordered_sum, record
 
 _Made = TypeVar("_Made")
 # The dtypes that every backend sends. Other dtypes travel as bytes.

@@ -129,12 +129,12 @@ class Interface:
             if k == 0:
                 raise ValueError(
                     "donate=0: the first argument is gathered during its use, so that nothing can be written to its"
-                    " memory; pass a tree that is to be written as an argument of its own, with an entry in in_specs."
+                    " memory. Pass a tree that is to be written as an argument of its own, with an entry in in_specs."
                 )
             if not 0 < k <= len(self.in_specs) or self.in_specs[k - 1] is None:
                 raise ValueError(
                     f"donate={k} has no effect: in_specs has no entry for args[{k}], which only a sharded argument"
-                    " needs; its first entry is for args[1]."
+                    " needs. Its first entry is for args[1]."
                 )
         check_donated(entries, self.donate)
 

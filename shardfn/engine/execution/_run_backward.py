@@ -166,8 +166,8 @@ class Performer:
             refuse_negative(value.weight)
         if not self._even and value is not None and value.weight is None and plan.chunks is None:
             raise UnequalBatchesError(
-                "ranks hold batches of different sizes, so the mean of their losses is not the global mean;"
-                " return WeightedMean(total, weight) from the loss, or pass equal batches."
+                "ranks hold batches of different sizes, so the mean of their losses is not the global mean."
+                " Return WeightedMean(total, weight) from the loss, or pass equal batches."
             )
         with named_range("waits"):
             self._gatherer.end_phase(ask=False)

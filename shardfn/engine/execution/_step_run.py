@@ -291,7 +291,7 @@ def _is_finite_everywhere(comms: Comms, metrics: Metrics) -> bool:
     if len(set(found)) > 1:
         ranks = [rank for rank, x in enumerate(found) if not x]
         raise RankError(
-            f"ranks {ranks} find gradients that are not finite, and the others do not; gradients of leaves that ranks"
+            f"ranks {ranks} find gradients that are not finite, and the others do not. Gradients of leaves that ranks"
             " share must be changed alike on all of them."
         )
     return bool(found[0])
@@ -368,7 +368,7 @@ def named(loss: Tensor, norm: Tensor, aux: Iterable[tuple[str, Tensor]], loss_sc
         metrics["loss_scale"] = loss_scale.clone()
     for name, mean in aux:
         if name in metrics:
-            raise ValueError(f"aux[{name!r}] has the name of a metric of the step; choose another.")
+            raise ValueError(f"aux[{name!r}] has the name of a metric of the step. Choose another.")
         metrics[name] = mean.to(torch.float32)
     return metrics
 

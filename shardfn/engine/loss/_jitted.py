@@ -293,7 +293,7 @@ def _refuse_gradients(inputs: list[Tensor], leaves: list[Any], treedef: Any, at:
     paths = tree_paths(tree_unflatten(treedef, leaves))
     names = [paths[i] for i, x in zip(at, inputs, strict=True) if x.requires_grad]
     raise CaptureError(
-        f"a jitted function was given tensors that require a gradient ({', '.join(names[:4])}); a graph holds no"
+        f"a jitted function was given tensors that require a gradient ({', '.join(names[:4])}). A graph holds no"
         " autograd. Capture the gradient with it: jit(value_and_grad(f)) in place of value_and_grad(jit(f)),"
         " jit(remat(f)) in place of remat(jit(f))."
     )

@@ -88,7 +88,7 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
     if num > 1 and of.axis in plan.batch_axes:
         raise ValueError(
             f"a pipeline along {of.axis!r} gives every stage the same rows, but the batch is cut along"
-            f" {plan.batch_axes}; leave {of.axis!r} out of batch=, and pass the same rows to its ranks."
+            f" {plan.batch_axes}. Leave {of.axis!r} out of batch=, and pass the same rows to its ranks."
         )
     # A kind of layers may have fewer layers than there are stages, such as a dense layer before many layers with
     # experts.

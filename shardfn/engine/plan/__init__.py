@@ -20,7 +20,7 @@ from ._leaf_views import (
 from ._checks import (
     warn_of_narrow_updates as warn_of_narrow_updates,
 )
-from ._order import (
+from ._learnt import (
     Turn as Turn,
     UseOrder as UseOrder,
 )
@@ -38,6 +38,6 @@ from ._planner import (
     Planner as Planner,
     Words as Words,
 )
-from ._stages_seen import (
+from ._learnt import (
     ActivationShapes as ActivationShapes,
 )

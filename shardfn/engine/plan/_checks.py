@@ -30,7 +30,7 @@ def check_trains(plan: Plan, trainable: PyTree) -> None:
     if not plan.leaves:
         raise ValueError(
             "the parameters have no leaves, so there is nothing to train. Pass the tree of tensors that the loss takes"
-            " as its first argument; of a module, params, apply = sf.from_module(module)."
+            " as its first argument. Of a module, params, apply = sf.from_module(module)."
         )
     whole = [leaf for leaf in plan.leaves if leaf.dtypes.param.is_floating_point]
     shown = ", ".join(leaf.path for leaf in (whole or plan.leaves)[:_SHOWN_LEAVES])
@@ -43,12 +43,12 @@ def check_trains(plan: Plan, trainable: PyTree) -> None:
         raise ValueError(
             "every parameter of floating point has requires_grad=False, so there is nothing to train. There are"
             f" {shown}. Unfreeze some before from_module, module.requires_grad_(True), or include them in"
-            " sharded_step(trainable=), a tree of bools like params; a step that is to train none of them takes"
+            " sharded_step(trainable=), a tree of bools like params. A step that is to train none of them takes"
             " trainable=False."
         )
     raise ValueError(
         f"trainable is True of no parameter of floating point, so there is nothing to train. There are {shown}. Write"
-        " True for those that are to be trained, as in trainable={name: 'lora' in name for name in params}; a step"
+        " True for those that are to be trained, as in trainable={name: 'lora' in name for name in params}. A step"
         " that is to train none of them takes trainable=False."
     )
 

@@ -51,7 +51,7 @@ class LeafView:
             if not set(inner) <= set(axes):
                 raise ValueError(
                     f"partition(axes={axes[0]!r}): a leaf of shape {self.shape} has spec {self.spec!r}, which cuts dim"
-                    f" {d} along several axes; cut it along {axes[0]!r} alone, or name them all, axes={names!r}."
+                    f" {d} along several axes. Cut it along {axes[0]!r} alone, or name them all, axes={names!r}."
                 )
         left = P(*(tuple(a for a in self.spec.dim_axes(d) if a not in axes) for d in range(len(self.spec))))
         cuts = block_slices(self.shape, left, mesh.shape, mesh.coords)
@@ -107,7 +107,7 @@ class LeafViews:
             if len(found) != 1:
                 what = "several trees that this step has met have" if found else "no tree that this step has met has"
                 raise ValueError(
-                    f"partition or pipeline: {what} blocks of shapes {list(shapes)}; make a step for each tree."
+                    f"partition or pipeline: {what} blocks of shapes {list(shapes)}. Make a step for each tree."
                 )
             self._found[key] = found.pop()
         return self._found[key]

@@ -45,7 +45,7 @@ def phase_of(optimizer: GradientTransformation, opt_state: PyTree = None, phase:
     here = local(opt_state)
     if any(isinstance(x, Tensor) and x.ndim == 0 and _has_no_value(x) for x in tree_leaves(here)):
         raise ValueError(
-            "the optimizer has phases, and the phase of a state without values is unknown; pass"
+            "the optimizer has phases, and the phase of a state without values is unknown. Pass"
             " phase=optim.Phase(name, local)."
         )
     return phases.next(here)

@@ -1,22 +1,28 @@
 """The plan of a step: the consequences of its annotations and the shapes of a parameter tree, computed once.
 
 A plan is a layout, and never changes. `Learnt` has all that its steps learn.
+
+Refuses a leaf that the batch's axis cuts in blocks, where the loss exchanges nothing along that axis.
+
+Each rank would apply its own block to its own rows alone: experts that no other rank's tokens reach.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from shardfn.collectives import AxisTypeMode, track_axis_types
+from shardfn.collectives import AxisTypeError, AxisTypeMode, track_axis_types
 from shardfn.core import (
     Mesh,
     PyTree,
     Zero,
+    raise_all,
     tree_unflatten,
 )
 from shardfn.leaves import (
@@ -28,10 +34,8 @@ from shardfn.leaves import (
 )
 from shardfn.state import layers_of
 
-from ._check_batch_axis import blocks_of_batch_axes, exchanging
 from ._chunks import Chunks
-from ._learnt import Learnt
-from ._order import UseOrder
+from ._learnt import Learnt, UseOrder
 
 # Bytes of gradients that gain nothing by setting out before a backward has ended.
 TAIL_BYTES = 2 << 20
@@ -152,7 +156,7 @@ class Plan:
     @functools.cached_property
     def _list_exchanged_blocks(self) -> dict[str, tuple[str, ...]]:
         """Returns the blocks along axes of the batch. A stage of a pipeline may be one without them."""
-        return {} if self.stage_axes else blocks_of_batch_axes(self.leaves, self.following.batch)
+        return {} if self.stage_axes else _blocks_of_batch_axes(self.leaves, self.following.batch)
 
     def follows(self) -> AbstractContextManager[Any]:
         """Follows the values of a loss: from its beginning where a leaf is a block, else from its first collective.
@@ -163,7 +167,7 @@ class Plan:
         own = {a for leaf in self.leaves for a in leaf.distinct_axes} - {*self.batch_axes}
         at_once = not own.isdisjoint(self.following.axes)
         if self._list_exchanged_blocks:
-            return exchanging(self.following, self._list_exchanged_blocks, at_once=at_once)
+            return _exchanging(self.following, self._list_exchanged_blocks, at_once=at_once)
         return track_axis_types(self.following, at_once=at_once)
 
     def for_capture(self) -> "Plan":
@@ -299,3 +303,34 @@ class Plan:
             quantization = "" if x.places.quantization is None else f" in {x.places.quantization}"
             lines.append(f"{x.path}: {tuple(x.shape)} {x.dtypes} {kept} {homes}{quantization}")
         return "\n".join(lines)
+
+
+def _blocks_of_batch_axes(leaves: Sequence[LeafLayout], axes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """By path, the batch's axes with several ranks that cut a leaf in blocks, which a loss has to exchange along."""
+    named = {leaf.path: tuple(a for a in leaf.distinct_axes if a in axes) for leaf in leaves}
+    return {path: own for path, own in named.items() if own}
+
+
+@contextlib.contextmanager
+def _exchanging(mode: AxisTypeMode, blocks: Mapping[str, tuple[str, ...]], *, at_once: bool) -> Iterator[AxisTypeMode]:
+    """Follows values as `track_axis_types` does, and demands an exchange along the axes of all blocks.
+
+    Raises:
+        AxisTypeError: no collective ran along any axis of a block; lists these leaves.
+    """
+    mode.crossed.clear()
+    with track_axis_types(mode, at_once=at_once):
+        yield mode
+    raise_all(
+        AxisTypeError,
+        "the loss applies each rank's block of a leaf to its own rows of the batch alone, as no collective runs along"
+        " the block's axis:",
+        [
+            f"{path} is cut along {', '.join(map(repr, axes))}; send rows to the blocks, as nn.moe.apply(...,"
+            f" exchange=nn.moe.AllToAll({axes[0]!r})) does, gather the leaf with sf.all_gather, or remove {axes[0]!r}"
+            " of its spec. A loss that sends by itself, without shardfn, declares it by a call of"
+            f" sf.axis_index({axes[0]!r})"
+            for path, axes in blocks.items()
+            if mode.crossed.isdisjoint(axes)
+        ],
+    )

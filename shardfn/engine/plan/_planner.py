@@ -25,7 +25,9 @@ from shardfn.core import (
     broadcast_prefix,
     chunk_bounds,
     find_directory_problem,
+    is_device,
     is_frozen,
+    is_in_memory,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -153,7 +155,9 @@ class Planner:
             [
                 f"{leaf.path} is kept as {_describe_leaf(x)}; here it is {_describe_leaf(leaf.ways.kept)}"
                 for leaf, x in pairs
-                if x.spec != leaf.param or x.memory_kind != leaf.home or x.quantization != leaf.places.quantization
+                if x.spec != leaf.param
+                or not is_in_memory(x.memory_kind, leaf.home)
+                or x.quantization != leaf.places.quantization
             ],
         )
         raise_all(
@@ -197,7 +201,7 @@ class Planner:
         computes = [s.spec if isinstance(s, Sharding) else s for s in specs]
         # "device" is a Sharding's default, so it leaves the choice to the rule.
         kinds = [s.memory_kind if isinstance(s, Sharding) else Sharding.memory_kind for s in specs]
-        homes = [None if kind == Sharding.memory_kind else kind for kind in kinds]
+        homes = [None if is_device(kind) else kind for kind in kinds]
         quantization: list[Quantization | None] = [s.quantization if isinstance(s, Sharding) else None for s in specs]
         stacked = [isinstance(s, Sharding) and s.stacked for s in specs]
         rows = list(zip(paths, shapes, dtypes, computes, train, homes, strict=True))

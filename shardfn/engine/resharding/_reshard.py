@@ -1,20 +1,51 @@
 """`reshard`: leaves to other layouts, memories, dtypes and meshes."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn._torch import DisableFuncTorch, disable_current_modes
 from shardfn.capture import capturing
-from shardfn.collectives import GlobalTensor, transforming
-from shardfn.core import Mesh, PerMesh, PyTree, as_mesh, raise_all, tree_flatten, tree_leaves, tree_unflatten
-from shardfn.engine.agreement import comms_of, losing_no_peer
+from shardfn.collectives import (
+    Box,
+    Channels,
+    GlobalTensor,
+    LeafCrossing,
+    Overlap,
+    Route,
+    bind_mesh,
+    carry,
+    carry_all,
+    cross,
+    overlaps,
+    transforming,
+)
+from shardfn.core import (
+    MemoryKind,
+    Mesh,
+    P,
+    Pending,
+    PerMesh,
+    PyTree,
+    StoredValue,
+    as_mesh,
+    block_slices,
+    kind_when_loaded,
+    raise_all,
+    read_rows,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
+from shardfn.engine.agreement import Comms, comms_of, losing_no_peer
 from shardfn.engine.loss import agree_on_step, told_before
-from shardfn.memory import Pool
+from shardfn.memory import Pool, put
+from shardfn.state import copy_value, empty_block, start_move
 
-from ._reshard_across_meshes import crossed
-from ._reshard_local import moved, reshard_purely
+from ._into import overwrite
 from ._reshard_request import ReshardRequest, Transit, is_followed
 
 
@@ -53,7 +84,7 @@ def reshard(
         and layout, and no block.
 
     Raises:
-        ValueError: a leaf does not fit its target or cannot be moved there, or leaves share memory with those of
+        ValueError: a leaf does not fit its target or cannot be _moved there, or leaves share memory with those of
             `into`. The message lists all. Or this rank is outside of all the meshes.
         DonatedError: a step has consumed a leaf of `tree` or `into`.
         RankError: ranks disagree on the transfers, or one has failed.
@@ -94,22 +125,22 @@ def reshard(
 
 def _place_leaves(request: ReshardRequest, held: Sequence[GlobalTensor], meshes: Sequence[Mesh]) -> list[GlobalTensor]:
     abstract = [f"{m!r} is abstract: its ranks do not exist" for m in meshes if m.abstract]
-    raise_all(ValueError, "reshard: nothing can be moved:", abstract)
+    raise_all(ValueError, "reshard: nothing can be _moved:", abstract)
     if capturing():  # a capture sends no messages; the graph is the program of the ranks
-        return reshard_purely(request.transits(pure=True))
+        return _reshard_purely(request.transits(pure=True))
     meeting = _join_meshes(meshes)
     if transforming() or any(map(is_followed, held)):
         with DisableFuncTorch(), disable_current_modes():  # messages, which transforms must not see
             transits = _agree_on_transfers(meeting, request, pure=True)
-        return reshard_purely(transits)
+        return _reshard_purely(transits)
     transits = _agree_on_transfers(meeting, request, pure=False)
     # In the order of the tree, first those that stay on a mesh: the same on all ranks, as they have agreed on the list.
     here = [i for i, t in enumerate(transits) if t.on_one_mesh]
     away = [i for i, t in enumerate(transits) if not t.on_one_mesh]
     comms = comms_of(meeting)
     with losing_no_peer(comms), torch.no_grad():
-        out = dict(zip(here, moved([transits[i] for i in here]), strict=True))
-        out |= zip(away, crossed([transits[i] for i in away], comms), strict=True)
+        out = dict(zip(here, _moved([transits[i] for i in here]), strict=True))
+        out |= zip(away, _crossed([transits[i] for i in away], comms), strict=True)
     return [out[i] for i in range(len(transits))]
 
 
@@ -136,7 +167,7 @@ def _join_meshes(meshes: Sequence[Mesh]) -> Mesh:
         ValueError: this rank is not one of them.
     """
     if not any(m.is_member for m in meshes):
-        raise ValueError(f"reshard: this rank is in none of {', '.join(map(repr, meshes))}; call it on their ranks.")
+        raise ValueError(f"reshard: this rank is in none of {', '.join(map(repr, meshes))}. Call it on their ranks.")
     ranks = tuple(sorted({rank for m in meshes for rank in m.ranks}))
     for m in meshes:
         if m.ranks == ranks and not m.closed:
@@ -148,3 +179,144 @@ def _join_meshes(meshes: Sequence[Mesh]) -> Mesh:
         kept[ranks] = made = Mesh({"rank": len(ranks)}, torch.device("cpu"), ranks=ranks, **limits)
         first.at_close(f"meeting of {ranks}", lambda why: made.close())
     return kept[ranks]
+
+
+def _moved(transits: Sequence[Transit]) -> list[GlobalTensor]:
+    """Returns the leaves in their new placements, mesh by mesh, several at a time. Collective over each mesh."""
+    out: dict[int, GlobalTensor] = {}
+    # In the order of the leaves, so on all ranks in one order.
+    for mesh in {id(t.mesh): t.mesh for t in transits}.values():
+        mine = [i for i, t in enumerate(transits) if t.mesh is mesh]
+        out |= zip(mine, _move_blocks(mesh, [transits[i] for i in mine]), strict=True)
+    return [out[i] for i in range(len(transits))]
+
+
+def _reshard_purely(transits: Sequence[Transit]) -> list[GlobalTensor]:
+    """Returns the leaves in their new placements, by functions that torch can differentiate and capture."""
+
+    def one(t: Transit) -> GlobalTensor:
+        if t.stays or not t.mesh.is_member:
+            return t.x if t.stays else t.elsewhere()
+        with bind_mesh(t.mesh):
+            return t.made(carry(t.x.local, t.route(), move=functools.partial(_put_block, device=t.mesh.device)))
+
+    return [one(t) for t in transits]
+
+
+def _move_blocks(mesh: Mesh, transits: Sequence[Transit]) -> list[GlobalTensor]:
+    if not mesh.is_member:
+        return [t.x if t.stays else t.elsewhere() for t in transits]
+
+    def send(block: StoredValue, src: MemoryKind, dst: MemoryKind) -> Pending[StoredValue]:
+        return start_move(block, src, dst, mesh.device, transits[0].pool)
+
+    # Leaves of the same shape and layout share theirs: finding one takes as long as a small leaf's share of a message.
+    known: dict[object, Route] = {}
+    for t in transits:
+        if (t.x.shape, t.src, t.dst) not in known:
+            known[t.x.shape, t.src, t.dst] = t.route()
+    routes = [known[t.x.shape, t.src, t.dst] for t in transits]
+
+    def keep(i: int, end: StoredValue) -> StoredValue:
+        t = transits[i]
+        if t.into is not None:
+            return overwrite(t.into, end)
+        return end if t.stays or routes[i].hops else copy_value(end, t.dst.memory_kind)
+
+    with bind_mesh(mesh):
+        ends = carry_all([t.x.held for t in transits], routes, send, keep)
+    return [t.x if t.stays else t.made(end) for t, end in zip(transits, ends, strict=True)]
+
+
+def _put_block(block: Tensor, kind: MemoryKind, *, device: torch.device) -> Tensor:
+    return put(block, kind, device)
+
+
+def _crossed(transits: Sequence[Transit], comms: Comms) -> list[GlobalTensor]:
+    """Moves leaves to other meshes. Collective over the mesh of `comms`, which has the ranks of all these meshes."""
+    if not transits:
+        return []
+    ranks, channels = comms.mesh.ranks, comms.channels
+    assert isinstance(channels, Channels)
+    known: dict[object, list[Overlap]] = {}
+    arrivals = [_IncomingBlock(t) for t in transits]
+    crossings = [
+        LeafCrossing(
+            _find_overlaps(t, ranks[comms.mesh.rank], known), _choose_narrower_dtype(t), _read_boxes(t), a.put, a.done
+        )
+        for t, a in zip(transits, arrivals, strict=True)
+    ]
+    cross(crossings, channels.between(comms.mesh.axis_names), {rank: i for i, rank in enumerate(ranks)})
+    return [a.leaf() for a in arrivals]
+
+
+def _find_overlaps(t: Transit, rank: int, known: dict[object, list[Overlap]]) -> list[Overlap]:
+    """Returns the overlaps of blocks of a leaf; cached, as leaves often share them."""
+    # A call keeps its leaves, and so their meshes, alive.
+    key = t.x.shape, t.x.spec, id(t.x.mesh), t.dst.spec, id(t.mesh)
+    if key not in known:
+        known[key] = overlaps(t.x.shape, (t.x.spec, t.x.mesh), (t.dst.spec, t.mesh), rank)
+    return known[key]
+
+
+def _choose_narrower_dtype(t: Transit) -> torch.dtype:
+    """Returns the dtype in which a leaf is sent: the narrower one, as on a route."""
+    return t.dst.dtype if t.dst.dtype.itemsize <= t.src.dtype.itemsize else t.src.dtype
+
+
+def _read_boxes(t: Transit) -> Callable[[Box], Tensor]:
+    """Gives parts of this rank's block of a leaf, box by box; of a block on disk only these rows are read."""
+    held = t.x.held
+
+    def take(box: Box) -> Tensor:
+        where = _to_local_box(box, t.x.shape, t.x.spec, t.x.mesh)
+        rows = read_rows(held, where[0].start, where[0].stop) if where else read_rows(held)
+        return rows.result()[(slice(None), *where[1:])] if where else rows.result()
+
+    return take
+
+
+class _IncomingBlock:
+    """This rank's new block of a leaf. It is made when its first part arrives. `done` is called after all parts.
+
+    Where a leaf is overwritten, it is that leaf's block.
+    """
+
+    def __init__(self, t: Transit) -> None:
+        self._t = t
+        held = None if t.into is None else t.into.held
+        self._block: Tensor | None = held if isinstance(held, Tensor) else None
+        self._held: StoredValue | None = None
+
+    def put(self, box: Box, piece: Tensor) -> None:
+        """Puts a part into it."""
+        t = self._t
+        self._make_block()[_to_local_box(box, t.x.shape, t.dst.spec, t.mesh)].copy_(piece)
+
+    def done(self) -> None:
+        """Moves the complete block to its memory kind."""
+        # This rank sends only.
+        if not self._t.mesh.is_member:
+            return
+        # Also where no part came: a block may be empty.
+        self._held = block = self._make_block()
+        kind, pool = self._t.dst.memory_kind, self._t.pool
+        self._held = start_move(block, kind_when_loaded(kind), kind, block.device, pool).result()
+        self._block = None
+
+    def leaf(self) -> GlobalTensor:
+        """Returns the leaf, after `done`."""
+        return self._t.elsewhere() if self._held is None else self._t.made(self._held)
+
+    def _make_block(self) -> Tensor:
+        if self._block is None:
+            t, mesh = self._t, self._t.mesh
+            shape = t.dst.block_shape(t.x.shape, mesh.shape, mesh.coords)
+            self._block = empty_block(shape, t.dst.dtype, t.dst.memory_kind, mesh.device)
+        return self._block
+
+
+def _to_local_box(box: Box, shape: torch.Size, spec: P, mesh: Mesh) -> tuple[slice, ...]:
+    """Returns a box in the coordinates of this rank's block."""
+    starts = [s.start for s in block_slices(shape, spec, mesh.shape, mesh.coords)]
+    return tuple(slice(lo - start, hi - start) for (lo, hi), start in zip(box, starts, strict=True))

@@ -202,7 +202,7 @@ class BoundCall:
             if ambient() != self._ambient:
                 raise ValueError(f"{self._what} is bound under other settings of torch (autocast). {_REMEDY}")
             if transforming():
-                raise ValueError(f"{self._what} is bound, so torch.func cannot transform it; call it without bind.")
+                raise ValueError(f"{self._what} is bound, so torch.func cannot transform it. Call it without bind.")
             self._enter_call(params)
             given, treedef = tree_flatten(args)
             if treedef != self._treedefs[1]:

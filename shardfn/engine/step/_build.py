@@ -110,7 +110,7 @@ def _named_losses(loss: Any) -> dict[str, Objective]:
     if not isinstance(loss, Mapping):
         return {"": loss if isinstance(loss, Objective) else Objective(loss)}
     if not loss:
-        raise ValueError("sharded_step: the dict of losses is empty; name at least one: {'actor': loss}.")
+        raise ValueError("sharded_step: the dict of losses is empty. Name at least one: {'actor': loss}.")
     wrong = [name for name in loss if not isinstance(name, str) or not name]
     if wrong:
         raise TypeError(f"sharded_step: losses are named by strings that are not empty, and there are {wrong}.")
@@ -144,6 +144,6 @@ def _check_flags(flags: Mapping[str, Any], trainable: Any) -> None:
             raise TypeError(f"sharded_step({name}={value!r}): True or False, and this is a {type(value).__name__}.")
     if isinstance(trainable, list | tuple | set) and trainable and all(isinstance(name, str) for name in trainable):
         raise TypeError(
-            f"trainable={trainable!r} is a {type(trainable).__name__} of names; write True or False for each leaf:"
+            f"trainable={trainable!r} is a {type(trainable).__name__} of names. Write True or False for each leaf:"
             f" trainable={{name: name in {sorted(trainable)} for name in params}}."
         )

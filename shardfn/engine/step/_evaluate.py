@@ -115,13 +115,13 @@ def check_batches(batches: Any, metrics: Any, *, has_state: bool) -> None:
     """
     if isinstance(batches, Tensor | Mapping) or not isinstance(batches, Iterable):
         raise TypeError(
-            f"evaluate takes an iterable of batches, and this is a {type(batches).__name__}; of one batch write"
+            f"evaluate takes an iterable of batches, and this is a {type(batches).__name__}. Of one batch write"
             " step.evaluate(state, [batch])."
         )
     if metrics is not None and not callable(metrics):
         raise TypeError(
             f"evaluate(metrics=) takes a function metrics(params, batch) -> {{name: value}}, and this is"
-            f" {a_kind(metrics)}; of several functions write one that calls them."
+            f" {a_kind(metrics)}. Of several functions write one that calls them."
         )
     if metrics is not None:
         check_metrics(metrics, has_state=has_state)
@@ -187,7 +187,7 @@ def _compute_means(own: dict[str, Tensor], axes: tuple[str, ...], mesh: Mesh, co
     near = mesh.along(axes)
     if not names:
         raise ValueError(
-            "evaluate: no rank has a row; pass batches of at least one row, on one rank or more."
+            "evaluate: no rank has a row. Pass batches of at least one row, on one rank or more."
             " An iterator that was read before has nothing left: make it again, or pass a list."
         )
     if any(of_all[r][0] != names for r in near):

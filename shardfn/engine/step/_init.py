@@ -114,7 +114,7 @@ def drawn(planner: Planner, params: PyTree, args: tuple[Any, ...]) -> tuple[list
     """
     if transforming():
         raise ValueError(
-            "init agrees with the other ranks, and cannot be transformed; make the states first, stack them."
+            "init agrees with the other ranks, and cannot be transformed. Make the states first, stack them."
         )
     params = made(params, args)
     leaves, treedef = tree_flatten(params)
@@ -273,8 +273,8 @@ def made(params: PyTree, args: tuple[Any, ...]) -> PyTree:
     elif args:
         raise TypeError(
             f"init(params, ...) got a tree of parameters and {len(args)} argument{'s' * (len(args) > 1)} more, which"
-            " nothing takes. Write step.init(params), and step.init(params, model_state=...) for a step with has_state;"
-            " parameters are drawn by a function: step.init(f, sf.key(0)), for f(sf.key(0))."
+            " nothing takes. Write step.init(params), and step.init(params, model_state=...) for a step with has_state."
+            " Parameters are drawn by a function: step.init(f, sf.key(0)), for f(sf.key(0))."
         )
     check_params(params)
     _refuse_mixture(params)
@@ -285,7 +285,7 @@ def _refuse_module(params: Any) -> None:
     if name := module_name(params):
         raise TypeError(
             f"init takes a tree of tensors, or a function that makes one, and {name} is a module. Take its parameters"
-            " out: params, apply = sf.from_module(module); call apply(params, ...) in the loss, and step.init(params)."
+            " out: params, apply = sf.from_module(module). Call apply(params, ...) in the loss, and step.init(params)."
         )
 
 

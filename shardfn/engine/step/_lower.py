@@ -126,7 +126,7 @@ class Lowered:
             2
         """
         if kind not in ("time", "memory"):
-            raise ValueError(f"plot(kind={kind!r}): there are 'time' and 'memory'; pass one of them.")
+            raise ValueError(f"plot(kind={kind!r}): there are 'time' and 'memory'. Pass one of them.")
         if kind == "time" and cluster is None:
             raise ValueError("plot(kind='time') needs a cluster to predict for: pass cluster=graph.cluster(name).")
         if cluster is not None and kind == "time":

@@ -153,7 +153,7 @@ def sharded(
     if unwrapped.mixed is not None and unwrapped.mixed.loss_scale is not None:
         raise ValueError(
             "mixed_precision(f, policy, loss_scale) in sharded: the loss scale has no effect, since nothing is"
-            " differentiated here; leave it out."
+            " differentiated here. Leave it out."
         )
     policy = unwrapped.mixed and unwrapped.mixed.policy
     batch = default_batch(specs, on) if batch is None else batch
@@ -300,9 +300,9 @@ class Sharded(Transform):
         """
         what = self._what
         if self.jitted is None:
-            raise ValueError(f"{what} is not captured, so it cannot be bound; write sharded(sf.jit(f), ...).")
+            raise ValueError(f"{what} is not captured, so it cannot be bound. Write sharded(sf.jit(f), ...).")
         if not isinstance(check_every, int) or isinstance(check_every, bool):
-            raise TypeError(f"check_every={check_every!r} is a {type(check_every).__name__}; pass a number of calls.")
+            raise TypeError(f"check_every={check_every!r} is a {type(check_every).__name__}. Pass a number of calls.")
         if check_every < 0:
             raise ValueError(f"check_every={check_every}: pass a number of calls from 1 on, or 0 for no checks.")
 
@@ -360,7 +360,7 @@ class Sharded(Transform):
             given = given.moved(self.mesh.device)
             if only is not None and self._programs.signature(given) != only:
                 raise ValueError(
-                    "a compiled function takes the shapes it was lowered for; lower it again for these, or jit it."
+                    "a compiled function takes the shapes it was lowered for. Lower it again for these, or jit it."
                 )
             call = call_of(given)
 

@@ -118,7 +118,7 @@ class Admission:
         if self.key is None:
             return batch, *number
         if not isinstance(state.key, Tensor):
-            raise ValueError("the step was built with a key, but the state has no key; make it with this step's init.")
+            raise ValueError("the step was built with a key, but the state has no key. Make it with this step's init.")
         return batch, fold_in(state.key, state.step), *number
 
     def passed(self, plan: Plan, state: TrainState, passed: UpdateArgs) -> None:
@@ -175,7 +175,7 @@ class StepCalls:
             phase = phase_of(self.programs.parts.optimizer, state.opt_state) if only is not None else None
             if only is not None and (signature(plan, rows.args), shapes_of(state.model_state), phase) != only:
                 raise ValueError(
-                    "a compiled step takes the shapes it was lowered for; lower the step again for these, or jit the"
+                    "a compiled step takes the shapes it was lowered for. Lower the step again for these, or jit the"
                     " loss."
                 )
             call = call_of(plan, state, rows.args)
@@ -282,7 +282,7 @@ class StepCalls:
         """
         if self.are_several:
             raise ValueError(
-                "a step over several losses runs in no transform of torch.func; add up the losses in one, or take"
+                "a step over several losses runs in no transform of torch.func. Add up the losses in one, or take"
                 " torch.func.grad of step.loss of a step for each."
             )
 
@@ -411,7 +411,7 @@ def check_scale(state: TrainState, rule: LossScale | None) -> None:
     if (scale_of(state) is None) != (rule is None):
         has, built = ("a", "without one") if rule is None else ("no", "with one")
         raise ValueError(
-            f"the state has {has} loss scale, but the step was built {built}; make it with this step's init."
+            f"the state has {has} loss scale, but the step was built {built}. Make it with this step's init."
         )
 
 
@@ -423,13 +423,13 @@ def check_pure(parts: StepParts) -> None:
     """
     if parts.skip_nonfinite:
         raise ValueError(
-            "skip_nonfinite=True decides on the host, which a step inside a torch.func transform cannot; build it"
+            "skip_nonfinite=True decides on the host, which a step inside a torch.func transform cannot. Build it"
             " without, and choose by torch.where on metrics['finite']."
         )
     if parts.optimizer.needs.phases is not None:
         raise ValueError(
             "the optimizer decides by counters of its state which values it averages, which a step inside a torch.func"
-            " transform cannot read; use an optimizer without phases."
+            " transform cannot read. Use an optimizer without phases."
         )
 
 

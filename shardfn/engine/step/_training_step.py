@@ -303,7 +303,7 @@ class ShardedStep(Transform):
         comms = comms_of(self.mesh)
         with told_before(comms.control):
             if steps < 1:
-                raise ValueError(f"profile(steps={steps}): at least one step must be measured; pass steps=1 or more.")
+                raise ValueError(f"profile(steps={steps}): at least one step must be measured. Pass steps=1 or more.")
             check_passed(state, batch)
             check_alive(state)
             predicted = None if cluster is None else predict(self.lower(state, batch), cluster)
@@ -488,7 +488,7 @@ class ShardedStep(Transform):
     def _refuse_several(self, call: str) -> None:
         if self._calls.are_several:
             raise ValueError(
-                f"{call} is of a step of one loss, and this one has {list(self._calls.sources)}; build a step of the"
+                f"{call} is of a step of one loss, and this one has {list(self._calls.sources)}. Build a step of the"
                 " loss alone, with the same optimizer, specs and zero, for it."
             )
 

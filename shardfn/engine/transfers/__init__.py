@@ -29,7 +29,7 @@ from ._lazy_params import (
     enter as enter,
     make_write_detector as make_write_detector,
 )
-from ._microbatch_runner import (
+from ._step import (
     MicrobatchRunner as MicrobatchRunner,
     BackwardRoots as BackwardRoots,
     Seed as Seed,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardfn.capture import traced_once
 from shardfn.collectives import SumWire, dealt, is_sole_owner, may_be_added_to, psum
-from shardfn.core import IN_FLIGHT_BYTES, MemoryKind, Pending, Placement, StoredValue, load
+from shardfn.core import IN_FLIGHT_BYTES, MemoryKind, Pending, Placement, StoredValue, is_in_memory, load
 from shardfn.engine.agreement import named_range
 from shardfn.engine.plan import Plan
 from shardfn.leaves import LeafLayout
@@ -304,7 +304,7 @@ class GradientStore:
         summed = leaf.ways.summed
         if leaf.dim is not None and summed.spec == leaf.shard:
             x = leaf.rows(load(x), self._plan.zero_rank(leaf)).contiguous()
-        return x if home == summed.memory_kind else store(load(x), summed, self._pool)
+        return x if is_in_memory(home, summed.memory_kind) else store(load(x), summed, self._pool)
 
     def _wait_for_whole(self, unit: int) -> Tensor:
         if unit not in self._wholes:

@@ -15,6 +15,7 @@ from shardfn.core import (
     DonatedError,
     PyTree,
     StoredValue,
+    is_in_memory,
     kind_when_loaded,
     load,
     raise_all,
@@ -160,7 +161,7 @@ def _check_structure(plan: Plan, grads: PyTree) -> None:
         return
     if isinstance(grads, tuple) and len(grads) == 2 and isinstance(grads[1], dict) and "grad_norm" in grads[1]:
         raise TypeError(
-            "update got the pair that gradients returns; unpack it: grads, metrics = step.gradients(state, batch)."
+            "update got the pair that gradients returns. Unpack it: grads, metrics = step.gradients(state, batch)."
         )
     there, needed = tree_paths(grads, "grads"), _list_paths(plan)
     frozen = {leaf.path.replace("params", "grads", 1) for leaf in plan.leaves if not leaf.trainable}
@@ -193,7 +194,7 @@ def _find_problems(plan: Plan, path: str, leaf: LeafLayout, x: GlobalTensor) -> 
         return
     # A block that was read from disk, and changed, lies on the host.
     kind = leaf.ways.summed.memory_kind
-    if x.memory_kind != kind and x.memory_kind != kind_when_loaded(kind):
+    if not is_in_memory(x.memory_kind, kind, kind_when_loaded(kind)):
         yield f"{path} is at {x.memory_kind!r}; here it is at {kind!r}"
     if x.dtype != leaf.dtypes.accum:
         yield f"{path} is {x.dtype}; here it is {leaf.dtypes.accum}, in which gradients are added up"

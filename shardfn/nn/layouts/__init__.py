@@ -16,6 +16,6 @@ A layout is made for a single length. The corner of a longer layout is another l
 the key and the head, so all ranks, and all resumed processes, draw the same blocks.
 """
 
-from ._parts import num_blocks as num_blocks
+from ._windows import num_blocks as num_blocks
 from ._windows import dense as dense, fixed as fixed, variable as variable
-from ._sliding import bigbird as bigbird, bslongformer as bslongformer, local_window as local_window
+from ._windows import bigbird as bigbird, bslongformer as bslongformer, local_window as local_window
