@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardfn.core import make_mesh, num_launched
+from shardfn import core
 from shardfn.pretrained import AXIS, DTYPES, LLM, evaluate_tasks
 from shardfn.waits import end_start, waiting
 
@@ -37,9 +37,9 @@ def eval_command(args: argparse.Namespace) -> int:
     Returns:
         The exit status: 2 if the model, a task or a setting is refused.
     """
-    ranks = num_launched()
+    ranks = core.num_launched()
     try:
-        mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
+        mesh = core.make_mesh({AXIS: ranks} if ranks > 1 else {})
         with waiting("reading", args.model):
             llm = LLM(
                 *(args.model,),

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardfn import nn
-from shardfn.core import did_you_mean, raise_all
+from shardfn import core, nn
 from shardfn.models import gpt
 
 from ._hf_families import FAMILIES, Family, has_rope
@@ -55,7 +54,7 @@ def check_sizes(told: Mapping[str, Any], where: object = "config.json") -> None:
         for name in _NUMBERS
         if (x := given.get(name)) is not None and (type(x) not in (int, float) or not 0 < x <= sys.float_info.max)
     ]
-    raise_all(ValueError, f"{where} has numbers that no model has. Copy the file from the model again:", wrong)
+    core.raise_all(ValueError, f"{where} has numbers that no model has. Copy the file from the model again:", wrong)
 
 
 MODEL_TYPES = tuple(FAMILIES)
@@ -91,8 +90,8 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
     if kind not in MODEL_TYPES:
         raise ValueError(
             f"config.json: model_type must be one of {MODEL_TYPES}, got"
-            f" {kind!r}.{did_you_mean(str(kind), MODEL_TYPES)} To train another model of torch, use from_module, and"
-            " module_from_hf for its weights."
+            f" {kind!r}.{core.did_you_mean(str(kind), MODEL_TYPES)} To train another model of torch, use from_module,"
+            " and module_from_hf for its weights."
         )
     check_sizes(told)
     family = FAMILIES[kind]
@@ -114,7 +113,7 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
     if fields.get("position") == "rope":
         ropes = _read_rope(told, types, refused, layered=family.layered)
         fields |= _rope_fields([r if kind != "smollm3" or has_rope(told, i) else None for i, r in enumerate(ropes)])
-    raise_all(ValueError, f"config.json: this {kind} has parts that models.gpt lacks:", refused)
+    core.raise_all(ValueError, f"config.json: this {kind} has parts that models.gpt lacks:", refused)
     return gpt.Config(**{**fields, **swift, **changes})
 
 
@@ -134,13 +133,13 @@ def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, An
     """
     if model_type is not None and model_type not in MODEL_TYPES:
         raise ValueError(
-            f"model_type={model_type!r} is not one of {MODEL_TYPES}.{did_you_mean(model_type, MODEL_TYPES)}"
+            f"model_type={model_type!r} is not one of {MODEL_TYPES}.{core.did_you_mean(model_type, MODEL_TYPES)}"
         )
     kinds = MODEL_TYPES if model_type is None else (model_type,)
     # Reading back must give the written config: no list of exceptions to keep up to date.
     found = {kind: _find_differences(config, kind) for kind in kinds}
     kind = min(kinds, key=lambda kind: len(found[kind]))
-    raise_all(ValueError, f"this Config is no {kind} of transformers:", found[kind])
+    core.raise_all(ValueError, f"this Config is no {kind} of transformers:", found[kind])
     return _write_config(config, kind)
 
 

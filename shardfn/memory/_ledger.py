@@ -18,23 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn._torch import TorchDispatchMode
-from shardfn.core import (
-    Ambient,
-    MemoryKind,
-    PyTree,
-    Stored,
-    as_html,
-    did_you_mean,
-    is_device,
-    named_leaves,
-    tree_leaves,
-)
 from shardfn.kernels import scratch_bytes
 
 from ._timeline import MemoryTimeline, TimelineRecorder, as_svg
 
-KINDS: tuple[MemoryKind, ...] = ("device", "host", "disk")
+KINDS: tuple[core.MemoryKind, ...] = ("device", "host", "disk")
 
 
 class Ledger:
@@ -69,7 +59,7 @@ class Ledger:
         return self._peak[kind]
 
     def _is_cuda(self, kind: str) -> bool:
-        return is_device(kind) and self._device.type == "cuda"
+        return core.is_device(kind) and self._device.type == "cuda"
 
     def moved(self, src: str, dst: str) -> int:
         """Returns the bytes that were moved from `src` to `dst`."""
@@ -79,18 +69,18 @@ class Ledger:
         """Returns the number of transfers from `src` to `dst`."""
         return self._traffic_between(src, dst)[0]
 
-    def count(self, tree: PyTree, kind: str) -> None:
+    def count(self, tree: core.PyTree, kind: str) -> None:
         """Counts values older than the ledger as `kind`: tensors, blocks of a state's leaves, values on disk.
 
         In a timeline the values are named by the paths of leaves.
         """
         _check_kind(kind)
-        for path, leaf in named_leaves(tree):
+        for path, leaf in core.named_leaves(tree):
             name, held = path.removeprefix("."), getattr(leaf, "held", leaf)  # the block of a leaf of a state
             if isinstance(held, Tensor):
                 storage = held.untyped_storage()
                 self.hold(storage, storage._cdata, kind, storage.nbytes(), name)
-            elif isinstance(held, Stored):
+            elif isinstance(held, core.Stored):
                 slot = getattr(held, "slot", held)
                 self.hold(slot, id(slot), kind, held.nbytes, name)
 
@@ -146,7 +136,7 @@ class Ledger:
         return self.table()
 
     def _repr_html_(self) -> str:
-        return as_html(self.table())
+        return core.as_html(self.table())
 
     @contextlib.contextmanager
     def section(self, what: str, leaves: Sequence[str]) -> Iterator[None]:
@@ -209,8 +199,8 @@ class Ledger:
                 self.recorder.changed(kind, -nbytes, name)
 
 
-_BOOKS = Ambient[Ledger]("ledgers")
-_ON_HOST = Ambient[None]("allocations are host memory", by_thread=True)
+_BOOKS = core.Ambient[Ledger]("ledgers")
+_ON_HOST = core.Ambient[None]("allocations are host memory", by_thread=True)
 
 
 @contextlib.contextmanager
@@ -291,14 +281,14 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def record_move(src: MemoryKind, dst: MemoryKind, nbytes: int) -> None:
+def record_move(src: core.MemoryKind, dst: core.MemoryKind, nbytes: int) -> None:
     """Reports a transfer to every open ledger. Without an open ledger, the cost is one test of a list."""
     if _BOOKS:
         for book in _BOOKS.all:
             book.move(src, dst, nbytes)
 
 
-def record_tensor(x: Tensor, kind: MemoryKind) -> None:
+def record_tensor(x: Tensor, kind: core.MemoryKind) -> None:
     """Reports memory that no torch operation allocates, as long as the tensor's storage lives."""
     if _BOOKS:
         storage = x.untyped_storage()
@@ -320,7 +310,7 @@ def recorded_section(what: str, leaves: Sequence[str]) -> AbstractContextManager
     return stack
 
 
-def record_owner(owner: Any, kind: MemoryKind, nbytes: int) -> None:
+def record_owner(owner: Any, kind: core.MemoryKind, nbytes: int) -> None:
     """Reports bytes that live as long as `owner` does."""
     if _BOOKS:
         for book in _BOOKS.all:
@@ -340,7 +330,7 @@ class _StorageWatch(TorchDispatchMode):
         del types
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        for x in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+        for x in (out,) if isinstance(out, Tensor) else core.tree_leaves(out):
             if _has_bytes(x):
                 self._record_op(x, func, args, kwargs)
         if self._cpu_is_device and (extra := scratch_bytes(func, args)):
@@ -365,10 +355,10 @@ def _has_bytes(x: Any) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.layout == torch.strided
 
 
-def _find_storages(tree: PyTree) -> set[int]:
-    return {x.untyped_storage()._cdata for x in tree_leaves(tree) if _has_bytes(x)}
+def _find_storages(tree: core.PyTree) -> set[int]:
+    return {x.untyped_storage()._cdata for x in core.tree_leaves(tree) if _has_bytes(x)}
 
 
 def _check_kind(kind: str) -> None:
     if kind not in KINDS:
-        raise ValueError(f"memory kind {kind!r} is not one of {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
+        raise ValueError(f"memory kind {kind!r} is not one of {', '.join(KINDS)}.{core.did_you_mean(kind, KINDS)}")

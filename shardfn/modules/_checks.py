@@ -10,17 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from shardfn import core
 from shardfn._torch import caches_parametrizations
-from shardfn.core import (
-    Ambient,
-    PyTree,
-    named_buffers,
-    named_modules,
-    named_parameters,
-    raise_all,
-    tree_entries,
-    tree_leaves,
-)
 
 from ._call import ModuleCall, Replacement
 
@@ -56,7 +47,7 @@ def check_module(module: nn.Module) -> None:
         *_embedding_problems(module),
         *_shared_memory_problems(module),
     ]
-    raise_all(ValueError, f"a step cannot train this {type(module).__name__} as torch does:", problems)
+    core.raise_all(ValueError, f"a step cannot train this {type(module).__name__} as torch does:", problems)
 
 
 def check_keyed(module: nn.Module, key: Any, index_B: Any) -> None:
@@ -72,12 +63,12 @@ def check_keyed(module: nn.Module, key: Any, index_B: Any) -> None:
         raise TypeError(
             f"apply.keyed(key, index_B): index_B is {_describe_value(index_B)}, not a row of sample numbers."
         )
-    raise_all(
+    core.raise_all(
         ValueError,
         "dropout by sample needs the batch in dim 0:",
         [
             f"{path or 'the module'} is a {type(sub).__name__} with batch_first=False; build it with batch_first=True"
-            for path, sub in named_modules(module)
+            for path, sub in core.named_modules(module)
             if isinstance(sub, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
             and not sub.self_attn.batch_first
             and any(d.p for d in sub.modules() if isinstance(d, nn.Dropout) and d.training)
@@ -111,13 +102,13 @@ class CallChecks(Replacement):
 
 
 def _lazy_problems(module: nn.Module) -> Iterator[str]:
-    tensors = (*named_parameters(module), *named_buffers(module))
+    tensors = (*core.named_parameters(module), *core.named_buffers(module))
     for name, _ in ((n, x) for n, x in tensors if is_lazy(x)):
         yield f"{name} has no shape yet; call the module once on a batch before from_module"
 
 
 def _hook_problems(module: nn.Module) -> Iterator[str]:
-    for name, p in named_parameters(module):
+    for name, p in core.named_parameters(module):
         kinds = {"register_hook": p._backward_hooks, "register_post_accumulate_grad_hook": _post_hooks(p)}
         for kind, hooks in kinds.items():
             if hooks:
@@ -129,7 +120,7 @@ def _post_hooks(p: Tensor) -> Any:
 
 
 def _embedding_problems(module: nn.Module) -> Iterator[str]:
-    for path, sub in named_modules(module):
+    for path, sub in core.named_modules(module):
         if isinstance(sub, nn.Embedding | nn.EmbeddingBag):
             kind = f"{path or 'the module'} is an {type(sub).__name__}"
             if sub.max_norm is not None:
@@ -143,8 +134,8 @@ def _shared_memory_problems(module: nn.Module) -> Iterator[str]:
 
     A step moves parameters, and would separate the tensors.
     """
-    params, seen = {name for name, _ in named_parameters(module)}, {}
-    for name, x in (*named_parameters(module), *named_buffers(module)):
+    params, seen = {name for name, _ in core.named_parameters(module)}, {}
+    for name, x in (*core.named_parameters(module), *core.named_buffers(module)):
         if x.layout != torch.strided or x.device.type == "meta" or type(x.data) is not Tensor or not x.numel():
             continue
         other = seen.setdefault((x.device, x.data_ptr()), name)
@@ -176,7 +167,7 @@ def _warn_of_requested_balance(module: nn.Module, kwargs: Mapping[str, Any]) -> 
 
 def _list_configs(module: nn.Module) -> Iterator[Any]:
     found: dict[int, Any] = {}
-    for _, sub in named_modules(module):
+    for _, sub in core.named_modules(module):
         config: Any = getattr(sub, "config", None)
         for one in (config, getattr(config, "text_config", None), getattr(config, "ffn_config", None)):
             found.setdefault(id(one), one)
@@ -200,10 +191,10 @@ def _warn_balance(config: Any) -> None:
     )
 
 
-_KEPT = Ambient[Mapping[Any, tuple[int, ...]]]("buffers of the model state", by_thread=True)
+_KEPT = core.Ambient[Mapping[Any, tuple[int, ...]]]("buffers of the model state", by_thread=True)
 
 
-def beside_model_state(model_state: PyTree) -> AbstractContextManager[Any]:
+def beside_model_state(model_state: core.PyTree) -> AbstractContextManager[Any]:
     """Warns of modules that run with the module's buffers while the context is open.
 
     The state of the step has other values. For example, a copy of a module in eval mode, made by
@@ -212,7 +203,7 @@ def beside_model_state(model_state: PyTree) -> AbstractContextManager[Any]:
     Args:
         model_state: model state of the step. A leaf of a dict may be the buffer of the same name.
     """
-    pairs = zip(tree_entries(model_state), tree_leaves(model_state), strict=True)
+    pairs = zip(core.tree_entries(model_state), core.tree_leaves(model_state), strict=True)
     return _KEPT.bound({entries[-1]: tuple(x.shape) for entries, x in pairs if entries})
 
 

@@ -22,14 +22,14 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardfn import core
 from shardfn._torch import unbound
-from shardfn.core import Again, Ambient, Replaced, named_modules, rebind_ambient, rebind_in_checkpoints
 from shardfn.nn import moe
 
 from ._call import Forwards, ModuleCall, ModuleRun, Replacement
 from ._experts import experts_in
 
-_CALLS = Ambient[ModuleCall]("calls of modules", by_thread=True)
+_CALLS = core.Ambient[ModuleCall]("calls of modules", by_thread=True)
 
 
 class Recomputation(Replacement):
@@ -41,12 +41,12 @@ class Recomputation(Replacement):
     def running(self, run: ModuleRun) -> Iterator[None]:
         """Binds the call while open."""
         # Names of torch are replaced for all threads; each thread looks in `_CALLS` for the thread's calls.
-        with _CALLS.bound(run.call), rebind_in_checkpoints(), _REFUSALS:
+        with _CALLS.bound(run.call), core.rebind_in_checkpoints(), _REFUSALS:
             yield
 
 
-@rebind_ambient
-def _enter_same_calls() -> list[Again]:
+@core.rebind_ambient
+def _enter_same_calls() -> list[core.Again]:
     return [run.again() for run in _CALLS.all]
 
 
@@ -85,7 +85,7 @@ def _wrap_application(original: Any) -> Any:
     return classmethod(apply_function)
 
 
-_REFUSALS = Replaced(
+_REFUSALS = core.Replaced(
     lambda: [(nn.Module, "_apply", _wrap_conversion), (torch.autograd.Function, "apply", _wrap_application)]
 )
 
@@ -138,7 +138,7 @@ class ModuleReplay(Replacement):
                 f"replaying: chosen has shape {tuple(chosen.shape)}, and {len(found)} layers of this {name} have"
                 f" experts. Pass [B, T, {len(found)}, k]: the routes of an engine of this model."
             )
-        parts = dict(named_modules(module))
+        parts = dict(core.named_modules(module))
         chosen_mSk = rearrange(chosen, "... m k -> m (...) k")
         self._layers = [
             (parts[path.rpartition(".")[0]], _Chosen(path, experts.num_experts, own_Sk.long()))

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from shardfn import collectives
-from shardfn.collectives import axis_size, pmax, psum
+from shardfn.collectives import psum
 from shardfn.core import Axes
 
 from ._layers import rank_classes, rank_index
@@ -83,7 +83,7 @@ def cross_entropy_sum(
         1.0
     """
     wide = logits_BTV.float() if logits_BTV.dtype in (torch.float16, torch.bfloat16) else logits_BTV
-    if axis_size(axis) > 1:
+    if collectives.axis_size(axis) > 1:
         loss_BT = _vocab_parallel(wide, targets_BT, ignore_index, axis, vocab_size)
         counts = targets_BT != ignore_index
         return loss_BT.masked_fill(~counts, 0.0).sum(), counts.sum().to(loss_BT.dtype)
@@ -97,7 +97,7 @@ def _vocab_parallel(
     """Returns the loss log sum exp(logits) - logits[target], of blocks of the classes, invariant along `axis`."""
     start, stop, size = rank_classes("cross_entropy: logits_BTV", logits_BTV.shape[-1], vocab_size, axis)
     own_BT = logits_BTV.logsumexp(-1)
-    top_BT = pmax(own_BT.detach(), axis)  # a shift without an effect on the result
+    top_BT = collectives.pmax(own_BT.detach(), axis)  # a shift without an effect on the result
     if start == stop:
         hit_BT = logits_BTV.sum(-1)
     else:

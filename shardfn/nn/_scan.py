@@ -9,28 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import AxisTypeError, current_axis_types
-from shardfn.core import (
-    Ambient,
-    PyTree,
-    named_leaves,
-    raise_all,
-    tree_flatten,
-    tree_leaves,
-    tree_paths,
-    tree_structure,
-    tree_unflatten,
-)
 
 # `run(carry, x, first ys) -> (carry, y)`, and the loop that carries a value through all layers by `run`.
 Run = Callable[..., Any]
-Loop = Callable[[Run, PyTree, Sequence[PyTree]], tuple[PyTree, list[PyTree]]]
-_LOOP = Ambient[Loop]("loop of scans")
+Loop = Callable[[Run, core.PyTree, Sequence[core.PyTree]], tuple[core.PyTree, list[core.PyTree]]]
+_LOOP = core.Ambient[Loop]("loop of scans")
 
 
 def scan(
-    f: Callable[[Any, Any], tuple[Any, Any]], init: PyTree, xs: PyTree = None, *, length: int | None = None
-) -> tuple[PyTree, PyTree]:
+    f: Callable[[Any, Any], tuple[Any, Any]], init: core.PyTree, xs: core.PyTree = None, *, length: int | None = None
+) -> tuple[core.PyTree, core.PyTree]:
     """Carries a value through `f` over the leading dim of `xs`: JAX's `lax.scan`.
 
         carry = init;  for i in range(L):  carry, y[i] = f(carry, xs[i]);  return carry, stack(y)
@@ -68,17 +58,17 @@ def scan(
     References:
         JAX, jax.lax.scan, https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html
     """
-    x_leaves, x_def = tree_flatten(xs)
+    x_leaves, x_def = core.tree_flatten(xs)
     num = _num_layers(xs, x_leaves, length)
     _check_tensors("init", init)
     # unbind, not indices: the transpose of each index would make a gradient of all layers.
     columns = [x.unbind(0) for x in x_leaves]
-    layers = [tree_unflatten(x_def, [column[i] for column in columns]) for i in range(num)]
+    layers = [core.tree_unflatten(x_def, [column[i] for column in columns]) for i in range(num)]
     carry, ys = run_layers(ScanBody(f, init), init, layers)
     return carry, _stack_trees(ys)
 
 
-def run_layers(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
+def run_layers(run: Run, carry: core.PyTree, layers: Sequence[core.PyTree]) -> tuple[core.PyTree, list[core.PyTree]]:
     """Runs the loop of a `scan` on separate layers, and returns the last carry, and the y of each layer."""
     loop = _LOOP.innermost() or plain_loop
     return loop(run, carry, layers)
@@ -89,9 +79,9 @@ def looping(loop: Loop) -> AbstractContextManager[Any]:
     return _LOOP.bound(loop)
 
 
-def plain_loop(run: Run, carry: PyTree, layers: Sequence[PyTree]) -> tuple[PyTree, list[PyTree]]:
+def plain_loop(run: Run, carry: core.PyTree, layers: Sequence[core.PyTree]) -> tuple[core.PyTree, list[core.PyTree]]:
     """Runs layers in order."""
-    ys: list[PyTree] = []
+    ys: list[core.PyTree] = []
     for x in layers:
         carry, y = run(carry, x, ys[:1])
         ys.append(y)
@@ -103,13 +93,13 @@ class ScanBody:
     """Function `(carry, x, first ys) -> f(carry, x)`, where the carry must be like `init`, and y like the first y."""
 
     f: Callable[[Any, Any], tuple[Any, Any]]
-    init: PyTree
+    init: core.PyTree
 
     @functools.cached_property
     def _init_looks(self) -> object:
         return _structure_key(self.init)
 
-    def __call__(self, carry: PyTree, x: PyTree, first: list[PyTree]) -> Any:
+    def __call__(self, carry: core.PyTree, x: core.PyTree, first: list[core.PyTree]) -> Any:
         """Runs a layer.
 
         Raises:
@@ -132,37 +122,37 @@ class ScanBody:
         return out
 
 
-def _structure_key(tree: PyTree) -> object:
+def _structure_key(tree: core.PyTree) -> object:
     """Returns a key with equality exactly for trees of tensors of the same structure, shapes and dtypes."""
     if type(tree) is Tensor:
         return tree.shape, tree.dtype
-    leaves, treedef = tree_flatten(tree)
+    leaves, treedef = core.tree_flatten(tree)
     return treedef, *((x.shape, x.dtype) if isinstance(x, Tensor) else object() for x in leaves)
 
 
-def _stack_trees(ys: list[PyTree]) -> PyTree:
+def _stack_trees(ys: list[core.PyTree]) -> core.PyTree:
     """Stacks trees of the same structure along a new dim 0."""
-    columns = zip(*(tree_leaves(y) for y in ys), strict=True)
-    return tree_unflatten(tree_structure(ys[0]), [torch.stack(column) for column in columns])
+    columns = zip(*(core.tree_leaves(y) for y in ys), strict=True)
+    return core.tree_unflatten(core.tree_structure(ys[0]), [torch.stack(column) for column in columns])
 
 
-def _num_layers(xs: PyTree, leaves: list[Any], length: int | None) -> int:
+def _num_layers(xs: core.PyTree, leaves: list[Any], length: int | None) -> int:
     _check_tensors("xs", xs)
     # Paths are made only for errors, as paths take longer than small layers.
     sizes = [tuple(x.shape[:1]) for x in leaves]
     if () in sizes:
-        flat = [path for path, size in zip(tree_paths(xs, "xs"), sizes, strict=True) if not size]
+        flat = [path for path, size in zip(core.tree_paths(xs, "xs"), sizes, strict=True) if not size]
         what = [
             f"{path} must have a leading dim, got a 0-d tensor. Add a dim, or close over the tensor" for path in flat
         ]
-        raise_all(ValueError, "scan goes along dim 0 of each leaf of xs:", what)
+        core.raise_all(ValueError, "scan goes along dim 0 of each leaf of xs:", what)
     lengths = {size[0] for size in sizes} | ({length} if length is not None else set())
     if not lengths:
         raise ValueError("scan needs xs or length=, to know how often to call f.")
     if len(lengths) > 1:
-        differing = [f"{path} has {size[0]}" for path, size in zip(tree_paths(xs, "xs"), sizes, strict=True)]
+        differing = [f"{path} has {size[0]}" for path, size in zip(core.tree_paths(xs, "xs"), sizes, strict=True)]
         differing += [] if length is None else [f"length={length}"]
-        raise_all(ValueError, "the lengths of a scan differ:", differing)
+        core.raise_all(ValueError, "the lengths of a scan differ:", differing)
     (num,) = lengths
     if num < 1:
         raise ValueError(
@@ -171,33 +161,35 @@ def _num_layers(xs: PyTree, leaves: list[Any], length: int | None) -> int:
     return num
 
 
-def _check_tensors(name: str, tree: PyTree) -> None:
-    if all(isinstance(x, Tensor) for x in tree_leaves(tree)):
+def _check_tensors(name: str, tree: core.PyTree) -> None:
+    if all(isinstance(x, Tensor) for x in core.tree_leaves(tree)):
         return
-    named = named_leaves(tree, name)
+    named = core.named_leaves(tree, name)
     wrong = [f"{path} must be a tensor, got {_shape_text(x)}" for path, x in named if not isinstance(x, Tensor)]
-    raise_all(TypeError, "a scan takes and returns trees of tensors:", wrong)
+    core.raise_all(TypeError, "a scan takes and returns trees of tensors:", wrong)
 
 
-def _check_alike(name: str, got: PyTree, like: str, want: PyTree) -> None:
-    if tree_structure(got) != tree_structure(want):
+def _check_alike(name: str, got: core.PyTree, like: str, want: core.PyTree) -> None:
+    if core.tree_structure(got) != core.tree_structure(want):
         raise TypeError(
-            f"scan's f returns a {name} of structure {tree_structure(got)}, but {like} has {tree_structure(want)}."
-            " Return the same tree from every call."
+            f"scan's f returns a {name} of structure {core.tree_structure(got)}, but {like} has"
+            f" {core.tree_structure(want)}. Return the same tree from every call."
         )
-    pairs = list(zip(tree_leaves(got), tree_leaves(want), strict=True))
+    pairs = list(zip(core.tree_leaves(got), core.tree_leaves(want), strict=True))
     if all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs):
         return
-    rows = [(path, *pair) for path, pair in zip(tree_paths(got, name), pairs, strict=True)]
+    rows = [(path, *pair) for path, pair in zip(core.tree_paths(got, name), pairs, strict=True)]
     changed = [
         f"{path} must be {_shape_text(b)}, as in {like}, got {_shape_text(a)}"
         for path, a, b in rows
         if a.shape != b.shape or a.dtype != b.dtype
     ]
-    raise_all(TypeError, f"scan's f changes shapes or dtypes of the {name}, which must stay. Cast or reshape:", changed)
+    core.raise_all(
+        TypeError, f"scan's f changes shapes or dtypes of the {name}, which must stay. Cast or reshape:", changed
+    )
 
 
-def _check_axes(got: PyTree, given: PyTree) -> None:
+def _check_axes(got: core.PyTree, given: core.PyTree) -> None:
     """Raises for a carry that varies along more axes than the carry before.
 
     Raises:
@@ -206,17 +198,17 @@ def _check_axes(got: PyTree, given: PyTree) -> None:
     mode = current_axis_types(begin=False)
     if mode is None:
         return
-    pairs = zip(tree_leaves(got), tree_leaves(given), strict=True)
+    pairs = zip(core.tree_leaves(got), core.tree_leaves(given), strict=True)
     more = [[a for a in mode.axes_of(x) if a not in mode.axes_of(before)] for x, before in pairs]
     if not any(more):
         return
     wrong = [
         f"{path} varies along {', '.join(map(repr, axes))}{mode.origin(x)}, but in init all ranks hold the same there:"
         f" pass sf.pvary({path.replace('carry', 'init', 1)}, {(axes[0] if len(axes) == 1 else tuple(axes))!r})"
-        for path, x, axes in zip(tree_paths(got, "carry"), tree_leaves(got), more, strict=True)
+        for path, x, axes in zip(core.tree_paths(got, "carry"), core.tree_leaves(got), more, strict=True)
         if axes
     ]
-    raise_all(AxisTypeError, "scan's f changes the axes along which the carry varies, which must stay:", wrong)
+    core.raise_all(AxisTypeError, "scan's f changes the axes along which the carry varies, which must stay:", wrong)
 
 
 def _shape_text(x: Any) -> str:

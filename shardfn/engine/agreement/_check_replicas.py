@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn.collectives import AnyControl
-from shardfn.core import Draw, P, PyTree, RankError, broadcast_prefix, raise_all, tree_leaves, tree_paths
 from shardfn.engine.loss import check_same_loss, check_same_state, checksum, corner, is_spec
 from shardfn.engine.plan import Plan
 
@@ -30,14 +30,17 @@ class _SeenBatch(NamedTuple):
     varied: list[bool]
 
     @staticmethod
-    def of(plan: Plan, batch: PyTree) -> "_SeenBatch":
+    def of(plan: Plan, batch: core.PyTree) -> "_SeenBatch":
         """Returns the facts of this rank."""
-        leaves, specs = tree_leaves(batch), broadcast_prefix(plan.batch, batch, is_spec, names=("batch spec", "batch"))
+        leaves, specs = (
+            core.tree_leaves(batch),
+            core.broadcast_prefix(plan.batch, batch, is_spec, names=("batch spec", "batch")),
+        )
         varied = [_is_varying(x, spec, plan) for x, spec in zip(leaves, specs, strict=True)]
         return _SeenBatch(dict(plan.mesh.coords), [checksum(x) for x in leaves], varied)
 
 
-def _warn_of_same_rows(plan: Plan, batch: PyTree, seen: Sequence[_SeenBatch], control: AnyControl) -> None:
+def _warn_of_same_rows(plan: Plan, batch: core.PyTree, seen: Sequence[_SeenBatch], control: AnyControl) -> None:
     """Warns, on the first rank, if all ranks along an axis pass equal rows of every leaf it cuts. Collective.
 
     Leaves with equal rows on each rank, such as constants of a test, prove nothing.
@@ -46,8 +49,8 @@ def _warn_of_same_rows(plan: Plan, batch: PyTree, seen: Sequence[_SeenBatch], co
         RankError: the program turns warnings into errors. Raised on all ranks, with nothing consumed.
     """
     paths, specs = (
-        tree_paths(batch, "batch"),
-        broadcast_prefix(plan.batch, batch, is_spec, names=("batch spec", "batch")),
+        core.tree_paths(batch, "batch"),
+        core.broadcast_prefix(plan.batch, batch, is_spec, names=("batch spec", "batch")),
     )
     for axis in plan.batch_axes:
         cut = [k for k, spec in enumerate(specs) if axis in plan.mesh.axes(spec.axes)]
@@ -69,7 +72,7 @@ def _warn_together(text: str, control: AnyControl) -> None:
         except UserWarning as warning:
             raised = warning
     if any(control.exchange(int(raised is not None))):
-        error = RankError(text)
+        error = core.RankError(text)
         error.before_transfers = True
         raise error from raised
 
@@ -86,7 +89,7 @@ def _warning_text(plan: Plan, axis: str, paths: list[str]) -> str:
     )
 
 
-def _is_varying(x: Tensor, spec: P, plan: Plan) -> bool:
+def _is_varying(x: Tensor, spec: core.P, plan: Plan) -> bool:
     cut = [d for d in range(x.ndim) if plan.mesh.axes(spec.dim_axes(d))]
     if not cut or not x.numel():
         return False
@@ -109,8 +112,8 @@ def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyC
     if not differing:
         return
     sums: list[Any] = control.gather({k: _sum_elements(leaves[k]) for k in differing})
-    raise_all(
-        RankError,
+    core.raise_all(
+        core.RankError,
         "ranks start from different values of the same leaves. Each process draws random numbers of its own: call"
         " torch.manual_seed(0) on every rank before the values are made, or draw them with sf.key(0). Values that are"
         " read from files must come from the same files:",
@@ -124,12 +127,12 @@ def check_replicas(paths: Sequence[str], leaves: Sequence[Tensor], control: AnyC
 
 def _sum_elements(x: Tensor) -> float | complex:
     """Returns the sum of all elements in double precision, or of a corner of a leaf that is not yet drawn."""
-    x = corner(x) if isinstance(x, Draw) else x
+    x = corner(x) if isinstance(x, core.Draw) else x
     dtype = torch.complex128 if x.is_complex() else torch.float64
     return sum(part.to(dtype).sum().item() for part in x.detach().reshape(-1).split(1 << 20))
 
 
-def compare_first_step(plan: Plan, model_state: PyTree, metrics: dict[str, Tensor], control: AnyControl) -> None:
+def compare_first_step(plan: Plan, model_state: core.PyTree, metrics: dict[str, Tensor], control: AnyControl) -> None:
     """Refuses a loss or a model state that differs between ranks, but should be equal. Collective.
 
     Called by all ranks after each step, or after the step's gradients. Calls after the first step that was not skipped
@@ -144,10 +147,10 @@ def compare_first_step(plan: Plan, model_state: PyTree, metrics: dict[str, Tenso
         check_same_loss(metrics["loss"], plan, control)
     check_same_state(model_state, plan.mesh, control)
     # A skipped step has kept the model state, which then proves nothing about the loss.
-    plan.learnt.take_compared(not tree_leaves(model_state) or not bool(metrics.get("skipped", False)))
+    plan.learnt.take_compared(not core.tree_leaves(model_state) or not bool(metrics.get("skipped", False)))
 
 
-def compare_first_end(plan: Plan, model_state: PyTree, control: AnyControl) -> None:
+def compare_first_end(plan: Plan, model_state: core.PyTree, control: AnyControl) -> None:
     """Refuses a model state that differs between ranks after the first finishing `update`. Collective.
 
     Raises:
@@ -158,7 +161,7 @@ def compare_first_end(plan: Plan, model_state: PyTree, control: AnyControl) -> N
         plan.learnt.take_compared_end()
 
 
-def compare_first_batch(plan: Plan, batch: PyTree, control: AnyControl) -> None:
+def compare_first_batch(plan: Plan, batch: core.PyTree, control: AnyControl) -> None:
     """Refuses rows that differ along axes that do not cut the batch. Collective, before the first step.
 
     Such axes belong to the model, for example "tp": each rank computes a part of a result of the same rows. Where rows
@@ -177,12 +180,12 @@ def compare_first_batch(plan: Plan, batch: PyTree, control: AnyControl) -> None:
     _warn_of_same_rows(plan, batch, seen, control)
 
 
-def _check_free(plan: Plan, batch: PyTree, seen: Sequence[_SeenBatch], free: tuple[str, ...]) -> None:
+def _check_free(plan: Plan, batch: core.PyTree, seen: Sequence[_SeenBatch], free: tuple[str, ...]) -> None:
     mesh, cut = plan.mesh, plan.mesh.axes(plan.batch_axes)
     if mesh.axis_size(free) == 1:
         return
     rows = [(tuple(of.coords[a] for a in cut), of.sums) for of in seen]
-    paths = tree_paths(batch, "batch")
+    paths = core.tree_paths(batch, "batch")
     firsts: dict[Any, int] = {}
     problems = []
     for rank, (at, sums) in enumerate(rows):
@@ -191,10 +194,10 @@ def _check_free(plan: Plan, batch: PyTree, seen: Sequence[_SeenBatch], free: tup
         if differ:
             problems.append(f"rank {rank} passes other values than rank {first}: {', '.join(differ)}")
     names = tuple(a for a in mesh.axis_names if a in (*cut, *free))
-    raise_all(
-        RankError,
+    core.raise_all(
+        core.RankError,
         f"ranks along {free} must pass the same batch, for it is cut along {cut or 'no axis'}. Give the ranks of {free}"
         " the same rows; or, if they are no axes of the model and each rank has rows of its own, pass"
-        f" batch={P(names[0] if len(names) == 1 else names)!r}:",
+        f" batch={core.P(names[0] if len(names) == 1 else names)!r}:",
         problems,
     )

@@ -7,31 +7,20 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from shardfn.core import (
-    PyTree,
-    first_of,
-    named_leaves,
-    raise_all,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_paths,
-    tree_structure,
-    tree_unflatten,
-)
+from shardfn import core
 
 from ._loss import Loss, WeightedMean
 from ._transform_order import Transform, find_transforms
 
 Sum = TypeVar("Sum")
 # Function from a batch and a number to this number of microbatches.
-Split = Callable[[PyTree, int], Sequence[PyTree]]
+Split = Callable[[core.PyTree, int], Sequence[core.PyTree]]
 
 
 class Microbatches(NamedTuple):
     """Batch that is already cut: `split` may read values, which a captured step does not have."""
 
-    parts: tuple[PyTree, ...]
+    parts: tuple[core.PyTree, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +42,7 @@ class Accumulated(Transform):
     has_state: bool = False
     split: Split | None = None
 
-    def __call__(self, params: PyTree, *args: Any) -> Any:
+    def __call__(self, params: core.PyTree, *args: Any) -> Any:
         """Returns the loss of the whole batch. The graphs of all microbatches then exist at once."""
         if self.has_state:
             return self._carry_state(params, *args)
@@ -62,7 +51,7 @@ class Accumulated(Transform):
         loss = _weigh_parts(self.inner, batches)
         return _average_outputs([loss(params, micro, *rest) for micro in batches])
 
-    def cut(self, batch: PyTree) -> list[PyTree]:
+    def cut(self, batch: core.PyTree) -> list[core.PyTree]:
         """Returns the microbatches of a batch.
 
         Raises:
@@ -72,20 +61,20 @@ class Accumulated(Transform):
             return split_batch(batch, self.num_microbatches)
         return _check_parts(self.split(batch, self.num_microbatches), batch, self.num_microbatches)
 
-    def _carry_state(self, params: PyTree, state: PyTree, batch: PyTree, *args: Any) -> Any:
+    def _carry_state(self, params: core.PyTree, state: core.PyTree, batch: core.PyTree, *args: Any) -> Any:
         """Returns the loss with a model state, which goes from microbatch to microbatch as a constant."""
         outs: list[Any] = []
         batches = self.cut(batch)
         loss = _weigh_parts(self.inner, batches)
         for micro in batches:
             *out, state = loss(params, state, micro, *args)
-            state = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, state)
+            state = core.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, state)
             outs.append(out[0] if len(out) == 1 else tuple(out))
         mean = _average_outputs(outs)
         return (*mean, state) if isinstance(outs[0], tuple) and not isinstance(mean, WeightedMean) else (mean, state)
 
 
-def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
+def microbatches(loss: Loss, batch: core.PyTree) -> tuple[Loss, list[core.PyTree]]:
     """Returns the loss of a microbatch, and the list of microbatches. Nested `accumulate`s are a single list.
 
     Raises:
@@ -104,7 +93,7 @@ def microbatches(loss: Loss, batch: PyTree) -> tuple[Loss, list[PyTree]]:
     return _weigh_parts(loss, batches), batches
 
 
-def cut_ahead(loss: Loss, batch: PyTree) -> PyTree:
+def cut_ahead(loss: Loss, batch: core.PyTree) -> core.PyTree:
     """Returns the batch for a step: already cut, if the user's function cuts the batch."""
     return Microbatches(tuple(microbatches(loss, batch)[1])) if cuts_by_function(loss) else batch
 
@@ -118,7 +107,9 @@ def cuts_by_function(loss: Loss) -> bool:
     return False
 
 
-def fold(loss: Loss, batch: PyTree, one: Callable[[Loss, PyTree], Sum], add: Callable[[Sum, Sum], Sum]) -> Sum:
+def fold(
+    loss: Loss, batch: core.PyTree, one: Callable[[Loss, core.PyTree], Sum], add: Callable[[Sum, Sum], Sum]
+) -> Sum:
     """Adds up `one(inner, microbatch)` over the microbatches, with at most two results at a time.
 
     For functions that run forward and backward in a single call. A step runs the two separately, by the schedule.
@@ -145,7 +136,7 @@ def num_microbatches(loss: Loss) -> int:
     return num
 
 
-def split_batch(batch: PyTree, n: int) -> list[PyTree]:
+def split_batch(batch: core.PyTree, n: int) -> list[core.PyTree]:
     """Cuts every leaf of a batch in `n` pieces along dim 0, for example 7 rows in 3 as 3, 2, 2.
 
     Raises:
@@ -153,9 +144,9 @@ def split_batch(batch: PyTree, n: int) -> list[PyTree]:
     """
     if n == 1:
         return [batch]
-    leaves = tree_leaves(batch)
+    leaves = core.tree_leaves(batch)
     if len({x.shape[0] for x in leaves if _is_splittable(x) and x.shape[0]}) > 1:
-        raise_all(
+        core.raise_all(
             ValueError,
             f"accumulate({n}) cuts every leaf along dim 0, and the leaves of the batch have different numbers of rows."
             f" Give each leaf one entry for a row, or cut the batch by a function, accumulate(loss, {n}, split=f), with"
@@ -165,7 +156,7 @@ def split_batch(batch: PyTree, n: int) -> list[PyTree]:
     return cut_rows(batch, n, [_is_splittable(x) for x in leaves])
 
 
-def cut_rows(batch: PyTree, n: int, cut: Sequence[bool]) -> list[PyTree]:
+def cut_rows(batch: core.PyTree, n: int, cut: Sequence[bool]) -> list[core.PyTree]:
     """Cuts a batch into `n` parts. A leaf that is `cut` is cut along dim 0. Other leaves are whole in each part.
 
     Args:
@@ -173,9 +164,9 @@ def cut_rows(batch: PyTree, n: int, cut: Sequence[bool]) -> list[PyTree]:
         n: number of parts.
         cut: whether a leaf is cut, in flattening order.
     """
-    leaves, treedef = tree_flatten(batch)
+    leaves, treedef = core.tree_flatten(batch)
     columns = [_split_rows(x, n) if is_cut else [x] * n for x, is_cut in zip(leaves, cut, strict=True)]
-    return [tree_unflatten(treedef, [column[i] for column in columns]) for i in range(n)]
+    return [core.tree_unflatten(treedef, [column[i] for column in columns]) for i in range(n)]
 
 
 def _split_rows(x: Tensor, n: int) -> Sequence[Tensor]:
@@ -184,7 +175,7 @@ def _split_rows(x: Tensor, n: int) -> Sequence[Tensor]:
     return x.tensor_split(n) if x.shape[0] % n else x.chunk(n)
 
 
-def _check_parts(parts: Any, batch: PyTree, n: int) -> list[PyTree]:
+def _check_parts(parts: Any, batch: core.PyTree, n: int) -> list[core.PyTree]:
     """Returns the result of the user's `split`, as a list.
 
     Raises:
@@ -196,25 +187,27 @@ def _check_parts(parts: Any, batch: PyTree, n: int) -> list[PyTree]:
         raise TypeError(f"{name} returned a {type(parts).__name__}. Return a list of {n} batches.")
     if len(parts) != n:
         raise ValueError(f"{name} returned {len(parts)} batches. Return {n}.")
-    whole = tree_structure(batch)
-    others = [f"batch {i} has {tree_paths(x, 'batch')}" for i, x in enumerate(parts) if tree_structure(x) != whole]
-    raise_all(
+    whole = core.tree_structure(batch)
+    others = [
+        f"batch {i} has {core.tree_paths(x, 'batch')}" for i, x in enumerate(parts) if core.tree_structure(x) != whole
+    ]
+    core.raise_all(
         ValueError,
-        f"{name} returned batches with other leaves than {tree_paths(batch, 'batch')}. Return all of them in each, a"
-        " tensor without rows where a microbatch lacks them:",
+        f"{name} returned batches with other leaves than {core.tree_paths(batch, 'batch')}. Return all of them in each,"
+        " a tensor without rows where a microbatch lacks them:",
         others,
     )
     return list(parts)
 
 
-def _weigh_parts(loss: Loss, batches: Sequence[PyTree]) -> Loss:
+def _weigh_parts(loss: Loss, batches: Sequence[core.PyTree]) -> Loss:
     """Returns the loss for these microbatches. With unequal shapes the loss must return a `WeightedMean`.
 
     Raises:
         ValueError: shapes differ, and the loss is a pipeline with ranks that exchange tensors of the same shape.
     """
     num = len(batches)
-    if num == 1 or len({tuple(getattr(x, "shape", ()) for x in tree_leaves(b)) for b in batches}) == 1:
+    if num == 1 or len({tuple(getattr(x, "shape", ()) for x in core.tree_leaves(b)) for b in batches}) == 1:
         return loss
     if getattr(find_transforms(loss)[1], "transform", None) == "pipeline":
         raise ValueError(
@@ -223,7 +216,7 @@ def _weigh_parts(loss: Loss, batches: Sequence[PyTree]) -> Loss:
             f" {_sizes_told(batches)}."
         )
 
-    def weigh_loss(params: PyTree, *args: Any) -> Any:
+    def weigh_loss(params: core.PyTree, *args: Any) -> Any:
         out = loss(params, *args)
         if not isinstance(out[0] if type(out) is tuple and out else out, WeightedMean):
             raise ValueError(
@@ -236,17 +229,17 @@ def _weigh_parts(loss: Loss, batches: Sequence[PyTree]) -> Loss:
     return weigh_loss
 
 
-def _sizes_told(batches: Sequence[PyTree]) -> str:
+def _sizes_told(batches: Sequence[core.PyTree]) -> str:
     of_each = [f"microbatch {i}: {', '.join(_rows_told(b))}" for i, b in enumerate(batches)]
-    return "; ".join(first_of(of_each, _SHOWN))
+    return "; ".join(core.first_of(of_each, _SHOWN))
 
 
 _SHOWN = 4
 
 
-def _rows_told(batch: PyTree) -> list[str]:
+def _rows_told(batch: core.PyTree) -> list[str]:
     """Returns the leaves of a batch that are cut, with their numbers of rows."""
-    pairs = named_leaves(batch, "batch")
+    pairs = core.named_leaves(batch, "batch")
     return [f"{path} has {len(x)} row{'s' * (len(x) != 1)}" for path, x in pairs if _is_splittable(x)]
 
 
@@ -277,7 +270,7 @@ def _check_aux(out: tuple[Any, ...]) -> None:
     else:
         plain = {k: torch.as_tensor(x) for k, x in rest[0].items() if not isinstance(x, WeightedMean)}
         told = [f"{k!r} of shape {tuple(x.shape)}" for k, x in plain.items() if x.ndim]
-    raise_all(
+    core.raise_all(
         ValueError,
         "accumulate averages the results of microbatches: a loss, or (loss, aux) with a dict of 0-d values; if the last"
         " one is a model state, write accumulate(loss, n, has_state=True). Got:",

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn import core
 from shardfn._torch import FakeTensor, is_functorch_wrapped_tensor
-from shardfn.core import Policy, PyTree, did_you_mean, first_of, named_leaves, tree_leaves
 from shardfn.leaves import refused_write
 
 _SHOWN = 6
@@ -23,7 +23,9 @@ _MODES = ("__torch_function__", "__torch_dispatch__")
 
 
 @contextlib.contextmanager
-def noting_exceptions(policy: Policy | None, leaves: Callable[[], Iterable[tuple[str, torch.dtype]]]) -> Iterator[None]:
+def noting_exceptions(
+    policy: core.Policy | None, leaves: Callable[[], Iterable[tuple[str, torch.dtype]]]
+) -> Iterator[None]:
     """Adds a note to torch's errors in a loss under a policy: the leaves with another dtype than the rest.
 
     Args:
@@ -43,7 +45,7 @@ def noting_exceptions(policy: Policy | None, leaves: Callable[[], Iterable[tuple
 
 
 @contextlib.contextmanager
-def noting_leaves(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
+def noting_leaves(params: core.PyTree, batch: tuple[core.PyTree, ...]) -> Iterator[None]:
     """Adds notes on the parameters and the batch to errors of a loss.
 
     Args:
@@ -68,15 +70,15 @@ def noting_leaves(params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[None]:
         raise
 
 
-def _make_notes(error: Exception, params: PyTree, batch: tuple[PyTree, ...]) -> Iterator[str]:
+def _make_notes(error: Exception, params: core.PyTree, batch: tuple[core.PyTree, ...]) -> Iterator[str]:
     if isinstance(error, TypeError):
         if batch and isinstance(batch[0], list | tuple):
             yield _note_list(batch[0])
     elif isinstance(error, KeyError):
         for name, tree in (("batch", batch[0] if batch else ()), ("parameters", params)):
             if isinstance(tree, Mapping) and error.args and error.args[0] not in tree:
-                known = ", ".join(first_of([repr(key) for key in tree], _SHOWN))
-                yield f"The {name} {'has' if name == 'batch' else 'have'} {known}." + did_you_mean(
+                known = ", ".join(core.first_of([repr(key) for key in tree], _SHOWN))
+                yield f"The {name} {'has' if name == 'batch' else 'have'} {known}." + core.did_you_mean(
                     str(error.args[0]), map(str, tree)
                 )
     elif isinstance(error, IndexError):
@@ -85,22 +87,24 @@ def _make_notes(error: Exception, params: PyTree, batch: tuple[PyTree, ...]) -> 
         yield from _note_line(params, error)
         yield f"The batch has {_note_shapes('batch', *batch)}."
         yield f"The parameters have {_note_shapes('params', params)}."
-        yield from first_of(_note_unlike(params, *batch), _SHOWN)
+        yield from core.first_of(_note_unlike(params, *batch), _SHOWN)
         yield from _note_widths(error, params, *batch)
 
 
-def _note_line(params: PyTree, error: Exception) -> Iterator[str]:
+def _note_line(params: core.PyTree, error: Exception) -> Iterator[str]:
     """Names the parameters on the innermost line with parameters: torch names no operand."""
-    own = {_storage_of(x): path for path, x in named_leaves(params, "params") if _has_storage(x) and x.requires_grad}
+    own = {
+        _storage_of(x): path for path, x in core.named_leaves(params, "params") if _has_storage(x) and x.requires_grad
+    }
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_code.co_name in _MODES:
             continue
-        tensors = [x for x in tree_leaves([*frame.f_locals.values()]) if _has_storage(x)]
+        tensors = [x for x in core.tree_leaves([*frame.f_locals.values()]) if _has_storage(x)]
         here = dict.fromkeys(own[k] for x in tensors if (k := _storage_of(x)) in own)
         if here:
             code = frame.f_code
             text = linecache.getline(code.co_filename, line).strip()
-            yield f"At {code.co_filename}:{line}, `{text}`, variables hold {', '.join(first_of([*here], _SHOWN))}."
+            yield f"At {code.co_filename}:{line}, `{text}`, variables hold {', '.join(core.first_of([*here], _SHOWN))}."
             return
 
 
@@ -116,15 +120,15 @@ def _storage_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _named_tensors(name: str, tree: PyTree = ()) -> list[tuple[str, Tensor]]:
-    return [(path, x) for path, x in named_leaves(tree, name) if isinstance(x, Tensor)]
+def _named_tensors(name: str, tree: core.PyTree = ()) -> list[tuple[str, Tensor]]:
+    return [(path, x) for path, x in core.named_leaves(tree, name) if isinstance(x, Tensor)]
 
 
-def _note_shapes(name: str, tree: PyTree = ()) -> str:
-    return ", ".join(first_of([f"{path} {tuple(x.shape)}" for path, x in _named_tensors(name, tree)], _SHOWN))
+def _note_shapes(name: str, tree: core.PyTree = ()) -> str:
+    return ", ".join(core.first_of([f"{path} {tuple(x.shape)}" for path, x in _named_tensors(name, tree)], _SHOWN))
 
 
-def _note_unlike(params: PyTree, batch: PyTree = ()) -> list[str]:
+def _note_unlike(params: core.PyTree, batch: core.PyTree = ()) -> list[str]:
     """Returns the leaves of the batch with another dtype or device than the parameters, with the remedy."""
     own = [x for _, x in _named_tensors("params", params) if x.is_floating_point()]
     if not own:
@@ -140,7 +144,7 @@ def _note_unlike(params: PyTree, batch: PyTree = ()) -> list[str]:
     return out
 
 
-def _note_widths(error: Exception, params: PyTree, batch: PyTree = ()) -> Iterator[str]:
+def _note_widths(error: Exception, params: core.PyTree, batch: core.PyTree = ()) -> Iterator[str]:
     """Yields the leaf of the batch with another last dim than the matrix in its product, with the remedy."""
     found = _PRODUCT.search(str(error))
     if found is None:
@@ -166,21 +170,21 @@ def _note_list(batch: Sequence[Any]) -> str:
     return f"{text} To look up names, pass a dict of tensors, step(state, {{'name': tensor}}); or take them by number."
 
 
-def _note_ranges(batch: PyTree = ()) -> list[str]:
+def _note_ranges(batch: core.PyTree = ()) -> list[str]:
     """Returns the least and largest values of integer leaves: a value may be an index outside of a table."""
     return [
         f"{path} has values from {int(x.min())} to {int(x.max())}."
-        for path, x in named_leaves(batch, "batch")
+        for path, x in core.named_leaves(batch, "batch")
         if type(x) is Tensor and not (x.is_meta or x.is_floating_point() or x.is_complex()) and x.numel()
     ]
 
 
-def _note_exceptions(policy: Policy, own: Sequence[str]) -> str:
+def _note_exceptions(policy: core.Policy, own: Sequence[str]) -> str:
     lines = [
         f"The loss is computed in {policy.compute} but for exceptions of the Policy. Cast where they meet, as in"
         " x @ w.to(x.dtype), or (norm(x) * w).to(x.dtype): sf.nn.rms_norm and layer_norm do so, and sf.from_module does"
         " it at the borders of submodules whose parameters are all exceptions (so name weight and bias alike)."
         " Exceptions are:",
-        *(f"  - {line}" for line in first_of(own, _SHOWN)),
+        *(f"  - {line}" for line in core.first_of(own, _SHOWN)),
     ]
     return "\n".join(lines)

@@ -11,7 +11,7 @@ through the microbatches as on a single device, under any schedule.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from shardfn.core import P, PyTree, broadcast_prefix, raise_all, tree_leaves, tree_paths
+from shardfn import core
 from shardfn.engine.loss import innermost_state, is_spec
 from shardfn.schedules import PipelineSchedule
 
@@ -31,9 +31,9 @@ class PipelineState(NamedTuple):
         ()
     """
 
-    first: PyTree = ()
-    blocks: PyTree = ()
-    last: PyTree = ()
+    first: core.PyTree = ()
+    blocks: core.PyTree = ()
+    last: core.PyTree = ()
 
 
 def current_state() -> PipelineState:
@@ -41,13 +41,13 @@ def current_state() -> PipelineState:
     return innermost_state().now
 
 
-def put_part(**parts: PyTree) -> None:
+def put_part(**parts: core.PyTree) -> None:
     """Stores parts for the next forward."""
     state = innermost_state()
     state.now = state.now._replace(**parts)
 
 
-def apart(out: Any, name: str, what: str, most: int = 2) -> tuple[Any, PyTree]:
+def apart(out: Any, name: str, what: str, most: int = 2) -> tuple[Any, core.PyTree]:
     """Splits the return value of a function with a state into the result and the state.
 
     Args:
@@ -69,14 +69,16 @@ def apart(out: Any, name: str, what: str, most: int = 2) -> tuple[Any, PyTree]:
     return (rest[0] if len(rest) == 1 else tuple(rest)), state
 
 
-def with_part(f: Callable[..., Any], part: str, what: str, params: PyTree, args: Sequence[Any], most: int = 2) -> Any:
+def with_part(
+    f: Callable[..., Any], part: str, what: str, params: core.PyTree, args: Sequence[Any], most: int = 2
+) -> Any:
     """Returns `f(params, part of the model state, *args)`, and stores the new part for the next forward."""
     out, new = apart(f(params, getattr(current_state(), part), *args), part, what, most)
     put_part(**{part: new})
     return out
 
 
-def check_stage_state(state: PyTree, specs: PyTree, axis: str | None, rows: Sequence[int] | None) -> None:
+def check_stage_state(state: core.PyTree, specs: core.PyTree, axis: str | None, rows: Sequence[int] | None) -> None:
     """Refuses a model state that does not fit a pipeline.
 
     Args:
@@ -96,9 +98,9 @@ def check_stage_state(state: PyTree, specs: PyTree, axis: str | None, rows: Sequ
             " sf.PipelineState. Give each function a part: sf.PipelineState(first=..., blocks=...,"
             " last=...)."
         )
-    made = broadcast_prefix(specs, state, is_spec, names=("state_specs", "model_state"))
-    named = list(zip(tree_paths(state, "model_state"), tree_leaves(state), made, strict=True))
-    begin, end = len(tree_leaves(state.first)), len(tree_leaves((state.first, state.blocks)))
+    made = core.broadcast_prefix(specs, state, is_spec, names=("state_specs", "model_state"))
+    named = list(zip(core.tree_paths(state, "model_state"), core.tree_leaves(state), made, strict=True))
+    begin, end = len(core.tree_leaves(state.first)), len(core.tree_leaves((state.first, state.blocks)))
     stacked = named[begin:end] if rows is not None else []
     if axis is not None:
         others = named[:begin] + named[end if stacked else begin :]
@@ -107,8 +109,8 @@ def check_stage_state(state: PyTree, specs: PyTree, axis: str | None, rows: Sequ
         _check_rows([state.blocks] if len(rows) == 1 else state.blocks, [x[0] for x in stacked], rows)
 
 
-def _check_cuts(axis: str, stacked: list[tuple[str, P]], others: list[tuple[str, P]]) -> None:
-    raise_all(
+def _check_cuts(axis: str, stacked: list[tuple[str, core.P]], others: list[tuple[str, core.P]]) -> None:
+    core.raise_all(
         ValueError,
         f"a pipeline along {axis!r} cuts the model state of its stacked layers along it, and no other:",
         [
@@ -118,13 +120,13 @@ def _check_cuts(axis: str, stacked: list[tuple[str, P]], others: list[tuple[str,
     )
 
 
-def _check_rows(stacks: PyTree, paths: list[str], rows: Sequence[int]) -> None:
+def _check_rows(stacks: core.PyTree, paths: list[str], rows: Sequence[int]) -> None:
     if not isinstance(stacks, list | tuple) or len(stacks) != len(rows):
         raise ValueError(
             f"a pipeline of {len(rows)} chunks expected model_state.blocks as a list of stacks, one a chunk."
         )
-    pairs = [(x, n) for stack, n in zip(stacks, rows, strict=True) for x in tree_leaves(stack)]
-    raise_all(
+    pairs = [(x, n) for stack, n in zip(stacks, rows, strict=True) for x in core.tree_leaves(stack)]
+    core.raise_all(
         ValueError,
         "the model state of stacked layers has a row for each layer:",
         [
