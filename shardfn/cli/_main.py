@@ -21,6 +21,7 @@ from ._finetune import finetune
 from ._finetune_job import add_finetune_arguments, parse_job
 from ._generate import generate
 from ._generate_job import add_generate_arguments, parse_generate
+from ._kernels import add_kernels_arguments, kernels_command
 from ._plan import JobPlan, plan
 from ._pretrain import pretrain
 from ._pretrain_job import add_pretrain_arguments, parse_pretrain
@@ -172,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("env", help=about, description=about)
     about = "Builds the C++ of all kernels for this processor, which other commands do when they first need a kernel."
     commands.add_parser("build", help=about, description=about)
+    about = "Lists the ops with kernels, and checks and measures candidates in a file."
+    add_kernels_arguments(commands.add_parser("kernels", help=about, description=about))
     args = parser.parse_args(argv)
     if args.command == "build":
         return build_command()
@@ -181,6 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "bench":
             return bench(args)
+        if args.command == "kernels":
+            return kernels_command(args)
         job = _check_command(args)
         if job is None:
             return checkpoint_command(args) if args.command == "checkpoint" else _plan_command(args)

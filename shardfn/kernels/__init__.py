@@ -42,3 +42,8 @@ from ._ragged_attention import ragged_attention as ragged_attention, write_cache
 from ._gather_rows import gather_rows as gather_rows, row_dots as row_dots
 from ._grouped_product import grouped_outer as grouped_outer, grouped_product as grouped_product
 from ._row_ops import combined_to_rows as combined_to_rows
+from ._harness_process import CandidateError as CandidateError, Limits as Limits
+from ._harness import CheckReport as CheckReport, Verdict as Verdict, check as check
+from ._harness import check_file as check_file, swap as swap
+from ._harness_measure import MeasureReport as MeasureReport, measure as measure
+from ._harness_measure import measure_file as measure_file

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ._arguments import num_threads
 from ._build import function, library
-from ._op import is_implementation_chosen, kernel_of
+from ._op import SWAPPED, is_implementation_chosen, kernel_of
 
 _SOURCE = "_chain.cpp"
 _MOST = 64  # arguments of a call
@@ -36,12 +36,14 @@ class KernelCall:
         name: name of the function.
         arguments: tensors pass as addresses, None as null.
         check: check of a function that may fail: a function that raises the error, and the arguments of the function.
+        kernel: name of the record that the call comes from, or "" for an operation of torch.
     """
 
     source: str
     name: str
     arguments: Arguments
     check: tuple[Callable[..., None], tuple[Any, ...]] | None = None
+    kernel: str = ""
 
 
 def addresses(arguments: Arguments) -> list[int | float | None]:
@@ -76,13 +78,15 @@ def call_of(op: Any, arguments: Sequence[Any], results: Any) -> KernelCall | Non
     """
     kernel = kernel_of(op)
     if kernel is not None:
-        make = kernel.chain
+        make = None if kernel.name in SWAPPED else kernel.chain
     else:
         make = _CALLS.get(f"{op._schema.name}.{op._overloadname}") if hasattr(op, "_schema") else None
     call = None if make is None else make(arguments, results)
     if call is None or len(call.arguments) > _MOST:
         return None
-    return call if all(_is_plain(x) for x in call.arguments if isinstance(x, Tensor)) else None
+    if not all(_is_plain(x) for x in call.arguments if isinstance(x, Tensor)):
+        return None
+    return call if kernel is None else dataclasses.replace(call, kernel=kernel.name)
 
 
 def are_built(calls: Sequence[KernelCall]) -> bool:
@@ -181,7 +185,7 @@ class KernelChain:
         """Returns the results. Empties the list of the incoming tensors."""
         come = tuple(given)
         given.clear()
-        if is_implementation_chosen() or not self._given.match(come):
+        if is_implementation_chosen() or (SWAPPED and self._has_swapped()) or not self._given.match(come):
             return self._plain(*come)
         threads = num_threads()
         program, calls = self._programs.get(threads) or self._programs.setdefault(threads, self._write_program())
@@ -192,6 +196,9 @@ class KernelChain:
         if failed:
             self._raise_failure(self._calls()[failed - 1], come)
         return made
+
+    def _has_swapped(self) -> bool:
+        return any(call.kernel in SWAPPED for call in self._calls())
 
     def _raise_failure(self, call: KernelCall, come: Sequence[Tensor]) -> None:
         if call.check is not None:

@@ -34,6 +34,8 @@ KERNELS: dict[str, "KernelOp"] = {}
 
 _KINDS = ("reference", "native", "triton")
 _CHOSEN: list[str] = []
+# Candidates in the place of implementations, by name of the kernel, see `_harness.py`.
+SWAPPED: dict[str, Callable[..., Any]] = {}
 
 
 class DimLabels(NamedTuple):
@@ -151,6 +153,8 @@ class KernelOp:
         """Computes the op by the implementation for the arguments, without autograd and transforms."""
         kind = _CHOSEN[-1] if _CHOSEN else _choose_kind(args[0].device.type)
         implementation = _find_implementation(self, kind, args[0].dtype)
+        if self.name in SWAPPED and self.is_fast_dtype(args[0].dtype):
+            implementation = SWAPPED[self.name]
         if self.contiguous:
             args = tuple(x.contiguous() if i in self._read and x is not None else x for i, x in enumerate(args))
         return implementation(*args)
@@ -165,6 +169,10 @@ class KernelOp:
             *first, last = (str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             known = " or ".join(filter(None, (", ".join(first), last)))
             raise TypeError(f"{name} must be {known}, got {x.dtype}. Convert {name}")
+
+    def is_fast_dtype(self, dtype: torch.dtype) -> bool:
+        """Returns whether other implementations than the reference take a first tensor of this dtype."""
+        return not self.fast_dtypes or dtype in self.fast_dtypes
 
     @functools.cached_property
     def _read(self) -> frozenset[int]:
@@ -222,7 +230,7 @@ def _choose_kind(device: str) -> str:
 
 @functools.cache
 def _find_implementation(kernel: KernelOp, kind: str, dtype: torch.dtype) -> Callable[..., Any]:
-    fast = not kernel.fast_dtypes or dtype in kernel.fast_dtypes
+    fast = kernel.is_fast_dtype(dtype)
     if kind == "native" and fast and kernel.native is not None and library(kernel.source) is not None:
         return kernel.native
     if kind == "triton" and fast and kernel.triton:

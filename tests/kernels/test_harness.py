@@ -1,0 +1,135 @@
+"""Covers kernels.check, swap and measure: each kind of wrong candidate by name, files in a process, fake clocks."""
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardfn import kernels
+from shardfn.cli import main
+from shardfn.kernels import _harness_cases
+
+NORM = kernels.KERNELS["row_norm"].reference
+GELU = kernels.KERNELS["gelu"].reference
+
+
+def test_all_ops_have_cases() -> None:
+    assert set(_harness_cases.CASES) == set(kernels.KERNELS)
+
+
+def _odd(x: Tensor, *rest: Any) -> Tensor:
+    y = NORM(x, *rest)
+    return torch.cat([y[..., :-1], torch.zeros_like(y[..., :1])], -1) if x.shape[-1] % 2 else y
+
+
+def _mapped(x: Tensor, *rest: Any) -> Tensor:
+    return NORM(x, *rest) if x.ndim == 2 else NORM(x.transpose(-1, -2).contiguous().view_as(x), *rest)
+
+
+def _batched(x: Tensor, *rest: Any) -> Tensor:
+    y = NORM(x, *rest)
+    return torch.nextafter(y, torch.zeros(())) if len(x) == 33 else y
+
+
+_KEPT: list[Tensor] = []
+
+
+def _leaking(*args: Any) -> Tensor:
+    y = NORM(*args)
+    _KEPT.append(y.clone())
+    return y
+
+
+@pytest.mark.parametrize(
+    "f, named",
+    [
+        (NORM, ()),
+        (_odd, ("odd sizes", "bits", "batch invariance")),
+        (_mapped, ("vmap",)),
+        (_batched, ("bits", "batch invariance")),
+        (_leaking, ("memory",)),
+    ],
+)
+def test_a_wrong_candidate_is_found_by_name(f: Any, named: tuple[str, ...]) -> None:
+    report = kernels.check("row_norm", f)
+    _KEPT.clear()
+    found = set(report.failures)
+    assert found == set(named) or (f is _odd and "odd sizes" in found and "even sizes" not in found), str(report)
+
+
+def test_the_library_uses_a_candidate_inside_the_context_only() -> None:
+    calls = []
+
+    def candidate(x: Tensor) -> Tensor:
+        calls.append(x.shape)
+        return GELU(x)
+
+    with kernels.swap("gelu", candidate):
+        calls.clear()
+        kernels.gelu(torch.ones(3))
+    kernels.gelu(torch.ones(3))
+    assert calls == [(3,)]
+    with pytest.raises(ValueError, match="must pass its checks"), kernels.swap("gelu", torch.zeros_like):
+        pass
+
+
+def test_faster_by_itself_and_slower_in_the_step_is_reported() -> None:
+    now, inside = [0.0], [False]
+
+    def candidate(x: Tensor) -> Tensor:
+        now[0] += 5.0 if inside[0] else 1.0
+        return GELU(x)
+
+    def present(x: Tensor) -> Tensor:
+        now[0] += 2.0
+        return GELU(x)
+
+    def make() -> Any:
+        def step() -> Tensor:
+            inside[0] = True
+            y = kernels.gelu(torch.ones(3))
+            inside[0] = False
+            return y
+
+        return step
+
+    with kernels.swap("gelu", present):
+        steps = {"decode": make, "other": lambda: lambda: torch.ones(1)}
+        report = kernels.measure("gelu", candidate, steps, rounds=3, clock=lambda: now[0])
+    assert report.verdict == "faster by itself, slower in the step decode"
+    assert report.steps == {"decode": 2.5} and report.calls["other"] == 0 and set(report.alone.values()) == {0.5}
+
+
+@pytest.mark.parametrize(
+    "text, reason, said",
+    [
+        ("", "missing", "must have a function"),
+        ("raise OSError('no such model')", "import", "raises OSError: no such model"),
+        pytest.param("while True: pass", "time", "must end within 1 s", marks=pytest.mark.nightly),
+        pytest.param("def gelu(x, y): return x", "signature", "must take 1 arguments", marks=pytest.mark.nightly),
+        pytest.param("import os; os._exit(3)", "exit", "exit status 3", marks=pytest.mark.nightly),
+        pytest.param(
+            "import torch\ndef gelu(x): return torch.ones(1 << 36)",
+            "memory",
+            "limit of memory",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_a_bad_file_is_an_error_of_its_kind(text: str, reason: str, said: str, tmp_path: pathlib.Path) -> None:
+    (path := tmp_path / "candidate.py").write_text(text)
+    limits = kernels.Limits(seconds=1.0 if reason == "time" else 120.0)
+    with pytest.raises(kernels.CandidateError, match=said) as caught:
+        kernels.check_file(path, limits=limits)
+    assert caught.value.reason == reason
+
+
+def test_a_file_is_checked_from_the_command_line(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "list"]) == 0 and "gelu(Tensor x) -> Tensor" in capsys.readouterr().out
+    assert main(["kernels", "check", str(tmp_path / "missing.py")]) == 2
+    assert "must be in a Python file" in capsys.readouterr().err
+    (path := tmp_path / "good.py").write_text("from shardfn.kernels import KERNELS\ngelu = KERNELS['gelu'].reference\n")
+    assert main(["kernels", "check", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("gelu: passed")
