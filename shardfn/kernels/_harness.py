@@ -467,9 +467,9 @@ def _differentiate(kernel: KernelOp, args: Sequence[Any]) -> list[Tensor]:
         x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args
     ]
     results = [x for x in _list_tensors(kernel.op(*given)) if x.requires_grad]
-    total = sum((x * torch.linspace(-1, 1, x.numel()).view_as(x)).sum() for x in results)
+    total = torch.stack([(x * torch.linspace(-1, 1, x.numel()).view_as(x)).sum() for x in results]).sum()
     leaves = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
-    grads = torch.autograd.grad(total, leaves, allow_unused=True)  # pyright: ignore[reportArgumentType]  # a tensor
+    grads = torch.autograd.grad(total, leaves, allow_unused=True)
     return [g for g in grads if g is not None]
 
 

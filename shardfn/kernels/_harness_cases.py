@@ -146,7 +146,8 @@ def _tiles(s: Size) -> tuple[Any, ...]:
 
 def _tiles_backward(s: Size) -> tuple[Any, ...]:
     args = _tiles(s)
-    y, lse = block_sparse_attention(*args[:3], Tiles(*args[3:7]), block=4, scale=args[-1])
+    q, k, v, *tiles = args[:7]
+    y, lse = block_sparse_attention(q, k, v, Tiles(*tiles), block=4, scale=args[-1])
     return s.normal(*y.shape, seed=9).to(y.dtype), *args[:3], y, lse, *args[3:]
 
 

@@ -1,14 +1,15 @@
 """Measures candidates for kernels: the op by itself, and whole steps of the library, with and without the candidate."""
 
 import dataclasses
+import functools
 import pathlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from ._harness import Candidate, check_signature, swapped
 from ._harness_cases import Size, cases_of
@@ -115,10 +116,8 @@ def measure(
     alone, found, calls, differences, spread = {}, {}, {}, {}, {}
     for size in (Size(*size) for size in _SIZES):
         label = str(size)
-        args = cases_of(name).make(size)
-        alone[label], spread[label] = _take_turns(
-            name, f, *[lambda args=args: KERNELS[name].op(*args)] * 2, rounds, clock
-        )
+        run = functools.partial(KERNELS[name].op, *cases_of(name).make(size))
+        alone[label], spread[label] = _take_turns(name, f, run, run, rounds, clock)
     for step, make in (steps or {}).items():
         count = [0]
         with swapped(name, _count_calls(f, count)):
@@ -199,7 +198,7 @@ def _largest_difference(got: Any, expected: Any) -> float:
 
 
 def _tensors_of(results: Any) -> list[Tensor]:
-    found, _ = torch.utils._pytree.tree_flatten(results)
+    found, _ = tree_flatten(results)
     return [x for x in found if isinstance(x, Tensor)]
 
 

@@ -128,7 +128,7 @@ def _read_messages(reader: Any, path: pathlib.Path, limits: Limits) -> list[Any]
             seconds = left[phase]
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def _end_group(process: subprocess.Popen[Any]) -> None:
     """Ends a process with its children. A process that has closed its pipe gets a second to end by itself."""
     try:
         process.wait(1.0)
@@ -156,9 +156,7 @@ def serve(outgoing: str, path: str, task: str, names: str, memory_bytes: str, *m
 
     tasks: dict[str, Callable[..., Any]] = {
         "check": lambda name, f: _harness.check(name, f)._asdict(),
-        "measure": lambda name, f: _harness_measure.measure(
-            name, f, json.loads(more[0]), json.loads(more[1])
-        )._asdict(),
+        "measure": lambda name, f: _harness_measure.measure(name, f, rounds=int(more[0]))._asdict(),
     }
     with os.fdopen(int(outgoing), "w", buffering=1) as pipe:
 
@@ -177,7 +175,7 @@ def serve(outgoing: str, path: str, task: str, names: str, memory_bytes: str, *m
             send(phase="built")
             send(results=[tasks[task](name, f) for name, f in found.items()])
         except CandidateError as error:
-            send(error=(error.reason, str(error)))
+            send(error=[error.reason, str(error)])
         except Exception as error:  # a mistake of the harness or of a step
             send(error=("harness", f"{task} must return, got {type(error).__name__}: {error}"))
 

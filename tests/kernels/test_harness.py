@@ -133,3 +133,11 @@ def test_a_file_is_checked_from_the_command_line(tmp_path: pathlib.Path, capsys:
     (path := tmp_path / "good.py").write_text("from shardfn.kernels import KERNELS\ngelu = KERNELS['gelu'].reference\n")
     assert main(["kernels", "check", str(path)]) == 0
     assert capsys.readouterr().out.startswith("gelu: passed")
+
+
+@pytest.mark.nightly
+def test_a_file_is_measured_from_the_command_line(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path := tmp_path / "good.py").write_text("from shardfn.kernels import KERNELS\ngelu = KERNELS['gelu'].reference\n")
+    assert main(["kernels", "bench", str(path), "--rounds", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "by itself" in said and "quartiles" in said
