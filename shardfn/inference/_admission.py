@@ -53,10 +53,11 @@ def make_request(
     adapters: Adapters,
     encode: Encode | None,
     more: dict[str, Any],
+    images: dict[str, Any],
 ) -> Request:
     """Returns a request within the limits. An adapter is named in `more`, and the request has the adapter's digest.
 
-    Words of the sampling are encoded by `encode`.
+    Words of the sampling are encoded by `encode`. Fields of `images` are from `ImageInputs.admit`.
 
     Raises:
         TypeError: an argument is of a wrong type, or unknown.
@@ -65,9 +66,10 @@ def make_request(
     unknown = set(more) - {"priority", "deadline", "salt", "adapter", "source"}
     if unknown:
         raise TypeError(
-            f"add: {', '.join(sorted(unknown))}: a request has priority, deadline, salt, adapter and source."
+            f"add: {', '.join(sorted(unknown))}: a request has priority, deadline, salt, adapter, source and"
+            " image_features."
         )
-    fields: dict[str, Any] = more | {"adapter": adapters.digest(more.get("adapter"))}
+    fields: dict[str, Any] = more | {"adapter": adapters.digest(more.get("adapter")), **images}
     if sampling is not None and not isinstance(sampling, Sampling):
         raise TypeError(f"sampling is a {type(sampling).__name__}. Pass a Sampling.")
     request = Request(ids_of(prompt), sampling or Sampling(), **fields)

@@ -7,6 +7,7 @@ T tokens of all sequences, H query heads, G key and value heads, K head dim.
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -179,15 +180,16 @@ class CacheLayout:
         numbers = [limits.blocks] * self.layers + [limits.source_blocks] * self.cross_layers
         return [make_layer(blocks) for blocks in numbers]
 
-    def make_bodies(self, cache: Seq[Tensor], step: Any) -> list["PagedAttention | SourceAttention"]:
+    def make_bodies(self, cache: Seq[Tensor], step: Any, **kinds: Any) -> list["PagedAttention | SourceAttention"]:
         """Returns the bodies of a step's layers of attention.
 
         Args:
             cache: this rank's blocks of the cache.
             step: tensors of the step's plan, `StepTensors`.
+            **kinds: `images` and `code_rule` of `PagedAttention`.
         """
         plan = step.slots, step.positions, step.sequences, step.tables, step.tree, step.host_blocks
-        own: list[PagedAttention | SourceAttention] = [PagedAttention(x, *plan) for x in cache[: self.layers]]
+        own: list[PagedAttention | SourceAttention] = [PagedAttention(x, *plan, **kinds) for x in cache[: self.layers]]
         return own + [SourceAttention(x, step.source, step.sequences) for x in cache[self.layers :]]
 
     def make_abstract(self, limits: Limits, mesh: Mesh) -> list[GlobalTensor]:
@@ -240,6 +242,8 @@ class PagedAttention(nn.Local):
         tree: where drafts may branch, the drafts that each token sees in their slots. See `kernels.ragged_attention`.
         host_blocks: part of a cache on the host. None where the cache is on the device.
         queries: tokens that have a query. None: all tokens.
+        images: bits of the positions of image tokens, for multi-modal causal attention. See `kernels.ragged_attention`.
+        code_rule: whether tokens of images also read the text before them.
     """
 
     cache: Shaped[Tensor, "blocks 2 g block row"]
@@ -250,6 +254,8 @@ class PagedAttention(nn.Local):
     tree: Bool[Tensor, "t t"] | None = None
     host_blocks: HostCacheBlocks | None = None
     queries: Int[Tensor, " r"] | None = None
+    images: Int[Tensor, "s words"] | None = None
+    code_rule: bool = False
 
     def with_queries(self, rows_R: Tensor) -> "PagedAttention":
         """Returns the body that takes the queries of only these tokens."""
@@ -294,7 +300,8 @@ class PagedAttention(nn.Local):
         kind = torch.float64 if self.cache.dtype == torch.float64 else torch.float32
         q_THK, k_TGK, v_TGK = (x[0].to(kind) for x in (q_BTHK, k_BTGK, v_BTGK))
         with self._load_cache() as cache:
-            y_THK, _ = kernels.ragged_attention(
+            attend = functools.partial(
+                kernels.ragged_attention,
                 *(q_THK, k_TGK, v_TGK),
                 *(cache, self.slots, self.positions, self.sequences, self.tables),
                 scale=scale,
@@ -305,7 +312,11 @@ class PagedAttention(nn.Local):
                 tree=self.tree,
                 rows=self.queries,
                 relative=None if relative_HD is None else relative_HD.to(kind),
+                images=self.images,
             )
+            y_THK, _ = attend(branch="text_of_all" if self.code_rule else "text")
+            if self.images is not None:
+                y_THK = y_THK + attend(branch="images")[0]
         return y_THK[None].to(q_BTHK.dtype)
 
     @contextlib.contextmanager

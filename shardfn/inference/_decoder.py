@@ -66,6 +66,7 @@ class Decoder:
         spec_token: whether the token with the id `vocab` has an embedding: [SPEC], which no logits count
             (`speculators.add_spec_token`).
         config: shape of the model, for a `models.gpt`, or None.
+        images: rule of image tokens, or None without images. `outputs` then takes `images=` as `gpt.decode` does.
     """
 
     vocab: int
@@ -87,6 +88,7 @@ class Decoder:
     sources: SourceEncoder | None = None
     spec_token: bool = False
     config: gpt.Config | None = None
+    images: gpt.Images | None = None
 
     @property
     def embeds(self) -> bool:
@@ -176,9 +178,10 @@ def decoder(
         rows_R: Tensor,
         bodies: Sequence[nn.AttentionBackend],
         low: LowRank | None = None,
+        images: tuple[Tensor, Tensor] | None = None,
     ) -> Outputs:
         added = {} if low is None else {name: add_low_rank(low, name) for name in low.sites}
-        how: Any = {"axis": tp, "then": added, "activations": activations}
+        how: Any = {"axis": tp, "then": added, "activations": activations, "images": images}
         return Outputs(*gpt.decode(flat, weights, tokens_T, positions_T, rows_R, bodies, **how))
 
     def pack(params: PyTree) -> PyTree:
@@ -202,6 +205,7 @@ def decoder(
         more_layouts=_list_more(config, tp, quantization, activations),
         name_weights=functools.partial(_name_weights, config),
         config=config,
+        images=config.images,
     )
 
 
@@ -272,6 +276,6 @@ def _list_more(
     config: gpt.Config, tp: str | None, quantization: QuantizationPolicy, activations: Activations | None
 ) -> dict[str, Layout]:
     """Returns the layouts beside "tp"."""
-    if tp is None or not config.batch_invariant or config.experts is not None:
+    if tp is None or not config.batch_invariant or config.experts is not None or config.images is not None:
         return {}
     return {"sp": make_sequence_layout(config, tp, quantization, activations)}

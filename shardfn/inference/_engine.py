@@ -26,6 +26,7 @@ from ._drafters import Drafter
 from ._embed import Embeddings, check_end, check_pooling
 from ._engine_core import Admitted, EngineCore
 from ._expert_recorder import ExpertRecorder
+from ._images import ImageInputs
 from ._limits import Limits
 from ._processors import LogitsProcessors
 from ._requests import Sampling
@@ -120,6 +121,7 @@ class Engine:
         self.limits = limits = choose_limits(decoder, limits, drafter)
         self._sources = decoder.sources
         recorders = [ExpertRecorder(limits, decoder)] if record_experts else []
+        self._images = ImageInputs(limits, decoder)
         self.expert_shape = decoder.expert_shape if record_experts else (0, 0)
         self.dtype = torch.float64 if limits.cache_dtype == "float64" else torch.float32
         how = limits, mesh, weights, disk, cache, eager_steps
@@ -131,7 +133,7 @@ class Engine:
         self.embeddings, self._constraints = Embeddings(decoder.embeds), Constraints(self.detokenizer, limits.vocab)
         self._texts = Texts(self.detokenizer, lambda: detokenizer(tokenizer, special=True))
         extras = self._constraints, self._texts, self.embeddings, self.adapters, self.logits_processors
-        hooks = [x.hooks for x in (*extras, *recorders)]
+        hooks = [x.hooks for x in (*extras, self._images, *recorders)]
         state = start(limits, self.detokenizer.digest if self.detokenizer else b"", drafter)
         self.core = EngineCore(self.runner, params, state, hooks, self._constraints.cut, decisions)
         self._queues = TokenQueues(self.core.step, self.cancel, self.core.__contains__)
@@ -221,8 +223,9 @@ class Engine:
             name: name of the request. Default: a name of the engine's choice.
             pooling: pooling of `embed`, for a request that has an embedding in place of tokens. `embedding` returns the
                 embedding once `step` has returned the end.
-            **more: `priority`, `deadline` or `salt`, as of a `Request`, or `adapter`, the name of an adapter. For an
-                encoder-decoder model the prompt is the encoder's, and with `source`, token ids, the decoder's.
+            **more: `priority`, `deadline` or `salt`, as of a `Request`, or `adapter`, the name of an adapter, or
+                `image_features`, float [N, D], a row for each image token of the prompt, for a model with images. For
+                an encoder-decoder model the prompt is the encoder's, and with `source`, token ids, the decoder's.
 
         Returns:
             The name.
@@ -309,6 +312,7 @@ class Engine:
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
+        image_features: Sequence[Tensor | None] | None = None,
     ) -> list[Any]:
         """Completes prompts. Requests in progress go on in the same steps.
 
@@ -317,6 +321,7 @@ class Engine:
             sampling: one `Sampling` for all prompts, or a sequence with a `Sampling` for each.
             adapter: name of one adapter for all prompts, or a sequence with a name for each, where None is the model
                 without an adapter.
+            image_features: for each prompt the features of its image tokens, as of `add`, or None.
 
         Returns:
             For each prompt a `Completion`, or for a request of n > 1 choices a list of n.
@@ -327,8 +332,13 @@ class Engine:
         """
         prompts = list(prompts)
         hows, adapters = split_sampling(sampling, len(prompts)), split_adapters(adapter, len(prompts))
-        each = zip(prompts, hows, adapters, strict=True)
-        requests = [self._admit(prompt, how, adapter=name) for prompt, how, name in each]
+        features = [None] * len(prompts) if image_features is None else list(image_features)
+        if len(features) != len(prompts):
+            raise ValueError(
+                f"generate: image_features must have an entry for each of {len(prompts)} prompts, got {len(features)}."
+            )
+        each = zip(prompts, hows, adapters, features, strict=True)
+        requests = [self._admit(prompt, how, adapter=x, image_features=own) for prompt, how, x, own in each]
         names = [self._queues.await_request(self._begin(request)) for request in requests]
         try:
             made = [self._make_completions(name, request) for name, request in zip(names, requests, strict=True)]
@@ -475,7 +485,8 @@ class Engine:
         """Returns a request that passes all checks."""
         encode = None if self.detokenizer is None else self.detokenizer.encode
         prompt, more = split_source(prompt, self._sources, more)
-        return self.core.admit(make_request(prompt, sampling, self.limits, self.adapters, encode, more))
+        images = self._images.admit(prompt, more.pop("image_features", None))
+        return self.core.admit(make_request(prompt, sampling, self.limits, self.adapters, encode, more, images))
 
     def _begin(self, admitted: Admitted, name: str | None = None, pooling: str | None = None) -> str:
         if name is None:

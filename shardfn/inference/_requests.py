@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from shardfn.core import explains_fields
 
 from ._grammar import Grammar
@@ -179,6 +181,8 @@ class Request:
         adapter: digest of the adapter's content, or empty: part of the key of a block's content.
         salt: caller's bytes. Requests share blocks only with requests of the same salt.
         source: token ids that the encoder of an encoder-decoder model reads. The prompt is then of the decoder.
+        images: digest of the features of images, or empty: part of the key of a block's content.
+        image_features: features of the prompt's image tokens, [N, D], or None.
 
     Example:
         >>> Request((5, 6, 7), Sampling(max_tokens=2)).priority
@@ -192,13 +196,16 @@ class Request:
     adapter: bytes = b""
     salt: bytes = b""
     source: tuple[int, ...] = ()
+    images: bytes = b""
+    image_features: Tensor | None = field(default=None, repr=False, compare=False)
 
     @functools.cached_property
     def scope_salt(self) -> bytes:
-        """Returns the salt with a digest of the source, on which all keys and values depend."""
+        """Returns the salt with digests of the source and the images, on which all keys and values depend."""
+        salt = repr((self.salt, self.images)).encode() if self.images else self.salt
         if not self.source:
-            return self.salt
-        return self.salt + hashlib.blake2b(array("q", self.source).tobytes(), digest_size=16).digest()
+            return salt
+        return salt + hashlib.blake2b(array("q", self.source).tobytes(), digest_size=16).digest()
 
 
 SAMPLING_OPTIONS = list_options(Sampling)
@@ -256,7 +263,7 @@ def check_request(request: Request, limits: Limits) -> None:
     _PRIORITY("priority", request.priority, limits)
     check_tokens("prompt", request.prompt, limits)
     _check_source(request.source, limits)
-    for name in ("adapter", "salt"):
+    for name in ("adapter", "salt", "images"):
         if not isinstance(getattr(request, name), bytes):
             raise ValueError(f"{name} must be bytes, got {getattr(request, name)!r}.")
     if request.deadline is not None and type(request.deadline) is not int:

@@ -28,6 +28,7 @@ from shardfn.core import (
 )
 from shardfn.engine import BoundCall, Donated, Sharded, reshard, sharded
 from shardfn.graph import MemoryAnalysis
+from shardfn.models import gpt
 from shardfn.transforms import jit
 
 from ._cache import CacheLayout, check_memory
@@ -39,7 +40,7 @@ from ._limits import DEFAULT_LAYOUT, Limits
 from ._low_rank import LowRank
 from ._plan import StepPlan, make_padding
 from ._state import SourceFill
-from ._tensors import RowOptions, StepTensors, make_tensors
+from ._tensors import ImageRows, RowOptions, StepTensors, make_image_padding, make_tensors
 from ._weights import (
     WeightSource,
     abstract_weights,
@@ -246,7 +247,7 @@ class Runner:
         schedule: dict[str, Any] = {} if ahead is None else {"prefetch": ahead, "passes": (drop_copies,)}
         # Its bits are torch's on every back end, and what lies between its kernels is not worth a compiler's time.
         backend = "graph" if self._decoder.batch_invariant else None
-        run = functools.partial(_run_step, self._decoder.cache, self._layouts[layout], further)
+        run = functools.partial(_run_step, self._decoder, self._layouts[layout], further)
         made = self._steps[layout, further, captured] = sharded(
             jit(run, backend=backend, **schedule) if captured else run,
             mesh=self.mesh,
@@ -346,7 +347,8 @@ class Runner:
         if step is None:
             plan = make_padding(bucket, self.limits, extended=extended)
             allowed = np.ones((len(plan.rows), self.limits.vocab), bool) if grammars else None
-            step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, host_cache=self._host_cache)
+            how: dict[str, Any] = {"host_cache": self._host_cache, "images": self._pad_images(bucket)}
+            step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, **how)
         layout = layout or self.limits.layout_of(bucket, adapters=step.low is not None)
         further = list_further(hidden=hidden, routed=routed, edited=edited, states=states)
         key = _find_graph_key(layout, bucket, step, further)
@@ -419,6 +421,7 @@ class Runner:
         routed: bool = False,
         edits: Sequence[LogitsEdit] = (),
         states: tuple[int, ...] = (),
+        images: ImageRows | None = None,
     ) -> StepResults:
         """Returns the results of the plan's rows.
 
@@ -433,12 +436,14 @@ class Runner:
             edits: changes of the logits of rows by processors. The step then draws all rows outside of its graph, with
                 the same bits.
             states: layers that the hidden states of the rows are wanted after.
+            images: image tokens of the plan. None is no image.
         """
         if plan.moves:
             cache = list(self._decoder.cache.move(cache, plan.moves))
         for fill in plan.fills:
             (cache,) = self._fill_call(weights[DEFAULT_LAYOUT], cache, fill_tensors(fill, self.mesh.device))
         how: dict[str, Any] = {"host_cache": self._host_cache, "options": self._options}
+        how["images"] = self._pad_images(plan.bucket) if images is None else images
         step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, **how)
         kind: dict[str, Any] = {"hidden": hidden, "routed": routed, "edited": bool(edits), "states": states}
         further = list_further(**kind)
@@ -459,6 +464,11 @@ class Runner:
         experts = found["experts"][: plan.num_tokens] if routed else None
         tokens, logprobs = tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist()
         return StepResults(tokens, logprobs, cache, last, read_tops(plan, top), experts, after)
+
+    def _pad_images(self, bucket: int) -> ImageRows | None:
+        """Returns the tensors of a step without an image, or None for a model without images."""
+        width = self._decoder.hidden_size
+        return None if self._decoder.images is None else make_image_padding(bucket, self.limits, width)
 
     def close(self) -> None:
         """Drops the graphs, and releases the directory on disk. Weights in the directory cannot be used any more."""
@@ -482,14 +492,15 @@ def _find_graph_key(layout: str, bucket: int, step: StepTensors, further: _Furth
 
 
 def _run_step(
-    form: CacheLayout, layout: Layout, further: _Further, weights: PyTree, cache: list[Tensor], step: StepTensors
+    decoder: Decoder, layout: Layout, further: _Further, weights: PyTree, cache: list[Tensor], step: StepTensors
 ) -> tuple[Tensor, Tensor, list[Tensor], Any, *tuple[Tensor | None, ...]]:
     """Runs the pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top, *further results)`.
 
     `top` has the most probable tokens and their log probabilities in an extended step, and is empty otherwise.
     """
-    bodies = form.make_bodies(cache, step)
-    found = layout.outputs(weights, step.tokens, step.positions, step.rows, bodies, step.low)
+    bodies = decoder.cache.make_bodies(cache, step, **_find_kinds(decoder.images, step))
+    images: dict[str, Any] = {} if step.images is None else {"images": (step.images.rows, step.images.features)}
+    found = layout.outputs(weights, step.tokens, step.positions, step.rows, bodies, step.low, **images)
     drawn = draw_tokens(found.logits, step)
     more = (found.state_after(x) if isinstance(x, int) else getattr(found, x) for x in further)
     return *drawn, cache, find_top(found.logits, step), *more
@@ -564,3 +575,10 @@ def _fill_source(
         kind = torch.float64 if layer.dtype == torch.float64 else torch.float32
         kernels.write_cache(k.to(kind), v.to(kind), layer, fill.slots)
     return (cache,)
+
+
+def _find_kinds(rule: gpt.Images | None, step: StepTensors) -> dict[str, Any]:
+    """Returns the arguments by which bodies of attention read images by a separate softmax."""
+    if rule is None or step.images is None or rule.rule == "causal":
+        return {}
+    return {"images": step.images.words, "code_rule": rule.rule == "code"}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Int
+from jaxtyping import Bool, Float32, Int, Int32
 from torch import Tensor
 
 from ._cache import HostCacheBlocks, SourceTables, find_host_blocks
@@ -28,6 +28,30 @@ class RowBiases(NamedTuple):
 
     tokens: Int[Tensor, "r most"]
     values: Float32[Tensor, "r most"]
+
+
+class ImageRows(NamedTuple):
+    """Image tokens of a step.
+
+    Attributes:
+        words: bits of the positions of image tokens of each sequence, see `kernels.ragged_attention`.
+        rows: True for the image tokens among the step's tokens.
+        features: features of these tokens, and 0 for text.
+    """
+
+    words: Int32[Tensor, "s words"]
+    rows: Bool[Tensor, " b"]
+    features: Float32[Tensor, "b d"]
+
+
+def make_image_padding(bucket: int, limits: Limits, width: int) -> ImageRows:
+    """Returns the tensors of a step without an image, for features of a width."""
+    words = -(-limits.width * limits.block // 32)
+    return ImageRows(
+        torch.zeros(min(bucket, limits.running) + 1, words, dtype=torch.int32),
+        torch.zeros(bucket, dtype=torch.bool),
+        torch.zeros(bucket, width),
+    )
 
 
 class StepTensors(NamedTuple):
@@ -53,6 +77,7 @@ class StepTensors(NamedTuple):
         tree: bool [B, B] in an engine that has drafts, else None. See `kernels.ragged_attention`.
         host_blocks: blocks of the step where the cache is on the host, else None.
         source: blocks of the sources of an encoder-decoder model, else None.
+        images: image tokens of the step in an engine of a model with images, else None.
     """
 
     tokens: Int[Tensor, " b"]
@@ -72,6 +97,7 @@ class StepTensors(NamedTuple):
     tree: Bool[Tensor, "b b"] | None = None
     host_blocks: HostCacheBlocks | None = None
     source: SourceTables | None = None
+    images: ImageRows | None = None
 
 
 class RowOptions:
@@ -100,6 +126,7 @@ def make_tensors(
     *,
     host_cache: bool = False,
     options: RowOptions | None = None,
+    images: ImageRows | None = None,
 ) -> StepTensors:
     """Returns the tensors of a plan, for a cache on the device or on the host.
 
@@ -126,6 +153,7 @@ def make_tensors(
         tree=_make_tree(plan).to(device) if limits.drafts else None,
         host_blocks=find_host_blocks(plan, limits, device) if host_cache else None,
         source=_make_source(plan, limits, device),
+        images=None if images is None else ImageRows(*(x.to(device) for x in images)),
     )
 
 

@@ -38,7 +38,8 @@ from ._pointwise import gated_silu as gated_silu, gated_silu_gradient as gated_s
 from ._pointwise import gelu as gelu, rotate as rotate
 from ._row_norm import row_norm as row_norm
 from ._ragged_attention import cache_row as cache_row, encode_rows as encode_rows, decode_rows as decode_rows
-from ._ragged_attention import ragged_attention as ragged_attention, write_cache as write_cache
+from ._ragged_attention import pack_bits as pack_bits, ragged_attention as ragged_attention
+from ._ragged_attention import write_cache as write_cache
 from ._gather_rows import gather_rows as gather_rows, row_dots as row_dots
 from ._grouped_product import grouped_outer as grouped_outer, grouped_product as grouped_product
 from ._row_ops import combined_to_rows as combined_to_rows

@@ -49,11 +49,15 @@ struct Scratch {
     }
 };
 
-// The positions of a tile that a row sees: from `low` to below `high`; `distance` from its place 0 to the row's own.
+// The positions of a tile that a row sees: from `low` to below `high` where `bits` has a bit; `distance` from its place 0
+// to the row's own.
 struct Seen {
     int low, high, distance;
-    bool operator==(const Seen& other) const { return low == other.low && high == other.high; }
+    uint32_t bits;
+    bool operator==(const Seen& other) const { return low == other.low && high == other.high && bits == other.bits; }
 };
+
+constexpr uint32_t EVERY = ~uint32_t(0);
 
 template <class L>
 INLINE typename L::V tanh(typename L::V x) {
@@ -227,6 +231,9 @@ INLINE void weigh(Scratch& s, const Scoring& how, int64_t row, Seen seen, bool s
         // One by one: GCC takes a choice by two conditions apart, element by element.
         x[v] = at >= seen.low ? x[v] : ALL(NONE);
         x[v] = at < seen.high ? x[v] : ALL(NONE);
+        if (seen.bits != EVERY)
+            for (int i = 0; i < N; ++i)
+                if (!(seen.bits >> (v * N + i) & 1)) x[v][i] = NONE;
         top = x[v] > top ? x[v] : top;
     }
     const float before = s.most[row], tile = largest<L>(top), most = tile > before ? tile : before;
@@ -252,6 +259,7 @@ INLINE void add_values(Scratch& s, int64_t row, int64_t column, Seen seen, bool 
     V sum[R][NV] = {};
     const float* weights = s.weights + row * TILE;
     for (int n = seen.low; n < seen.high; ++n) {
+        if (!(seen.bits >> n & 1)) continue;
         if (fetches) fetch_row(s.later[n] + s.apart, s.padded);
         V right[NV];
         UNROLL

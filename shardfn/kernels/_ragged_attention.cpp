@@ -21,8 +21,9 @@ struct Call {
     const float *slopes, *sinks;
     const uint8_t* tree;
     const float* relative;  // of each head, by distance
+    const int32_t* images;
     float *y, *lse;
-    int64_t T, Q, H, G, K, q_stride, k_stride, v_stride, blocks, block, S, width, reach, window, kind;
+    int64_t T, Q, H, G, K, q_stride, k_stride, v_stride, blocks, block, S, width, reach, window, kind, words, branch;
     Scoring how;
 
     int64_t token(int64_t query) const { return rows ? rows[query] : query; }
@@ -172,6 +173,20 @@ INLINE void find_keys(const Call& o, const Plan& plan, Scratch& s, int64_t g, in
     for (int n = high; n < TILE; ++n) s.key[n] = s.key[low], s.value[n] = s.value[low];
 }
 
+enum Branch { TEXT, IMAGES, TEXT_OF_ALL };
+
+// The bits of the positions of a tile that token i sees by their kind.
+INLINE uint32_t bits_of_kind(const Call& o, int64_t i, int64_t tile) {
+    if (!o.images) return EVERY;
+    const int32_t* words = o.images + o.sequences[i] * o.words;
+    const int64_t p = o.positions[i];
+    const uint32_t images = (uint32_t)words[tile / TILE], own = uint32_t(1) << (p % TILE);
+    const bool image = (uint32_t)words[p / TILE] & own;
+    if (o.branch == TEXT_OF_ALL || (o.branch == TEXT && !image)) return ~images;
+    if (!image) return images;
+    return o.branch == IMAGES && p / TILE == tile / TILE ? own : 0;
+}
+
 template <class L>
 INLINE void attend(const Call& o, const Plan& plan, const Group& group, int64_t g, Scratch& s) {
     const int64_t R = o.H / o.G, rows = group.count * R;
@@ -190,7 +205,11 @@ INLINE void attend(const Call& o, const Plan& plan, const Group& group, int64_t 
         for (int64_t row = 0; row < rows; ++row) {
             const int64_t i = o.token(group.first + row / R), own = o.positions[i] - tile;
             const int64_t low = std::max<int64_t>(0, plan.begin[i] - tile), high = std::min<int64_t>(TILE, own + 1);
-            seen[row] = {(int)std::min<int64_t>(low, TILE), (int)std::max<int64_t>(high, 0), (int)own};
+            Seen& one = seen[row] = {(int)std::min<int64_t>(low, TILE), (int)std::max<int64_t>(high, 0), (int)own, EVERY};
+            if (!o.images) continue;
+            one.bits = bits_of_kind(o, i, tile);
+            while (one.low < one.high && !(one.bits >> one.low & 1)) ++one.low;
+            while (one.low < one.high && !(one.bits >> (one.high - 1) & 1)) --one.high;
         }
         // Tokens share the keys of a tile, up to the first guess.
         const bool shared = tile + TILE <= group.shared;
@@ -220,12 +239,13 @@ extern "C" {
 // Returns 0 if all was written; 1, and changes nothing, if a number of the plan is out of range.
 int64_t ragged_attention(const float* q, const float* k, const float* v, void* cache, const int32_t* slots,
                          const int32_t* positions, const int32_t* sequences, const int32_t* tables, const int32_t* rows,
-                         const float* slopes, const float* sinks, const uint8_t* tree, const float* relative, float* y, float* lse, int64_t T,
+                         const float* slopes, const float* sinks, const uint8_t* tree, const float* relative,
+                         const int32_t* images, float* y, float* lse, int64_t T,
                          int64_t Q, int64_t H, int64_t G, int64_t K, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t blocks, int64_t block, int64_t S,
-                         int64_t width, int64_t reach, int64_t window, int64_t kind, float scale, float cap, int64_t threads,
+                         int64_t width, int64_t reach, int64_t window, int64_t kind, int64_t words, int64_t branch, float scale, float cap, int64_t threads,
                          int64_t few) {
-    const Call o = {q, k, v, cache, slots, positions, sequences, tables, rows, slopes, sinks, tree, relative, y, lse, T, Q, H, G, K,
-                    q_stride, k_stride, v_stride, blocks, block, S, width, reach, window, kind, {scale, cap, reach}};
+    const Call o = {q, k, v, cache, slots, positions, sequences, tables, rows, slopes, sinks, tree, relative, images, y, lse, T, Q, H, G, K,
+                    q_stride, k_stride, v_stride, blocks, block, S, width, reach, window, kind, words, branch, {scale, cap, reach}};
     Plan plan;
     if (!read_plan(o, plan)) return 1;
     const std::vector<Group> groups = groups_of(o, plan);

@@ -43,6 +43,8 @@ _CACHES = {torch.float32: (torch.float32, torch.bfloat16, *LARGEST), torch.float
 # The kinds of a cache, as in _cache_rows.h.
 _KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 _SOURCE = "_ragged_attention.cpp"
+# The softmaxes of multi-modal causal attention, as in _ragged_attention.cpp.
+BRANCHES = ("text", "images", "text_of_all")
 
 
 def ragged_attention(
@@ -63,6 +65,8 @@ def ragged_attention(
     tree: Bool[Tensor, "t t"] | UInt8[Tensor, "t t"] | None = None,
     rows: Int32[Tensor, " r"] | None = None,
     relative: Float[Tensor, "h d"] | None = None,
+    images: Int32[Tensor, "s words"] | None = None,
+    branch: str = "text",
 ) -> tuple[Float[Tensor, "r h k"], Float[Tensor, "r h"]]:
     """Writes the keys and values of tokens into a KV cache, then returns each token's attention to its sequence.
 
@@ -107,6 +111,12 @@ def ragged_attention(
             tokens the tokens 6 and 2. None: a query for each token, in order.
         relative: number of each head and distance that is added to scores, in the dtype of q: relative positions. The
             last number is for all greater distances. For example 128 numbers for distances 0 to 127 and more.
+        images: bits of the positions of image tokens of each sequence, from `pack_bits`, for one softmax of multi-modal
+            causal attention. Guesses of a tree are text. None: all positions are alike.
+        branch: with `images`, "text", in which a token of text sees positions of text, and a token of an image none,
+            "images", in which a token of text sees positions of images, and a token of an image itself, or
+            "text_of_all", in which all tokens see positions of text. Bits without a visible image are those of "text"
+            without `images`.
 
     Returns:
         y and lse, in the dtype of q. A row of y is 0 if all scores are -inf, and lse is then -inf. The bits of lse
@@ -160,10 +170,27 @@ def ragged_attention(
                 f"relative must have a row for each of {H} heads and a number for each distance, got shape"
                 f" {tuple(relative.shape)}"
             )
+    if branch not in BRANCHES:
+        raise ValueError(f"branch must be one of {', '.join(map(repr, BRANCHES))}, got {branch!r}")
+    if images is not None:
+        check_dtype("images", images, torch.int32)
+        words = -(-tables.shape[1] * cache.shape[3] // TILE)
+        check_shape("images", images, (len(tables), words), "a bit for each position of a sequence's blocks")
     scale = K**-0.5 if scale is None else scale
     window = None if window is None else min(window, 1 << 30)
-    scores = scale, window, softcap, slopes, sinks, tree, rows, relative
+    scores = scale, window, softcap, slopes, sinks, tree, rows, relative, images, BRANCHES.index(branch)
     return RAGGED_ATTENTION(q, k, v, cache, *plan.values(), tables, *scores)
+
+
+def pack_bits(x_SN: Bool[Tensor, "s n"]) -> Int32[Tensor, "s words"]:
+    """Returns a bit for each flag, 32 in a word, the first in the lowest bit.
+
+    Example:
+        >>> pack_bits(torch.tensor([[True, False, True]]))
+        tensor([[5]], dtype=torch.int32)
+    """
+    padded = torch.nn.functional.pad(x_SN, (0, -x_SN.shape[1] % TILE)).unflatten(1, (-1, TILE))
+    return (padded.long() << torch.arange(TILE, device=x_SN.device)).sum(-1).int()
 
 
 def _check_arguments(
@@ -318,7 +345,7 @@ def _check_tree(positions: Tensor, sequences: Tensor, tree: Tensor) -> None:
 def _attend_by_torch(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
-    tree: Tensor | None, rows: Tensor | None, relative: Tensor | None,
+    tree: Tensor | None, rows: Tensor | None, relative: Tensor | None, images: Tensor | None, branch: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns [R, H, K] and [R, H] of R queries. Writes the cache [blocks, 2, G, block, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree, rows)
@@ -326,7 +353,7 @@ def _attend_by_torch(
     (R, H, K), G = q.shape, k.shape[1]
     slope, sink = (None if x is None else x.view(G, H // G) for x in (slopes, sinks))
     block = cache.shape[3]
-    places = find_slots(block, slots, positions, sequences, tables, window, tree)
+    places = find_slots(block, slots, positions, sequences, tables, window, tree, images, branch)
     if rows is not None:
         places, positions = places[rows.long()], positions[rows.long()]
     by_place, q = view_rows(cache), q.reshape(R, G, H // G, K)
@@ -364,7 +391,7 @@ def write_cache(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 def find_slots(
     block: int, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor, window: int | None,
-    tree: Tensor | None,
+    tree: Tensor | None, images: Tensor | None, branch: int,
 ) -> Tensor:  # fmt: skip
     """Returns the slots of the visible keys of tokens, by position, int64 [T, whole tiles]. -1 means no key."""
     most = int(positions.max()) + 1 if len(positions) else 0
@@ -372,6 +399,8 @@ def find_slots(
     seen = p <= mine
     if window is not None:
         seen &= p > mine - window
+    if images is not None:
+        seen &= _see_kinds(p, mine, images[sequences.long()], BRANCHES[branch])
     blocks = tables[sequences.long()].long()
     at = blocks[:, (p // block).clamp(max=max(blocks.shape[1] - 1, 0))] * block + p % block
     if tree is not None:
@@ -379,6 +408,15 @@ def find_slots(
         i, j = seen_token.unbind(1)
         at[i, positions[j].long()] = slots[j].long()
     return torch.where(seen, at, -1)
+
+
+def _see_kinds(p: Tensor, mine: Tensor, words: Tensor, branch: str) -> Tensor:
+    """Returns the positions that tokens see by their kind, bool [T, N]."""
+    of_image = (words[:, p // TILE] >> (p % TILE) & 1) > 0
+    row = of_image.gather(1, mine)
+    if branch == "images":
+        return torch.where(row, p == mine, of_image)
+    return ~of_image if branch == "text_of_all" else ~of_image & ~row
 
 
 def _start_state(q: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -456,17 +494,17 @@ def _wide_near(x: Tensor, square: Tensor) -> Tensor:
 def _attend_natively(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
-    tree: Tensor | None, rows: Tensor | None, relative: Tensor | None,
+    tree: Tensor | None, rows: Tensor | None, relative: Tensor | None, images: Tensor | None, branch: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     R, H, K = q.shape
     q, k, v = (x if x.stride()[1:] == (K, 1) else x.contiguous() for x in (q, k, v))
-    given = slopes, sinks, tree, rows, relative
-    slopes, sinks, tree, rows, relative = (None if x is None else x.contiguous() for x in given)
+    given = slopes, sinks, tree, rows, relative, images
+    slopes, sinks, tree, rows, relative, images = (None if x is None else x.contiguous() for x in given)
     slots, positions, sequences, tables = (x.contiguous() for x in (slots, positions, sequences, tables))
     plan = slots, positions, sequences, tables
     y, lse = q.new_empty(R, H, K), q.new_empty(R, H)
-    scores = scale, window, softcap, slopes, sinks, tree, rows, relative
-    run = function(_SOURCE, "ragged_attention", "p" * 15 + "i" * 15 + "ff" + "ii", returns=True)
+    scores = scale, window, softcap, slopes, sinks, tree, rows, relative, images, branch
+    run = function(_SOURCE, "ragged_attention", "p" * 16 + "i" * 17 + "ff" + "ii", returns=True)
     if run(*addresses(_list_arguments(q, k, v, cache, *plan, *scores, y, lse))):
         check_plan(cache, *plan, window, tree, rows)
         raise AssertionError("C++ refused a plan that is in range")
@@ -474,9 +512,9 @@ def _attend_natively(
 
 
 def _make_call(arguments: Sequence[Any], results: Sequence[Tensor]) -> KernelCall | None:
-    q, k, v, cache, *plan, _, window, _, slopes, sinks, tree, rows, relative = arguments
+    q, k, v, cache, *plan, _, window, _, slopes, sinks, tree, rows, relative, images, _ = arguments
     if not are_dense(q, k, v, slopes, sinks, relative) or not all(
-        x is None or x.is_contiguous() for x in (cache, *plan, tree, rows)
+        x is None or x.is_contiguous() for x in (cache, *plan, tree, rows, images)
     ):
         return None
     check = check_plan, (cache, *plan, window, tree, rows)
@@ -486,14 +524,16 @@ def _make_call(arguments: Sequence[Any], results: Sequence[Tensor]) -> KernelCal
 def _list_arguments(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
-    tree: Tensor | None, rows: Tensor | None, relative: Tensor | None, y: Tensor, lse: Tensor,
+    tree: Tensor | None, rows: Tensor | None, relative: Tensor | None, images: Tensor | None, branch: int,
+    y: Tensor, lse: Tensor,
 ) -> Arguments:  # fmt: skip
     (R, H, K), (T, G) = q.shape, k.shape[:2]
-    tensors = q, k, v, cache, slots, positions, sequences, tables, rows, slopes, sinks, tree, relative, y, lse
+    tensors = q, k, v, cache, slots, positions, sequences, tables, rows, slopes, sinks, tree, relative, images, y, lse
     sizes = *(T, R, H, G, K), *(x.stride(0) for x in (q, k, v)), cache.shape[0], cache.shape[3], *tables.shape
     sizes = *sizes, 0 if relative is None else relative.shape[1]
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
-    return *tensors, *sizes, window or 0, _KINDS[cache.dtype], *scores, num_threads(), FEW
+    kinds = 0 if images is None else images.shape[1], branch
+    return *tensors, *sizes, window or 0, _KINDS[cache.dtype], *kinds, *scores, num_threads(), FEW
 
 
 def _count_flops(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, *rest: Any) -> int:
@@ -505,7 +545,7 @@ def _count_flops(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, *rest: Any) -> 
 RAGGED_ATTENTION = KernelOp(
     schema="ragged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) cache, Tensor slots, Tensor positions,"
     " Tensor sequences, Tensor tables, float scale, int? window, float? softcap, Tensor? slopes, Tensor? sinks,"
-    " Tensor? tree, Tensor? rows, Tensor? relative) -> (Tensor, Tensor)",
+    " Tensor? tree, Tensor? rows, Tensor? relative, Tensor? images, int branch) -> (Tensor, Tensor)",
     abstract=lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2])),
     reference=_attend_by_torch,
     dtypes=EXACT,

@@ -18,13 +18,13 @@ from ._triton import added, greatest, launch
 def ragged_attention(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor, positions: Tensor, sequences: Tensor, tables: Tensor,
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
-    tree: Tensor | None, rows: Tensor | None, relative: Tensor | None,
+    tree: Tensor | None, rows: Tensor | None, relative: Tensor | None, images: Tensor | None, branch: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns fp32 [R, H, K] and [R, H] of R queries. Writes the cache [blocks, 2, G, block, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree, rows)
     write_cache(k, v, cache, slots)
     (R, H, K), G = q.shape, k.shape[1]
-    places = find_slots(cache.shape[3], slots, positions, sequences, tables, window, tree)
+    places = find_slots(cache.shape[3], slots, positions, sequences, tables, window, tree, images, branch)
     if rows is not None:
         places, positions = places[rows.long()], positions[rows.long()]
     y, lse, width = q.new_empty(R, H, K), q.new_empty(R, H), max(16, triton.next_power_of_2(K))

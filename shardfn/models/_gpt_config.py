@@ -40,7 +40,7 @@ class Images:
     """Rule of the tokens of images.
 
     Attributes:
-        token: id of the token at each place of an image's features.
+        token: id of the token at each place of an image's features. The token has the logit -1e9, and is never drawn.
         rule: "separate", in which text reads text and images by two softmaxes, and a token of an image reads itself
             (`nn.multimodal_attention`), "code", in which tokens of images also read the text before them, or "causal",
             in which all tokens are read alike, as in LLaVA.
@@ -346,8 +346,8 @@ def _find_shape_problems(c: Config) -> list[str]:
     out = [f"{name}={getattr(c, name)!r} needs norm='rms'." for name, on in norms.items() if on and c.norm != "rms"]
     if c.parallel is not None and (c.norm_place != "before" or c.experts is not None):
         out.append(f"parallel={c.parallel!r} needs norm_place='before' and no experts.")
-    if c.loss_tile is not None and (c.logits_softcap is not None or c.head_bias):
-        out.append(f"loss_tile={c.loss_tile} knows no logits_softcap and no head_bias; take loss_tile=None.")
+    if c.loss_tile is not None and (c.logits_softcap is not None or c.head_bias or c.images is not None):
+        out.append(f"loss_tile={c.loss_tile} knows no logits_softcap, head_bias and images; take loss_tile=None.")
     if c.experts is not None and c.mlp not in ("gelu", "swiglu"):
         out.append(f"experts have mlp='gelu' or 'swiglu', got mlp={c.mlp!r}.")
     return out
@@ -408,7 +408,6 @@ def _find_batch_invariant_problems(c: Config) -> list[str]:
         f"attention_dropout={c.attention_dropout}": c.attention_dropout > 0,
         f"loss_tile={c.loss_tile}": c.loss_tile is not None,
         f"mlp={c.mlp!r}": c.mlp == "gelu_erf",
-        f"images={c.images}": c.images is not None,
     }
     out = [
         f"batch_invariant=True does not know {name}; leave one of them out." for name, found in asked.items() if found

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shardfn import nn
@@ -54,6 +54,7 @@ def decode(
     then: Mapping[str, nn.Then] = MappingProxyType({}),
     gather_tokens: Callable[[Tensor], Tensor] = lambda rows: rows,
     activations: Activations | None = None,
+    images: tuple[Bool[Tensor, " t"], Float[Tensor, "t d"]] | None = None,
 ) -> Decoded:
     """Returns logits of some of the tokens of several sequences, and the hidden states and experts behind the logits.
 
@@ -74,6 +75,8 @@ def decode(
         gather_tokens: function from rows of `tokens_T` to the rows that `rows_R` counts, where ranks have parts of the
             tokens.
         activations: "int8" rounds the inputs of layers in codes, see `kernels.integer_linears`.
+        images: which tokens are image tokens, and their features in the rows of these tokens. The bodies read images by
+            the rule of the config.
 
     Returns:
         Logits of the whole vocabulary on all ranks.
@@ -104,6 +107,8 @@ def decode(
     config = drop_losses(config)
     along = Along(axis)
     x_TD = look_up_tokens(config, params, tokens_T, along)
+    if images is not None:
+        x_TD = torch.where(images[0][:, None], images[1].to(x_TD.dtype), x_TD)
     if config.position == "learned":
         x_TD = x_TD + params["position"][positions_T]
     if config.embedding_norm:
@@ -407,7 +412,5 @@ def check_decodable(config: Config) -> None:
             f"decode: bias_rate={config.experts.bias_rate}: experts are chosen by biases in the loss's state, which are"
             " no parameters; such a model is not served."
         )
-    if config.images is not None:
-        raise ValueError(f"decode: images={config.images}: a cache has no images yet. Take `generate`.")
     if not isinstance(config.attention, nn.Dense):
         raise ValueError(f"decode: attention={config.attention!r}: bodies are given. Use attention=Dense().")

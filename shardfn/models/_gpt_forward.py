@@ -29,7 +29,7 @@ from ._gpt_block import (
 )
 from ._gpt_config import Config, LayerSettings
 from ._gpt_experts import check_bias, join_seen
-from ._gpt_images import find_images, place_features, separate_images
+from ._gpt_images import find_images, hide_logits, place_features, separate_images
 from ._gpt_leaves import Params, check_blocks, layers_of
 from ._gpt_swift import SwiftKeys
 
@@ -166,6 +166,7 @@ def compute_logits(config: Config, params: Params, x_D: Tensor, along: Along) ->
     """Returns the rank's logits of states after the last norm."""
     w_VD, b_V = weight(config, params[name_head(config)]), params.get("head_b")
     logits_V = nn.column_linear(x_D, w_VD, b_V, features=config.vocab_size, **along._asdict())
+    logits_V = hide_logits(config, logits_V, along)
     if config.logits_softcap is None:
         return logits_V
     return nn.softcap(logits_V, config.logits_softcap, batch_invariant=config.batch_invariant)

@@ -12,6 +12,9 @@ from shardfn._torch import FakeTensor, check_tensor_all
 from ._gpt_config import Config
 from ._gpt_experts import Along
 
+# A finite logit, so that the product with its probability 0 is 0.
+_LOWEST = -1e9
+
 
 def find_images(config: Config, tokens_BT: Tensor) -> Tensor | None:
     """Returns True for the image tokens among this rank's tokens, or None for a model without images."""
@@ -67,6 +70,15 @@ def hide_images(config: Config, targets_BT: Tensor) -> Tensor:
     """Returns targets without image tokens, which no model learns to predict."""
     images_BT = find_images(config, targets_BT)
     return targets_BT if images_BT is None else targets_BT.masked_fill(images_BT, -100)
+
+
+def hide_logits(config: Config, logits_V: Tensor, along: Along) -> Tensor:
+    """Returns the rank's logits with -1e9 for the image token, of any model with images."""
+    if config.images is None:
+        return logits_V
+    columns_V = torch.arange(*nn.rank_range(config.vocab_size, along.axis), device=logits_V.device)
+    lowest = max(_LOWEST, torch.finfo(logits_V.dtype).min / 4)
+    return logits_V.masked_fill(columns_V == config.images.token, lowest)
 
 
 def _check_counts(images_BT: Tensor, num: int) -> None:

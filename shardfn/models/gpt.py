@@ -253,8 +253,6 @@ def generate(
         )
         own_BV = _compute_logits(config, params, x_BTD[:, -1], _Along(axis))
         logits_BV = all_gather_invariant(own_BV, axis, dim=-1, size=config.vocab_size)
-        if config.images is not None:
-            logits_BV = logits_BV.index_fill(1, tokens_BT.new_tensor([config.images.token]), -torch.inf)
         next_B = _sample_tokens(logits_BV.float(), fold_in(key, step), temperature)
         tokens_BT = torch.cat((tokens_BT, next_B[:, None]), dim=1)
     return tokens_BT

@@ -14,6 +14,7 @@ from shardfn.core import raise_all, save_tensors
 
 from ._attention_backends import Local
 from ._masks import Mask, Window
+from ._multimodal import Modality
 from ._online import OnlineScores, refuse_gradients
 from ._rectangles import QKV, TORCH_TILE, kernel_tile
 from ._ring import OnlineBackward, tangent
@@ -27,8 +28,8 @@ BLOCK = 32
 class BatchInvariant(Local):
     """Batch-invariant attention: the bits of a token depend only on the visible tokens, as in batch-invariant layers.
 
-    The mask is `Causal()` or `Window(left)`. Queries, keys and values are float32, or all float64. Derivatives are the
-    derivatives of `Blockwise()`, without batch-invariant rows.
+    The mask is `Causal()` or `Window(left)`, also inside `MultimodalCausal`. Queries, keys and values are float32, or
+    all float64. Derivatives are the derivatives of `Blockwise()`, without batch-invariant rows.
     """
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: OnlineScores, length: int) -> Tensor:
@@ -44,7 +45,9 @@ class BatchInvariant(Local):
 def find_mask_problems(mask: Mask) -> list[str]:
     """Returns the parts of a mask unknown to `BatchInvariant`."""
     told = "the mask must be Causal() or Window(left). Use another mask, or another body, such as Dense()"
-    return [f"{m}: {told}" for m in mask.parts if not (isinstance(m, Window) and m.looks_back)]
+    return [
+        f"{m}: {told}" for m in mask.parts if not (isinstance(m, Modality) or (isinstance(m, Window) and m.looks_back))
+    ]
 
 
 class _ExactAttention(torch.autograd.Function):
@@ -68,7 +71,9 @@ class _ExactAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         saved, _, sinks_H, slopes_H = _saved_tensors(ctx)
-        grads: Any = OnlineBackward.apply(grad_outputs[0], *saved, sinks_H, slopes_H, ctx.along)
+        grads: Any = OnlineBackward.apply(
+            grad_outputs[0], *saved, sinks_H, slopes_H, ctx.along, *ctx.along.how.mask.tensors
+        )
         return (*grads, *([None] if sinks_H is None else []), None, None)
 
     @staticmethod
@@ -109,6 +114,8 @@ def _attend_sequences(
     if not q.numel():
         return torch.zeros_like(q), q.new_full((B, H, T), -torch.inf)
     blocks = -(-T // BLOCK)
+    kinds = [m for m in how.mask.parts if isinstance(m, Modality)]
+    images: Any = {"images": kernels.pack_bits(kinds[0].images_BT), "branch": kinds[0].branch} if kinds else {}
     count = {"dtype": torch.int32, "device": q.device}
     at = torch.arange(B * T, **count)
     sequences, positions = at // T, at % T
@@ -127,5 +134,6 @@ def _attend_sequences(
         softcap=how.softcap,
         slopes=slopes_H,
         sinks=sinks_H,
+        **images,
     )
     return y.view(B, T, H, K), lse.view(B, T, H).transpose(1, 2).contiguous()

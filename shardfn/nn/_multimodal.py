@@ -46,6 +46,11 @@ class Modality(Mask):
     image_rows: bool = False
 
     @property
+    def branch(self) -> str:
+        """Returns the branch of `kernels.ragged_attention`, in which image rows may also read themselves."""
+        return "images" if self.of_images else "text_of_all" if self.image_rows else "text"
+
+    @property
     def lead(self) -> tuple[int, int]:
         return self.images_BT.shape[0], 1
 

@@ -66,6 +66,7 @@ class Arrival:
     priority: int = 0
     cancel: int | None = None
     adapter: str | None = None
+    picture: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,14 +107,22 @@ arrivals = st.builds(
     priority=st.integers(0, 1),
     cancel=st.one_of(st.none(), st.none(), st.integers(1, 20)),
     adapter=st.sampled_from([None, None, "thin", "wide"]),
+    picture=st.integers(0, 1),
 )
 
 
-def stories(limits: Limits) -> st.SearchStrategy[Story]:
-    """Stories for an engine of these limits, also in pools so small that sequences lose their blocks."""
+def stories(limits: Limits, image: int | None = None) -> st.SearchStrategy[Story]:
+    """Stories for an engine of these limits, also in pools so small that sequences lose their blocks.
+
+    With an image token, prompts have image tokens in place of token 2.
+    """
+
+    def show(a: Arrival) -> Arrival:
+        return a if image is None else replace(a, prompt=tuple(image if t == 2 else t for t in a.prompt))
+
     return st.builds(
         Story,
-        arrivals=st.lists(arrivals, min_size=1, max_size=7).map(tuple),
+        arrivals=st.lists(arrivals.map(show), min_size=1, max_size=7).map(tuple),
         updates=st.lists(st.tuples(st.integers(1, 10), st.booleans()), max_size=VERSIONS - 1).map(tuple),
         blocks=st.integers(limits.width + 1, limits.blocks),
     )
@@ -142,11 +151,19 @@ class Model:
     def __post_init__(self) -> None:
         self.full = functools.lru_cache(maxsize=4096)(self._full)
 
-    def _full(self, version: int, tokens: tuple[int, ...], adapter: str | None = None) -> Tensor:
+    def features(self, tokens: Sequence[int], picture: int) -> Tensor | None:
+        """The features of a prompt's image tokens, in a model with images."""
+        if self.config.images is None:
+            return None
+        drawn, D = torch.Generator().manual_seed(picture), self.config.d_model
+        return torch.randn(tokens.count(self.config.images.token), D, generator=drawn)
+
+    def _full(self, version: int, tokens: tuple[int, ...], adapter: str | None = None, picture: int = 0) -> Tensor:
         params, tokens_T = self.params[version], torch.tensor(tokens)
         with torch.no_grad():
             if adapter is None:
-                return gpt.apply(self.config, params, tokens_T[None])[0]
+                seen = self.features(tokens, picture)
+                return gpt.apply(self.config, params, tokens_T[None], image_features=seen)[0]
             T, then = len(tokens), products(*self.adapters[adapter])
             at_T = torch.arange(T, dtype=torch.int32)
             bodies = make_single_bodies(
@@ -185,7 +202,7 @@ def model(tp: str | None = None, **changes: Any) -> Model:
     from shardfn.inference import decoder
 
     adapters = {}
-    if not config.stacked and not config.per_head and config.swift is None:
+    if not config.stacked and not config.per_head and config.swift is None and config.images is None:
         mlp = [] if config.experts else [r"\.w_down$"]
         adapters["thin"] = adapter(params[0], [r"\.wq$", *mlp], 3, 0)
         adapters["wide"] = adapter(params[0], [r"\.wo$", r"\.wv$", *mlp, *([r"0\.w_up$"] if mlp else [])], 9, 1)
@@ -214,7 +231,8 @@ def run(
         for i, a in enumerate(story.arrivals):
             if a.step == step:
                 own = a.adapter if a.adapter in model.adapters else None
-                engine.add(a.prompt, a.sampling, name=str(i), priority=a.priority, adapter=own)
+                seen = model.features(a.prompt, a.picture)
+                engine.add(a.prompt, a.sampling, name=str(i), priority=a.priority, adapter=own, image_features=seen)
                 told |= {(str(i), c): Told() for c in range(a.sampling.n)}
             if a.cancel is not None and a.step + a.cancel == step:
                 engine.cancel(str(i))
@@ -255,7 +273,7 @@ def check(story: Story, told: dict[tuple[str, int], Told], model: Model) -> int:
         for t in [*scored, *drawn]:
             assert t.token is not None
             whole = tuple(sequence[: len(sequence) - 1] or sequence)
-            own = (a.adapter,) if a.adapter in model.adapters else ()
+            own = (a.adapter,) if a.adapter in model.adapters else (None, a.picture) if model.config.images else ()
             logits = model.full(t.version, whole, *own)[t.position - 1]
             target = -1 if t.position >= len(a.prompt) else t.token
             how = (a.sampling, draw_key(a.sampling.seed, choice), t.position)

@@ -26,7 +26,7 @@ def tell(world: int, kind: str, number: int, part: slice = slice(None), **more: 
     changes, limits = KINDS[kind]
     one = model("tp", **(changes | more))
     runner = Runner(one.decoder, limits, mesh=make_mesh({"tp": world}))
-    for story in drawn_stories(limits, number)[part]:
+    for story in drawn_stories(limits, number, changes)[part]:
         told, _ = run(story, one, runner, limits)
         check(story, told, one)
 
@@ -61,6 +61,12 @@ def test_stories_of_experts(kind: str) -> None:
 @distributed(world=2)
 def test_stories_of_grouped_heads() -> None:
     tell(2, "llama", 30)
+
+
+@pytest.mark.nightly
+@distributed(world=2)
+def test_stories_of_images() -> None:
+    tell(2, "images", 10)
 
 
 @pytest.mark.nightly

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from shardfn import nn
 from shardfn.inference import Limits, Runner
-from shardfn.models.gpt import Swift
+from shardfn.models.gpt import Images, Swift
 from shardfn.models.moe import Experts
 from tests.inference.stories import Story, check, model, run, stories
 
@@ -43,6 +43,9 @@ KINDS: dict[str, tuple[dict[str, Any], Limits]] = {
         LLAMA | {"experts": Experts(num=16, top_k=8, d_ff=9)},
         replace(LIMITS, block=3, buckets=(2, 7), running=4),
     ),
+    "images": (LLAMA | {"images": Images(7)}, LIMITS),
+    "images_code": ({"images": Images(7, "code"), "window": 6}, replace(LIMITS, block=3, buckets=(2, 7), running=4)),
+    "images_causal": ({"images": Images(7, "causal")}, LIMITS),
     "swift": (LLAMA | {"num_layers": 5, "swift": Swift(first=1, group=2)}, LIMITS),
 }
 _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
@@ -63,7 +66,7 @@ def tell(kind: str, number: int) -> None:
     changes, limits = KINDS[kind]
 
     @settings(_QUICK, max_examples=number)
-    @given(stories(limits))
+    @given(stories(limits, find_image(changes)))
     def story(story: Story) -> None:
         told, _ = run(story, model(**changes), runner(kind), limits)
         check(story, told, model(**changes))
@@ -71,12 +74,17 @@ def tell(kind: str, number: int) -> None:
     story()
 
 
-def drawn_stories(limits: Limits, number: int) -> list[Story]:
+def find_image(changes: dict[str, Any]) -> int | None:
+    """The image token of a kind of model."""
+    return changes["images"].token if "images" in changes else None
+
+
+def drawn_stories(limits: Limits, number: int, changes: dict[str, Any] | None = None) -> list[Story]:
     """The same stories on all ranks, which must not shrink them each by itself."""
     found: list[Story] = []
 
     @settings(_QUICK, max_examples=number, phases=[Phase.generate])
-    @given(stories(limits))
+    @given(stories(limits, find_image(changes or {})))
     def draw(story: Story) -> None:
         found.append(story)
 
@@ -86,6 +94,10 @@ def drawn_stories(limits: Limits, number: int) -> list[Story]:
 
 def test_stories() -> None:
     tell("gpt2", 25)
+
+
+def test_stories_of_images() -> None:
+    tell("images", 5)
 
 
 @pytest.mark.nightly

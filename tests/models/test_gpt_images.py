@@ -81,13 +81,14 @@ def check(
     )
 
 
-def test_a_model_without_images_in_its_batch_has_the_bits_of_a_causal_model() -> None:
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_model_without_images_in_its_batch_has_the_bits_of_a_causal_model(exact: bool) -> None:
     tokens = torch.randint(IMAGE, (2, 70))
-    plain = dataclasses.replace(CONFIG, images=None, max_len=70)
+    plain = dataclasses.replace(CONFIG, images=None, max_len=70, batch_invariant=exact)
     params = gpt.init(plain, sf.key(0))
-    assert torch.equal(
-        gpt.apply(dataclasses.replace(CONFIG, max_len=70), params, tokens), gpt.apply(plain, params, tokens)
-    )
+    got, want = (gpt.apply(x, params, tokens) for x in (dataclasses.replace(plain, images=CONFIG.images), plain))
+    assert torch.equal(got[..., :IMAGE], want[..., :IMAGE])
+    assert (got[..., IMAGE] == -1e9).all()  # no image token is predicted
 
 
 @pytest.mark.parametrize("rule", ["separate", "code", "causal"])
@@ -200,6 +201,8 @@ def test_mistakes() -> None:
         dataclasses.replace(CONFIG, images=misspelt)
     with pytest.raises(ValueError, match=r"does not know attention_dropout=0.5"):
         dataclasses.replace(CONFIG, attention_dropout=0.5)
+    with pytest.raises(ValueError, match="loss_tile=4 knows no logits_softcap, head_bias and images"):
+        dataclasses.replace(CONFIG, loss_tile=4)
     loss: Any = sf.jit(functools.partial(gpt.loss, CONFIG), backend="graph")
     step = sf.sharded_step(loss, optim.sgd(0.1), mesh=None)
     with pytest.raises(Exception, match="another number of image tokens and 3 rows"):
