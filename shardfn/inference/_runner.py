@@ -392,7 +392,7 @@ class Runner:
         weights: Weights = {x: abstract_weights(source) for x, source in sources.items()}
         cache = self._decoder.cache.make_abstract(self.limits, self.mesh)
         layout, padding = self.limits.layout_of(self.limits.budget), make_padding(self.limits.budget, self.limits)
-        step = make_tensors(padding, self.limits, self.mesh.device)
+        step = make_tensors(padding, self.limits, self.mesh.device, images=self._pad_images(self.limits.budget))
         with self._threads():
             lowered = self._step_of(layout).lower(weights[layout], cache, step)
         return self._add_step(lowered.memory_analysis(), weights, cache)
