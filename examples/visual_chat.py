@@ -309,7 +309,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/visual_chat"))
-    add("--steps", type=int, default=500)
+    add("--steps", type=int, default=800)
     add("--tower-steps", type=int, default=200)
     add("--rules", nargs="+", choices=("separate", "code", "causal"), default=["separate", "causal"])
     add("--batch", type=int, default=24, help="chats of a step, on all ranks together")
