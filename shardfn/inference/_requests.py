@@ -201,7 +201,7 @@ class Request:
 
     @functools.cached_property
     def scope_salt(self) -> bytes:
-        """Returns the salt with digests of the source and the images, on which all keys and values depend."""
+        """Returns the salt with digests of the source and the images. All keys and values depend on both."""
         salt = repr((self.salt, self.images)).encode() if self.images else self.salt
         if not self.source:
             return salt

@@ -578,7 +578,7 @@ def _fill_source(
 
 
 def _find_kinds(rule: gpt.Images | None, step: StepTensors) -> dict[str, Any]:
-    """Returns the arguments by which bodies of attention read images by a separate softmax."""
+    """Returns the arguments of bodies that read images by a separate softmax."""
     if rule is None or step.images is None or rule.rule == "causal":
         return {}
     return {"images": step.images.words, "code_rule": rule.rule == "code"}

@@ -113,10 +113,9 @@ def ragged_attention(
             last number is for all greater distances. For example 128 numbers for distances 0 to 127 and more.
         images: bits of the positions of image tokens of each sequence, from `pack_bits`, for one softmax of multi-modal
             causal attention. Guesses of a tree are text. None: all positions are alike.
-        branch: with `images`, "text", in which a token of text sees positions of text, and a token of an image none,
-            "images", in which a token of text sees positions of images, and a token of an image itself, or
-            "text_of_all", in which all tokens see positions of text. Bits without a visible image are those of "text"
-            without `images`.
+        branch: "text" lets text see text, "images" lets text see images and each token of an image itself, and
+            "text_of_all" lets all tokens see text. Without a visible image, "text" has the bits of a call without
+            `images`.
 
     Returns:
         y and lse, in the dtype of q. A row of y is 0 if all scores are -inf, and lse is then -inf. The bits of lse

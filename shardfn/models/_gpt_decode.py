@@ -75,7 +75,7 @@ def decode(
         gather_tokens: function from rows of `tokens_T` to the rows that `rows_R` counts, where ranks have parts of the
             tokens.
         activations: "int8" rounds the inputs of layers in codes, see `kernels.integer_linears`.
-        images: which tokens are image tokens, and their features in the rows of these tokens. The bodies read images by
+        images: True for image tokens, and features in the rows of these tokens. The bodies read images by
             the rule of the config.
 
     Returns:

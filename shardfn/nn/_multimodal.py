@@ -47,7 +47,7 @@ class Modality(Mask):
 
     @property
     def branch(self) -> str:
-        """Returns the branch of `kernels.ragged_attention`, in which image rows may also read themselves."""
+        """Returns the branch of `kernels.ragged_attention`. There image rows may also read themselves."""
         return "images" if self.of_images else "text_of_all" if self.image_rows else "text"
 
     @property

@@ -45,7 +45,7 @@ def make_engine(config: gpt.Config = CONFIG, **how: Any) -> Engine:
 
 @pytest.mark.parametrize("rule", ["separate", "code", "causal"])
 def test_an_engine_continues_as_whole_forwards_do(rule: Any) -> None:
-    """Chunks, a cache and company change no token, also next to a plain model, whose bits may differ."""
+    """Chunks, a cache and company change no token, also of a plain model."""
     for exact in (True, False):
         config = dataclasses.replace(CONFIG, images=gpt.Images(IMAGE, rule), batch_invariant=exact)
         params, features = make_params(config), draw_features()
