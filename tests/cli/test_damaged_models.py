@@ -120,7 +120,7 @@ def indexed(place: str) -> Damage:
 WEIGHTS, STORED = "model.safetensors", "checkpoints/*/*.safetensors"
 FILES: dict[str, tuple[Damage, str]] = {
     "config cut": (cut("config.json", 50), "config.json: its JSON cannot be read"),
-    "config a list": (edit("config.json", lambda _: b"[]"), "must have an object of JSON, got a list"),
+    "config a list": (edit("config.json", lambda _: b"[]"), "must contain a JSON object, got a list"),
     "no width": (config("config.json", hidden_size=0), "hidden_size is 0; it must be an integer of 1 or more"),
     "no positions": (
         config("config.json", max_position_embeddings=0, num_key_value_heads=-1),
@@ -189,14 +189,14 @@ FILES: dict[str, tuple[Damage, str]] = {
     "tokenizer settings cut": (cut("tokenizer_config.json", 20), "its JSON cannot be read: Unterminated"),
     "tokenizer settings a list": (
         edit("tokenizer_config.json", lambda _: b"[]"),
-        "must have an object of JSON, got a list",
+        "must contain a JSON object, got a list",
     ),
     "ends cut": (cut("generation_config.json", 5), "generation_config.json: its JSON cannot be read"),
 }
 MODEL = interop.hf_config(CONFIG)
 RUN: dict[str, tuple[Damage, str]] = {
     "settings cut": (cut("model.json", 30), "model.json: its JSON cannot be read: Unterminated string"),
-    "settings a list": (edit("model.json", lambda _: b"[]"), "model.json must have an object of JSON, got a list"),
+    "settings a list": (edit("model.json", lambda _: b"[]"), "model.json must contain a JSON object, got a list"),
     "no model": (config("model.json", model=...), "model.json must have ['model'], got"),
     "model a text": (config("model.json", model="x"), "model.json: its model cannot be read: AttributeError"),
     "no heads": (

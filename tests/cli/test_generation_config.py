@@ -70,7 +70,7 @@ def test_wrong_values_name_the_file_and_the_remedy(
         ),
         ('{"temperature": "hot"}', "temperature must be a number from 0 to 100, got 'hot'"),
         ("{", "its JSON cannot be read"),
-        ("[]", "must have an object of JSON"),
+        ("[]", "must contain a JSON object"),
     ]
     for text, words in cases:
         (folder / "generation_config.json").write_text(text)

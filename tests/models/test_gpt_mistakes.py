@@ -35,8 +35,8 @@ MISTAKES = [
             ValueError, "loss: the batch has 'at' and 'routes', and the mean cross entropy is of all tokens",
             "take a loss of apply(..., at=, chosen=), or leave them out"),
     Mistake("logits at positions, of tokens that ranks share out", _at,
-            ValueError, "apply(at=) of shape (2, 1) takes positions of whole rows",
-            "sequence=True a rank has only some tokens of each; drop"),
+            ValueError, "apply(at=) takes positions of whole rows, but with",
+            "sequence=True a rank has only some tokens of each row. Drop one of the two"),
 ]  # fmt: skip
 
 
