@@ -369,11 +369,11 @@ async def _answer_failure(request: "Request", error: Exception) -> "Response":
     return ApiError(500, f"The server has failed: {type(error).__name__}.").response(request.url.path)
 
 
-_PATH = pathlib.Path(__file__).with_name("_page.html")
+_PATH = pathlib.Path(__file__).with_name("page.html")
 
 
 def _page() -> tuple[str, dict[str, str]]:
-    """Returns the _page, and the headers of the answer.
+    """Returns the page, and the headers of the answer.
 
     Example:
         >>> html, headers = _page()
@@ -402,6 +402,6 @@ def _page() -> tuple[str, dict[str, str]]:
 
 
 def _digest_element(html: str, tag: str) -> str:
-    """Returns the digest of the _page's single element of a tag."""
+    """Returns the digest of the page's single element of a tag."""
     [text] = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -84,7 +84,7 @@ def reshard(
         and layout, and no block.
 
     Raises:
-        ValueError: a leaf does not fit its target or cannot be _moved there, or leaves share memory with those of
+        ValueError: a leaf does not fit its target or cannot be moved there, or leaves share memory with those of
             `into`. The message lists all. Or this rank is outside of all the meshes.
         DonatedError: a step has consumed a leaf of `tree` or `into`.
         RankError: ranks disagree on the transfers, or one has failed.
@@ -125,7 +125,7 @@ def reshard(
 
 def _place_leaves(request: ReshardRequest, held: Sequence[GlobalTensor], meshes: Sequence[Mesh]) -> list[GlobalTensor]:
     abstract = [f"{m!r} is abstract: its ranks do not exist" for m in meshes if m.abstract]
-    raise_all(ValueError, "reshard: nothing can be _moved:", abstract)
+    raise_all(ValueError, "reshard: nothing can be moved:", abstract)
     if capturing():  # a capture sends no messages; the graph is the program of the ranks
         return _reshard_purely(request.transits(pure=True))
     meeting = _join_meshes(meshes)
