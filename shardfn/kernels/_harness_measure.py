@@ -19,7 +19,7 @@ from ._op import KERNELS
 _SIZES = ((1, 1024), (64, 1024), (1024, 512))
 # Ratios within this distance of 1 count as equal.
 _NOISE = 0.03
-_LEAST_SECONDS = 0.01
+_LEAST_SECONDS = 0.1
 _LIMITS = Limits()
 _WORDS = {-1: "faster", 0: "equal", 1: "slower"}
 
@@ -146,7 +146,8 @@ def measure_file(
     Raises:
         CandidateError: see `check`.
     """
-    return [MeasureReport(**found) for found in run_apart(path, "measure", names, limits, str(rounds))]
+    reports = run_apart(path, "measure", names, limits, str(rounds))
+    return [MeasureReport(**one | {"spread": {k: tuple(v) for k, v in one["spread"].items()}}) for one in reports]
 
 
 def _count_calls(f: Candidate, count: list[int]) -> Candidate:
@@ -161,28 +162,34 @@ def _take_turns(
     name: str, f: Candidate, present: Any, candidate: Any, rounds: int, clock: Callable[[], float]
 ) -> tuple[float, tuple[float, float]]:
     """Returns the median and the quartiles of the candidate's times over the present times."""
-    number = _count_repeats(present, clock)
 
-    def time_one(new: bool) -> float:
+    def time_one(new: bool, number: int) -> float:
         if not new:
             return _time(present, number, clock)
         with swapped(name, f):
             return _time(candidate, number, clock)
 
-    time_one(True)
+    # Each side is repeated until it takes many ticks of the clock, as the two may differ by a factor of hundreds.
+    numbers = [_count_repeats(functools.partial(time_one, new)) for new in (False, True)]
     ratios = []
     for i in range(rounds):
-        first, second = time_one(i % 2 == 0), time_one(i % 2 == 1)
-        new, old = (first, second) if i % 2 == 0 else (second, first)
-        ratios.append(new / old if old > 0 else 1.0)
+        times = [0.0, 0.0]
+        for new in (i % 2 == 0, i % 2 == 1):
+            times[new] = time_one(new, numbers[new]) / numbers[new]
+        if not times[False]:
+            raise ValueError(f"clock must advance during {numbers[False]} calls of {name}, got 0 s. Pass a finer clock")
+        ratios.append(times[True] / times[False])
     low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if rounds > 1 else ratios * 3
     return statistics.median(ratios), (low, high)
 
 
-def _count_repeats(run: Callable[[], Any], clock: Callable[[], float]) -> int:
-    """Returns the number of calls that take about a hundredth of a second, at most 1000."""
-    run()
-    return max(1, min(1000, int(_LEAST_SECONDS / max(_time(run, 1, clock), 1e-6))))
+def _count_repeats(time_calls: Callable[[int], float]) -> int:
+    """Returns the number of calls that take a tenth of a second or more, a power of two."""
+    number = 1
+    time_calls(1)  # builds and warms up
+    while time_calls(number) < _LEAST_SECONDS and number < 1 << 20:
+        number *= 2
+    return number
 
 
 def _time(run: Callable[[], Any], number: int, clock: Callable[[], float]) -> float:
