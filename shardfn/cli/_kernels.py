@@ -4,7 +4,7 @@ import argparse
 import pathlib
 from collections.abc import Sequence
 
-from shardfn.kernels import KERNELS, CheckReport, Limits, check_file, measure_file
+from shardfn.kernels import KERNELS, CheckReport, ProcessLimits, check_file, measure_file
 
 
 def add_kernels_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def kernels_command(args: argparse.Namespace) -> int:
     if args.action == "list":
         print("\n".join(kernel.schema for _, kernel in sorted(KERNELS.items())))
         return 0
-    limits = Limits(args.seconds, int(args.memory_gib * (1 << 30)))
+    limits = ProcessLimits(args.seconds, int(args.memory_gib * (1 << 30)))
     reports = check_file(args.file, args.op, limits)
     print("\n".join(map(str, reports)))
     passed = [report.name for report in reports if report.passed]

@@ -43,7 +43,7 @@ from ._ragged_attention import write_cache as write_cache
 from ._gather_rows import gather_rows as gather_rows, row_dots as row_dots
 from ._grouped_product import grouped_outer as grouped_outer, grouped_product as grouped_product
 from ._row_ops import combined_to_rows as combined_to_rows
-from ._harness_process import CandidateError as CandidateError, Limits as Limits
+from ._harness_process import CandidateError as CandidateError, ProcessLimits as ProcessLimits
 from ._harness import CheckReport as CheckReport, Verdict as Verdict, check as check
 from ._harness import check_file as check_file, swap as swap
 from ._harness_measure import MeasureReport as MeasureReport, measure as measure

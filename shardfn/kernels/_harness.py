@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from ._harness_cases import EMPTY, EVEN, ODD, OpCases, Size, cases_of
-from ._harness_process import CandidateError, Limits, load_candidate, run_apart
+from ._harness_process import CandidateError, ProcessLimits, load_candidate, run_apart
 from ._op import KERNELS, SWAPPED, KernelOp, implemented_by
 
 Candidate = Callable[..., Any]
 # Relative differences from the definition that the check of values allows, by dtype.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _BATCH = (33, 128)
-_LIMITS = Limits()
+_LIMITS = ProcessLimits()
 # Calls between two readings of the memory, and the bytes a call that may stay in caches.
 _CALLS, _KEPT = 16, 1024
 
@@ -72,7 +72,7 @@ class CheckReport(NamedTuple):
         return "\n".join([f"{self.name}: {'passed' if self.passed else 'failed'}", *lines])
 
 
-def check(name: str, f: Candidate | str | pathlib.Path, *, limits: Limits | None = None) -> CheckReport:
+def check(name: str, f: Candidate | str | pathlib.Path, *, limits: ProcessLimits | None = None) -> CheckReport:
     """Checks a candidate for an op against the op's definition.
 
     Args:
@@ -108,7 +108,7 @@ def check(name: str, f: Candidate | str | pathlib.Path, *, limits: Limits | None
     """
     if isinstance(f, str | pathlib.Path):
         cases_of(name)
-        return check_file(pathlib.Path(f), (name,), limits or Limits())[0]
+        return check_file(pathlib.Path(f), (name,), limits or ProcessLimits())[0]
     if limits is not None:
         raise ValueError(
             "limits must belong to a path, as a function runs in this process, got a function. Leave out limits="
@@ -118,7 +118,7 @@ def check(name: str, f: Candidate | str | pathlib.Path, *, limits: Limits | None
     return CheckReport(name, tuple(_judge(label, run, _Trial(kernel, cases, f)) for label, run in _CHECKS.items()))
 
 
-def check_file(path: pathlib.Path, names: Sequence[str] = (), limits: Limits = _LIMITS) -> list[CheckReport]:
+def check_file(path: pathlib.Path, names: Sequence[str] = (), limits: ProcessLimits = _LIMITS) -> list[CheckReport]:
     """Checks the candidates of a file in a separate process.
 
     Args:

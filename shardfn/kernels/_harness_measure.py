@@ -13,14 +13,14 @@ from torch.utils._pytree import tree_flatten
 
 from ._harness import Candidate, check_signature, swapped
 from ._harness_cases import Size, cases_of
-from ._harness_process import Limits, run_apart
+from ._harness_process import ProcessLimits, run_apart
 from ._op import KERNELS
 
 _SIZES = ((1, 1024), (64, 1024), (1024, 512))
 # Ratios within this distance of 1 count as equal.
 _NOISE = 0.03
 _LEAST_SECONDS = 0.1
-_LIMITS = Limits()
+_LIMITS = ProcessLimits()
 _WORDS = {-1: "faster", 0: "equal", 1: "slower"}
 
 
@@ -75,7 +75,7 @@ def measure(
     *,
     rounds: int = 11,
     clock: Callable[[], float] = time.process_time,
-    limits: Limits | None = None,
+    limits: ProcessLimits | None = None,
 ) -> MeasureReport:
     """Measures a candidate for an op by itself and in whole steps, against the present implementation.
 
@@ -107,7 +107,7 @@ def measure(
     if isinstance(f, str | pathlib.Path):
         if clock is not time.process_time or steps:
             raise ValueError("clock and steps must belong to a function, as a path runs in another process, got a path")
-        return measure_file(pathlib.Path(f), (name,), limits or Limits(), rounds=rounds)[0]
+        return measure_file(pathlib.Path(f), (name,), limits or ProcessLimits(), rounds=rounds)[0]
     if limits is not None:
         raise ValueError(
             "limits must belong to a path, as a function runs in this process, got a function. Leave out limits="
@@ -133,7 +133,7 @@ def measure(
 
 
 def measure_file(
-    path: pathlib.Path, names: Sequence[str] = (), limits: Limits = _LIMITS, *, rounds: int = 11
+    path: pathlib.Path, names: Sequence[str] = (), limits: ProcessLimits = _LIMITS, *, rounds: int = 11
 ) -> list[MeasureReport]:
     """Measures the candidates of a file by themselves, in a separate process.
 

@@ -41,8 +41,8 @@ class CandidateError(ValueError):
         self.reason = reason
 
 
-class Limits(NamedTuple):
-    """Limits of the process of a candidate.
+class ProcessLimits(NamedTuple):
+    """ProcessLimits of the process of a candidate.
 
     Attributes:
         seconds: seconds for the import of the file, and again for all checks or measurements.
@@ -62,7 +62,7 @@ def load_candidate(path: pathlib.Path, name: str) -> Callable[..., Any]:
     return _find_functions(path, (name,))[name]
 
 
-def run_apart(path: pathlib.Path, task: str, names: Sequence[str], limits: Limits, *more: str) -> list[Any]:
+def run_apart(path: pathlib.Path, task: str, names: Sequence[str], limits: ProcessLimits, *more: str) -> list[Any]:
     """Runs a task for candidates of a file in a separate process.
 
     Args:
@@ -102,7 +102,7 @@ def run_apart(path: pathlib.Path, task: str, names: Sequence[str], limits: Limit
         raise CandidateError("exit", _explain_exit(path, process.returncode, printed.read().decode(errors="replace")))
 
 
-def _read_messages(reader: Any, path: pathlib.Path, limits: Limits) -> list[Any] | None:
+def _read_messages(reader: Any, path: pathlib.Path, limits: ProcessLimits) -> list[Any] | None:
     """Returns the results, or None where the process ended without results."""
     left, received = {"started": limits.seconds, "loaded": _START, "built": limits.seconds}, b""
     phase, seconds = "start", _START

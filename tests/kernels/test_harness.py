@@ -120,7 +120,7 @@ def test_faster_by_itself_and_slower_in_the_step_is_reported() -> None:
 )
 def test_a_bad_file_is_an_error_of_its_kind(text: str, reason: str, said: str, tmp_path: pathlib.Path) -> None:
     (path := tmp_path / "candidate.py").write_text(text)
-    limits = kernels.Limits(seconds=1.0 if reason == "time" else 120.0)
+    limits = kernels.ProcessLimits(seconds=1.0 if reason == "time" else 120.0)
     with pytest.raises(kernels.CandidateError, match=said) as caught:
         kernels.check_file(path, limits=limits)
     assert caught.value.reason == reason
