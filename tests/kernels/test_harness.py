@@ -19,6 +19,15 @@ def test_all_ops_have_cases() -> None:
     assert set(_harness_cases.CASES) == set(kernels.KERNELS)
 
 
+@pytest.mark.parametrize("name", sorted(kernels.KERNELS))
+def test_cases_fit_the_schema_and_the_definition(name: str) -> None:
+    kernel = kernels.KERNELS[name]
+    args = _harness_cases.CASES[name].make(_harness_cases.Size(3, 5))
+    assert len(args) == len(kernel.op.default._schema.arguments)
+    with kernels.implemented_by("reference"):
+        kernel.op(*args)
+
+
 def _odd(x: Tensor, *rest: Any) -> Tensor:
     y = NORM(x, *rest)
     return torch.cat([y[..., :-1], torch.zeros_like(y[..., :1])], -1) if x.shape[-1] % 2 else y
