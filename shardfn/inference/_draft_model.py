@@ -26,7 +26,8 @@ from ._limits import Limits
 from ._plan import Rows, find_wanted, make_plan
 from ._pool import BlockPool, PrefixScope, extend_contents
 from ._requests import Request
-from ._runner import Cache, MemoryPlan, Runner, limits_of
+from ._results import MemoryPlan
+from ._runner import Cache, Runner, limits_of
 from ._state import Sequence
 
 

@@ -30,8 +30,8 @@ from ._images import ImageInputs
 from ._limits import Limits
 from ._processors import LogitsProcessors
 from ._requests import Sampling
-from ._results import Completion, EngineStats, Token, append_token
-from ._runner import MemoryPlan, Runner, make_runner
+from ._results import Completion, EngineStats, MemoryPlan, Token, append_token
+from ._runner import Runner, make_runner
 from ._score import Score, read_choices, sum_tokens
 from ._state import start
 from ._texts import Texts

@@ -151,3 +151,38 @@ def append_token(made: list[Completion], token: Token, prompt: int) -> bool:
     if token.finish_reason is not None:
         made[token.choice] = one._replace(finish_reason=token.finish_reason, expert_ids=token.expert_ids)
     return token.finish_reason is not None
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes of an engine on one rank.
+
+    Attributes:
+        weights: bytes of one version in the served form, without weights on disk. From `update_weights` on two versions
+            are held, until the next step has changed to the new version, or with `recompute=False`, until requests that
+            have begun are done.
+        cache: bytes of keys and values.
+        step: bytes of all else that is alive at the peak of the largest step, with the weights and the layers of a
+            cache on the host that are brought ahead.
+        host: bytes among all these that are in the memory of the host.
+    """
+
+    weights: int
+    cache: int
+    step: int
+    host: int
+
+    @property
+    def total(self) -> int:
+        """Returns all bytes, on the device and on the host."""
+        return self.weights + self.cache + self.step
+
+    @property
+    def device(self) -> int:
+        """Returns the bytes on the device."""
+        return self.total - self.host
+
+    def __str__(self) -> str:
+        sizes = {name: f"{name} {size / 2**20:.1f} MiB" for name, size in self._asdict().items()}
+        there = f"; of all these, on the {sizes['host']}" if self.host else ""
+        parts = ", ".join(sizes[name] for name in ("weights", "cache", "step") if self.step or name != "step")
+        return f"{self.total / 2**20:.1f} MiB a rank: {parts}{there}"

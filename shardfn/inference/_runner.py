@@ -39,8 +39,8 @@ from ._layouts import Layout
 from ._limits import DEFAULT_LAYOUT, Limits
 from ._low_rank import LowRank
 from ._plan import StepPlan, make_padding
-from ._state import SourceFill
-from ._tensors import ImageRows, RowOptions, StepTensors, make_image_padding, make_tensors
+from ._results import MemoryPlan
+from ._tensors import FillTensors, ImageRows, RowOptions, StepTensors, fill_tensors, make_image_padding, make_tensors
 from ._weights import (
     WeightSource,
     abstract_weights,
@@ -91,41 +91,6 @@ def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int 
         )
     blocks = min(held, one.running * one.width + 1)
     return Limits(vocab=decoder.vocab, context=context, blocks=blocks, **sizes)
-
-
-class MemoryPlan(NamedTuple):
-    """Bytes of an engine on one rank.
-
-    Attributes:
-        weights: bytes of one version in the served form, without weights on disk. From `update_weights` on two versions
-            are held, until the next step has changed to the new version, or with `recompute=False`, until requests that
-            have begun are done.
-        cache: bytes of keys and values.
-        step: bytes of all else that is alive at the peak of the largest step, with the weights and the layers of a
-            cache on the host that are brought ahead.
-        host: bytes among all these that are in the memory of the host.
-    """
-
-    weights: int
-    cache: int
-    step: int
-    host: int
-
-    @property
-    def total(self) -> int:
-        """Returns all bytes, on the device and on the host."""
-        return self.weights + self.cache + self.step
-
-    @property
-    def device(self) -> int:
-        """Returns the bytes on the device."""
-        return self.total - self.host
-
-    def __str__(self) -> str:
-        sizes = {name: f"{name} {size / 2**20:.1f} MiB" for name, size in self._asdict().items()}
-        there = f"; of all these, on the {sizes['host']}" if self.host else ""
-        parts = ", ".join(sizes[name] for name in ("weights", "cache", "step") if self.step or name != "step")
-        return f"{self.total / 2**20:.1f} MiB a rank: {parts}{there}"
 
 
 class GraphKind(NamedTuple):
@@ -547,23 +512,6 @@ def make_runner(
         raise ValueError(f"engine: {shown} is the runner's to choose: Runner(..., {names}).")
     runner.check(decoder, limits, mesh)
     return runner
-
-
-class FillTensors(NamedTuple):
-    """A source and its places in the cache.
-
-    Attributes:
-        tokens: ids, int64 [S].
-        slots: places of each token, int64 [S].
-    """
-
-    tokens: Int[Tensor, " s"]
-    slots: Int[Tensor, " s"]
-
-
-def fill_tensors(fill: SourceFill, device: torch.device) -> FillTensors:
-    """Returns a source as tensors."""
-    return FillTensors(*(torch.tensor(x, device=device) for x in fill))
 
 
 def _fill_source(

@@ -16,6 +16,7 @@ from ._low_rank import LowRank
 from ._options import Option
 from ._plan import StepPlan
 from ._requests import DRAW, MOST_BIASES, PENALTIES, Sampling
+from ._state import SourceFill
 
 
 class RowBiases(NamedTuple):
@@ -192,3 +193,20 @@ def _make_tree(plan: StepPlan) -> Tensor:
 
 def _make_tensor(a: array, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.frombuffer(a, dtype=dtype).to(device)
+
+
+class FillTensors(NamedTuple):
+    """A source and its places in the cache.
+
+    Attributes:
+        tokens: ids, int64 [S].
+        slots: places of each token, int64 [S].
+    """
+
+    tokens: Int[Tensor, " s"]
+    slots: Int[Tensor, " s"]
+
+
+def fill_tensors(fill: SourceFill, device: torch.device) -> FillTensors:
+    """Returns a source as tensors."""
+    return FillTensors(*(torch.tensor(x, device=device) for x in fill))

@@ -21,7 +21,6 @@ from shardfn.core import (
     is_disk,
     key,
     make_mesh,
-    raise_all,
     tree_leaves,
     tree_map,
 )
@@ -51,12 +50,10 @@ from shardfn.interop import (
     gpt_from_gguf,
     gpt_from_hf,
     is_classifier,
-    module_from_hf,
     seq2seq_from_hf,
-    without_weights,
 )
 from shardfn.interop.leaves import gather_leaf
-from shardfn.interop.quantized import can_decode, read_quantization
+from shardfn.interop.quantized import read_quantization
 from shardfn.kernels import GROUP
 from shardfn.lora import load_peft
 from shardfn.models import gpt
@@ -64,6 +61,7 @@ from shardfn.speculators import Hybrid, Speculator
 from shardfn.speculators import load as load_speculator
 from shardfn.transforms import eval_shape, sharded
 
+from ._module import HFModule, load_module, make_module
 from ._settings import (
     DRAFTERS,
     DTYPES,
@@ -77,8 +75,6 @@ from ._settings import (
 )
 from ._text import ModelText, wrap_data_tokenizer, wrap_transformers_tokenizer
 from ._tokenizers import (
-    FILES_ALONE,
-    import_transformers,
     load_gguf_text,
     load_run_tokenizer,
     load_tokenizer,
@@ -86,9 +82,6 @@ from ._tokenizers import (
 )
 
 AXIS = "tp"
-# A model of transformers, and weights for a model without weights.
-_Module = tuple[Any, Mapping[str, Any] | None]
-_WIDE = "_keep_in_fp32_modules_strict"  # names layers that from_pretrained leaves in float32
 
 
 class LoadedModel(NamedTuple):
@@ -275,12 +268,12 @@ def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelT
     if settings.get("is_encoder_decoder") or settings.get("model_type") in SEQ2SEQ_TYPES:
         return _load_seq2seq(path, job, mesh, text)
     if job.adapter is not None:  # its files name the module's own weights
-        return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text)
+        return _load_unmodified(functools.partial(make_module, path, job), job, mesh, text)
     try:
         with name_file_in_errors(path / "config.json", "its model"):
             gpt_config(settings, **changes)
     except ValueError as error:
-        return _load_unmodified(functools.partial(_make_module, path, job), job, mesh, text, error)
+        return _load_unmodified(functools.partial(make_module, path, job), job, mesh, text, error)
     with name_file_in_errors(path, "its weights"):
         config, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], **changes)
         size, coded = _param_bytes(params), ""
@@ -361,8 +354,8 @@ def _load_gguf(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedMode
     try:
         gpt_config(gguf_config(file))
     except ValueError as error:
-        load_module = functools.partial(_load_weights, path.parent, job, gguf_file=path.name)
-        return _load_unmodified(lambda axis: (load_module(), None), job, mesh, text, error)
+        load = functools.partial(load_module, path.parent, job, gguf_file=path.name)
+        return _load_unmodified(lambda axis: (load(), None), job, mesh, text, error)
     with name_file_in_errors(path, "its weights"):
         config, params = gpt_from_gguf(file, dtype=DTYPES[job.dtype], keep_codes=keep_codes, **changes)
     num = sum(x.dtype == torch.uint8 for x in tree_leaves(params))
@@ -372,7 +365,7 @@ def _load_gguf(path: pathlib.Path, job: ModelSettings, mesh: Mesh) -> LoadedMode
 
 
 def _load_unmodified(
-    module: Callable[[str | None], _Module],
+    module: Callable[[str | None], HFModule],
     job: ModelSettings,
     mesh: Mesh,
     text: ModelText,
@@ -457,39 +450,6 @@ def _fit_decoder(config: gpt.Config, job: ModelSettings) -> Callable[[], Decoder
 
 def _param_bytes(params: PyTree) -> int:
     return sum(x.shape.numel() for x in tree_leaves(params))
-
-
-def _make_module(directory: pathlib.Path, job: ModelSettings, axis: str | None) -> _Module:
-    """Returns a model of transformers, without weights on several ranks, where each rank reads a part."""
-    transformers = import_transformers(directory)
-    with name_file_in_errors(directory, "its config.json"):
-        config = transformers.AutoConfig.from_pretrained(directory, **FILES_ALONE)
-    quantized = getattr(config, "quantization_config", None) is not None
-    decoded = quantized and can_decode(read_quantization(directory))
-    if decoded:  # read as floats, into a module of plain layers
-        del config.quantization_config
-    if not decoded and (axis is None or quantized):
-        return _load_weights(directory, job), None
-    with name_file_in_errors(directory, "its config.json"), without_weights():
-        made = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[job.dtype], **FILES_ALONE).eval()
-    if job.dtype != "float32" and getattr(made, _WIDE, None) and not decoded:
-        return _load_weights(directory, job), None
-    return made, module_from_hf(made, directory, dtype=DTYPES[job.dtype])
-
-
-def _load_weights(directory: pathlib.Path, job: ModelSettings, **more: Any) -> Any:
-    """Returns a model of transformers with the weights."""
-    automatic = import_transformers(directory).AutoModelForCausalLM
-    more |= FILES_ALONE if "gguf_file" in more else {"use_safetensors": True, **FILES_ALONE}
-    with name_file_in_errors(directory, "its model"):
-        how = {"dtype": DTYPES[job.dtype], "output_loading_info": True, **more}
-        made, about = automatic.from_pretrained(directory, **how)
-    # transformers fills these with random values.
-    missing = [f"{name} is missing" for name in sorted(about["missing_keys"])]
-    raise_all(
-        ValueError, f"the files of {directory} are not those of the model in its config.json:", first_of(missing, 20)
-    )
-    return made.eval()
 
 
 # Rows of the text, and tokens of each.

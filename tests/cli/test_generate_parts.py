@@ -55,8 +55,8 @@ def test_a_rank_of_two_reads_about_half(world: int, tmp_path: pathlib.Path) -> N
 @distributed(world=[1, 2])
 def test_codes_are_fitted_from_one_load(world: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads, text = list[Any](), tmp_path / "text"
-    module = _load._make_module
-    monkeypatch.setattr(_load, "_make_module", lambda *args: loads.append(args) or module(*args))
+    module = _load.make_module
+    monkeypatch.setattr(_load, "make_module", lambda *args: loads.append(args) or module(*args))
     text.write_text(" ".join(WORDS * 3))
     mesh, job = core.make_mesh({"tp": world}), job_of(tmp_path, world, weights="int4", fit=str(text))
     with counted() as reads:
@@ -74,7 +74,7 @@ def test_codes_are_fitted_from_one_load(world: int, tmp_path: pathlib.Path, monk
 
 
 def module_of(folder: pathlib.Path, axis: str | None = "tp", **more: Any) -> tuple[Any, Any]:
-    return _load._make_module(folder, job_of(folder, 2, **more), axis)
+    return _load.make_module(folder, job_of(folder, 2, **more), axis)
 
 
 def test_weights_are_read_whole_where_transformers_changes_them(
@@ -95,7 +95,7 @@ def test_a_file_of_other_shapes_is_named(tmp_path: pathlib.Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 128}))
     words = rf"(?s)the files of {tmp_path} do not fit the GPTNeoXForCausalLM:.*dense_h_to_4h.weight is \(256, 64\)"
     with pytest.raises(ValueError, match=words):
-        _load._make_module(tmp_path, job, "tp")
+        _load.make_module(tmp_path, job, "tp")
 
 
 @pytest.mark.day(2)
