@@ -68,7 +68,7 @@ def test_a_log_that_cannot_be_is_refused(model: pathlib.Path, words: list[str], 
 
 CONFIG = gpt.Config(vocab_size=64, num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, max_len=64)
 MODEL = "gpt:vocab_size=64,num_layers=4,d_model=32,num_heads=4,num_kv_heads=2,max_len=64"
-SIZES = {"context": 64, "running": 4, "budget": 8}
+SIZES: dict[str, Any] = {"context": 64, "running": 4, "budget": 8}
 
 
 def write_trace(path: pathlib.Path, num: int = 12, gap: float = 0.001) -> str:

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    import visual_chat
+    import visual_chat  # pyright: ignore[reportMissingImports]
 
     yield visual_chat
     sys.modules.pop("visual_chat")

@@ -124,7 +124,7 @@ def test_the_step_is_the_same_eager_and_captured() -> None:
     plan.tables[:3], plan.lengths[0] = type(plan.tables)("i", [2, 3, 4]), 7
     step = make_tensors(plan, limits, runner.mesh.device, host_cache=True)
     eager = sf.sharded(
-        functools.partial(_run_step, one.decoder.layouts["tp"], ()),
+        functools.partial(_run_step, one.decoder, one.decoder.layouts["tp"], ()),
         specs=one.decoder.packed,
         in_specs=(one.decoder.cache.kept("host"), None),
         out_specs=(None, None, sf.Donated(1), None),

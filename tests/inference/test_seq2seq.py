@@ -19,14 +19,13 @@ from shardfn.testing import distributed
 
 SIZES: dict[str, Any] = {"vocab_size": 13, "d_model": 16, "num_heads": 4, "num_layers": 2, "d_ff": 20, "max_len": 24}
 BART: dict[str, Any] = {**SIZES, "embedding_norm": True, "mlp": "gelu_erf", "tie_embeddings": True}
+ROPE: dict[str, Any] = {**SIZES, "position": "rope", "norm": "rms", "mlp": "swiglu", "bias": False}
 CONFIGS = {
     "t5": Config.t5_like(**SIZES, d_head=5, buckets=6, max_distance=5, decoder={"num_layers": 3}),
     "flan": Config.t5_like(**SIZES, d_head=4, mlp="geglu", tied=False, num_kv_heads=2, start=3),
     "experts": Config.t5_like(**SIZES, d_head=4, mlp="gelu", experts=Experts(4, d_ff=8, every=2)),
     "bart": Config(gpt.Config(**BART, causal=False), gpt.Config(**BART, head_bias=True), norm_sums=True, start=2),
-    "rope": Config(
-        *(gpt.Config(**SIZES, position="rope", norm="rms", mlp="swiglu", bias=False, causal=x) for x in (False, True))
-    ),
+    "rope": Config(gpt.Config(**ROPE, causal=False), gpt.Config(**ROPE)),
 }
 LIMITS = {"block": 4, "buckets": (3, 12), "running": 5, "context": 20, "source": 18}
 

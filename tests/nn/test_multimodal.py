@@ -61,7 +61,7 @@ def test_equals_two_masked_softmaxes(impl: Any, code_rule: bool) -> None:
         mask = nn.Causal() if back is None else nn.Window(back)
 
         def attend(*x: Tensor, images: Tensor = images, mask: nn.Mask = mask, cap: float | None = cap) -> Tensor:
-            return nn.multimodal_attention(*x, images, code_rule=code_rule, mask=mask, softcap=cap, impl=impl)
+            return nn.multimodal_attention(*x, images_BT=images, code_rule=code_rule, mask=mask, softcap=cap, impl=impl)
 
         def define(*x: Tensor, images: Tensor = images, back: int | None = back, cap: float | None = cap) -> Tensor:
             return plain(list(x), images, code_rule=code_rule, back=back, cap=cap)
@@ -79,7 +79,9 @@ def test_rows_without_images_have_the_bits_of_causal_attention(impl: Any, dtype:
     qkv, w = [x.to(dtype) for x in qkv], w.to(dtype)
     slopes = torch.tensor(nn.alibi_slopes(4))
     for options in ({}, {"slopes_H": slopes}, {"mask": nn.Window(9)}):
-        got = differentiated(lambda *x, o=options: nn.multimodal_attention(*x, images, impl=impl, **o), qkv, w)
+        got = differentiated(
+            lambda *x, o=options: nn.multimodal_attention(*x, images_BT=images, impl=impl, **o), qkv, w
+        )
         want = differentiated(lambda *x, o=options: nn.attention(*x, impl=impl, **o), qkv, w)
         assert torch.equal(got[0][0], want[0][0])  # images[0] has none
         for a, b in zip(got[1:], want[1:], strict=True):
@@ -88,20 +90,22 @@ def test_rows_without_images_have_the_bits_of_causal_attention(impl: Any, dtype:
 
 def test_image_rows_reach_only_themselves() -> None:
     qkv, w, images = case(9, 3)
-    y, *grads = differentiated(lambda *x: nn.multimodal_attention(*x, images), qkv, w * images[..., None, None])
+    y, *grads = differentiated(
+        lambda *x: nn.multimodal_attention(*x, images_BT=images), qkv, w * images[..., None, None]
+    )
     assert torch.equal(y[images], qkv[2].repeat_interleave(2, 2)[images])
     assert not grads[0].any()
     assert not grads[1].any()
-    close(grads[2], (w * images[..., None, None]).unflatten(2, (2, 2)).sum(3))
+    close(grads[2], w.unflatten(2, (2, 2)).sum(3))
 
 
 def test_packed_samples_equal_separate_samples() -> None:
     qkv, _, images = case(9, 4)
     ids = torch.tensor([[0] * 4 + [1] * 5] * 3)
-    got = nn.multimodal_attention(*qkv, images, mask=nn.Causal() & nn.Segments(ids))
+    got = nn.multimodal_attention(*qkv, images_BT=images, mask=nn.Causal() & nn.Segments(ids))
     for part in (slice(4), slice(4, 9)):
         own = [x[:, part] for x in qkv]
-        close(got[:, part], nn.multimodal_attention(*own, images[:, part]))
+        close(got[:, part], nn.multimodal_attention(*own, images_BT=images[:, part]))
 
 
 def check_ranks(mesh: sf.Mesh, T: int, bodies: Any) -> None:
@@ -115,7 +119,7 @@ def check_ranks(mesh: sf.Mesh, T: int, bodies: Any) -> None:
                 at = torch.cat([torch.arange(a, b) for a, b in (*at, (0, 0))])
                 own = [x[:, at] for x in qkv]
                 attend = functools.partial(nn.multimodal_attention, impl=impl, code_rule=code_rule)
-                got = differentiated(lambda *x, f=attend, m=images: f(*x, m), own, w[:, at])
+                got = differentiated(lambda *x, f=attend, m=images: f(*x, images_BT=m), own, w[:, at])
             for a, b in zip(got, want, strict=True):
                 close(a, b[:, at])
 
@@ -143,11 +147,11 @@ def test_ulysses_over_a_ring_equals_one_device() -> None:
 def test_mistakes() -> None:
     qkv, _, images = case(6, 0)
     with pytest.raises(ValueError, match=r"images_BT must be \(3, 6\).* got \(3, 5\)"):
-        nn.multimodal_attention(*qkv, images[:, :5])
+        nn.multimodal_attention(*qkv, images_BT=images[:, :5])
     with pytest.raises(ValueError, match="must have the weight 1 of itself, got sinks"):
-        nn.multimodal_attention(*qkv, images, sinks_H=torch.zeros(4, dtype=torch.float64))
+        nn.multimodal_attention(*qkv, images_BT=images, sinks_H=torch.zeros(4, dtype=torch.float64))
     drops = nn.Causal() & nn.PairDropout(core.key(0), 0.5, torch.arange(3))
     with pytest.raises(ValueError, match="got PairDropout"):
-        nn.multimodal_attention(*qkv, images, mask=drops)
+        nn.multimodal_attention(*qkv, images_BT=images, mask=drops)
     with pytest.raises(ValueError, match=r"the mask must look back, got Full\(\)"):
-        nn.multimodal_attention(*qkv, images, mask=nn.Full())
+        nn.multimodal_attention(*qkv, images_BT=images, mask=nn.Full())
