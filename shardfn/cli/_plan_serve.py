@@ -48,7 +48,7 @@ class ServeSetup:
         context: most tokens of a sequence.
         running: most sequences at a time.
         budget: most rows of a step.
-        cache_bytes: bytes of the cache on all ranks, or None for all that a rank's memory has left.
+        cache_bytes: bytes of the cache on all ranks, or None for the rest of a rank's memory.
         efficiency: fraction of the device's rates that a step reaches.
         times: times of steps as of a log, in place of the device's rates.
     """

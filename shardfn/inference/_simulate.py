@@ -29,7 +29,7 @@ class TimedRequest(NamedTuple):
 
     Attributes:
         seconds: seconds after the beginning.
-        request: request. Each choice ends after as many tokens as the answer has.
+        request: request. Each choice ends at the length of the answer.
         answer: tokens of the answer. Made-up tokens do where no later prompt has the answer.
     """
 
