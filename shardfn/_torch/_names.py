@@ -87,6 +87,7 @@ __all__ = [
     "disable_current_modes",
     "dispatch_modes",
     "function_modes",
+    "has_kernel_for_dispatch_key",
     "make_contiguous_strides_for",
     "make_graph_module",
     "pytree",
@@ -129,6 +130,7 @@ push_function_mode: Any = _C._push_on_torch_function_stack
 num_dispatch_modes: Any = _C._len_torch_dispatch_stack
 dispatch_mode: Any = _C._get_dispatch_mode
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
+has_kernel_for_dispatch_key = _C._dispatch_has_kernel_for_dispatch_key
 FAKE, PROXY = _C._TorchDispatchModeKey.FAKE, _C._TorchDispatchModeKey.PROXY
 
 # Autograd: hooks of saved tensors, the number of the next node, the backward that runs.

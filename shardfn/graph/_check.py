@@ -52,7 +52,7 @@ def compare_sequences(sequences: Sequence[Sequence[str]], mesh_shape: Mapping[st
         >>> compare_sequences([[a], [a]])
         >>> try:
         ...     compare_sequences([[a], [b]])
-        ... except RankError as error:
+        ... except core.RankError as error:
         ...     print(str(error).rpartition(chr(10))[0])
         ranks 0 and 1 differ in collective 1 on channel 'gather dp':
           rank 0: all_gather float32 [3, 3] (line unknown)

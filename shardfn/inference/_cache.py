@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int, Int64, Shaped
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 from shardfn import kernels, nn
+from shardfn._torch import FakeTensorMode
 from shardfn.collectives import GlobalTensor
 from shardfn.core import TENSOR_KINDS, Axes, MemoryKind, Mesh, P, Sharding, is_device
 from shardfn.memory import Pool, rows_to_device, rows_to_host

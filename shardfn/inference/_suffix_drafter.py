@@ -119,7 +119,7 @@ class Suffix:
         >>> drafter = Suffix()
         >>> drafter.end(Context(0, "a", 0, array("q", [1, 5, 6, 7, 8, 9]), prompt=1))
         >>> drafter.propose(Context(1, "b", 0, array("q", [2, 5, 6, 7]), prompt=1), 8)
-        DraftTree(tokens=(8, 9), parents=(-1, 0))
+        DraftTree(tokens=(8, 9), parents=(-1, 0), spec=0)
     """
 
     depth: int = 64

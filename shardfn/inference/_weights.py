@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
+from shardfn._torch import FakeTensorMode
 from shardfn.collectives import Constant, GlobalTensor, bind_mesh
 from shardfn.core import (
     Disk,

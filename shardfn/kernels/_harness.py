@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn._torch import has_kernel_for_dispatch_key
+
 from ._harness_cases import EMPTY, EVEN, ODD, OpCases, Size, cases_of
 from ._harness_process import CandidateError, ProcessLimits, load_candidate, run_apart
 from ._op import KERNELS, SWAPPED, KernelOp, implemented_by
@@ -327,7 +329,7 @@ def _check_vmap(trial: _Trial) -> None:
 
 def _check_gradient(trial: _Trial) -> None:
     qualified = f"shardfn_kernels::{trial.kernel.name}"
-    if trial.kernel.no_derivative or not torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "Autograd"):
+    if trial.kernel.no_derivative or not has_kernel_for_dispatch_key(qualified, "Autograd"):
         raise _Skipped("the op has no derivative")
     size, args = trial.arguments(*ODD[0])
     with implemented_by("reference"):

@@ -126,7 +126,7 @@ def _pages(s: Size) -> tuple[Any, ...]:
     slots = tables[sequences.long(), positions.long() // block] * block + positions % block
     cache = torch.zeros(2 * width, 2, 2, block, s.width, dtype=s.dtype, device=s.device)
     q, k, v = s.normal(T, heads, s.width), s.normal(T, 2, s.width, seed=1), s.normal(T, 2, s.width, seed=2)
-    return q, k, v, cache, slots, positions, sequences, tables, 0.25, *[None] * 7
+    return q, k, v, cache, slots, positions, sequences, tables, 0.25, *[None] * 8, 0
 
 
 def _tiles(s: Size) -> tuple[Any, ...]:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+
+from shardfn._torch import pytree
 
 from ._harness import Candidate, check_signature, swapped
 from ._harness_cases import Size, cases_of
@@ -205,7 +206,7 @@ def _largest_difference(got: Any, expected: Any) -> float:
 
 
 def _tensors_of(results: Any) -> list[Tensor]:
-    found, _ = tree_flatten(results)
+    found, _ = pytree.tree_flatten(results)
     return [x for x in found if isinstance(x, Tensor)]
 
 

@@ -75,8 +75,8 @@ def decode(
         gather_tokens: function from rows of `tokens_T` to the rows that `rows_R` counts, where ranks have parts of the
             tokens.
         activations: "int8" rounds the inputs of layers in codes, see `kernels.integer_linears`.
-        images: True for image tokens, and features in the rows of these tokens. The bodies read images by
-            the rule of the config.
+        images: True for image tokens, and features in the rows of these tokens. The bodies read images by the rule of
+            the config.
 
     Returns:
         Logits of the whole vocabulary on all ranks.

@@ -99,8 +99,9 @@ def sample(
         >>> from shardfn import core, inference
         >>> from shardfn.models import gpt
         >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=16, batch_invariant=True)
-        >>> engine = Engine(inference.decoder(config), gpt.init(config, core.key(0)))
-        >>> rollout = sample(engine, [[5, 6], [7]], Sampling(max_tokens=4, n=3), key=core.key(1))
+        >>> engine = inference.Engine(inference.decoder(config), gpt.init(config, core.key(0)))
+        >>> sampling = inference.Sampling(max_tokens=4, n=3)
+        >>> rollout = sample(engine, [[5, 6], [7]], sampling, key=core.key(1))
         >>> rollout.ids.shape, rollout.prompts.tolist()
         (torch.Size([6, 16]), [2, 2, 2, 1, 1, 1])
     """

