@@ -217,7 +217,7 @@ def test_an_exchange_returns_the_rows_that_arrive(world: int) -> None:
             match=r"vmapped over send_sizes\.\s+Use\s+sf.ragged_all_to_all, with an `out`",
         ):
             sf.jit(lambda x: ragged_exchange(x, torch.tensor([1] * world), "ep")[0])(torch.ones(world))
-        with pytest.raises(ValueError, match="vmap over its sizes"):
+        with pytest.raises(ValueError, match="vmapped over send_sizes"):
             vmap(lambda s: ragged_exchange(torch.ones(world), s, "ep")[0])(torch.ones(2, world, dtype=torch.int64))
         if world > 1:
             with pytest.raises(ValueError, match=rf"rank 1 of 'ep': send_sizes\[0\] must be 0 or more, got -{1}"):
