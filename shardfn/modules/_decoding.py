@@ -2,8 +2,8 @@
 
 Tokens lie in a single row, [1, T], with positions, as continuous batching needs. Attention, the only part in which
 tokens meet, is computed from outside, over a KV cache. transformers looks up the attention function in a table, by a
-name in
-the model's config: while such a function runs, the configs have the name registered here. So no model is changed.
+name in the model's config. While such a function runs, the configs have the name registered here. So no model is
+changed.
 
 T tokens, R rows with logits, H query heads, G key heads, K head dim, V vocabulary.
 """

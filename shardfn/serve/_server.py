@@ -119,11 +119,15 @@ class Server:
                 task.cancel()
             await self.replicas.close()
 
+    @property
+    def _url(self) -> str:
+        host, port = self.settings.host, self.settings.port
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
     async def _do_work(self, work: Work) -> int:
         """Does the work of the server's process itself, once the model is ready."""
         await self._ready.wait()
-        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
-        return await work(f"http://{host}:{self.settings.port}")
+        return await work(self._url)
 
     def take_signal(self) -> None:
         """Takes a signal. The first ends the server once its requests are done, and the second at once."""
@@ -144,8 +148,7 @@ class Server:
         self.app.model = Model(*fixed, ready.limits, ready.ends, settings.max_choices, compiler, **more)
         self.calls.max_waiting = settings.max_waiting or max(_WAITING, ready.limits.context)
         self._report(ready.about)
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self._report(f"shardfn serve: ready at http://{host}:{settings.port}/v1, model {settings.name!r}")
+        self._report(f"shardfn serve: ready at {self._url}/v1, model {settings.name!r}")
         self._ready.set()
 
     async def _end_lost(self, running: asyncio.Future[ReplicaEnd]) -> int:
