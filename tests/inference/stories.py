@@ -151,6 +151,10 @@ class Model:
     def __post_init__(self) -> None:
         self.full = functools.lru_cache(maxsize=4096)(self._full)
 
+    @property
+    def has_images(self) -> bool:
+        return self.config.images is not None
+
     def features(self, tokens: Sequence[int], picture: int) -> Tensor | None:
         """The features of a prompt's image tokens, in a model with images."""
         if self.config.images is None:
@@ -231,7 +235,7 @@ def run(
         for i, a in enumerate(story.arrivals):
             if a.step == step:
                 own = a.adapter if a.adapter in model.adapters else None
-                seen = model.features(a.prompt, a.picture)
+                seen = model.features(a.prompt, a.picture) if model.has_images else None
                 engine.add(a.prompt, a.sampling, name=str(i), priority=a.priority, adapter=own, image_features=seen)
                 told |= {(str(i), c): Told() for c in range(a.sampling.n)}
             if a.cancel is not None and a.step + a.cancel == step:
@@ -273,7 +277,7 @@ def check(story: Story, told: dict[tuple[str, int], Told], model: Model) -> int:
         for t in [*scored, *drawn]:
             assert t.token is not None
             whole = tuple(sequence[: len(sequence) - 1] or sequence)
-            own = (a.adapter,) if a.adapter in model.adapters else (None, a.picture) if model.config.images else ()
+            own = (a.adapter,) if a.adapter in model.adapters else (None, a.picture) if model.has_images else ()
             logits = model.full(t.version, whole, *own)[t.position - 1]
             target = -1 if t.position >= len(a.prompt) else t.token
             how = (a.sampling, draw_key(a.sampling.seed, choice), t.position)

@@ -59,14 +59,17 @@ def model(codes: kernels.Quantization, blocks: bool = False, tp: str | None = No
     one = Model(config, decoder(config, tp=tp, quantization=codes), [decoded(config, p, codes) for p in params])
     one.params = [as_blocks(config, p, codes) if blocks else p for p in params]
     one.full = functools.lru_cache(maxsize=4096)(
-        functools.partial(_full, config, [decoded(config, p, codes) for p in params])
+        functools.partial(_full, one, [decoded(config, p, codes) for p in params])
     )
     return one
 
 
-def _full(config: gpt.Config, versions: list[Any], version: int, tokens: tuple[int, ...]) -> Tensor:
+def _full(
+    one: Model, versions: list[Any], version: int, tokens: tuple[int, ...], _: str | None = None, picture: int = 0
+) -> Tensor:
+    seen = one.features(tokens, picture)
     with torch.no_grad():
-        return gpt.apply(config, versions[version], torch.tensor([tokens]))[0]
+        return gpt.apply(one.config, versions[version], torch.tensor([tokens]), image_features=seen)[0]
 
 
 def tell(one: Model, kind: str, number: int) -> None:

@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ class Model:
     params: Sequence[dict[str, Tensor]]
     alone: Decoder | None = None  # where the other runs on several ranks
     adapters: Any = field(default_factory=dict)
+    has_images: ClassVar = False
 
     def __post_init__(self) -> None:
         self._one = self.alone or self.decoder
