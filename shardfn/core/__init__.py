@@ -23,13 +23,13 @@ from ._make_mesh import (
     make_mesh as make_mesh,
     num_launched as num_launched,
 )
-from ._placement import (
+from ._stored_value import (
     QuantizationPolicy as QuantizationPolicy,
     check_policy as check_policy,
     find_quantization as find_quantization,
 )
-from ._placement import GROUP_BYTES as GROUP_BYTES, GROUP as GROUP
-from ._placement import AnyQuantization as AnyQuantization, Placement as Placement, dtype_name as dtype_name
+from ._stored_value import GROUP_BYTES as GROUP_BYTES, GROUP as GROUP
+from ._stored_value import AnyQuantization as AnyQuantization, Placement as Placement, dtype_name as dtype_name
 from ._saved import save_inputs as save_inputs, save_tensors as save_tensors
 from ._saved import saved_tensors_hooks as saved_tensors_hooks
 from ._policy import Dtypes as Dtypes, Policy as Policy
@@ -53,8 +53,8 @@ from ._zero import IN_FLIGHT_BYTES as IN_FLIGHT_BYTES, PREFETCH_BYTES as PREFETC
 from ._zero import Disk as Disk
 from ._zero import Zero as Zero, zero_spec as zero_spec
 from ._zero import as_zero as as_zero
-from ._key import bits as bits, check_key as check_key, fold_in as fold_in, key as key, split as split
-from ._key import threefry2x32 as threefry2x32
+from ._draw import bits as bits, check_key as check_key, fold_in as fold_in, key as key, split as split
+from ._draw import threefry2x32 as threefry2x32
 from ._draw import Draw as Draw, bernoulli as bernoulli, deferred as deferred, draw_block as draw_block
 from ._draw import draw_shapes as draw_shapes
 from ._draw import full as full, normal as normal, normal_block as normal_block, ones as ones

@@ -1,6 +1,6 @@
 """Batch n as a pure function of (seed, n), the same under any number of ranks."""
 
-from ._batches import Batches as Batches, TokenSource as TokenSource
+from ._mixture import Batches as Batches, TokenSource as TokenSource
 from ._collate import IGNORED as IGNORED, first_fit as first_fit, pack as pack, pad as pad
 from ._collate import LEARN as LEARN, encode_answers as encode_answers, encode_chat as encode_chat
 from ._sources import default_corpus as default_corpus

@@ -60,7 +60,7 @@ from ._check import (
     compare_sequences as compare_sequences,
     prove_no_hang as prove_no_hang,
 )
-from ._types import Leaf as Leaf
+from ._type_check import Leaf as Leaf
 from ._type_check import AxisTypeError as AxisTypeError, check_types as check_types, value_types as value_types
 
 # Sharding rules.
@@ -84,4 +84,4 @@ from ._einsum_rules import convert_form as convert_form
 from ._shape_rules import whole_look as whole_look
 
 # Back ends.
-from ._backend import Compiled as Compiled, compile_graph as compile_graph, resolve_backend as resolve_backend
+from ._inductor import Compiled as Compiled, compile_graph as compile_graph, resolve_backend as resolve_backend

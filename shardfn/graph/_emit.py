@@ -1,4 +1,3 @@
-# pyright: reportPrivateImportUsage=false
 """Compiles a list of steps to a Python function.
 
 The function drops values after the last use, and looks each op up once.
@@ -6,27 +5,281 @@ The function drops values after the last use, and looks each op up once.
 fx's code looks every op up by four attributes at every call, and calls the op through a wrapper in Python. Here an op
 is a global of the generated module: torch's binding of the kernel if there is a binding, at half the time, or for an op
 of `shardfn.kernels` the function in Python, at a third of the time.
+
+A kernel of few rows takes about as long as the call, the allocation of results and the views around the kernel. In a
+run of kernels, values that nothing else reads are places in a common piece of memory, found for all values when the
+program is compiled. A single view of the
+first tensor can replace a chain of views.
 """
 
+import dataclasses
 import linecache
 import operator
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from shardfn._torch import OpOverload
 from shardfn.core import is_in_memory
-from shardfn.kernels import KernelChain, without_dispatch
+from shardfn.kernels import KernelCall, KernelChain, are_built, call_of, without_dispatch
 from shardfn.memory import on_host
 
-from ._chains import ChainRegion, list_needed, reads, whole_views, with_chains
+from ._exact_rows import can_join_kernel, has_short_rows
 from ._ops import op_of
 from ._regions import Region, is_view
 from ._transfers import memory_of
-from ._values import overwritten, part_of, storage_of, tensors_of
+from ._values import num_bytes, overwritten, part_of, storage_of, tensors_of, written_by
+
+_RESIZES = (torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.set_)
+
+
+def whole_views(steps: Sequence[Node | Region]) -> dict[Node, Node]:
+    """Returns by view the earliest value with all elements of the view in the same order.
+
+    Example:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> gm = make_fx(lambda x: ((x + 1).view(2, 3)[None][0].t(),), tracing_mode="fake")(torch.ones(6))
+        >>> {node.name: of.name for node, of in whole_views(list(gm.graph.nodes)).items()}
+        {'view': 'add', 'unsqueeze': 'add', 'select': 'add'}
+    """
+    first: dict[Node, Node] = {}
+    bases: dict[Node, tuple[Node, ...]] = {}  # by view, all viewed values, the earliest first
+    # Tensors that get another shape differ from the captured tensors.
+    reshaped = {
+        storage_of(x) for step in steps if _is_reshaping(step) for n in step.all_input_nodes for x in tensors_of(n)
+    }
+    for step in steps:
+        of = _viewed_node(step) if isinstance(step, Node) else None
+        if isinstance(step, Node) and of is not None and reshaped.isdisjoint(map(storage_of, tensors_of(step))):
+            bases[step] = (*bases.get(of, ()), of)
+            base = next((base for base in bases[step] if _shows_all(step, base)), None)
+            if base is not None:
+                first[step] = base
+    return first
+
+
+def list_needed(steps: Sequence[Node | Region], first: dict[Node, Node]) -> list[Node | Region]:
+    """Returns the steps without views that no other step reads. Views in `first` are read from the first value."""
+    read: set[Node] = set()
+    kept: list[Node | Region] = []
+    for step in reversed(steps):
+        if isinstance(step, Node) and step not in read and is_view(step) and not _is_reshaping(step):
+            continue
+        kept.append(step)
+        read.update(reads(step, first))
+    return kept[::-1]
+
+
+def reads(step: Node | Region, first: Mapping[Node, Node]) -> Sequence[Node]:
+    """Returns the values that a step reads."""
+    if isinstance(step, Region):
+        return step.inputs
+    return [first[step]] if step in first else step.all_input_nodes
+
+
+def _viewed_node(node: Node) -> Node | None:
+    # `as_strided` counts in memory, and strides at run time may differ.
+    of = node.args[0] if is_view(node) and node.target is not torch.ops.aten.as_strided.default else None
+    return of if isinstance(of, Node) else None
+
+
+def _is_reshaping(step: Node | Region) -> TypeGuard[Node]:
+    """Returns whether a step changes the shape of a tensor, or the tensor's memory, in place."""
+    target: Any = step.target if isinstance(step, Node) else None
+    return torch.Tag.inplace_view in getattr(target, "tags", ()) or getattr(target, "overloadpacket", None) in _RESIZES
+
+
+def _shows_all(node: Node, of: Node) -> bool:
+    x, y = of.meta.get("val"), node.meta.get("val")
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor) or has_short_rows(node):
+        return False
+    if x.dtype != y.dtype or x.numel() != y.numel() or not all(type(size) is int for size in (*x.shape, *y.shape)):
+        return False
+    one_memory = storage_of(x) == storage_of(y) and x.storage_offset() == y.storage_offset()
+    # The marks of `conj` and of a negative view are a part of the value.
+    one_value = x.is_conj() == y.is_conj() and x.is_neg() == y.is_neg()
+    return one_memory and one_value and is_dense(x) and is_dense(y)
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    """Returns whether the strides are the strides of `view`, also in dims of a single element."""
+    return x.stride() == torch.empty(x.shape, device="meta").stride()
+
+
+# The most bytes of results and room. A chain holds these bytes from begin to end. Programs with larger values spend
+# little time on calls.
+MOST_BYTES = 1 << 22
+_ALIGNED = 64
+
+Place = tuple[int, int]  # a storage, and bytes before it
+_Run = dict[Node, KernelCall | None]  # in order, or None for views and parts of results
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainRegion(Region):
+    """Kernels that run in sequence.
+
+    Attributes:
+        steps: nodes, and the views between nodes.
+        room: bytes of the values that only these kernels read.
+        places: number of the memory, and first byte there, of each value (`kernels.KernelChain`).
+    """
+
+    steps: tuple[Node, ...]
+    room: int
+    places: dict[Place, tuple[int, int]]
+
+    def calls(self) -> list[KernelCall]:
+        """Returns the calls, for the present number of threads."""
+        return [call for node in self.nodes if (call := _kernel_call(node)) is not None]
+
+    def place(self, x: Tensor) -> tuple[int, int]:
+        """Returns the memory of a tensor of the calls, and the tensor's first byte there."""
+        return self.places[_place_in_storage(x)]
+
+
+def with_chains(
+    steps: Sequence[Node | Region], views: Mapping[Node, Node]
+) -> tuple[list[Node | Region], dict[Node, Node]]:
+    """Returns the steps, with a region in place of each run of kernels, and the views outside of regions.
+
+    Args:
+        steps: nodes and regions in order.
+        views: earliest value with the same elements, by view.
+
+    Returns:
+        The steps, and `views` with the results of ops that a region writes over the memory of another value.
+
+    Example:
+        >>> import torch
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> from shardfn.kernels import gelu
+        >>> gm = make_fx(lambda x: (gelu(x.cos()) + x,), tracing_mode="fake")(torch.ones(2))
+        >>> [str(s) if isinstance(s, Node) else len(s.nodes) for s in with_chains(list(gm.graph.nodes), {})[0]]
+        ['x_1', 'cos', 2, 'output']
+    """
+    readers: dict[Node, list[Node | Region]] = {}
+    for step in steps:
+        for node in reads(step, views):
+            readers.setdefault(node, []).append(step)
+    out, outside = list[Node | Region](), dict(views)
+    run: _Run = {}
+    for step in steps:
+        if isinstance(step, Node) and _join_run(step, run, views):
+            continue
+        out += [*_close_run(run, views, outside, readers), step]
+        run = {}
+    return out, outside
+
+
+def _join_run(node: Node, run: _Run, views: Mapping[Node, Node]) -> bool:
+    """Adds a node to a run if possible, and returns whether the node is a part of the run now."""
+    if node in views or node.target is operator.getitem:
+        call, joins = None, bool(run) if node in views else node.args[0] in run
+    else:
+        call = _kernel_call(node)
+        # A view that is written may have to be a copy, if the value has other strides than the abstract value.
+        joins = call is not None and not any(n in views for n in written_by(node))
+    if joins:
+        run[node] = call
+    return joins
+
+
+def _kernel_call(node: Node) -> KernelCall | None:
+    if node.op != "call_function" or node.kwargs or node.target is operator.getitem:
+        return None
+    around = (node, *node.all_input_nodes)
+    if any(n.meta.get("val") is None or not can_join_kernel(n) for n in around):
+        return None
+    return call_of(node.target, map_arg(node.args, lambda n: n.meta["val"]), node.meta["val"])
+
+
+def _close_run(
+    run: _Run, views: Mapping[Node, Node], outside: dict[Node, Node], readers: dict[Node, list[Node | Region]]
+) -> list[Node | Region]:
+    """Returns a run as a region, and the views read elsewhere, made afterwards. Without a region, returns the run."""
+    nodes = [n for n in run if n not in views]
+    made = [n for n in nodes if n.target is not operator.getitem]
+    # A run of only additions stays torch's, so that programs without kernels of shardfn build no chains.
+    if len(made) < 2 or all(getattr(n.target, "namespace", "") == "aten" for n in made):
+        return list(run)
+    owners = {n: views[n] for n in run if n in views}
+    for node in nodes:
+        of = node.args[0]
+        if isinstance(of, Node) and isinstance(of.meta["val"], Tensor) and _place_of(node) == _place_of(of):
+            owners[node] = of  # an op that writes over the operand
+    seen = {n for n in run if any(user not in run for user in readers.get(n, []))}
+    shown = [n for n in run if n in owners and n in seen]
+    made_by = {n: _find_owner(n, owners) for n in shown}
+    seen.update(made_by.values())
+    inputs = list(dict.fromkeys(n for step in run for n in reads(step, views) if n not in run))
+    outputs = [n for n in nodes if n in seen and n not in owners]
+    dense = all(isinstance(n.meta["val"], Tensor) and is_dense(n.meta["val"]) for n in outputs)
+    if not dense or not _are_apart(inputs, outputs, views):
+        return list(run)
+    places, room = _place_values(nodes, inputs, outputs)
+    region = ChainRegion(tuple(nodes), tuple(inputs), tuple(outputs), tuple(run), room, places)
+    if room + sum(num_bytes(n.meta["val"]) for n in outputs) > MOST_BYTES:
+        return list(run)
+    if not are_built([call for call in run.values() if call is not None]):
+        return list(run)
+    outside.update(made_by)
+    return [region, *shown]
+
+
+def _are_apart(inputs: Sequence[Node], outputs: Sequence[Node], views: Mapping[Node, Node]) -> bool:
+    """Returns whether each place belongs to a single value. Arguments of a program may share an abstract value."""
+    given, made = {_place_of(n) for n in inputs}, {_place_of(n) for n in outputs}
+    once = len(given) == len({views.get(n, n) for n in inputs}) and len(made) == len(outputs)
+    return once and given.isdisjoint(made)
+
+
+def _find_owner(node: Node, owners: Mapping[Node, Node]) -> Node:
+    while node in owners:
+        node = owners[node]
+    return node
+
+
+def _place_of(node: Node) -> Place | None:
+    value = node.meta["val"]
+    return _place_in_storage(value) if isinstance(value, Tensor) else None
+
+
+def _place_values(
+    nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]
+) -> tuple[dict[Place, tuple[int, int]], int]:
+    """Returns the places of all values, and the bytes of the room."""
+    places = {_place_in_storage(x): (i, 0) for i, n in enumerate(inputs) for x in tensors_of(n)}
+    places |= {_place_in_storage(x): (len(inputs) + 1 + i, 0) for i, n in enumerate(outputs) for x in tensors_of(n)}
+    last: dict[Place, int] = {}
+    for i, node in enumerate(nodes):
+        for n in (node, *node.all_input_nodes):
+            last |= dict.fromkeys(map(_place_in_storage, tensors_of(n)), i)
+    live: list[tuple[int, int, int]] = []  # begin, end, the last call that reads it; by begin
+    room = 0
+    for i, node in enumerate(nodes):
+        live = [x for x in live if x[2] >= i]
+        for made in tensors_of(node):
+            if _place_in_storage(made) not in places:
+                begin, size = 0, -(-num_bytes(made) // _ALIGNED) * _ALIGNED
+                for taken, end, _ in live:
+                    if begin + size <= taken:
+                        break
+                    begin = max(begin, end)
+                live = sorted([*live, (begin, begin + size, last[_place_in_storage(made)])])
+                room = max(room, begin + size)
+                places[_place_in_storage(made)] = len(inputs), begin
+    return places, room
+
+
+def _place_in_storage(x: Tensor) -> Place:
+    return storage_of(x), int(x.storage_offset()) * x.element_size()
+
 
 _FILE = "<shardfn graph "
 _LOOKS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)

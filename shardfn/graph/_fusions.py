@@ -2,7 +2,7 @@
 
 Models of other libraries rotate queries and keys by seven operations, and multiply a gated activation by a separate
 product. Where operations run one by one, each operation is a pass over memory and a call. The kernel is a single pass
-and a single call, and joins chains (`_chains.py`).
+and a single call, and joins chains (`_emit.py`).
 """
 
 import operator

@@ -59,7 +59,7 @@ class Op:
             strides.
         abstract: function by overload, from operands without data to the result, where torch's differs in more than
             strides.
-        types: change of the types of values along axes (`_types.py`), or "" for ops that compute on each rank
+        types: change of the types of values along axes (`_type_check.py`), or "" for ops that compute on each rank
             separately.
         rows: use of values that may lack the last rows (`_exact_rows.py`), or "" for whole values only.
         sharding: function from the forms of operands along an axis to strategies (`_forms.py`). None: whole values

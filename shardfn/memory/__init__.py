@@ -5,8 +5,8 @@ Transfers with a wait, identities, and a ledger that counts bytes and transfers.
 
 from ._transfer import send as send, to_device as to_device, to_host as to_host
 from ._ops import rows_to_device as rows_to_device, rows_to_host as rows_to_host
-from ._threads import background as background
-from ._put import put as put
+from ._lock import background as background
+from ._transfer import put as put
 from ._host import (
     Bytes as Bytes,
     as_bytes as as_bytes,
@@ -16,7 +16,7 @@ from ._host import (
 )
 from ._ledger import Ledger as Ledger, in_host_region as in_host_region, ledger as ledger, on_host as on_host
 from ._ledger import is_recorded as is_recorded, record_owner as record_owner, recorded_section as recorded_section
-from ._timeline import MemoryTimeline as MemoryTimeline, Section as Section, as_svg as as_svg
+from ._ledger import MemoryTimeline as MemoryTimeline, Section as Section, as_svg as as_svg
 from ._pool import POOLS as POOLS, AnyPool as AnyPool, Opened as Opened, Pool as Pool, PoolInfo as PoolInfo
 from ._quantized import QuantizedBlocks as QuantizedBlocks
 from ._disk import DiskTensor as DiskTensor, DiskWriter as DiskWriter
@@ -27,4 +27,4 @@ from ._lock import InUseError as InUseError, PoolInUseError as PoolInUseError
 from ._lock import locked as locked, unlock as unlock
 from ._manifest import sync as sync
 from ._slots import FULL as FULL
-from ._put import Fetch as Fetch
+from ._transfer import Fetch as Fetch

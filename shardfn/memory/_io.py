@@ -27,9 +27,8 @@ import torch
 from shardfn.core import raise_all
 
 from ._host import PAGE, Bytes, aligned_window, as_bytes
-from ._lock import DamagedError
+from ._lock import DamagedError, Threads, in_background
 from ._slots import FULL, Slot, no_room
-from ._threads import Threads, in_background
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _REMEDY = "its contents are lost: start from a checkpoint in an empty directory, and have the disk checked"

@@ -2,11 +2,11 @@
 
 from ._values import to_floats as to_floats
 from ._logger import Logger as Logger
-from ._sinks import Sink as Sink
-from ._sinks import CSV as CSV
-from ._sinks import TensorBoard as TensorBoard
-from ._sinks import WandB as WandB
-from ._sinks import MLflow as MLflow
+from ._logger import Sink as Sink
+from ._logger import CSV as CSV
+from ._logger import TensorBoard as TensorBoard
+from ._logger import WandB as WandB
+from ._logger import MLflow as MLflow
 from ._stopping import NonFiniteGuard as NonFiniteGuard
 from ._stopping import EarlyStopping as EarlyStopping
 from ._values import by_layer as by_layer

@@ -3,7 +3,11 @@
 The encoder reads all tokens of a source. Each layer of the decoder attends to earlier tokens of the target, and then to
 the encoder's result. Both halves are `gpt.Config`s, so that norms, MLPs and experts are those of `models.gpt`.
 
-B batch, S source tokens, T target tokens, D model, H heads, N relative buckets, V vocabulary.
+An engine decodes tokens of many sequences in one call, over caches of the decoder's layers. With a batch-invariant
+decoder, a token's logits have the same bits next to any other tokens. The encoder reads one source at a time.
+
+B batch, S source tokens, T target tokens, D model, H heads, G key heads, K head dim, R rows whose logits are wanted,
+N relative buckets, V vocabulary.
 
 Vaswani et al., Attention Is All You Need, 2017, https://arxiv.org/abs/1706.03762
 Raffel et al., Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer, 2020,
@@ -11,22 +15,25 @@ https://arxiv.org/abs/1910.10683
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from shardfn import nn
 from shardfn.collectives import all_gather_invariant
-from shardfn.core import Axes, fold_in
+from shardfn.core import Axes, PyTree, fold_in
 
+from ._gpt_block import Along, Seen, Wrap
 from ._gpt_block import Along as _Along
-from ._gpt_block import Seen, Wrap
+from ._gpt_decode import LINEAR, drop_losses, pack_weight
+from ._gpt_forward import name_head
 from ._gpt_forward import sample_tokens as _sample_tokens
 from ._gpt_loss import compute_mean as _compute_mean
 from ._gpt_loss import shifted as _shifted
+from ._seq2seq_config import CROSS, block_shapes, check_leaves
 from ._seq2seq_config import Config as Config
 from ._seq2seq_config import Params as Params
 from ._seq2seq_config import init as init
@@ -35,11 +42,8 @@ from ._seq2seq_config import num_params as num_params
 from ._seq2seq_config import replace_half as replace_half
 from ._seq2seq_config import replace_halves as replace_halves
 from ._seq2seq_config import specs as specs
-from ._seq2seq_decode import decode_tokens as decode_tokens
-from ._seq2seq_decode import encode_tokens as encode_tokens
-from ._seq2seq_decode import pack as pack
-from ._seq2seq_decode import packed_specs as packed_specs
 from ._seq2seq_forward import EncodedSource as EncodedSource
+from ._seq2seq_forward import ForwardSettings, decode_hidden, logits_of, run_encoder
 from ._seq2seq_forward import ForwardSettings as _Settings
 from ._seq2seq_forward import SourceKeys as SourceKeys
 from ._seq2seq_forward import decode_hidden as _decode_hidden
@@ -361,3 +365,120 @@ def _read_batch(config: Config, batch: Any) -> dict[str, Any]:
 
 def _is_ids(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()
+
+
+def pack(config: Config, params: Params, *, axis: Axes = None) -> Params:
+    """Returns parameters as `decode_tokens` and `encode_tokens` take them.
+
+    The weights of a batch-invariant decoder, and the output layer, are as `row_linear` reads them. `packed_specs` has
+    the specs of the result.
+
+    Args:
+        config: shape.
+        params: parameters as from `init`, or this rank's blocks of them.
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
+
+    Raises:
+        ValueError: leaves are missing, unknown, or of another model. The message lists all.
+    """
+    check_leaves(config, params, axis)
+    half, shapes = config.decoder, block_shapes(config, axis)
+    if not half.batch_invariant:
+        return params
+    head = name_head(half)
+    blocks = [
+        {n: pack_weight(n.removeprefix(CROSS), x, own[n], None) if _is_linear(n) else x for n, x in p.items()}
+        for p, own in zip(params["decoder"]["blocks"], shapes["decoder"]["blocks"], strict=True)
+    ]
+    decoder = params["decoder"] | {"blocks": blocks}
+    return params | {"decoder": decoder, head: pack_weight(head, params[head], shapes[head], None)}
+
+
+def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:
+    """Returns the specs of the result of `pack`."""
+    return specs(config, tp=tp)
+
+
+def encode_tokens(
+    config: Config, weights: Params, tokens_S: Int[Tensor, " s"], *, axis: Axes = None
+) -> list[tuple[Float[Tensor, "s g k"], Float[Tensor, "s g k"]]]:
+    """Returns the keys and values of one source for each layer of the decoder.
+
+    Args:
+        config: shape.
+        weights: weights from `pack`.
+        tokens_S: ids of the source.
+        axis: mesh axes along which the leaves are cut. Keys are of this rank's heads.
+
+    Raises:
+        ValueError: more tokens than learned positions.
+    """
+    config, weights = _read_weights(config, weights, axis)
+    source, _ = run_encoder(config, weights, tokens_S[None], None, ForwardSettings(along=Along(axis)), checked=True)
+    keys = [x.keys for x in project_source(config, weights, source, axis=axis)]
+    return [(x.k_BSGK[0], x.v_BSGK[0]) for x in keys]
+
+
+def decode_tokens(
+    config: Config,
+    weights: Params,
+    tokens_T: Int[Tensor, " t"],
+    positions_T: Int[Tensor, " t"],
+    rows_R: Int[Tensor, " r"],
+    bodies: Sequence[nn.AttentionBackend],
+    *,
+    axis: Axes = None,
+) -> Float[Tensor, "r v"]:
+    """Returns logits of some of the tokens of several sequences.
+
+    Args:
+        config: shape.
+        weights: weights from `pack`.
+        tokens_T: ids of the decoder's inputs.
+        positions_T: position of each token in its sequence.
+        rows_R: tokens whose logits are wanted.
+        bodies: bodies of self-attention of each layer, and then of cross attention of each layer. The latter hold the
+            keys of the sources.
+        axis: mesh axes along which the leaves are cut. None is a single device.
+
+    Returns:
+        Logits of the whole vocabulary on all ranks.
+
+    Raises:
+        ValueError: bodies are not two for each layer.
+    """
+    config, weights = _read_weights(config, weights, axis)
+    half, num = config.decoder, config.decoder.num_layers
+    start, stop = nn.rank_range(half.kv_heads, axis)
+    none = torch.zeros(1, 0, stop - start, half.head_dim, dtype=_find_dtype(weights), device=tokens_T.device)
+    sources = [SourceKeys(nn.KeyValues(start, none, none), nn.Attending(nn.Full(), x)) for x in bodies[num:]]
+    x_1TD = decode_hidden(config, weights, tokens_T[None], positions_T.long(), bodies[:num], sources, axis=axis)
+    own_RV = logits_of(config, weights, x_1TD[0][rows_R], Along(axis))
+    return all_gather_invariant(own_RV, axis, dim=-1, size=half.vocab_size)
+
+
+def _read_weights(config: Config, weights: Params, axis: Axes) -> tuple[Config, Params]:
+    """Returns packed leaves as weights of layers, and the config with routers over only this rank's tokens."""
+    half, shapes = config.decoder, block_shapes(config, axis)
+    config = replace_halves(config, {name: drop_losses(x) for name, x in config.halves.items()})
+    if not half.batch_invariant:
+        return config, weights
+
+    def get_weight(panels: Tensor, shape: tuple[int, ...]) -> nn.BatchInvariantWeight:
+        return nn.BatchInvariantWeight(panels, shape, half.chunks)
+
+    blocks = [
+        {n: get_weight(x, own[n]) if _is_linear(n) else x for n, x in p.items()}
+        for p, own in zip(weights["decoder"]["blocks"], shapes["decoder"]["blocks"], strict=True)
+    ]
+    head: Any = name_head(half)
+    decoder = weights["decoder"] | {"blocks": blocks}
+    return config, weights | {"decoder": decoder, head: get_weight(weights[head], shapes[head])}
+
+
+def _find_dtype(weights: Params) -> torch.dtype:
+    return weights["encoder"]["blocks"][0]["wq"].dtype
+
+
+def _is_linear(name: str) -> bool:
+    return name.removeprefix(CROSS) in LINEAR

@@ -1,7 +1,7 @@
 """`torch.nn.Module`s as pure functions of their parameters."""
 
 from ._from_module import from_module as from_module
-from ._dtypes import computing_in as computing_in
+from ._from_module import computing_in as computing_in
 from ._checks import beside_model_state as beside_model_state
 from ._partial_forward import LayerSpan as LayerSpan
 from ._layers import LayeredFunction as LayeredFunction

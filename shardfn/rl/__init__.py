@@ -10,8 +10,8 @@ from ._completions import completion_logprobs as completion_logprobs, completion
 from ._completions import completion_positions as completion_positions, logprobs_at as logprobs_at
 from ._completions import completion_values as completion_values, completion_divergences as completion_divergences
 from ._policy import kl as kl, follow_divergence as follow_divergence
-from ._rewards import kl_rewards as kl_rewards, last_values as last_values, pairwise as pairwise
-from ._rewards import bradley_terry as bradley_terry
+from ._advantages import kl_rewards as kl_rewards, last_values as last_values, pairwise as pairwise
+from ._advantages import bradley_terry as bradley_terry
 from ._advantages import decoupled_advantages as decoupled_advantages, gae as gae
 from ._advantages import group_advantages as group_advantages, whiten as whiten
 from ._policy import ppo_policy as ppo_policy, ppo_value as ppo_value, grpo as grpo, rloo as rloo
@@ -22,7 +22,7 @@ from ._completions import adapt_entropy_coef as adapt_entropy_coef
 from ._preferences import cpo as cpo, dpo as dpo, kto as kto, orpo as orpo
 from ._rollout import Rollout as Rollout, as_global as as_global, check_versions as check_versions
 from ._rollout import FAILURES as FAILURES, empty_rollout as empty_rollout, rollout_metrics as rollout_metrics
-from ._rewards import RewardSignal as RewardSignal
+from ._advantages import RewardSignal as RewardSignal
 from ._scores import Scores as Scores, score as score
 from ._sample import sample as sample
 from ._converse import Conversations as Conversations, call_metrics as call_metrics, converse as converse

@@ -16,7 +16,7 @@ from shardfn.core import PyTree
 from shardfn.engine import Objective, ShardedStep, WeightedMean
 from shardfn.state import TrainState
 
-from ._advantages import gae
+from ._advantages import gae, kl_rewards
 from ._completions import (
     completion_divergences,
     completion_entropies,
@@ -25,7 +25,6 @@ from ._completions import (
     token_mean,
 )
 from ._policy import policy_metrics, ppo_policy, ppo_value
-from ._rewards import kl_rewards
 from ._rollout import Rollout, rollout_metrics
 from ._shapes import check_numbers
 

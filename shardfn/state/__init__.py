@@ -39,7 +39,7 @@ from ._state import (
     scale_of as scale_of,
 )
 from ._state import state_owners as state_owners, taken as taken, version_of as version_of
-from ._views import layers_of as layers_of, slices_of as slices_of, stack_values as stack_values
+from ._storage import layers_of as layers_of, slices_of as slices_of, stack_values as stack_values
 from ._operands import (
     UpdateOperand as UpdateOperand,
     UpdatedLeaves as UpdatedLeaves,

@@ -20,9 +20,9 @@ from shardfn.cli._plan_serve import (
     plan_server,
     play_trace,
 )
+from shardfn.cli._serve_command import read_trace
 from shardfn.cli._serve_job import ServeJob, add_serve_arguments, command_of, parse_serve
 from shardfn.cli._serve_times import FittedTimes, Roofline, fit_times
-from shardfn.cli._serve_trace import read_trace
 from shardfn.core import key
 from shardfn.graph import cluster
 from shardfn.inference import (

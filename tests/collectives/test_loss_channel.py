@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardfn as sf
 from shardfn.collectives import Channel, bind_mesh
 from shardfn.collectives.transport import _sharing
-from shardfn.collectives.transport._channels import LOSS_CHANNELS
+from shardfn.collectives.transport._channel import LOSS_CHANNELS
 from shardfn.collectives.transport._memory import RINGS, SUMMED
 from shardfn.collectives.transport._segment import NotSharedError
 from shardfn.collectives.transport._sharing import VARIABLE, wished

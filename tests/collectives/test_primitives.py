@@ -13,7 +13,7 @@ from torch.func import grad, jacrev, jvp, vjp, vmap
 import shardfn as sf
 from shardfn import collectives as c
 from shardfn.collectives import _reference as ref
-from shardfn.collectives.transport._channels import LOSS_CHANNELS
+from shardfn.collectives.transport._channel import LOSS_CHANNELS
 from shardfn.collectives.transport._sharing import VARIABLE
 from shardfn.core import Axes, P, block_slices, make_mesh
 from shardfn.testing import distributed

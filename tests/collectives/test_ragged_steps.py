@@ -9,7 +9,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.collectives import AxisTypeError
-from shardfn.collectives.transport._channels import LOSS_CHANNELS
+from shardfn.collectives.transport._channel import LOSS_CHANNELS
 from shardfn.collectives.transport._memory import RINGS
 from shardfn.collectives.transport._sharing import wished
 from shardfn.memory import ledger

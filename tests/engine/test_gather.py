@@ -9,7 +9,7 @@ import torch
 import shardfn as sf
 from shardfn.collectives import gather_wires
 from shardfn.core import RankError
-from shardfn.engine.plan._learnt import UseOrder
+from shardfn.engine.plan._plan import UseOrder
 from shardfn.engine.transfers._gather import DONE, FAILED, IDLE, Gatherer
 
 from .fakes import ScriptedRounds, Wire, plan_of

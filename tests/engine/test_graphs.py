@@ -16,11 +16,10 @@ import shardfn as sf
 from shardfn.capture import capture
 from shardfn.core import Mesh
 from shardfn.engine import Graphs, signature
-from shardfn.engine.agreement._comms import Comms
+from shardfn.engine.agreement._agreement import Comms
 from shardfn.engine.execution._graphs import agreed
 from shardfn.engine.execution._program import CapturedProgram
-from shardfn.engine.loss._graph_cache import GraphCache, argument_shapes
-from shardfn.engine.loss._jitted import Jitted
+from shardfn.engine.loss._jitted import GraphCache, Jitted, argument_shapes
 from shardfn.graph import Events
 
 from .fakes import ScriptedRounds, Wire, plan_of

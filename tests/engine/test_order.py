@@ -2,7 +2,7 @@
 
 import random
 
-from shardfn.engine.plan._learnt import Turn, UseOrder
+from shardfn.engine.plan._plan import Turn, UseOrder
 
 
 def _order(*phases: list[int]) -> UseOrder:

@@ -12,7 +12,7 @@ import shardfn as sf
 from shardfn.collectives import GlobalTensor
 from shardfn.core import Mesh, P, Sharding, Zero, tree_flatten
 from shardfn.engine import Plan, Planner
-from shardfn.engine.plan._learnt import UseOrder
+from shardfn.engine.plan._plan import UseOrder
 from shardfn.state._state import TrainState
 
 TREE = {"out": torch.empty(6, 2, device="meta"), "stack": torch.empty(3, 8, 4, device="meta")}

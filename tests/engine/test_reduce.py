@@ -9,7 +9,6 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.engine.plan import _plan
-from shardfn.engine.transfers import _send_queue
 from shardfn.engine.transfers._reduce import Reducer
 
 from .fakes import Wire, plan_of

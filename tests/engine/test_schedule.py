@@ -10,7 +10,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import Zero, optim
-from shardfn.engine.transfers._step import accumulation, check_schedule
+from shardfn.engine.transfers._gradients import accumulation, check_schedule
 from shardfn.schedules import Action, as_text
 from shardfn.testing import RTOL, distributed
 from shardfn.transforms import ShardedStep, policies

@@ -11,7 +11,7 @@ import shardfn as sf
 from shardfn.collectives import bind_mesh
 from shardfn.core import Mesh, Pending, tree_flatten
 from shardfn.engine import Planner
-from shardfn.engine.agreement._comms import Comms
+from shardfn.engine.agreement._agreement import Comms
 from shardfn.engine.pipeline._staged import Staged
 from shardfn.schedules import Action, PipelineSchedule, parse
 

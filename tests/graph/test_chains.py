@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardfn import kernels
 from shardfn.graph import compile_graph, donate
-from shardfn.graph._chains import MOST_BYTES, ChainRegion, list_needed, whole_views, with_chains
+from shardfn.graph._emit import MOST_BYTES, ChainRegion, list_needed, whole_views, with_chains
 from shardfn.kernels import _build
 
 if not kernels.is_native("row_linear"):

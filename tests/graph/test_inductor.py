@@ -17,9 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardfn.collectives import Channels
 from shardfn.collectives._wire_ops import bind_channels
 from shardfn.core import Pending, key, tree_flatten, tree_unflatten
-from shardfn.graph import _backend
-from shardfn.graph._backend import Compiled, compile_graph, resolve_backend
-from shardfn.graph._inductor import canonical, find_compiler
+from shardfn.graph._inductor import Compiled, canonical, compile_graph, find_compiler, resolve_backend
 from shardfn.graph._regions import Region, cut
 from shardfn.models import gpt
 
@@ -351,7 +349,7 @@ def test_an_unknown_backend_is_an_error() -> None:
 def test_without_a_compiler_the_graph_runs_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(_backend, "_WARNED", [])
+    monkeypatch.setattr(_inductor, "_WARNED", [])
     with config.patch({"cpp.cxx": (None, "/nowhere/g++")}):
         with pytest.warns(UserWarning, match="no C\\+\\+ compiler found"):
             assert resolve_backend(None) == "graph"
@@ -367,7 +365,7 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     program = """
         import torch
         from torch.fx.experimental.proxy_tensor import make_fx
-        from shardfn.graph._backend import compile_graph
+        from shardfn.graph._inductor import compile_graph
         gm = make_fx(lambda x: ((x + 1).sin(),), tracing_mode="fake")(torch.ones(64, 64))
         try:
             compile_graph(gm, min_bytes=0)
@@ -388,7 +386,7 @@ def test_a_second_process_finds_the_code_on_disk_and_no_worker_is_left(tmp_path:
         import pathlib
         import torch
         from torch.fx.experimental.proxy_tensor import make_fx
-        from shardfn.graph._backend import compile_graph
+        from shardfn.graph._inductor import compile_graph
         torch.set_num_threads(1)
         gm = make_fx(lambda x: ((x + 1).sin(),), tracing_mode="fake")(torch.ones(64, 64))
         c = compile_graph(gm, "inductor", min_bytes=0)

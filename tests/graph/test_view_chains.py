@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardfn.graph import compile_graph
-from shardfn.graph._chains import list_needed, whole_views
+from shardfn.graph._emit import list_needed, whole_views
 
 # By name, a view of a tensor of two dims or more; the last two show it in another order, or a part of it.
 LOOKS: dict[str, Callable[[Tensor], Tensor]] = {

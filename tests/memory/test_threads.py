@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardfn import memory
-from shardfn.memory._threads import Threads, in_background
+from shardfn.memory._lock import Threads, in_background
 
 
 def test_tasks_that_may_wait_come_last_and_each_kind_in_its_order() -> None:

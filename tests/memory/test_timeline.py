@@ -1,4 +1,4 @@
-"""Covers shardfn/memory/_timeline.py: the events of a ledger, their names, and the picture."""
+"""Covers shardfn/memory/_ledger.py: the events of a ledger, their names, and the picture."""
 
 import pathlib
 import xml.etree.ElementTree

@@ -11,7 +11,7 @@ import torch
 
 import shardfn as sf
 from shardfn import nn
-from shardfn.engine.transfers import _gradient_store, _send_queue
+from shardfn.engine.transfers import _gradient_store
 from shardfn.testing import distributed
 
 F, D = 11, 7

@@ -76,10 +76,14 @@ MISTAKES = [
             ValueError, "Row 0 has ... at token 0 in training, but ... by version 0. ... tokens differ",
             "Turn dropout off in the actor (module.eval() before from_module, or no key)"),
     Mistake("the prompt fills the context", lambda: sample(range(12)),
-            ValueError, "rows of 12 and the engine's context of 12, got 12 tokens in prompts[1] and up to 4 in answers, together 16",
+            ValueError,
+            "rows of 12 and the engine's context of 12, got 12 tokens in prompts[1] and up to 4 in answers, "
+            "together 16",
             "leave the prompt out"),
     Mistake("the prompt fills the context of an engine with longer rows", lambda: sample(range(12), length=40),
-            ValueError, "rows of 40 and the engine's context of 12, got 12 tokens in prompts[1] and up to 4 in answers, together 16",
+            ValueError,
+            "rows of 40 and the engine's context of 12, got 12 tokens in prompts[1] and up to 4 in answers, "
+            "together 16",
             "Pass a longer length, limits of a longer context or fewer max_tokens"),
     Mistake("the tokenizers of actor and reward model differ",
             lambda: rl.check_tokenizers({"a": 0, "b": 1, "c": 2}, {"a": 0, "c": 1}),

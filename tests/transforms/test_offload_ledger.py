@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.engine import comms_of
-from shardfn.engine.transfers import _gradient_store, _send_queue
+from shardfn.engine.transfers import _gradient_store
 from shardfn.testing import distributed
 
 LAYERS, WIDTH = 12, 512

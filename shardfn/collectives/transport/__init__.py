@@ -6,7 +6,7 @@ from ._calls import (
 from ._channel import (
     Channel as Channel,
 )
-from ._channels import (
+from ._channel import (
     Channels as Channels,
 )
 from ._control import (
@@ -22,7 +22,7 @@ from ._failure import (
     TransportError as TransportError,
     close as close,
 )
-from ._channels import (
+from ._channel import (
     forget_loss_channels as forget_loss_channels,
     loss_channel as loss_channel,
     set_loss_channels as set_loss_channels,

@@ -14,7 +14,7 @@ from ._collector import (
     collected as collected,
     uncollected as uncollected,
 )
-from ._comms import (
+from ._agreement import (
     COMMS as COMMS,
     Comms as Comms,
     comms_of as comms_of,

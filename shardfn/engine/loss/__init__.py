@@ -15,7 +15,7 @@ from ._accumulated import (
     num_microbatches as num_microbatches,
     of_whole_batch as of_whole_batch,
 )
-from ._graph_cache import BoundedCache as BoundedCache
+from ._jitted import BoundedCache as BoundedCache
 from ._callable import (
     check_count as check_count,
     check_loss as check_loss,
@@ -49,7 +49,7 @@ from ._generator import (
     warn_of_draws_in as warn_of_draws_in,
     warning_of_draws as warning_of_draws,
 )
-from ._graph_cache import (
+from ._jitted import (
     GraphCache as GraphCache,
     MAX_GRAPHS as MAX_GRAPHS,
     argument_shapes as argument_shapes,
@@ -90,7 +90,7 @@ from ._loss import (
 from ._masks import (
     Masks as Masks,
 )
-from ._mixed import (
+from ._unwrap import (
     Mixed as Mixed,
     check_scaled as check_scaled,
     policy_in as policy_in,

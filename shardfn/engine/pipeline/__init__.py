@@ -12,7 +12,7 @@ from ._pipelined import (
     stage_axes as stage_axes,
     table_of as table_of,
 )
-from ._pipelined_functions import (
+from ._pipelined_module import (
     PipelinedFunctions as PipelinedFunctions,
 )
 from ._pipelined_module import (

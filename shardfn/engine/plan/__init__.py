@@ -11,7 +11,7 @@ from ._chunks import (
     push as push,
     tree_sum as tree_sum,
 )
-from ._leaf_views import (
+from ._planner import (
     LeafView as LeafView,
     LeafViews as LeafViews,
     Pick as Pick,
@@ -20,7 +20,7 @@ from ._leaf_views import (
 from ._checks import (
     warn_of_narrow_updates as warn_of_narrow_updates,
 )
-from ._learnt import (
+from ._plan import (
     Turn as Turn,
     UseOrder as UseOrder,
 )
@@ -38,6 +38,6 @@ from ._planner import (
     Planner as Planner,
     Words as Words,
 )
-from ._learnt import (
+from ._plan import (
     ActivationShapes as ActivationShapes,
 )

@@ -29,7 +29,7 @@ from ._lazy_params import (
     enter as enter,
     make_write_detector as make_write_detector,
 )
-from ._step import (
+from ._gradients import (
     MicrobatchRunner as MicrobatchRunner,
     BackwardRoots as BackwardRoots,
     Seed as Seed,
@@ -64,11 +64,11 @@ from ._reduce import (
 from ._refresh import (
     refresh as refresh,
 )
-from ._step import (
+from ._gradients import (
     accumulation as accumulation,
     check_schedule as check_schedule,
 )
-from ._step import (
+from ._gradients import (
     Metrics as Metrics,
     StepParts as StepParts,
     advanced as advanced,

@@ -7,5 +7,5 @@ from ._archive import (
     open_archive as open_archive,
 )
 from ._archive import read_quantization as read_quantization
-from ._settings import can_decode as can_decode
+from ._archive import can_decode as can_decode
 from ._weight import Span as Span
