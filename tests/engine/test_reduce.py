@@ -9,6 +9,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.engine.plan import _plan
+from shardfn.engine.transfers import _reduce
 from shardfn.engine.transfers._reduce import Reducer
 
 from .fakes import Wire, plan_of
@@ -129,8 +130,8 @@ def test_the_tail_of_the_order_is_sent_last_up_to_a_limit(monkeypatch: pytest.Mo
 def test_only_gradients_that_are_let_go_are_held_back_for(
     stage: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_send_queue, "IN_FLIGHT_BYTES", 1)
-    monkeypatch.setattr(_send_queue, "PATIENCE", 1e-3)
+    monkeypatch.setattr(_reduce, "IN_FLIGHT_BYTES", 1)
+    monkeypatch.setattr(_reduce, "PATIENCE", 1e-3)
     case = Case(stage)
     for whole in (2 * x.view(-1) for x in case.grads):  # the whole sums that stage 0 gathers
         case.wire.messages[tuple(whole[: (len(whole) + 1) // 2].tolist())] = whole

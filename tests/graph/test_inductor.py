@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardfn.collectives import Channels
 from shardfn.collectives._wire_ops import bind_channels
 from shardfn.core import Pending, key, tree_flatten, tree_unflatten
+from shardfn.graph import _inductor
 from shardfn.graph._inductor import Compiled, canonical, compile_graph, find_compiler, resolve_backend
 from shardfn.graph._regions import Region, cut
 from shardfn.models import gpt

@@ -11,7 +11,7 @@ import torch
 
 import shardfn as sf
 from shardfn import nn
-from shardfn.engine.transfers import _gradient_store
+from shardfn.engine.transfers import _gradient_store, _reduce
 from shardfn.testing import distributed
 
 F, D = 11, 7
@@ -88,7 +88,7 @@ def test_no_more_than_tiles_are_on_the_device(world: int, tmp_path: pathlib.Path
         state = step.init({"w": w, "b": torch.ones(wide)})
         # The bounds of transfers under way are by default larger than this weight.
         bounds = {"IN_FLIGHT_BYTES": tile, "PATIENCE": 60.0}
-        few = mock.patch.multiple(_gradient_store, LEAVING_BYTES=tile), mock.patch.multiple(_send_queue, **bounds)
+        few = mock.patch.multiple(_gradient_store, LEAVING_BYTES=tile), mock.patch.multiple(_reduce, **bounds)
         with few[0], few[1], sf.memory.ledger() as book:
             state, _ = step(state, torch.ones(2, wide))
         out = sf.core.tree_leaves(sf.unshard(state.params))

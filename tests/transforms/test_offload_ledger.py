@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.engine import comms_of
-from shardfn.engine.transfers import _gradient_store
+from shardfn.engine.transfers import _gradient_store, _reduce
 from shardfn.testing import distributed
 
 LAYERS, WIDTH = 12, 512
@@ -36,8 +36,8 @@ def _measured(mesh: sf.Mesh, zero: sf.Zero) -> tuple[sf.memory.Ledger, int]:
     held: list[sf.GlobalTensor] = [*sf.core.tree_leaves(state.params), *sf.core.tree_leaves(state.opt_state)]
     # Bytes under way are bounded by constants that are larger than this model.
     bounds = [
-        mock.patch.object(_send_queue, "IN_FLIGHT_BYTES", GRADIENT),
-        mock.patch.object(_send_queue, "PATIENCE", 60.0),
+        mock.patch.object(_reduce, "IN_FLIGHT_BYTES", GRADIENT),
+        mock.patch.object(_reduce, "PATIENCE", 60.0),
     ]
     bounds += [mock.patch.object(_gradient_store, "LEAVING_BYTES", GRADIENT)]
     with sf.memory.ledger() as book, bounds[0], bounds[1], bounds[2]:
