@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from shardfn import core
 from shardfn.collectives import Box
-from shardfn.core import dtype_name, load
 from shardfn.memory import DamagedError
 
 from ._contents import Content
@@ -39,7 +39,7 @@ class BlockPlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return load(self.state_dict[index.fqn].held).detach()
+        return core.load(self.state_dict[index.fqn].held).detach()
 
 
 def _write_item(x: Content) -> WriteItem | None:
@@ -65,7 +65,7 @@ class DcpReader:
         """Returns the tensors as leaves of a single chunk each. The key replaces the file's name."""
         leaves = {}
         for key, x in self.metadata.state_dict_metadata.items():
-            if isinstance(x, TensorStorageMetadata) and dtype_name(x.properties.dtype) in DTYPES:
+            if isinstance(x, TensorStorageMetadata) and core.dtype_name(x.properties.dtype) in DTYPES:
                 leaves[key] = make_whole_leaf(key, tuple(x.size), x.properties.dtype)
         return Manifest(0, None, {}, leaves, {})
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardfn._torch import default_timeout, on_one_thread
 
-from ._groups import MadeGroups, NamedGroups, end_lost, end_with, name_of
+from . import _groups as groups
 from ._texts import as_html, did_you_mean
 
 # The most ranks that a drawing of a mesh shows.
@@ -82,17 +82,17 @@ class Mesh:
         self._coords = dict(zip(self.shape, where[0], strict=False)) if where else None
         # Whether the mesh makes groups without other ranks: only the members are needed.
         apart = ranks is not None and self.is_member and self.size > 1 and dist.is_initialized()
-        self._apart = NamedGroups(self.ranks) if apart else None
-        self.name = name_of(self.ranks, "mesh") if device_mesh is not None or apart else ""
+        self._apart = groups.NamedGroups(self.ranks) if apart else None
+        self.name = groups.name_of(self.ranks, "mesh") if device_mesh is not None or apart else ""
         self.resources: dict[object, Any] = {}
-        self.made, self.closed = MadeGroups(), False
+        self.made, self.closed = groups.MadeGroups(), False
         # The groups of a `device_mesh` that was made, and ends, with this mesh.
-        self._made_by_grid: MadeGroups | None = None
+        self._made_by_grid: groups.MadeGroups | None = None
         self._at_close: dict[str, Callable[[str], None]] = {}
         self._grid = grid
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         if device_mesh is not None or self._apart is not None:
-            end_with(self, self.made)
+            groups.end_with(self, self.made)
             _ALIVE.add(self)
 
     def close(self) -> None:
@@ -386,7 +386,7 @@ def _close_all() -> None:
     own = [mesh for mesh in _ALIVE if mesh.made.process == os.getpid()]  # a fork of a rank is not the rank
     for mesh in sorted(own, key=lambda mesh: mesh.made.number):
         mesh._close_for_reason(f"left the program ({how})")
-    end_lost()
+    groups.end_lost()
 
 
 def all_coords(shape: Mapping[str, int]) -> list[dict[str, int]]:

@@ -48,9 +48,9 @@ from ._calibrate import machine_memory as machine_memory
 from ._calibrate import peak_flops as peak_flops
 
 # Reports.
-from ._text import as_text as as_text
-from ._picture import chrome_trace as chrome_trace
-from ._picture import picture_of_memory as picture_of_memory, picture_of_time as picture_of_time
+from ._show import as_text as as_text
+from ._show import chrome_trace as chrome_trace
+from ._show import picture_of_memory as picture_of_memory, picture_of_time as picture_of_time
 
 # Checks: the same collectives on all ranks, and types along mesh axes.
 from ._check import (

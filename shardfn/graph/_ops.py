@@ -23,7 +23,6 @@ from shardfn.kernels import KERNELS, KernelOp
 
 from . import _formulas as formulas
 from . import _ops as strides
-from . import _wire as wire
 from ._op import Crossing, Op, by_identity, with_schema
 from ._sharding import POINTWISE, RULES
 
@@ -160,7 +159,7 @@ _CONSTANT = Op(fuses=True, weight=0, constant=True)
 _CAST = Op(casts=True, copies=True, carries=True, scales=True, fuses=True, weight=0, rows="first")
 _JOINED = Op(copies=True, carries=True)
 _CARRIES = Op(carries=True)
-_FOREIGN = Op(channel="loss", transfer=wire.foreign, types="foreign")
+_FOREIGN = Op(channel="loss", transfer=formulas.foreign, types="foreign")
 _SCALES = Op(scales=True)
 _LOOKUP = Op(lookup=True)
 _ATTENTION = Op(flops=formulas.attention)
@@ -252,14 +251,14 @@ OPS: dict[Any, Op] = {
     **_make_rows("batch_norm_backward native_batch_norm_backward", Op(strides=_IN_FORMAT_OF_INPUT)),
     _ATEN.replication_pad2d_backward: Op(strides=_IN_FORMAT_OF_INPUT),
     # transfers of the step
-    _WIRE.all_gather_start: Op(channel="gather", transfer=wire.all_gather, carries=True, types="gather"),
-    _WIRE.all_gather_into_start: Op(channel="gather", transfer=wire.all_gather_into, types="gather"),
-    _WIRE.psum_scatter_start: Op(channel="reduce", transfer=wire.psum_scatter, types="scatter"),
-    _WIRE.all_to_all_start: Op(channel="reduce", transfer=wire.all_to_all, scales=True, types="exchange"),
-    _WIRE.psum_start: Op(channel="reduce", transfer=wire.psum, types="sum"),
+    _WIRE.all_gather_start: Op(channel="gather", transfer=formulas.all_gather, carries=True, types="gather"),
+    _WIRE.all_gather_into_start: Op(channel="gather", transfer=formulas.all_gather_into, types="gather"),
+    _WIRE.psum_scatter_start: Op(channel="reduce", transfer=formulas.psum_scatter, types="scatter"),
+    _WIRE.all_to_all_start: Op(channel="reduce", transfer=formulas.all_to_all, scales=True, types="exchange"),
+    _WIRE.psum_start: Op(channel="reduce", transfer=formulas.psum, types="sum"),
     # messages of a pipeline
-    _WIRE.send_start: Op(channel="between", transfer=wire.send),
-    _WIRE.receive_start: Op(channel="between", transfer=wire.receive, types="receive"),
+    _WIRE.send_start: Op(channel="between", transfer=formulas.send),
+    _WIRE.receive_start: Op(channel="between", transfer=formulas.receive, types="receive"),
     _WIRE.sent: Op(waits=True),
     _WIRE.wait: Op(waits=True, carries=True),
     _WIRE.pvary: Op(identity=True, types="declare", calls={"default": lambda x, axes: x}),
@@ -268,13 +267,15 @@ OPS: dict[Any, Op] = {
     _WIRE.decode_sum: Op(copies=True, scales=True, scratch=formulas.code_bytes),
     _WIRE.decode_sum_encode: Op(copies=True, scales=True, scratch=formulas.code_bytes),
     # collectives of the loss and of the metrics
-    _WIRE.loss_psum_start: Op(channel="loss", transfer=wire.loss_psum, types="collective"),
-    _WIRE.loss_pmax_start: Op(channel="loss", transfer=wire.loss_pmax, types="collective"),
-    _WIRE.loss_all_gather_start: Op(channel="loss", transfer=wire.loss_all_gather, types="collective"),
-    _WIRE.loss_psum_scatter_start: Op(channel="loss", transfer=wire.loss_psum_scatter, types="collective"),
-    _WIRE.loss_exchange_start: Op(channel="loss", transfer=wire.loss_exchange, types="collective"),
-    _WIRE.ragged_places_start: Op(channel="loss", transfer=wire.ragged_places, types="collective"),
-    _WIRE.ragged_all_to_all_start: Op(channel="loss", transfer=wire.ragged_all_to_all, types="collective", rows="sent"),
+    _WIRE.loss_psum_start: Op(channel="loss", transfer=formulas.loss_psum, types="collective"),
+    _WIRE.loss_pmax_start: Op(channel="loss", transfer=formulas.loss_pmax, types="collective"),
+    _WIRE.loss_all_gather_start: Op(channel="loss", transfer=formulas.loss_all_gather, types="collective"),
+    _WIRE.loss_psum_scatter_start: Op(channel="loss", transfer=formulas.loss_psum_scatter, types="collective"),
+    _WIRE.loss_exchange_start: Op(channel="loss", transfer=formulas.loss_exchange, types="collective"),
+    _WIRE.ragged_places_start: Op(channel="loss", transfer=formulas.ragged_places, types="collective"),
+    _WIRE.ragged_all_to_all_start: Op(
+        channel="loss", transfer=formulas.ragged_all_to_all, types="collective", rows="sent"
+    ),
     _WIRE.arrived_rows: Op(identity=True, rows="first", calls={"default": lambda x, sizes: x}),
     _WIRE.rows_as: Op(rows="like"),
     # torch's collectives, written into a loss

@@ -93,40 +93,6 @@ def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int 
     return Limits(vocab=decoder.vocab, context=context, blocks=blocks, **sizes)
 
 
-class GraphKind(NamedTuple):
-    """Arguments of `Runner.bind` that choose a graph."""
-
-    bucket: int
-    extended: bool = False
-    grammars: bool = False
-    hidden: bool = False
-    low: LowRank | None = None
-    routed: bool = False
-    states: tuple[int, ...] = ()
-    layout: str = ""
-
-
-def list_graph_kinds(
-    bucket: int,
-    *,
-    extended: bool,
-    grammars: bool,
-    hidden: bool,
-    low: LowRank | None,
-    routed: bool = False,
-    states: tuple[int, ...] = (),
-) -> list[GraphKind]:
-    """Returns the graphs of a bucket: the plain graph first, and graphs of these kinds, without and with adapters."""
-    made = list[GraphKind]()
-    for added in (None,) if low is None else (None, low):
-        kind = GraphKind(bucket, low=added, routed=routed, states=states)
-        for longer in (False, True)[: 1 + extended]:
-            made += [kind._replace(extended=longer, grammars=x) for x in (False, True)[: 1 + grammars]]
-        if hidden and not routed:
-            made.append(kind._replace(hidden=True))
-    return made
-
-
 class StepResults(NamedTuple):
     """Results of a plan's rows.
 

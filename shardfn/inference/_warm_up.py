@@ -3,7 +3,7 @@
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardfn.kernels import building
 from shardfn.waits import waiting
@@ -11,7 +11,41 @@ from shardfn.waits import waiting
 from ._drafters import BatchDrafter, Drafter, find_wanted_layers
 from ._engine_core import EngineCore
 from ._low_rank import LowRank
-from ._runner import GraphKind, Runner, list_graph_kinds
+from ._runner import Runner
+
+
+class GraphKind(NamedTuple):
+    """Arguments of `Runner.bind` that choose a graph."""
+
+    bucket: int
+    extended: bool = False
+    grammars: bool = False
+    hidden: bool = False
+    low: LowRank | None = None
+    routed: bool = False
+    states: tuple[int, ...] = ()
+    layout: str = ""
+
+
+def list_graph_kinds(
+    bucket: int,
+    *,
+    extended: bool,
+    grammars: bool,
+    hidden: bool,
+    low: LowRank | None,
+    routed: bool = False,
+    states: tuple[int, ...] = (),
+) -> list[GraphKind]:
+    """Returns the graphs of a bucket: the plain graph first, and graphs of these kinds, without and with adapters."""
+    made = list[GraphKind]()
+    for added in (None,) if low is None else (None, low):
+        kind = GraphKind(bucket, low=added, routed=routed, states=states)
+        for longer in (False, True)[: 1 + extended]:
+            made += [kind._replace(extended=longer, grammars=x) for x in (False, True)[: 1 + grammars]]
+        if hidden and not routed:
+            made.append(kind._replace(hidden=True))
+    return made
 
 
 class GraphCaptures:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn import kernels
 from shardfn.core import raise_all
 from shardfn.interop.quantized import QuantizedEntry, Span
-from shardfn.kernels import BLOCK_BYTES, Quantization
 from shardfn.models import gpt
 
 from ._gguf import GGUFFile
@@ -51,7 +51,7 @@ _INNER = {
 }
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # Kinds of blocks -> codes of the kernels with the same values. Blocks of Q4_0 are converted.
-_CODES: dict[str, Quantization] = {"Q8_0": "int8", "Q4_1": "int4", "Q4_0": "int4"}
+_CODES: dict[str, kernels.Quantization] = {"Q8_0": "int8", "Q4_1": "int4", "Q4_0": "int4"}
 
 
 class GGUFArchive(Mapping[str, QuantizedEntry]):
@@ -70,7 +70,7 @@ class GGUFArchive(Mapping[str, QuantizedEntry]):
         self.directory, self._file = file.path, file
         self._heads = {} if heads is None else {"attn_q": heads[0], "attn_k": heads[1]}
         self._names = {_name_in_transformers(name): name for name in file}
-        self._codes: dict[str, Quantization] | None = None
+        self._codes: dict[str, kernels.Quantization] | None = None
 
     def __getitem__(self, name: str) -> QuantizedEntry:
         return QuantizedEntry(torch.float32, self._file[self._names[name]].shape)
@@ -87,7 +87,7 @@ class GGUFArchive(Mapping[str, QuantizedEntry]):
         return whole.view(tuple(shape or whole.shape))[tuple(slice(lo, hi) for lo, hi in box)]
 
     @property
-    def codes(self) -> dict[str, Quantization]:
+    def codes(self) -> dict[str, kernels.Quantization]:
         """Returns the codes that hold a tensor exactly, by name: see `CodedArchive`."""
         if self._codes is None:
             self._codes = {
@@ -101,7 +101,7 @@ class GGUFArchive(Mapping[str, QuantizedEntry]):
 
     def blocks(self, name: str, rows: Span, groups: Span) -> Tensor:
         """Returns blocks of codes of a tensor: see `CodedArchive`."""
-        own, size = self._names[name], BLOCK_BYTES[self.codes[name]]
+        own, size = self._names[name], kernels.BLOCK_BYTES[self.codes[name]]
         found = self._file.blocks(own)
         found = widen_q4_0(found) if self._file[own].kind.name == "Q4_0" else found
         return self._order(name, found)[slice(*rows), groups[0] * size : groups[1] * size]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._gather_rows import GATHER_ROWS, count_gather_scratch, gather_rows, row_dots
+from . import _gather_rows as gather
 from ._grouped_product import GROUPED_PRODUCT, grouped_outer, grouped_product
 from ._op import LIBRARY, DimLabels, KernelOp
 
@@ -36,24 +36,24 @@ def combined_to_rows(x: Tensor, weights: Tensor, source: Tensor, places: Tensor)
     """
     token = source.clamp(min=0)
     if not places.shape[0]:
-        return gather_rows(x, source[:, None])
+        return gather.gather_rows(x, source[:, None])
     own = places[token] == torch.arange(len(source), device=source.device)[:, None]
     factors = torch.where(own, weights[token], 0).sum(1, keepdim=True)  # at most a single choice of a token has the row
-    return gather_rows(x, source[:, None], factors)
+    return gather.gather_rows(x, source[:, None], factors)
 
 
 COPIED_ROWS = KernelOp(
     schema="copied_rows(Tensor x, Tensor index, Tensor back) -> Tensor",
     abstract=lambda x, index, back: x.new_empty(index.shape[0], x.shape[1]),
-    reference=lambda x, index, back: GATHER_ROWS.run(x, index, None),
-    scratch=lambda x, index, back: count_gather_scratch(x, index, None),
+    reference=lambda x, index, back: gather.GATHER_ROWS.run(x, index, None),
+    scratch=lambda x, index, back: gather.count_gather_scratch(x, index, None),
     sharding=DimLabels(".d,..,..->.d", linear=(0,)),
 )
 COMBINED_ROWS = KernelOp(
     schema="combined_rows(Tensor y, Tensor weights, Tensor source, Tensor places) -> Tensor",
     abstract=lambda y, weights, source, places: y.new_empty(places.shape[0], y.shape[1]),
-    reference=lambda y, weights, source, places: GATHER_ROWS.run(y, places, weights),
-    scratch=lambda y, weights, source, places: count_gather_scratch(y, places, weights),
+    reference=lambda y, weights, source, places: gather.GATHER_ROWS.run(y, places, weights),
+    scratch=lambda y, weights, source, places: gather.count_gather_scratch(y, places, weights),
     sharding=DimLabels(".d,..,.,..->.d", linear=(0, 1)),
 )
 MULTIPLIED_ROWS = KernelOp(
@@ -82,7 +82,7 @@ def _combine_backward(ctx: Any, g: Tensor) -> Any:
     y, weights, source, places = ctx.saved_tensors
     wants = ctx.needs_input_grad
     of_y = combined_to_rows(g, weights, source, places).to(y.dtype) if wants[0] else None
-    return of_y, row_dots(y, g, places).to(weights.dtype) if wants[1] else None, None, None
+    return of_y, gather.row_dots(y, g, places).to(weights.dtype) if wants[1] else None, None, None
 
 
 def _multiply_backward(ctx: Any, g: Tensor) -> Any:

@@ -20,9 +20,9 @@ from torch import Tensor
 from shardfn import core
 
 from . import _base as base
+from . import _norm as norm
 from ._leaves import spec_leaves
 from ._needs import bind_stats, resolve_masks
-from ._norm import block_squares, is_exact, leaf_squares, over_blocks
 from ._pair import inplace
 
 Entries = tuple[tuple[Any, ...], ...]
@@ -104,7 +104,7 @@ def in_pieces(tx: base.GradientTransformation | base.Pair, params: base.Params) 
     whole = core.tree_map(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"), params)
     tx = resolve_masks(tx, whole)
     granularity, measure = tx.needs.granularity, tx.needs.measure
-    squares = measure is not None and measure.of is block_squares
+    squares = measure is not None and measure.of is norm.block_squares
     check = _make_checker(whole, granularity)
     if granularity == "tree":
         return _step_whole(tx, check)
@@ -115,7 +115,7 @@ def in_pieces(tx: base.GradientTransformation | base.Pair, params: base.Params) 
     def begin_fn(state: base.OptState, stats: Sequence[Tensor] | None = (), *, specs: base.Specs = None) -> ChunkedStep:
         if stats is None and measure is not None and not (measure.ahead and measure.ahead(state)):
             raise ValueError("begin got no measures, but the rule needs the measures of this step's gradients.")
-        cuts = None if squares and is_exact() else specs  # else the measures are over all blocks already
+        cuts = None if squares and norm.is_exact() else specs  # else the measures are over all blocks already
         rule = bind_stats(tx, whole, _measure_tree(whole, stats, cuts) if measure else None)
         old = tuple(c.clone() for c in _read_counters(state, entries))
         # A step of no leaves: only the counters advance, as in the whole step.
@@ -143,8 +143,8 @@ def in_pieces(tx: base.GradientTransformation | base.Pair, params: base.Params) 
 
     def measure_fn(grad: Tensor, spec: core.P | None = None) -> Tensor:
         assert measure is not None
-        if squares and is_exact():
-            return leaf_squares([grad], None if spec is None else [spec])[0]
+        if squares and norm.is_exact():
+            return norm.leaf_squares([grad], None if spec is None else [spec])[0]
         return measure.of(grad)
 
     return Pieces(granularity, measure and measure_fn, begin_fn, apply_fn, end_fn)
@@ -181,7 +181,7 @@ def _measure_tree(
             " in order."
         )
     local = torch.stack(list(stats)) if stats else torch.zeros(0)
-    return local if specs is None or not stats else over_blocks(local, spec_leaves(specs, whole))
+    return local if specs is None or not stats else norm.over_blocks(local, spec_leaves(specs, whole))
 
 
 def _find_counters(rule: base.GradientTransformation, whole: core.PyTree) -> tuple[Entries, Any]:

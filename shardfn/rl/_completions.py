@@ -20,7 +20,7 @@ from shardfn.core import Axes
 from shardfn.engine import WeightedMean
 from shardfn.inference import logprobs, widen_floats
 
-from ._shapes import check_lengths, check_numbers, check_places, check_shapes
+from . import _shapes as shapes
 
 
 def completion_mask(lengths_B: Int[Tensor, " b"], width: int) -> Bool[Tensor, "b t"]:
@@ -56,8 +56,8 @@ def token_mean(x_BT: Float[Tensor, "b t"], lengths_B: Int[Tensor, " b"]) -> Weig
         >>> token_mean(torch.tensor([[1.0, 2.0], [6.0, 9.0]]), torch.tensor([2, 1])).mean()
         tensor(3.)
     """
-    check_shapes("token_mean", x_BT=x_BT, lengths_B=lengths_B)
-    check_lengths("token_mean", x_BT.shape[1], lengths_B=lengths_B)
+    shapes.check_shapes("token_mean", x_BT=x_BT, lengths_B=lengths_B)
+    shapes.check_lengths("token_mean", x_BT.shape[1], lengths_B=lengths_B)
     return mean_of_tokens(x_BT, lengths_B)
 
 
@@ -183,7 +183,7 @@ def logprobs_at(
         tensor([[-2.0794,  0.0000]])
     """
     before_BT = _find_before("logprobs_at", {"ids_BL": ids_BL}, spans, ids_BL)
-    check_shapes("logprobs_at", positions_BT=before_BT, logits_BTV=logits_BTV)
+    shapes.check_shapes("logprobs_at", positions_BT=before_BT, logits_BTV=logits_BTV)
     return _compute_drawn(logits_BTV, ids_BL, before_BT, spans)
 
 
@@ -270,7 +270,7 @@ def completion_divergences(
         Amini et al., Better Estimation of the KL Divergence Between Language Models, 2025,
         https://arxiv.org/abs/2504.10637
     """
-    check_shapes("completion_divergences", logits_BLV=logits_BLV, reference_BLV=reference_BLV)
+    shapes.check_shapes("completion_divergences", logits_BLV=logits_BLV, reference_BLV=reference_BLV)
     before_BT = _find_before("completion_divergences", {"logits_BLV": logits_BLV}, spans)
     p_BTV, q_BTV = (_take_rows(x_BLV, before_BT).log_softmax(-1) for x_BLV in (logits_BLV, reference_BLV))
     logs_BTV = torch.where(p_BTV.isneginf(), 0.0, p_BTV - q_BTV)  # a token that is excluded counts 0
@@ -285,11 +285,11 @@ def _find_before(
     Padding has any position.
     """
     prompts_B, lengths_B, width, places_BT = spans
-    check_shapes(function, **given, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT)
-    check_shapes(function, prompts_B=prompts_B, ids_BL=ids_BL)  # whose L is that of `given`, or one more
+    shapes.check_shapes(function, **given, prompts_B=prompts_B, lengths_B=lengths_B, places_BT=places_BT)
+    shapes.check_shapes(function, prompts_B=prompts_B, ids_BL=ids_BL)  # whose L is that of `given`, or one more
     [x] = given.values()
     length, num_ids = x.shape[1], None if ids_BL is None else ids_BL.shape[1]
-    check_places(function, prompts_B, lengths_B, width, length, num_ids, places_BT)
+    shapes.check_places(function, prompts_B, lengths_B, width, length, num_ids, places_BT)
     if places_BT is None:
         places_BT = prompts_B[:, None] + torch.arange(width, device=prompts_B.device)
     return (places_BT - 1).clamp(0, length - 1)
@@ -325,10 +325,10 @@ def high_entropy_mask(
 
     References: Wang et al., Beyond the 80/20 Rule, 2025, https://arxiv.org/abs/2506.01939
     """
-    check_shapes("high_entropy_mask", entropies_BT=entropies_BT, lengths_B=lengths_B)
-    check_lengths("high_entropy_mask", entropies_BT.shape[1], lengths_B=lengths_B)
-    check_numbers("high_entropy_mask", "from 0 to 1", quantile=quantile)
-    check_numbers("high_entropy_mask", quantile=quantile)
+    shapes.check_shapes("high_entropy_mask", entropies_BT=entropies_BT, lengths_B=lengths_B)
+    shapes.check_lengths("high_entropy_mask", entropies_BT.shape[1], lengths_B=lengths_B)
+    shapes.check_numbers("high_entropy_mask", "from 0 to 1", quantile=quantile)
+    shapes.check_numbers("high_entropy_mask", quantile=quantile)
     mask_BT = completion_mask(lengths_B, entropies_BT.shape[1])
     own = torch.where(mask_BT, entropies_BT.detach(), torch.inf)
     whole = (own if axis is None else all_gather(own, axis)).flatten().sort().values
@@ -369,9 +369,9 @@ def off_policy_mask(
     References: DeepSeek-AI, DeepSeek-V3.2, 2025, section 3.1, https://arxiv.org/abs/2512.02556
     """
     given = {"sampling_logprobs_BT": sampling_logprobs_BT, "advantages_B": advantages_B, "lengths_B": lengths_B}
-    check_shapes("off_policy_mask", logprobs_BT=logprobs_BT, **given)
-    check_lengths("off_policy_mask", logprobs_BT.shape[1], lengths_B=lengths_B)
-    check_numbers("off_policy_mask", threshold=threshold)
+    shapes.check_shapes("off_policy_mask", logprobs_BT=logprobs_BT, **given)
+    shapes.check_lengths("off_policy_mask", logprobs_BT.shape[1], lengths_B=lengths_B)
+    shapes.check_numbers("off_policy_mask", threshold=threshold)
     mask_BT = completion_mask(lengths_B, logprobs_BT.shape[1])
     drift_BT = masked((sampling_logprobs_BT - logprobs_BT).detach(), mask_BT).nan_to_num(nan=0.0)
     near_B = drift_BT.sum(1) / lengths_B.clamp(min=1) <= threshold
@@ -402,8 +402,8 @@ def adapt_entropy_coef(
 
     References: He et al., Skywork Open Reasoner 1, 2025, https://arxiv.org/abs/2505.22312
     """
-    check_numbers("adapt_entropy_coef", "0 or more", coef=coef, entropy=entropy, target=target, least=least)
-    check_numbers("adapt_entropy_coef", delta=delta, most=most)
+    shapes.check_numbers("adapt_entropy_coef", "0 or more", coef=coef, entropy=entropy, target=target, least=least)
+    shapes.check_numbers("adapt_entropy_coef", delta=delta, most=most)
     if least > most:
         raise ValueError(f"adapt_entropy_coef: least must be at most {most}, the largest weight, got {least}.")
     return min(coef + delta, most) if entropy <= target else max(coef - delta, least)

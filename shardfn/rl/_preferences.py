@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shardfn import core
-from shardfn.collectives import all_gather, axis_index
+from shardfn import collectives, core
 from shardfn.engine import WeightedMean
 
 from ._completions import row_mean
@@ -131,8 +130,8 @@ def _sort_rows(x_B: Tensor, axis: core.Axes) -> Tensor:
     """Returns this rank's part of the sorted rows of all ranks."""
     if axis is None:
         return x_B.sort().values
-    start = int(axis_index(axis)) * len(x_B)
-    return all_gather(x_B, axis).sort().values[start : start + len(x_B)]
+    start = int(collectives.axis_index(axis)) * len(x_B)
+    return collectives.all_gather(x_B, axis).sort().values[start : start + len(x_B)]
 
 
 def _compute_transport(x: Pairs, better_B: Tensor, other_B: Tensor) -> Tensor:

@@ -17,8 +17,7 @@ from shardfn.graph._calibrate import calibrate
 from shardfn.graph._cost import cost_analysis, estimate
 from shardfn.graph._device import Cluster, Device, Link
 from shardfn.graph._memory import KINDS, memory_analysis
-from shardfn.graph._picture import chrome_trace
-from shardfn.graph._text import as_text
+from shardfn.graph._show import as_text, chrome_trace
 from shardfn.graph._transfers import transfers
 from shardfn.models import gpt
 from shardfn.nn import moe

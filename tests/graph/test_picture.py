@@ -1,4 +1,4 @@
-"""Covers shardfn/graph/_picture.py and `lowered.plot`: pictures show the numbers of the analyses."""
+"""Covers shardfn/graph/_show.py and `lowered.plot`: pictures show the numbers of the analyses."""
 
 import pathlib
 import sys

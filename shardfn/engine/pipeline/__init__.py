@@ -1,6 +1,6 @@
 """Pipeline parallelism of losses: stacks, links between stages, state of stages."""
 
-from ._padded import (
+from ._stacks import (
     padded as padded,
     unpadded as unpadded,
 )

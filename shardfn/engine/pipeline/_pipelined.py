@@ -48,13 +48,13 @@ from shardfn.engine.plan import (
 from shardfn.nn import scan
 from shardfn.schedules import PipelineSchedule, loop_stages, timeline, v_stages
 
-from ._padded import (
+from ._stacks import (
+    ElsewhereTensor,
     check_rows,
     layer_rows,
     refilled,
     unpadded,
 )
-from ._remote_stack import ElsewhereTensor
 from ._stage_state import (
     PipelineState,
     apart,

@@ -19,7 +19,7 @@ from ._pipelined import (
     Place,
     from_one,
 )
-from ._remote_stack import ElsewhereTensor
+from ._stacks import ElsewhereTensor
 from ._stage_state import (
     PipelineState,
     apart,

@@ -6,7 +6,6 @@ from shardfn.engine.loss import LeafUses, Loss, check_kept, first_model_state
 from shardfn.engine.plan import LeafView, Plan
 from shardfn.engine.transfers import StepParts
 
-from ._padded import check_rows
 from ._pipelined import (
     NO_LAYERS,
     UNLIKE,
@@ -15,6 +14,7 @@ from ._pipelined import (
     pipelined_in,
     rows_of_ranks,
 )
+from ._stacks import check_rows
 from ._stage_state import check_stage_state
 
 

@@ -15,25 +15,17 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from shardfn import core
-from shardfn.checkpoint import (
-    SAFETENSORS_DTYPES,
-    SafetensorsEntry,
-    read_box,
-    safetensors_entries,
-    safetensors_header,
-)
-from shardfn.memory import Bytes, DamagedError, as_bytes
+from shardfn import checkpoint, core, memory
 
 INDEX = ".safetensors.index.json"
 # The order of tensors in a file of the safetensors library: the last of these dtypes first, then by name.
 _ORDER = [
-    SAFETENSORS_DTYPES[code]
+    checkpoint.SAFETENSORS_DTYPES[code]
     for code in "BOOL U8 I8 F8_E5M2 F8_E4M3 I16 U16 F16 BF16 I32 U32 F32 C64 F64 I64 U64".split()
 ]
 
 
-class Archive(Mapping[str, SafetensorsEntry]):
+class Archive(Mapping[str, checkpoint.SafetensorsEntry]):
     """Tensors of `directory/stem.safetensors`, or of the files in `stem.safetensors.index.json`.
 
     Args:
@@ -60,7 +52,7 @@ class Archive(Mapping[str, SafetensorsEntry]):
 
     def __init__(self, directory: str | os.PathLike[str], stem: str = "model") -> None:
         self.directory, self.read_bytes = pathlib.Path(directory), 0
-        self._kept: dict[str, SafetensorsEntry] = {}
+        self._kept: dict[str, checkpoint.SafetensorsEntry] = {}
         one, index = self.directory / f"{stem}.safetensors", self.directory / (stem + INDEX)
         if not one.exists() and not index.exists():
             if not self.directory.is_dir():
@@ -69,17 +61,17 @@ class Archive(Mapping[str, SafetensorsEntry]):
             found = sorted(p.name for p in self.directory.iterdir())
             raise FileNotFoundError(f"{self.directory} must have {one.name} or {index.name}, got {found}.")
         if one.exists():
-            self._kept = safetensors_entries(one)
+            self._kept = checkpoint.safetensors_entries(one)
             return
         names: dict[str, str] = json.loads(index.read_text())["weight_map"]
         if odd := sorted({f for f in names.values() if pathlib.PurePath(f).name != f}):
-            raise DamagedError(f"{index} names files outside of its directory: {odd}.")
-        files = {f: safetensors_entries(self.directory / f) for f in sorted(set(names.values()))}
+            raise memory.DamagedError(f"{index} names files outside of its directory: {odd}.")
+        files = {f: checkpoint.safetensors_entries(self.directory / f) for f in sorted(set(names.values()))}
         lost = [f"{name} is not in {f}" for name, f in names.items() if name not in files[f]]
-        core.raise_all(DamagedError, f"{index} does not fit its files:", lost)
+        core.raise_all(memory.DamagedError, f"{index} does not fit its files:", lost)
         self._kept = {name: files[f][name] for name, f in names.items()}
 
-    def __getitem__(self, name: str) -> SafetensorsEntry:
+    def __getitem__(self, name: str) -> checkpoint.SafetensorsEntry:
         return self._kept[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -108,17 +100,17 @@ class Archive(Mapping[str, SafetensorsEntry]):
         out = torch.empty([hi - lo for lo, hi in box], dtype=kept.dtype, device="cpu")
         fd = os.open(kept.file, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            read_box(dims, box, out, lambda start, data: self._read(fd, kept, start, data))
+            checkpoint.read_box(dims, box, out, lambda start, data: self._read(fd, kept, start, data))
         finally:
             os.close(fd)
         return out
 
-    def _read(self, fd: int, kept: SafetensorsEntry, start: int, data: Bytes) -> None:
+    def _read(self, fd: int, kept: checkpoint.SafetensorsEntry, start: int, data: memory.Bytes) -> None:
         done = 0
         while done < len(data):
             got = os.preadv(fd, [data[done:].data], kept.start + start + done)
             if not got:
-                raise DamagedError(f"{kept.file} ends before its tensors do. Fetch it again.")
+                raise memory.DamagedError(f"{kept.file} ends before its tensors do. Fetch it again.")
             done += got
         self.read_bytes += len(data)
 
@@ -158,7 +150,9 @@ class ArchiveWriter:
             text = f"{self.directory} is a file, or lies below one: weights need a directory."
             raise NotADirectoryError(errno.ENOTDIR, text) from problem
         wrong = [
-            f"{name} is {dtype}" for name, (dtype, _) in entries.items() if dtype not in SAFETENSORS_DTYPES.values()
+            f"{name} is {dtype}"
+            for name, (dtype, _) in entries.items()
+            if dtype not in checkpoint.SAFETENSORS_DTYPES.values()
         ]
         core.raise_all(TypeError, "safetensors files have no such dtype. Convert first:", wrong)
         sizes = {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in entries.items()}
@@ -169,7 +163,7 @@ class ArchiveWriter:
             f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" if many else f"{stem}.safetensors"
             for i in range(len(groups))
         ]
-        self._at: dict[str, tuple[int, SafetensorsEntry]] = {}
+        self._at: dict[str, tuple[int, checkpoint.SafetensorsEntry]] = {}
         for i, group in enumerate(groups):
             self._create_file(i, {name: entries[name] for name in group})
         self._left = set(entries)
@@ -179,10 +173,10 @@ class ArchiveWriter:
         path = self.directory / f"{self._names[number]}.tmp"
         entries = dict(sorted(entries.items(), key=lambda item: (-_ORDER.index(item[1][0]), item[0])))
         try:
-            text = safetensors_header([(name, *entry) for name, entry in entries.items()], {"format": "pt"})
+            text = checkpoint.safetensors_header([(name, *entry) for name, entry in entries.items()], {"format": "pt"})
             at = len(text)
             for name, (dtype, shape) in entries.items():
-                self._at[name] = number, SafetensorsEntry(path, dtype, shape, at)
+                self._at[name] = number, checkpoint.SafetensorsEntry(path, dtype, shape, at)
                 at += dtype.itemsize * math.prod(shape)
             with open(path, "wb") as f:
                 f.write(text)
@@ -199,7 +193,7 @@ class ArchiveWriter:
         """Writes a tensor of the dtype and shape in `entries`."""
         kept = self._at[name][1]
         assert (x.dtype, tuple(x.shape)) == (kept.dtype, tuple(kept.shape)) and name in self._left
-        data = as_bytes(x.detach().cpu().contiguous())
+        data = memory.as_bytes(x.detach().cpu().contiguous())
         with open(kept.file, "r+b") as f:
             f.seek(kept.start)
             f.write(data.data)

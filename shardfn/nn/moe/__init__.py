@@ -3,7 +3,7 @@
 from ._routing import Routing as Routing
 from ._route import gshard_top2 as gshard_top2, switch_top1 as switch_top1, top_k as top_k
 from ._route import sigmoid_groups as sigmoid_groups
-from ._over_tokens import expert_choice as expert_choice, sinkhorn as sinkhorn
+from ._capacity import expert_choice as expert_choice, sinkhorn as sinkhorn
 from ._routing import check_chosen as check_chosen, check_finite as check_finite
 from ._route import jitter as jitter, token_numbers as token_numbers
 from ._capacity import capacity as capacity, apply_capacity as apply_capacity

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardfn.core import key, normal
 from shardfn.nn import moe
-from shardfn.nn.moe import _over_tokens, _routing
+from shardfn.nn.moe import _capacity, _routing
 
 # The values are those of the routers in transformers 5.24.
 FOUR = [[2.0, 1, 0, -1], [3, 0, 0, 0.5], [0, 2, 1, -2], [1, 0.5, 0, 2]]
@@ -226,7 +226,7 @@ def test_each_expert_takes_its_best_tokens() -> None:
 def test_sinkhorn_balances_its_scores() -> None:
     x = drawn(12) + torch.tensor([4.0, 0, 0, -4])
     assert moe.sinkhorn(x, iterations=0).counts().max() >= 11
-    shifts = _over_tokens._compute_shifts(x, 100, None, None)
+    shifts = _capacity._compute_shifts(x, 100, None, None)
     close((x + shifts).softmax(-1).mean(0), [0.25] * 4)
     assert moe.sinkhorn(x, iterations=100).counts().max() <= 6
 
