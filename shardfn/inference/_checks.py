@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from shardfn.core import Mesh, PyTree, raise_all, tree_leaves, tree_paths
+from shardfn.core import Axes, Mesh, P, PyTree, raise_all, tree_leaves, tree_paths
 
 from ._cache import DTYPES
 from ._decoder import Decoder
@@ -46,13 +46,16 @@ MEANT = {name: f"limits=limits_of(decoder, {text.partition(',')[0]})" for name, 
 }
 
 
-def check_decoder(decoder: Decoder, limits: Limits, mesh: Mesh) -> None:
+def check_decoder(decoder: Decoder, limits: Limits, mesh: Mesh, weights_axis: Axes = None) -> None:
     """Refuses limits or a mesh that do not fit a decoder. The message lists all problems."""
     ranks, heads = mesh.axis_size(decoder.cache.axis), decoder.cache.heads
     problems = list_misfits(decoder, limits)
     if heads % ranks:
         problems.append(f"{ranks} ranks of {decoder.cache.axis!r} do not divide the {heads} key heads of the model")
-    used = decoder.axes
+    kept = {*P(weights_axis).axes}
+    if kept - mesh.shape.keys():
+        problems.append(f"weights_axis={weights_axis!r} must be an axis of the mesh, which has {[*mesh.shape]}")
+    used = decoder.axes | kept
     if mesh.size > 1 and not used:
         problems.append(
             f"the mesh {dict(mesh.shape)} has {mesh.size} ranks, and this decoder's specs cut it over no axis; give it"

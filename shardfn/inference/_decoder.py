@@ -14,9 +14,10 @@ from shardfn.collectives import unshard
 from shardfn.core import P, PyTree, QuantizationPolicy, named_leaves, tree_leaves
 from shardfn.kernels import Activations
 from shardfn.models import gpt
+from shardfn.nn import moe
 
 from ._cache import CacheLayout
-from ._layouts import Layout, Outputs, make_sequence_layout
+from ._layouts import Layout, Outputs, make_outputs, make_sequence_layout
 from ._limits import DEFAULT_LAYOUT
 from ._low_rank import Linear, LowRank
 from ._requests import Request, Sampling
@@ -140,8 +141,8 @@ def decoder(
     Args:
         config: shape of the model. With `batch_invariant=True`, logits equal the logits of `gpt.apply`, bit for bit.
         tp: mesh axis that cuts heads, features and vocabulary. The axis divides the number of key heads. A
-            batch-invariant config without experts then also has the layout "sp", which cuts the tokens of a step along
-            the axis.
+            batch-invariant config then also has the layout "sp", which cuts the tokens of a step along the axis. A
+            config with experts, whose exchange is `moe.AllReduce(tp, in_order=True)`, has "ep" as well.
         quantization: "int8" or "int4" for the weights of linear layers, or codes by regular expressions found in names
             such as "blocks.0.wq" and "embed", for example `{"embed|head": "int8", "": "int4"}`. Logits equal the logits
             of the rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or
@@ -182,7 +183,7 @@ def decoder(
     ) -> Outputs:
         added = {} if low is None else {name: add_low_rank(low, name) for name in low.sites}
         how: Any = {"axis": tp, "then": added, "activations": activations, "images": images}
-        return Outputs(*gpt.decode(flat, weights, tokens_T, positions_T, rows_R, bodies, **how))
+        return make_outputs(gpt.decode(flat, weights, tokens_T, positions_T, rows_R, bodies, **how))
 
     def pack(params: PyTree) -> PyTree:
         return check_coded(gpt.pack(config, params, axis=tp, quantization=quantization), activations, "decoder")
@@ -276,6 +277,7 @@ def _list_more(
     config: gpt.Config, tp: str | None, quantization: QuantizationPolicy, activations: Activations | None
 ) -> dict[str, Layout]:
     """Returns the layouts beside "tp"."""
-    if tp is None or not config.batch_invariant or config.experts is not None or config.images is not None:
+    if tp is None or not config.batch_invariant or config.images is not None:
         return {}
-    return {"sp": make_sequence_layout(config, tp, quantization, activations)}
+    make = functools.partial(make_sequence_layout, config, tp, quantization, activations)
+    return {"sp": make()} | ({} if config.experts is None else {"ep": make(moe.AllToAll(tp))})

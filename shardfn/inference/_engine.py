@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from shardfn.core import Disk, MemoryKind, Mesh, PyTree, explains_keywords
+from shardfn.core import Axes, Disk, MemoryKind, Mesh, PyTree, explains_keywords
 
 from ._adapters import Adapters, Given, split_adapters
 from ._admission import check_name, choose_limits, make_request, split_sampling, split_source
@@ -56,6 +56,7 @@ class Engine:
         adapters: adapters by name, `(lora, values)` as of `adapters.add`.
         weights: memory of weights between their uses, "device", "host" or "disk". A step reads the weights of a layer
             while the layer before computes, so that a model may be larger than the device's memory. Bits are the same.
+        weights_axis: mesh axis along which weights are cut between their uses, see `Runner`.
         disk: directory for "disk", used by no other engine. Each rank makes a subdirectory.
         cache: memory of the KV cache, "device" or "host". A step brings the blocks of its sequences in a layer while
             the layer before computes, so that the cache may be larger than the device's memory. Bits are the same.
@@ -112,6 +113,7 @@ class Engine:
         adapters: Mapping[str, Given] = MappingProxyType({}),
         logits_processors: Mapping[str, Callable[..., Tensor]] = MappingProxyType({}),
         weights: MemoryKind = "device",
+        weights_axis: Axes = None,
         disk: Disk | None = None,
         cache: MemoryKind = "device",
         record_experts: bool = False,
@@ -124,8 +126,9 @@ class Engine:
         self._images = ImageInputs(limits, decoder)
         self.expert_shape = decoder.expert_shape if record_experts else (0, 0)
         self.dtype = torch.float64 if limits.cache_dtype == "float64" else torch.float32
-        how = limits, mesh, weights, disk, cache, eager_steps
-        self.runner, self._owned = make_runner(runner, decoder, *how), runner is None
+        kept: Any = {"weights": weights, "weights_axis": weights_axis, "disk": disk, "cache": cache}
+        self.runner = make_runner(runner, decoder, limits, mesh, **kept, eager_steps=eager_steps)
+        self._owned = runner is None
         self.mesh = self.runner.mesh
         self.detokenizer = None if tokenizer is None else detokenizer(tokenizer)
         self.adapters = Adapters(decoder, self.mesh.device, self.dtype, lambda: self.core.requests)

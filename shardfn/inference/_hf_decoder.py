@@ -338,7 +338,7 @@ def _make_decoder(
         mode = ExactRows(made) if linear else None
         logits, chosen = function(params, tokens_T, positions_T, rows_R, attend, mode, exchange)
         last = seen[0].reshape(-1, seen[0].shape[-1]) if seen else None
-        return Outputs(logits, last, chosen, lambda num: last)
+        return Outputs(logits, last, lambda: chosen, lambda num: last)
 
     placed = {name: P(tp) if name in cut and name not in kept else P() for name in like}
     placed |= dict.fromkeys(function.experts, P(tp))

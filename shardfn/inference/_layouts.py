@@ -6,9 +6,14 @@ The heads are those of the layout "tp", so that both layouts share one KV cache.
 place of the gathers of "tp", which pays for many tokens. Rows of a batch-invariant model do not depend on other rows,
 so logits have the bits of a single device.
 
+Of a model with experts, "sp" has all experts on all ranks, and "ep" has a part of the experts on each rank and sends
+tokens to their experts. With `Engine(weights_axis=)`, "sp" gathers the experts of a layer while the layer before
+computes (AsyncEP).
+
 References:
     Jacobs et al., DeepSpeed Ulysses, 2023, https://arxiv.org/abs/2309.14509
     Hidayetoglu et al., Shift Parallelism, 2025, https://arxiv.org/abs/2509.16495
+    ZeRO-Prefill, 2026, https://arxiv.org/abs/2605.02960 (AsyncEP)
 
 T tokens of all sequences, H query heads, G key and value heads, K head dim.
 """
@@ -16,6 +21,7 @@ T tokens of all sequences, H query heads, G key and value heads, K head dim.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,8 +31,11 @@ from shardfn.collectives import all_gather_invariant, all_to_all, take_own_block
 from shardfn.core import Axes, P, PyTree, QuantizationPolicy
 from shardfn.kernels import Activations
 from shardfn.models import gpt
+from shardfn.nn import moe
 
 from ._low_rank import LowRank
+
+_LOCAL = moe.Local()
 
 
 class Outputs(NamedTuple):
@@ -35,15 +44,15 @@ class Outputs(NamedTuple):
     Attributes:
         logits: [R, V].
         hidden: [R, D], the states that the head multiplies. None from a decoder without `embeds`.
-        experts: [T, m, k], the experts of each token in the m layers with experts. None from a decoder without
-            `expert_shape`.
+        experts: function that returns the experts of each token in the m layers with experts, [T, m, k], or None from a
+            decoder without `expert_shape`.
         state_after: function from a number of layers to the states of the rows after so many layers, [R, D], for
             `Decoder.hidden_layers`. After all layers the states are `hidden`.
     """
 
     logits: Tensor
     hidden: Tensor | None = None
-    experts: Tensor | None = None
+    experts: Callable[[], Tensor | None] = lambda: None
     state_after: Callable[[int], Tensor | None] = lambda layers: None
 
 
@@ -71,15 +80,18 @@ def make_sequence_layout(
     axis: str,
     quantization: QuantizationPolicy = None,
     activations: Activations | None = None,
+    exchange: moe.Exchange = _LOCAL,
 ) -> Layout:
-    """Returns the layout "sp".
+    """Returns the layout "sp", or "ep" with an exchange of tokens.
 
     Args:
-        config: shape of the model, batch-invariant and without experts.
+        config: shape of the model, batch-invariant.
         axis: mesh axis that cuts the tokens, and the heads of the cache.
         quantization: see `decoder`.
         activations: see `decoder`.
+        exchange: exchange of tokens and experts.
     """
+    config = _exchange_by(config, exchange)
     flat = dataclasses.replace(config, stacked=False)
 
     def compute_outputs(
@@ -96,7 +108,9 @@ def make_sequence_layout(
         exchanged = [_HeadExchange(body, axis, T, config.num_heads) for body in bodies]
         gather = functools.partial(all_gather_invariant, axis=axis, dim=0, size=T)
         how: Any = {"gather_tokens": gather, "activations": activations}
-        return Outputs(*gpt.decode(flat, weights, rank_tokens, rank_positions, rows_R, exchanged, **how))
+        counted = flat if isinstance(exchange, moe.Local) else _exchange_by(flat, replace(exchange, tokens=T))
+        found = gpt.decode(counted, weights, rank_tokens, rank_positions, rows_R, exchanged, **how)
+        return make_outputs(found, gather)
 
     return Layout(
         outputs=compute_outputs,
@@ -105,6 +119,22 @@ def make_sequence_layout(
         packed=gpt.packed_specs(config),
         tokens=axis,
     )
+
+
+def make_outputs(found: gpt.Decoded, gather: Callable[[Tensor], Tensor] = lambda x: x) -> Outputs:
+    """Returns the results of `gpt.decode`.
+
+    Args:
+        found: results of a rank.
+        gather: function from rows of the rank's tokens to the rows of all tokens.
+    """
+    return Outputs(found.logits, found.hidden, lambda: gather(found.experts), found.state_after)
+
+
+def _exchange_by(config: gpt.Config, exchange: moe.Exchange) -> gpt.Config:
+    if config.experts is None:
+        return config
+    return replace(config, experts=replace(config.experts, exchange=exchange))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from torch import Tensor
 from shardfn import kernels
 from shardfn.collectives import GlobalTensor
 from shardfn.core import (
+    Axes,
     Disk,
     Draw,
     MemoryKind,
@@ -124,6 +125,9 @@ class Runner:
         mesh: mesh from `make_mesh`. None is a single device.
         weights: memory of weights between their uses, "device", "host" or "disk". A step reads the weights of a layer
             while the layer before computes. Bits are the same.
+        weights_axis: mesh axis, or axes, along which weights are cut between their uses (ZeRO-Inference). Of 2 ranks,
+            for example, each holds a half of every weight of more than 1,024 elements. A step gathers the weights of a
+            layer while the layer before computes, and sends no tokens. Bits are the same.
         disk: directory for "disk".
         cache: memory of keys and values, "device" or "host". A step brings the blocks of its sequences in a layer while
             the layer before computes, and returns the rows of its tokens. Bits are the same.
@@ -142,21 +146,24 @@ class Runner:
         *,
         mesh: Mesh | None = None,
         weights: MemoryKind = "device",
+        weights_axis: Axes = None,
         disk: Disk | None = None,
         cache: MemoryKind = "device",
         eager_steps: int = 0,
     ) -> None:
         mesh = make_mesh({}, alone=True) if mesh is None else mesh
-        check_decoder(decoder, limits, mesh)
+        check_decoder(decoder, limits, mesh, weights_axis)
         self._decoder, self.limits, self.mesh = decoder, limits, mesh
-        self._zero = make_zero(weights, disk)
+        self._zero = make_zero(weights, disk, weights_axis)
         self._cache: MemoryKind = check_memory(cache)
-        self._by_leaf, self._host_cache = not is_device(weights), not is_device(cache)
+        self._by_leaf = not is_device(weights) or weights_axis is not None
+        self._host_cache = not is_device(cache)
         # The work of a batch-invariant decoder is in kernels.
         self._threads = kernels.threads_for_kernels if decoder.batch_invariant else contextlib.nullcontext
         self._layouts = find_layouts(decoder, limits)
         if self._by_leaf and len(self._layouts) > 1:
-            raise ValueError(f"engine: weights={weights!r} are served in one layout, got {[*self._layouts]}.")
+            kept = f"weights={weights!r}" if weights_axis is None else f"weights_axis={weights_axis!r}"
+            raise ValueError(f"engine: weights with {kept} are served in one layout, got {[*self._layouts]}.")
         self._pack = {
             name: sharded(x.pack, mesh=mesh, specs=x.specs, out_specs=x.packed) for name, x in self._layouts.items()
         }
@@ -433,7 +440,8 @@ def _run_step(
     images: dict[str, Any] = {} if step.images is None else {"images": (step.images.rows, step.images.features)}
     found = layout.outputs(weights, step.tokens, step.positions, step.rows, bodies, step.low, **images)
     drawn = draw_tokens(found.logits, step)
-    more = (found.state_after(x) if isinstance(x, int) else getattr(found, x) for x in further)
+    results = {"hidden": lambda: found.hidden, "experts": found.experts, "logits": lambda: found.logits}
+    more = (found.state_after(x) if isinstance(x, int) else results[x]() for x in further)
     return *drawn, cache, find_top(found.logits, step), *more
 
 
@@ -458,21 +466,16 @@ def make_runner(
     decoder: Decoder,
     limits: Limits,
     mesh: Mesh | None,
-    weights: MemoryKind,
-    disk: Disk | None,
-    cache: MemoryKind,
-    eager_steps: int = 0,
+    **kept: Any,
 ) -> Runner:
     """Returns the runner of an engine: the given runner if it fits, or a new runner.
 
     Raises:
-        ValueError: the runner has another model, limits or mesh, or the memory of weights or of the cache is given,
-            too.
+        ValueError: the runner has another model, limits or mesh, or arguments of a runner are given, too.
     """
     if runner is None:
-        return Runner(decoder, limits, mesh=mesh, weights=weights, disk=disk, cache=cache, eager_steps=eager_steps)
-    given = [(name, kind) for name, kind in (("weights", weights), ("cache", cache)) if not is_device(kind)]
-    given += [] if disk is None else [("disk", disk)]
+        return Runner(decoder, limits, mesh=mesh, **kept)
+    given = [(k, v) for k, v in kept.items() if v not in ("device", None) and k != "eager_steps"]
     if given:
         shown, names = ", ".join(f"{k}={v!r}" for k, v in given), ", ".join(f"{k}=" for k, _ in given)
         raise ValueError(f"engine: {shown} is the runner's to choose: Runner(..., {names}).")

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from shardfn._torch import FakeTensorMode
 from shardfn.collectives import Constant, GlobalTensor, bind_mesh
 from shardfn.core import (
+    Axes,
     Disk,
     MemoryKind,
     Mesh,
@@ -45,8 +46,8 @@ TOGETHER = 16 << 20
 SMALL = 1024
 
 
-def make_zero(weights: MemoryKind, disk: Disk | None) -> Zero:
-    """Returns the rule of weights in a memory.
+def make_zero(weights: MemoryKind, disk: Disk | None, axis: Axes = None) -> Zero:
+    """Returns the rule of weights in a memory, cut along an axis.
 
     Raises:
         ValueError: there is no such memory, or the directory is missing or has no effect.
@@ -60,7 +61,9 @@ def make_zero(weights: MemoryKind, disk: Disk | None) -> Zero:
         raise ValueError(
             f"engine: disk={disk} has no effect with weights={weights!r}. Leave disk out, or pass weights='disk'."
         )
-    return Zero(params=weights, disk=disk, persist_elements=SMALL)
+    if axis is None:
+        return Zero(params=weights, disk=disk, persist_elements=SMALL)
+    return Zero(3, axis, params=weights, disk=disk, persist_elements=SMALL)
 
 
 class Shapes(NamedTuple):

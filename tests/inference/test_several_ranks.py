@@ -140,3 +140,43 @@ def test_a_rank_that_is_killed_is_an_error_of_the_others(tmp_path: pathlib.Path)
         _die_in_the_middle(tmp_path)
     seconds, text = (tmp_path / "rank0").read_text().split(" ", 1)
     assert float(seconds) < 5 and "rank 1" in text
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@distributed(world=[2, 3])
+def test_steps_of_experts_in_each_layout(world: int, kind: str) -> None:
+    """Experts are cut by number beside all tokens, get tokens, or are gathered: tokens and experts are the same."""
+    changes, limits = KINDS[kind]
+    changes = changes | {"num_heads": 6, "num_kv_heads": 6, "d_model": 48, "chunks": 24 if world == 3 else 8}
+    experts = replace(changes["experts"], exchange=moe.AllReduce("tp", in_order=True))
+    one, cut, mesh = model(**changes), model("tp", **changes | {"experts": experts}), make_mesh({"tp": world})
+    prompts, how = [[1, 2, 3], [5, 2] * 6, [4] * 9], Sampling(max_tokens=6, temperature=0.9, seed=3)
+    plain = Engine(one.decoder, one.params[0], limits=limits, record_experts=True)
+    want = [(x.tokens, x.logprobs, x.expert_ids.tolist()) for x in plain.generate(prompts, how)]
+    shift = (("tp", 1), ("ep", 3), ("sp", limits.budget))
+    for layouts, axis in ((shift, None), ((("sp", 1),), "tp"), ((("ep", 1),), None)):
+        own = replace(limits, layouts=layouts)
+        engine = Engine(cut.decoder, cut.params[0], mesh=mesh, limits=own, weights_axis=axis, record_experts=True)
+        got = [(x.tokens, x.logprobs, x.expert_ids.tolist()) for x in engine.generate(prompts, how)]
+        assert got == want, (layouts, axis)
+
+
+@distributed(world=2)
+def test_weights_that_are_cut_between_their_uses() -> None:
+    """Each rank keeps a half of each large weight, and gathers a layer ahead."""
+    changes, limits = KINDS["gpt2"]
+    one, mesh = model(**changes), make_mesh({"dp": 2})
+    prompts, how = [[1, 2, 3], [4] * 9], Sampling(max_tokens=6, temperature=0.9, seed=3)
+    plain = Engine(one.decoder, one.params[0], limits=limits)
+    want, whole = plain.generate(prompts, how), plain.runner.held_memory(plain.core.weights, plain.core.cache)
+    engine = Engine(one.decoder, one.params[0], mesh=mesh, limits=limits, weights_axis="dp")
+    held = engine.runner.held_memory(engine.core.weights, engine.core.cache)
+    assert engine.generate(prompts, how) == want and held.weights < 0.7 * whole.weights
+    engine.update_weights(one.params[1])
+    plain.update_weights(one.params[1])
+    assert engine.generate(prompts, how) == plain.generate(prompts, how)
+    with pytest.raises(ValueError, match=r"axes \['dp'\] that no layout|cut it over no axis"):
+        Engine(one.decoder, one.params[0], mesh=mesh, limits=limits)
+    with pytest.raises(ValueError, match="weights_axis='tp' must be an axis of the mesh"):
+        Engine(one.decoder, one.params[0], mesh=mesh, limits=limits, weights_axis="tp")
