@@ -192,7 +192,7 @@ def decoder(
         vocab=config.vocab_size,
         context=config.max_len,
         cache=CacheLayout(config.num_cache_layers, config.kv_heads, config.head_dim, tp),
-        specs=gpt.specs(config, tp=tp),
+        specs=gpt.served_specs(config, tp=tp),
         outputs=compute_outputs,
         pack=pack,
         packed=gpt.packed_specs(config, tp=tp),

@@ -108,13 +108,13 @@ def make_sequence_layout(
         exchanged = [_HeadExchange(body, axis, T, config.num_heads) for body in bodies]
         gather = functools.partial(all_gather_invariant, axis=axis, dim=0, size=T)
         how: Any = {"gather_tokens": gather, "activations": activations}
-        counted = flat if isinstance(exchange, moe.Local) else _exchange_by(flat, replace(exchange, tokens=T))
+        counted = _exchange_by(flat, replace(exchange, tokens=T)) if isinstance(exchange, moe.AllToAll) else flat
         found = gpt.decode(counted, weights, rank_tokens, rank_positions, rows_R, exchanged, **how)
         return make_outputs(found, gather)
 
     return Layout(
         outputs=compute_outputs,
-        specs=gpt.specs(config),
+        specs=gpt.served_specs(config),
         pack=lambda params: gpt.pack(config, params, quantization=quantization),
         packed=gpt.packed_specs(config),
         tokens=axis,

@@ -20,6 +20,7 @@ from shardfn.kernels import GROUP, Activations, Quantization, pack_blocks, pack_
 
 from ._gpt_block import Along, block, causal_mask, norm, rope_table, score_arguments
 from ._gpt_config import Config
+from ._gpt_experts import check_bias
 from ._gpt_forward import compute_logits, look_up_tokens, name_head
 from ._gpt_leaves import Params, block_shapes, check_leaves, specs, unstack_blocks
 from ._gpt_swift import SwiftKeys
@@ -126,14 +127,15 @@ def decode(
     found = (_narrow_body(x, blocks[-1], rows_R, None if then else len(tokens_T)) for x in bodies[first:])
     narrow = [x for x in found if x is not None]
     is_narrow = len(narrow) == config.num_layers - first
-    experts, states = list[Tensor](), [x_1TD]
+    experts, states, biases = list[Tensor](), [x_1TD], params.get(EXPERT_BIAS)
     for i, (p, body, kind) in enumerate(zip(blocks, bodies, kinds, strict=True)):
         body = narrow[i - first] if is_narrow and i >= first else body
         table = keys.add_to(shared | {"how": nn.Attending(causal_mask(kind), body)}, i, x_1TD)
         rows = rows_R if is_narrow and i == first else None
         if rows is not None and "keys" in table:  # all tokens have given their keys and values
             x_1TD, rows = x_1TD[:, rows_R], None
-        x_1TD, seen = block(config, along, None, p, x_1TD, table, None, None, rows_R=rows)
+        bias_E = None if biases is None or "router" not in p else biases[len(experts)]
+        x_1TD, seen = block(config, along, None, p, x_1TD, table, None, None, bias_E, rows_R=rows)
         experts += [] if seen is None else [seen.experts]
         states.append(x_1TD)
     x_RD = x_1TD[0] if is_narrow else gather_tokens(x_1TD[0])[rows_R]
@@ -228,7 +230,8 @@ def pack(config: Config, params: Params, *, axis: Axes = None, quantization: Qua
 
     Args:
         config: shape.
-        params: parameters as from `init`, or this rank's blocks of them.
+        params: parameters as from `init`, or this rank's blocks of them. For experts with `bias_rate` also the leaf
+            "expert_bias", as from `models.moe.add_biases`.
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
         quantization: codes to which the weights of linear layers are rounded. Logits equal the logits of the rounded
             weights, bit for bit. "int8", "int4", or codes by regular expressions found in names such as "blocks.0.wq"
@@ -238,7 +241,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, quantization: Qua
         TypeError: leaves of a batch-invariant model are float16, or only some are float64. The message lists all. Or
             float64 has codes.
         ValueError: leaves are missing, unknown, or of another model. The message lists all. Or codes of layers that are
-            not exact, or whose groups of inputs lie on several ranks.
+            not exact, or whose groups of inputs lie on several ranks. Or biases of experts are missing.
 
     Example:
         >>> import shardfn.core as core
@@ -247,10 +250,18 @@ def pack(config: Config, params: Params, *, axis: Axes = None, quantization: Qua
         >>> pack(config, init(config, core.key(0)))["blocks"][0]["wq"].shape
         torch.Size([1, 32, 64])
     """
+    biases = {name: x for name, x in params.items() if name == EXPERT_BIAS}
+    params = {name: x for name, x in params.items() if name not in biases}
     check_leaves(config, params, axis)
+    if not biases and EXPERT_BIAS in served_specs(config):
+        raise ValueError(
+            "pack: experts with bias_rate are chosen by biases, got parameters without them. Pass"
+            " models.moe.add_biases(params, model_state)."
+        )
+    check_bias(config, biases.get(EXPERT_BIAS))
     if config.batch_invariant:
-        _check_batch_invariant(params, quantization)
-    params = unstack_blocks(config, params) | _tables_of_all(config, params)
+        _check_batch_invariant(params | biases, quantization)
+    params = unstack_blocks(config, params) | _tables_of_all(config, params) | biases
     blocks = params["blocks"]
     head = name_head(config)
     linear = [f"blocks.{i}.{name}" for i, p in enumerate(blocks) for name in p if name in LINEAR]
@@ -316,9 +327,15 @@ def _check_quantization(config: Config, leaves: Params, axis: Axes, policy: Quan
         )
 
 
+def served_specs(config: Config, *, tp: Axes = None) -> PyTree:
+    """Returns the specs of the parameters that `pack` takes: `specs`, and the specs of the biases of experts."""
+    biased = config.experts is not None and config.experts.bias_rate > 0
+    return specs(config, tp=tp) | ({EXPERT_BIAS: P()} if biased else {})
+
+
 def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:
     """Returns the specs of the result of `pack`."""
-    tree: Any = specs(dataclasses.replace(config, stacked=False), tp=tp)
+    tree: Any = served_specs(dataclasses.replace(config, stacked=False), tp=tp)
     return tree | dict.fromkeys((name for names in _name_tables(config).values() for name in names), P())
 
 
@@ -340,6 +357,9 @@ def _tables_of_all(config: Config, params: Params) -> Params:
         out |= dict(zip(names, table, strict=True))
     return out
 
+
+# Leaf of parameters that are served: the biases of experts, [m, E], or a list by layer for a pyramid.
+EXPERT_BIAS = "expert_bias"
 
 LINEAR = ("wq", "wk", "wv", "s_wq", "s_wk", "s_wv", "wo", "w_up", "w_gate", "w_down", "router", "mix")
 # Small layers that decide on experts, never in codes.
@@ -407,10 +427,5 @@ def check_decodable(config: Config) -> None:
         raise ValueError("decode: causal=False: tokens see later ones, so none can be drawn after another.")
     if config.layout is not None:
         raise ValueError("decode: the masks of `layout` are those of whole sequences. Leave it out.")
-    if config.experts is not None and config.experts.bias_rate > 0:
-        raise ValueError(
-            f"decode: bias_rate={config.experts.bias_rate}: experts are chosen by biases in the loss's state, which are"
-            " no parameters; such a model is not served."
-        )
     if not isinstance(config.attention, nn.Dense):
         raise ValueError(f"decode: attention={config.attention!r}: bodies are given. Use attention=Dense().")

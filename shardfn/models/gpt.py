@@ -23,12 +23,14 @@ from ._gpt_block import Seen as Seen
 from ._gpt_block import Wrap as Wrap
 from ._gpt_config import Config as Config
 from ._gpt_config import Images as Images
+from ._gpt_decode import EXPERT_BIAS as EXPERT_BIAS
 from ._gpt_decode import Decoded as Decoded
 from ._gpt_decode import check_decodable as check_decodable
 from ._gpt_decode import decode as decode
 from ._gpt_decode import linear_sizes as linear_sizes
 from ._gpt_decode import pack as pack
 from ._gpt_decode import packed_specs as packed_specs
+from ._gpt_decode import served_specs as served_specs
 from ._gpt_forward import compute_hidden as _compute_hidden
 from ._gpt_forward import compute_logits as _compute_logits
 from ._gpt_forward import sample_tokens as _sample_tokens

@@ -10,14 +10,14 @@ L layers with experts, E experts.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn.collectives import psum
-from shardfn.core import Axes, raise_all, tree_map
+from shardfn.core import Axes, PyTree, raise_all, tree_map
 from shardfn.engine import PipelineState, WeightedMean
 from shardfn.nn import moe
 
@@ -230,6 +230,23 @@ def finish(config: gpt.Config, model_state: Any) -> Any:
     rate = _get_experts(config).bias_rate
     bias = tree_map(lambda b, n: moe.bias_update(b, n, rate), model_state["bias"], model_state["counts"])
     return {**model_state, "bias": bias, "counts": tree_map(torch.zeros_like, model_state["counts"])}
+
+
+def add_biases(params: PyTree, model_state: Mapping[str, Any]) -> PyTree:
+    """Returns the parameters of a config with `bias_rate` as an engine takes them: with the biases of the experts.
+
+    Args:
+        params: parameters as from `gpt.init`.
+        model_state: state of `loss`, as from `init_state`.
+
+    Example:
+        >>> from shardfn.core import key
+        >>> config = deepseek_v3_like(num_layers=2, d_model=32, num_heads=4, vocab_size=64, d_ff=16)
+        >>> params = add_biases(gpt.init(config, key(0)), init_state(config))
+        >>> params["expert_bias"].dtype
+        torch.float32
+    """
+    return {**params, gpt.EXPERT_BIAS: model_state["bias"]}
 
 
 def num_active_params(config: gpt.Config) -> int:

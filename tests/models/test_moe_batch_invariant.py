@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import shardfn as sf
-from shardfn import nn
+from shardfn import models, nn
 from shardfn.core import block_slices, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from shardfn.inference import Engine, Sampling, decoder
 from shardfn.models import gpt
 from shardfn.models.moe import Experts
 from shardfn.nn import moe
@@ -218,7 +219,24 @@ def test_narrow_scores_are_refused() -> None:
         nn.batch_invariant_softmax(torch.zeros(2, 3, dtype=torch.float16))
 
 
-def test_biases_of_the_losss_state_are_not_served() -> None:
-    config = config_of("mixtral", experts=changed(route=GROUPS, bias_rate=0.1))
-    with pytest.raises(ValueError, match=r"decode: bias_rate=0\.1: experts are chosen by biases"):
-        gpt.check_decodable(config)
+@pytest.mark.parametrize("exact", [True, False])
+def test_experts_that_are_chosen_by_biases_are_served(exact: bool) -> None:
+    config = config_of("mixtral", experts=changed(route=GROUPS, bias_rate=0.1), batch_invariant=exact)
+    params, tokens = params_of(config), tokens_of(1, 9)
+    bias = torch.randn(models.moe.init_state(config)["bias"].shape, generator=torch.Generator().manual_seed(0))
+    served = models.moe.add_biases(params, {"bias": bias})
+    engine = Engine(decoder(config), served, eager_steps=100)
+    [found] = engine.generate([tokens[0].tolist()], Sampling(max_tokens=5, temperature=0.0))
+    whole = torch.cat([tokens, torch.tensor([found.tokens])], 1)
+    logits = gpt.apply(config, params, whole, bias=bias)[0, 8:-1]
+    assert logits.argmax(-1).tolist() == found.tokens
+    want = logits.log_softmax(-1).gather(1, whole[0, 9:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found.logprobs), want, rtol=1e-5, atol=1e-5)
+    plain = gpt.apply(config, params, whole, bias=torch.zeros_like(bias))[0, 8:-1]
+    assert not torch.allclose(plain, logits)  # the biases count
+    with pytest.raises(ValueError, match=r"got parameters without them. Pass models.moe.add_biases"):
+        gpt.pack(config, params)
+    with pytest.raises(ValueError, match=r"specs\['expert_bias'\] has no leaf in params"):
+        Engine(decoder(config), params)
+    with pytest.raises(ValueError, match="bias has shape"):
+        Engine(decoder(config), models.moe.add_biases(params, {"bias": bias[:, :2]}))
