@@ -105,18 +105,32 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
     out = blocks.new_empty(panels, groups, PANEL * size)
     if blocks.is_meta or not blocks.numel():
         return out
-    by_output = torch.nn.functional.pad(blocks, (0, 0, 0, -n % PANEL)).view(panels, PANEL, groups, size)
-    head = 2 if kinds[0] == "int8" else 4
-    numbers, q = by_output[..., :head].contiguous(), by_output[..., head:]
-    if kinds[0] == "int4":
-        # Bytes 8 i + 4 h + j have the inputs 8 i + 4 h + j in the low and 16 + 8 i + 4 h + j in the high nibbles.
-        first, last = q.unflatten(3, (2, 2, 4)).unbind(4)
-        q = torch.cat([(first & 15) | last << 4, (first >> 4) | (last & 240)], 3)
+    if n % PANEL or blocks.storage_offset() % 4:
+        blocks = torch.nn.functional.pad(blocks, (0, 0, 0, -n % PANEL))
+    by_output = blocks.view(panels, PANEL, groups, size)
     # Numbers of two bytes, and codes of four inputs, move as a whole.
-    for part, dtype, start, end in ((numbers, torch.int16, 0, head), (q, torch.int32, head, size)):
-        whole = part.contiguous().flatten(3).view(dtype)
-        out[..., start * PANEL : end * PANEL].view(dtype).unflatten(-1, (-1, PANEL)).copy_(whole.permute(0, 2, 3, 1))
+    if kinds[0] == "int8":
+        numbers, q = by_output[..., :2].contiguous(), by_output[..., 2:].contiguous()
+        _split_panels(out[..., : 2 * PANEL], torch.int16).copy_(numbers.view(torch.int16).permute(0, 2, 3, 1))
+        _split_panels(out[..., 2 * PANEL :], torch.int32).copy_(q.view(torch.int32).permute(0, 2, 3, 1))
+        return out
+    words = by_output.view(torch.int32).permute(0, 2, 3, 1).contiguous()  # two numbers, and 4 times 8 nibbles
+    numbers = words[:, :, 0].contiguous().view(torch.int16).unflatten(-1, (PANEL, 2))
+    _split_panels(out[..., : 4 * PANEL], torch.int16).copy_(numbers.transpose(-1, -2))
+    # Bytes 8 i + 4 h + j have the inputs 8 i + 4 h + j in the low and 16 + 8 i + 4 h + j in the high nibbles.
+    first, last, made = words[:, :, 1::2], words[:, :, 2::2], _split_panels(out, torch.int32)
+    made[:, :, 1:3] = (first & _LOW) | (last & _LOW) << 4
+    made[:, :, 3:5] = (first >> 4 & _LOW) | (last & ~_LOW)
     return out
+
+
+# Low nibbles of four bytes.
+_LOW = 0x0F0F0F0F
+
+
+def _split_panels(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a view of packed bytes with the outputs of a panel along the last dim."""
+    return x.view(dtype).unflatten(-1, (-1, PANEL))
 
 
 def kind_of(packed: Tensor) -> Quantization | None:
