@@ -131,7 +131,7 @@ def _sum_of_bits(x: Tensor) -> Tensor:
     with torch.no_grad():
         real = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
         size = real.element_size()
-        if real.is_contiguous() and (real.nbytes | real.storage_offset() * size) % 8 == 0:
+        if real.is_contiguous() and real.nbytes % 8 == real.storage_offset() * size % 8 == 0:
             return real.reshape(-1).view(torch.int64).sum()  # 8 bytes at a time
         as_ints = torch.int64 if size == 8 else torch.int32 if size == 4 else torch.int16 if size == 2 else torch.uint8
         return real.view(as_ints).sum(dtype=torch.int64)
