@@ -28,6 +28,7 @@ def add_guess_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="as of shardfn generate")
     add("text", metavar="TEXT", help="a plain text that the model was not trained on, for prompts")
     add("--speculator", nargs="*", default=[], metavar="DIR", help="speculators of shardfn speculate")
+    add("--branches", type=int, default=1, metavar="N", help="also trees of N branches (default 1, none)")
     add("--lengths", type=int, nargs="+", default=[64], metavar="N", help="tokens of a prompt (default 64)")
     add("--prompts", type=int, default=8, metavar="N", help="prompts of each length (default %(default)s)")
     add("--tokens", type=int, default=48, metavar="N", help="drawn tokens of each prompt (default %(default)s)")
@@ -49,7 +50,7 @@ def bench_guess(args: argparse.Namespace) -> int:
     kind = detect_kind(pathlib.Path(args.model))
     problems = [str(kind)] if isinstance(kind, Problem) else []
     problems += [] if path.is_file() else [f"TEXT {path} is no file; give a plain text"]
-    for name in ("prompts", "tokens"):
+    for name in ("prompts", "tokens", "branches"):
         if getattr(args, name) < 1:
             problems.append(f"--{name} must be at least 1, got {getattr(args, name)}")
     problems += [f"--lengths must be at least 1, got {x}" for x in args.lengths if x < 1]
@@ -81,6 +82,9 @@ def measure_lengths(served: LoadedModel, ids: Sequence[int], args: argparse.Name
     for place in args.speculator:
         made, name = load(place, *given), pathlib.Path(place).name
         drafters[name] = made, made.prepare(*given)
+        if args.branches > 1:
+            tree = load(place, *given, branches=args.branches)
+            drafters[f"{name} with trees"] = tree, tree.prepare(*given)
         drafters[f"{name} with suffixes"] = Hybrid(made), made.prepare(*given)
     how, found = Sampling(max_tokens=args.tokens, temperature=args.temperature), dict[str, dict[int, float]]()
     for name, (drafter, own) in drafters.items():

@@ -165,6 +165,8 @@ def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a speculator that shardfn speculate has trained for MODEL; with --drafter suffix, both in a tree",
     )
+    branches = "guesses of a place that a --speculator continues, in a tree (default %(default)s: a chain)"
+    add("--branches", type=int, default=1, metavar="N", help=branches)
 
 
 def drafter_problems(args: argparse.Namespace) -> Iterator[str]:
@@ -178,6 +180,8 @@ def drafter_problems(args: argparse.Namespace) -> Iterator[str]:
         yield str(kind).replace("MODEL", "--draft-model", 1)
     if args.speculator is not None and not (pathlib.Path(args.speculator) / "config.json").is_file():
         yield f"--speculator {args.speculator} has no config.json; give a directory of shardfn speculate"
+    if args.branches < 1 or (args.branches > 1 and args.speculator is None):
+        yield f"--branches must be at least 1, and is for a --speculator, got {args.branches}"
 
 
 def parse_generate(args: argparse.Namespace) -> GenerateJob:

@@ -133,6 +133,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         "drafter",
         "draft_model",
         "speculator",
+        "branches",
         "generation_config",
         "reward_head",
     )
@@ -261,6 +262,7 @@ def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
         **({} if model.disk is None else {"--disk": model.disk}),
         **({} if model.draft_model is None else {"--draft-model": model.draft_model}),
         **({} if model.speculator is None else {"--speculator": model.speculator}),
+        **({} if model.branches == 1 else {"--branches": model.branches}),
     }
     for option, pair in (("--weights", (model.weights, model.memory)), ("--cache", (model.cache, model.cache_memory))):
         kinds = [kind for kind in pair if kind not in (None, "device")]

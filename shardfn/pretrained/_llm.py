@@ -44,6 +44,7 @@ class LLM:
         cache_gib: most GiB of the KV cache, on all ranks together.
         drafter: "none", "ngram", "suffix" or "jacobi", for speculative decoding.
         speculator: directory of a speculator of the model, in place of a drafter.
+        branches: branches of the speculator's trees. 1 proposes chains.
         adapters: directories of peft, by the names that calls give.
         **sizes: other fields of `inference.Limits`.
 
@@ -77,6 +78,7 @@ class LLM:
         cache_gib: float = 1.0,
         drafter: str = "none",
         speculator: str | None = None,
+        branches: int = 1,
         adapters: Mapping[str, str] | None = None,
         **sizes: Any,
     ) -> None:
@@ -93,6 +95,7 @@ class LLM:
                 "cache_gib": cache_gib,
                 "drafter": drafter,
                 "speculator": speculator,
+                "branches": branches,
                 "recommended": recommended,
                 "classifies": True,
             },

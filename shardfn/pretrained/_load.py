@@ -241,7 +241,7 @@ def _load_drafter(job: ModelSettings, limits: Limits, served: LoadedModel) -> Dr
         ImportError: see `load_model`.
     """
     if job.speculator is not None:
-        made = load_speculator(job.speculator, served.decoder, served.params)
+        made = load_speculator(job.speculator, served.decoder, served.params, branches=job.branches)
         return Hybrid(made) if job.drafter == "suffix" else made
     if job.draft_model is None:
         return DRAFTERS[job.drafter]

@@ -46,6 +46,7 @@ class ModelSettings:
         drafter: key of `DRAFTERS`, for speculative decoding.
         draft_model: path of a smaller model that guesses, or None.
         speculator: directory of a speculator that guesses, or None.
+        branches: branches of a speculator's trees. 1 proposes chains.
         adapter: directory of `peft`, or None.
         generation_config: source of defaults: "auto" takes values from the model's `generation_config.json`, and "none"
             ignores the file.
@@ -71,6 +72,7 @@ class ModelSettings:
     adapter: str | None = None
     draft_model: str | None = None
     speculator: str | None = None
+    branches: int = 1
     generation_config: str = "auto"
     recommended: Mapping[str, float] = dataclasses.field(default_factory=dict)
     reward_head: bool = False

@@ -1,14 +1,26 @@
-"""A speculator as a drafter of an engine."""
+"""A speculator as a drafter of an engine: chains of drafts, or trees.
+
+A tree has, after each of its K most probable chains, the token drawn there and the K most probable tokens. The K most
+probable of all chains that are longer by a token go on, and so on for n tokens. A proposal has the entries that are most
+probable under the speculator, at most as many as asked for. As a chain is never more probable than its beginning,
+parents come first.
+
+B sequences, K branches, N = B K chains, M entries of a tree, V vocabulary.
+
+References:
+    Li et al., EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees, 2024,
+    https://arxiv.org/abs/2406.16858
+"""
 
 import functools
 import hashlib
-import itertools
 import math
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from shardfn import kernels
@@ -17,13 +29,13 @@ from shardfn.engine import BoundCall, sharded
 from shardfn.inference import Context, Decoder, DraftTree, Guess, Limits, Sampling
 from shardfn.transforms import jit
 
-from ._config import EagleConfig, MTPConfig, SpeculatorConfig, list_misfits
-from ._eagle import draft_eagle
+from ._config import SpeculatorConfig, list_misfits
+from ._eagle import start_eagle
 from ._inputs import DraftInputs, make_inputs
 from ._loss import Params, check_params
-from ._mtp import draft_mtp
+from ._mtp import start_mtp
 from ._owl import add_spec_token
-from ._recurrent import draft_recurrent
+from ._recurrent import start_recurrent
 
 
 class Speculator:
@@ -37,9 +49,10 @@ class Speculator:
         params: parameters as from `init`, whole and equal on all ranks.
         digest: digest of the model that the speculator was trained for (`Decoder.digest`). Empty: any model of the
             sizes in `config`.
+        branches: number K of guesses of a place that have guesses after them. 1 proposes chains, and more trees.
 
     Raises:
-        ValueError: leaves are missing, unknown, or of another shape.
+        ValueError: leaves are missing, unknown, or of another shape, or `branches` is not from 1 to the vocabulary.
 
     Example:
         >>> from shardfn import core
@@ -57,17 +70,22 @@ class Speculator:
         True
     """
 
-    def __init__(self, config: SpeculatorConfig, params: Params, *, digest: str = "") -> None:
+    def __init__(self, config: SpeculatorConfig, params: Params, *, digest: str = "", branches: int = 1) -> None:
         check_params(config, params)
-        self.config, self._digest = config, digest
+        if type(branches) is not int or not 1 <= branches <= config.vocab_size:
+            raise ValueError(
+                f"Speculator: branches must be an integer from 1 to the vocabulary {config.vocab_size}, got"
+                f" {branches!r}. 1 proposes chains."
+            )
+        self.config, self.branches, self._digest = config, branches, digest
         params = {name: x.detach().float() for name, x in params.items()}
-        content = hashlib.blake2b(repr((config, digest)).encode(), digest_size=8)
+        content = hashlib.blake2b(repr((config, digest, branches)).encode(), digest_size=8)
         for x in tree_leaves(params):
             content.update(x.cpu().contiguous().numpy().tobytes())
         self._content = content.digest()
         self._spec = params.get("spec")
         packed = {name: kernels.pack_rows(params[name]) for name in config.products}
-        run = functools.partial(_run_drafts, config)
+        run = functools.partial(_run_drafts, config, branches)
         self._program = sharded(jit(run, backend="graph"), mesh=make_mesh({}, alone=True))
         self._held = self._program.init(params | packed)
         self._bound: dict[int, BoundCall] = {}  # by the number of sequences
@@ -99,7 +117,8 @@ class Speculator:
     def describe(self) -> str:
         """Returns the kind and the sizes of the speculator, as a part of a line."""
         size = sum(math.prod(shape) for shape in self.config.shapes.values())
-        return f"{self.config.kind} speculator, {size:,} parameters, {self.config.num_drafts} tokens"
+        tree = f", trees of {self.branches} branches" if self.branches > 1 else ""
+        return f"{self.config.kind} speculator, {size:,} parameters, {self.config.num_drafts} tokens{tree}"
 
     def check(self, decoder: Decoder, limits: Limits | None = None) -> None:
         """Refuses an engine of another model.
@@ -120,7 +139,7 @@ class Speculator:
             self._bind(size)
 
     def propose(self, context: Context, most: int) -> DraftTree:
-        """Returns the tokens that the speculator draws after the last token."""
+        """Returns the tokens that the speculator draws after the last token, in a tree with other likely tokens."""
         return self.propose_all([(context, most)])[0]
 
     def propose_all(self, asks: Sequence[tuple[Context, int]]) -> list[DraftTree]:
@@ -130,20 +149,14 @@ class Speculator:
     def guess_all(self, asks: Sequence[tuple[Context, int]]) -> list[Guess]:
         """Returns the proposals of several sequences, and the number of their tokens expected to be accepted.
 
-        The number is the sum of the probabilities of the chain's beginnings, as the speculator has them.
+        The number is the sum of the probabilities of all entries of the tree, as the speculator has them.
         """
         seen = [context for context, _ in asks if context.states]
-        drawn = iter(self._draw_drafts(seen) if seen else ())
-        found = list[Guess]()
-        for context, most in asks:
-            if not context.states:
-                found.append(Guess(0.0, DraftTree()))
-                continue
-            tokens, logprobs = next(drawn)
-            tokens = _cut_draws(tokens[:most], context.sampling)
-            begins = itertools.accumulate(logprobs[: len(tokens)])
-            found.append(Guess(math.fsum(map(math.exp, begins)), DraftTree.chain(tokens)))
-        return found
+        drawn = iter(self._draw_trees(seen) if seen else ())
+        return [
+            _cut_tree(next(drawn), most, context.sampling) if context.states else Guess(0.0, DraftTree())
+            for context, most in asks
+        ]
 
     def end(self, context: Context) -> None:
         """Has no effect."""
@@ -156,12 +169,12 @@ class Speculator:
         """Returns a hash of the shape and the parameters."""
         return self._content
 
-    def _draw_drafts(self, contexts: Sequence[Context]) -> list[tuple[list[int], list[float]]]:
-        """Returns n drafts of each sequence, and their log probabilities. -1 where logits were not finite."""
+    def _draw_trees(self, contexts: Sequence[Context]) -> list["TreeEntries"]:
+        """Returns all entries of each sequence's tree."""
         size = 1 << (len(contexts) - 1).bit_length()
         with kernels.threads_for_kernels():
-            tokens, logprobs = self._bind(size)(self._held, self._make_inputs(contexts, size))
-        return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+            found = self._bind(size)(self._held, self._make_inputs(contexts, size))
+        return [TreeEntries(*each) for each in zip(*(x.tolist() for x in found), strict=True)]
 
     def _bind(self, size: int) -> BoundCall:
         """Returns the program for a number of sequences, captured at the first call."""
@@ -175,32 +188,74 @@ class Speculator:
         return make_inputs(contexts, size, self.hidden_window, self._program.mesh.device)
 
 
+class TreeEntries(NamedTuple):
+    """Entries of a tree, or of the trees of B sequences.
+
+    Attributes:
+        tokens: tokens. -1 where logits were not finite.
+        parents: place of each entry's parent. -1 is the last known token.
+        scores: log probability of the chain up to the entry, float64. -inf where a sibling has the same token.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
+
+
 def _run_drafts(
-    config: SpeculatorConfig, params: Params, inputs: DraftInputs
-) -> tuple[Int64[Tensor, "b n"], Float[Tensor, "b n"]]:
-    """Returns all drafts of each sequence, and their log probabilities."""
-    logprobs = list[Tensor]()
+    config: SpeculatorConfig, branches: int, params: Params, inputs: DraftInputs
+) -> tuple[Int64[Tensor, "b m"], Int64[Tensor, "b m"], Float64[Tensor, "b m"]]:
+    """Returns tokens, parents and scores of all entries of each sequence's tree, see `TreeEntries`."""
 
     def multiply(name: str, x: Tensor) -> Tensor:
         return kernels.row_linear(x, params[name], config.shapes[name][0])
 
-    def draw(i: int, logits_BV: Tensor) -> Tensor:
-        tokens_B, logprobs_B = inputs.draw(i, logits_BV)
-        logprobs.append(logprobs_B)
-        return tokens_B
+    start = {"eagle3": start_eagle, "mtp": start_mtp}.get(config.kind, start_recurrent)
+    state, advance, select = start(config, params, multiply, inputs)
+    B, tokens_N = len(inputs.keys), inputs.last_B
+    parents_BK, scores_BK = tokens_N.new_full((B, 1), -1), tokens_N.new_zeros(B, 1, dtype=torch.float64)
+    found, first = list[tuple[Tensor, Tensor, Tensor]](), 0
+    for i in range(config.num_drafts):
+        state, logits_NV = advance(i, state, tokens_N)
+        tokens_NC, logprobs_NC = _pick_tokens(i, branches, inputs, logits_NV)
+        C = tokens_NC.shape[1]
+        scores_BM = (scores_BK.flatten()[:, None] + logprobs_NC).view(B, -1)
+        tokens_BM = tokens_NC.view(B, -1)
+        found.append((tokens_BM, parents_BK.repeat_interleave(C, 1), scores_BM))
+        num = scores_BM.shape[1]
+        best_BK = torch.sort(scores_BM.nan_to_num(-math.inf), dim=-1, descending=True, stable=True).indices[:, :branches]
+        tokens_N, scores_BK = tokens_BM.gather(1, best_BK).flatten(), scores_BM.gather(1, best_BK)
+        if branches > 1 and i + 1 < config.num_drafts:
+            offsets_B1 = torch.arange(B, device=best_BK.device)[:, None] * (num // C)
+            state = select(state, (offsets_B1 + best_BK // C).flatten())
+        parents_BK, first = best_BK + first, first + num
+    tokens, parents, scores = (torch.cat(each, 1) for each in zip(*found, strict=True))
+    return tokens, parents, scores
 
-    if isinstance(config, EagleConfig):
-        found = draft_eagle(config, params, multiply, inputs, draw)
-    elif isinstance(config, MTPConfig):
-        found = draft_mtp(config, params, multiply, inputs, draw)
-    else:
-        found = draft_recurrent(config, params, multiply, inputs, draw)
-    return torch.stack(found, 1), torch.stack(logprobs, 1)
+
+def _pick_tokens(
+    i: int, branches: int, inputs: DraftInputs, logits_NV: Tensor
+) -> tuple[Int64[Tensor, "n c"], Float64[Tensor, "n c"]]:
+    """Returns the tokens of draft i after each chain: the drawn token, then others by probability for a tree."""
+    drawn_N, logprobs_N = inputs.draw(i, logits_NV)
+    if branches == 1:
+        return drawn_N[:, None], logprobs_N[:, None].double()
+    tokens_NK, others_NK = kernels.top_logprobs(logits_NV, branches)
+    others_NK = others_NK.masked_fill(tokens_NK == drawn_N[:, None], -math.inf)
+    return torch.cat([drawn_N[:, None], tokens_NK], 1), torch.cat([logprobs_N[:, None], others_NK], 1).double()
 
 
-def _cut_draws(drawn: list[int], sampling: Sampling) -> list[int]:
-    """Returns the drafts up to the first token that ends a sequence, or up to a row without a draw."""
-    for i, token in enumerate(drawn):
-        if token < 0 or token in sampling.stop_tokens:
-            return drawn[: i + (token >= 0)]
-    return drawn
+def _cut_tree(drawn: TreeEntries, most: int, sampling: Sampling) -> Guess:
+    """Returns the most probable entries that follow no token that ends a sequence and no place without a draw."""
+    tokens, parents, score, places = list[int](), list[int](), list[float](), {-1: -1}
+    order = sorted((i for i, x in enumerate(drawn.scores) if x > -math.inf), key=lambda i: -drawn.scores[i])
+    for i in order:
+        token, parent = drawn.tokens[i], drawn.parents[i]
+        if len(tokens) == most or token < 0 or parent not in places:
+            continue
+        if token not in sampling.stop_tokens:
+            places[i] = len(tokens)
+        tokens.append(token)
+        parents.append(places[parent])
+        score.append(math.exp(drawn.scores[i]))
+    return Guess(math.fsum(score), DraftTree(tuple(tokens), tuple(parents)))

@@ -33,7 +33,7 @@ from shardfn import kernels, nn
 from shardfn.core import Axes
 
 from ._config import EagleConfig, MTPConfig
-from ._inputs import DraftInputs, DrawDrafts
+from ._inputs import DraftInputs, DraftSteps
 
 Params = dict[str, Any]
 _BASE = 10000.0  # of the rotations
@@ -81,52 +81,74 @@ def apply_eagle(
     return logits
 
 
-def draft_eagle(
-    config: EagleConfig,
-    params: Params,
-    multiply: Callable[[str, Tensor], Tensor],
-    inputs: DraftInputs,
-    draw: DrawDrafts,
-) -> list[Int64[Tensor, " b"]]:
-    """Returns the n drafts of B sequences, by batch-invariant kernels: the function of `apply_eagle`.
+class EagleState(NamedTuple):
+    """State of N chains.
 
-    Each sequence has a block of a KV cache for only this call. Block 0 takes the keys of padding.
+    Attributes:
+        g_NE: state of each chain's last token.
+        cache: keys and values of the chains: a block each, and before them a block that takes the keys of padding.
+        last_N: place of the last state of the model in a chain's block.
+    """
+
+    g_NE: Tensor
+    cache: Tensor
+    last_N: Tensor
+
+
+def start_eagle(
+    config: EagleConfig, params: Params, multiply: Callable[[str, Tensor], Tensor], inputs: DraftInputs
+) -> DraftSteps:
+    """Returns the drafts of B sequences, by batch-invariant kernels: the function of `apply_eagle`.
+
+    Each chain has a block of a KV cache for only this call.
     """
     functions = LayerFunctions(multiply, nn.batch_invariant_rms_norm, kernels.gated_silu)
     (B, W), device = inputs.tokens_BW.shape, inputs.tokens_BW.device
     room, count = W + config.num_drafts, {"dtype": torch.int32, "device": device}
-    cache = torch.zeros(B + 1, 2, config.num_heads, room, config.head_dim, device=device)
-    tables, own_B = torch.arange(1, B + 1, **count)[:, None], torch.arange(B, **count)
     cos, sin = nn.batch_invariant_rope_table(torch.arange(room, device=device), config.head_dim, base=_BASE)
-    last_B = (inputs.counts_B - 1).int()
 
-    def attend(x: Tensor, row_x: Tensor, at: Tensor, slots: Tensor, of: Tensor, row_at: Tensor, rows: Any) -> Tensor:
+    def attend(x: Tensor, row_x: Tensor, at: Tensor, slots: Tensor, of: Tensor, state: EagleState, *rows: Any) -> Any:
+        row_at, row = rows
         q = kernels.rotate(split_heads(config, multiply("wq", row_x)), cos[row_at], sin[row_at])
         k = kernels.rotate(split_heads(config, multiply("wk", x)), cos[at], sin[at])
         v = split_heads(config, multiply("wv", x))
-        return kernels.ragged_attention(q, k, v, cache, slots, at, of, tables, rows=rows)[0]
+        tables = torch.arange(1, len(state.cache), **count)[:, None]
+        return kernels.ragged_attention(q, k, v, state.cache, slots, at, of, tables, rows=row)[0]
 
     def embed(tokens: Tensor) -> Tensor:
         return params["embed"][tokens.clamp(min=0)]
 
-    places_W = torch.arange(W, **count)
-    known_BW = places_W <= last_B[:, None]
-    slots = torch.where(known_BW, places_W + (own_B[:, None] + 1) * room, places_W).flatten()
-    positions = torch.where(known_BW, places_W, 0).flatten()
-    g_RE = multiply("fuse", inputs.hidden_BWN.flatten(0, 1))
-    x_R2 = join_inputs(params, functions, embed(inputs.tokens_BW.flatten()), g_RE)
-    rows_B = own_B * W + last_B
-    g_BE = g_RE[rows_B]
-    y_BHK = attend(x_R2, x_R2[rows_B], positions, slots, own_B.repeat_interleave(W), last_B, rows_B)
-    found = list[Tensor]()
-    for i in range(config.num_drafts):
-        if i:
-            x_B2 = join_inputs(params, functions, embed(found[-1]), g_BE)
-            at_B = last_B + i
-            y_BHK = attend(x_B2, x_B2, at_B, (own_B + 1) * room + at_B, own_B, at_B, None)
-        g_BE = finish_layer(params, functions, g_BE, y_BHK)
-        found.append(draw(i, multiply("head", functions.rms_norm(g_BE, params["last_norm_w"]))))
-    return found
+    def finish(state: EagleState, g_NE: Tensor, y_NHK: Tensor) -> tuple[EagleState, Tensor]:
+        g_NE = finish_layer(params, functions, g_NE, y_NHK)
+        return state._replace(g_NE=g_NE), multiply("head", functions.rms_norm(g_NE, params["last_norm_w"]))
+
+    def read_states(state: EagleState) -> tuple[EagleState, Tensor]:
+        places_W, own_B = torch.arange(W, **count), torch.arange(B, **count)
+        known_BW = places_W <= state.last_N[:, None]
+        slots = torch.where(known_BW, places_W + (own_B[:, None] + 1) * room, places_W).flatten()
+        positions = torch.where(known_BW, places_W, 0).flatten()
+        g_RE = multiply("fuse", inputs.hidden_BWN.flatten(0, 1))
+        x_R2 = join_inputs(params, functions, embed(inputs.tokens_BW.flatten()), g_RE)
+        rows_B = own_B * W + state.last_N
+        of = own_B.repeat_interleave(W)
+        y_BHK = attend(x_R2, x_R2[rows_B], positions, slots, of, state, state.last_N, rows_B)
+        return finish(state, g_RE[rows_B], y_BHK)
+
+    def advance(i: int, state: EagleState, tokens_N: Tensor) -> tuple[EagleState, Tensor]:
+        if not i:
+            return read_states(state)
+        x_N2 = join_inputs(params, functions, embed(tokens_N), state.g_NE)
+        own_N, at_N = torch.arange(len(tokens_N), **count), state.last_N + i
+        y_NHK = attend(x_N2, x_N2, at_N, (own_N + 1) * room + at_N, own_N, state, at_N, None)
+        return finish(state, state.g_NE, y_NHK)
+
+    def select(state: EagleState, index_M: Tensor) -> EagleState:
+        blocks = torch.cat([index_M.new_zeros(1), index_M + 1])
+        return EagleState(state.g_NE[index_M], state.cache[blocks], state.last_N[index_M])
+
+    cache = torch.zeros(B + 1, 2, config.num_heads, room, config.head_dim, device=device)
+    nothing = inputs.hidden_BWN.new_zeros(B, config.d_inner)
+    return DraftSteps(EagleState(nothing, cache, (inputs.counts_B - 1).int()), advance, select)
 
 
 def join_inputs(params: Params, functions: LayerFunctions, e_E: Tensor, g_E: Tensor) -> Tensor:

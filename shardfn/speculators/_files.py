@@ -63,7 +63,9 @@ def save(
         os.replace(path, place / name)
 
 
-def load(directory: str | os.PathLike[str], decoder: Decoder, model_params: PyTree | None) -> Speculator:
+def load(
+    directory: str | os.PathLike[str], decoder: Decoder, model_params: PyTree | None, *, branches: int = 1
+) -> Speculator:
     """Returns the speculator of a directory as a drafter of a model.
 
     Args:
@@ -71,6 +73,7 @@ def load(directory: str | os.PathLike[str], decoder: Decoder, model_params: PyTr
         decoder: decoder of the model.
         model_params: parameters of the model. None compares only configs, for example to keep the speculator of a model
             that was trained further.
+        branches: see `Speculator`.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -86,7 +89,7 @@ def load(directory: str | os.PathLike[str], decoder: Decoder, model_params: PyTr
     except Exception as error:  # safetensors' own class is not part of its interface
         raise ValueError(f"{place / TENSORS} cannot be read: {error}") from error
     try:
-        made = Speculator(config, params, digest=digest)
+        made = Speculator(config, params, digest=digest, branches=branches)
         made.check(decoder)
         problems = [] if model_params is None else list_other_weights(weights, digest_weights(decoder, model_params))
         raise_all(ValueError, "a speculator of other weights. Train one for this model:", problems)

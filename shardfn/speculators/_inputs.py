@@ -1,7 +1,10 @@
-"""Inputs of a speculator's program: the last states of B sequences, and how each sequence draws."""
+"""Inputs of a speculator's program: the last states of B sequences, and how each sequence draws.
+
+N chains of drafts, V vocabulary.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +14,20 @@ from torch import Tensor
 from shardfn import kernels
 from shardfn.inference import Context
 
-DrawDrafts = Callable[[int, Tensor], Tensor]  # from the number of a draft and logits [B, V] to tokens [B]
+
+class DraftSteps(NamedTuple):
+    """Program of a kind of speculator, draft by draft, for N chains. At the start there is one chain a sequence.
+
+    Attributes:
+        state: state at the start.
+        advance: function `advance(i, state, tokens_N)` -> state, and logits [N, V] of draft i of each chain. The tokens
+            are the last of each chain.
+        select: function `select(state, index_M)` -> state of M chains, copies of the chains with these numbers.
+    """
+
+    state: Any
+    advance: Callable[[int, Any, Tensor], tuple[Any, Tensor]]
+    select: Callable[[Any, Tensor], Any]
 
 
 class DraftInputs(NamedTuple):
@@ -39,10 +55,20 @@ class DraftInputs(NamedTuple):
     top_p: Float64[Tensor, " b"]
     min_p: Float64[Tensor, " b"]
 
-    def draw(self, i: int, logits_BV: Tensor) -> tuple[Int64[Tensor, " b"], Float[Tensor, " b"]]:
-        """Returns draft i of each sequence, drawn as the engine draws that place, and the log probabilities."""
-        how = dict(zip(self._fields[5:], self[5:], strict=True))
-        return kernels.draw(logits_BV, kernels.draw_uniforms(self.keys, self.places + i), **how)
+    @property
+    def last_B(self) -> Int64[Tensor, " b"]:
+        """Returns the last drawn token of each sequence."""
+        return self.tokens_BW.take_along_dim(self.counts_B[:, None] - 1, 1)[:, 0]
+
+    def draw(self, i: int, logits_NV: Tensor) -> tuple[Int64[Tensor, " n"], Float[Tensor, " n"]]:
+        """Returns draft i of each chain, drawn as the engine draws that place, and the log probabilities.
+
+        N is a multiple of B. The chains of a sequence follow one another.
+        """
+        chains = len(logits_NV) // len(self.keys)
+        keys, places, *how = (x.repeat_interleave(chains) if chains > 1 else x for x in self[3:])
+        named = dict(zip(self._fields[5:], how, strict=True))
+        return kernels.draw(logits_NV, kernels.draw_uniforms(keys, places + i), **named)
 
 
 def make_inputs(contexts: Sequence[Context], size: int, window: int, device: torch.device) -> DraftInputs:

@@ -20,7 +20,7 @@ References:
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -31,7 +31,7 @@ from shardfn.core import Axes
 
 from ._config import MTPConfig
 from ._eagle import LayerFunctions, finish_layer, join_inputs, split_heads, torch_functions
-from ._inputs import DraftInputs, DrawDrafts
+from ._inputs import DraftInputs, DraftSteps
 
 Params = dict[str, Any]
 _BASE = 10000.0  # of the rotations
@@ -63,39 +63,50 @@ def apply_mtp(
     return logits
 
 
-def draft_mtp(
-    config: MTPConfig,
-    params: Params,
-    multiply: Callable[[str, Tensor], Tensor],
-    inputs: DraftInputs,
-    draw: DrawDrafts,
-) -> list[Int64[Tensor, " b"]]:
-    """Returns the n drafts of B sequences, by batch-invariant kernels: the function of `apply_mtp`.
+class MTPState(NamedTuple):
+    """States, tokens and places of the last positions of N chains, which the next module reads.
+
+    The first module has all tokens, and a later module lacks the last token.
+    """
+
+    g_NRE: Tensor
+    tokens_NR: Tensor
+    at_NR: Tensor  # below 0 is padding
+
+
+def start_mtp(
+    config: MTPConfig, params: Params, multiply: Callable[[str, Tensor], Tensor], inputs: DraftInputs
+) -> DraftSteps:
+    """Returns the drafts of B sequences, by batch-invariant kernels: the function of `apply_mtp`.
 
     The states are those at the last R positions. Module k computes only the positions that the modules after k attend
     to: R - (k + 1) (W - 1). The KV cache is for only this call, and its block 0 takes the keys of padding.
     """
-    (B, R), device = inputs.tokens_BW.shape, inputs.tokens_BW.device
-    at_BR = inputs.counts_B[:, None] + torch.arange(-R, 0, device=device)  # below 0 is padding
-    g_BRE = inputs.hidden_BWN.take_along_dim(at_BR.clamp(min=0)[..., None], 1)
-    tokens_BR = inputs.tokens_BW.take_along_dim(at_BR.clamp(min=0), 1)
-    cos, sin = nn.batch_invariant_rope_table(torch.arange(R, device=device), config.head_dim, base=_BASE)
-    found = list[Tensor]()
-    for i in range(config.num_drafts):
-        own = _take_module(params, i)
+    R, device = inputs.tokens_BW.shape[1], inputs.tokens_BW.device
+    table = nn.batch_invariant_rope_table(torch.arange(R, device=device), config.head_dim, base=_BASE)
+
+    def advance(i: int, state: MTPState, tokens_N: Tensor) -> tuple[MTPState, Tensor]:
+        tokens_NR = torch.cat([state.tokens_NR, tokens_N[:, None]], 1) if i else state.tokens_NR
+        own, N, before = _take_module(params, i), len(tokens_N), config.window - 1
         functions = LayerFunctions(
-            lambda name, x, i=i: multiply(f"{i}.{name}", x), nn.batch_invariant_rms_norm, kernels.gated_silu
+            lambda name, x: multiply(f"{i}.{name}", x), nn.batch_invariant_rms_norm, kernels.gated_silu
         )
-        e_BRE = params["embed"][tokens_BR.clamp(min=0)]
-        x_BRE = functions.multiply("project", join_inputs(own, functions, e_BRE, g_BRE).flatten(0, 1))
-        y_BRE = functions.rms_norm(x_BRE, own["first_norm_w"])
-        kept = x_BRE.unflatten(0, (B, -1))[:, config.window - 1 :]
-        heads = _attend_last(config, functions, y_BRE, at_BR, (cos, sin))
-        at_BR = at_BR[:, config.window - 1 :]
-        g_BRE = finish_layer(own, functions, kept.flatten(0, 1), heads).unflatten(0, (B, -1))
-        found.append(draw(i, multiply("head", functions.rms_norm(g_BRE[:, -1], own["last_norm_w"]))))
-        tokens_BR = torch.cat([tokens_BR[:, config.window :], found[-1][:, None]], 1)
-    return found
+        e_NRE = params["embed"][tokens_NR.clamp(min=0)]
+        x_NRE = functions.multiply("project", join_inputs(own, functions, e_NRE, state.g_NRE).flatten(0, 1))
+        y_NRE = functions.rms_norm(x_NRE, own["first_norm_w"])
+        kept = x_NRE.unflatten(0, (N, -1))[:, before:]
+        heads = _attend_last(config, functions, y_NRE, state.at_NR, table)
+        g_NRE = finish_layer(own, functions, kept.flatten(0, 1), heads).unflatten(0, (N, -1))
+        logits_NV = multiply("head", functions.rms_norm(g_NRE[:, -1], own["last_norm_w"]))
+        return MTPState(g_NRE, tokens_NR[:, before + 1 :], state.at_NR[:, before:]), logits_NV
+
+    def select(state: MTPState, index_M: Tensor) -> MTPState:
+        return MTPState(*(x[index_M] for x in state))
+
+    at_BR = inputs.counts_B[:, None] + torch.arange(-R, 0, device=device)
+    own_BR = at_BR.clamp(min=0)
+    g_BRE = inputs.hidden_BWN.take_along_dim(own_BR[..., None], 1)
+    return DraftSteps(MTPState(g_BRE, inputs.tokens_BW.take_along_dim(own_BR, 1), at_BR), advance, select)
 
 
 def _attend_last(

@@ -33,7 +33,7 @@ from shardfn import nn
 from shardfn.core import Axes
 
 from ._config import RecurrentConfig
-from ._inputs import DraftInputs, DrawDrafts
+from ._inputs import DraftInputs, DraftSteps
 
 Params = dict[str, Any]
 
@@ -43,7 +43,7 @@ class CellState(NamedTuple):
 
     Attributes:
         h: hidden state [*, E], or [*, D] before the first head.
-        c: cell of an LSTM [*, E], or 0 before the first head, and for "mlp".
+        c: cell of an LSTM [*, E], or zeros [*, 1] before the first head, and for "mlp".
     """
 
     h: Tensor
@@ -85,27 +85,27 @@ def apply_recurrent(
     return logits
 
 
-def draft_recurrent(
-    config: RecurrentConfig,
-    params: Params,
-    multiply: Callable[[str, Tensor], Tensor],
-    inputs: DraftInputs,
-    draw: DrawDrafts,
-) -> list[Int64[Tensor, " b"]]:
-    """Returns the n drafts of B sequences, by batch-invariant kernels: the function of `apply_recurrent`."""
-    state, found = _start_state(BATCH_INVARIANT, inputs.hidden_BWN[:, 0]), [inputs.tokens_BW[:, 0]]
-    for i in range(config.num_drafts):
-        z_BE = params["embed"][found[-1].clamp(min=0)] * scale_of(config)
+def start_recurrent(
+    config: RecurrentConfig, params: Params, multiply: Callable[[str, Tensor], Tensor], inputs: DraftInputs
+) -> DraftSteps:
+    """Returns the drafts of B sequences, by batch-invariant kernels: the function of `apply_recurrent`."""
+
+    def advance(i: int, state: CellState, tokens_N: Tensor) -> tuple[CellState, Tensor]:
+        z_NE = params["embed"][tokens_N.clamp(min=0)] * scale_of(config)
         projected = multiply("later" if i else "first", state.h)
-        state = _advance_state(config, params, BATCH_INVARIANT, projected, state.c, z_BE)
-        found.append(draw(i, multiply("head", state.h)))
-    return found[1:]
+        state = _advance_state(config, params, BATCH_INVARIANT, projected, state.c, z_NE)
+        return state, multiply("head", state.h)
+
+    def select(state: CellState, index_M: Tensor) -> CellState:
+        return CellState(state.h[index_M], state.c[index_M])
+
+    return DraftSteps(_start_state(BATCH_INVARIANT, inputs.hidden_BWN[:, 0]), advance, select)
 
 
 def _start_state(functions: CellFunctions, hidden_D: Float[Tensor, "*batch d"]) -> CellState:
     """Returns the state before the first head."""
     scale_D = hidden_D.new_full(hidden_D.shape[-1:], 0.5**0.5)
-    return CellState(functions.rms_norm(hidden_D, scale_D), hidden_D.new_zeros(()))
+    return CellState(functions.rms_norm(hidden_D, scale_D), hidden_D.new_zeros((*hidden_D.shape[:-1], 1)))
 
 
 def scale_of(config: RecurrentConfig) -> float:

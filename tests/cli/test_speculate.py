@@ -59,15 +59,19 @@ def test_a_speculator_in_one_command(
     plain_text = text.with_suffix(".txt")
     plain_text.write_text("abcabcabd" * 20)
     asked_bench = ["bench", "guess", run, plain_text, "--speculator", out, "--lengths", "8", "30", "--tokens", "9"]
+    asked_bench += ["--branches", "2"]
     status, said, err = call(*asked_bench, "--prompts", "2")
     assert status == 0 and [x.split("  ")[0] for x in said.splitlines()[1:]] == [
         "n-grams",
         "suffixes",
         "made",
+        "made with trees",
         "made with suffixes",
     ], err
     both = call(*asked, "--speculator", out, "--drafter", "suffix")
     assert both[1] == plain[1] and "with suffixes" in both[2]
+    trees = call(*asked, "--speculator", out, "--branches", "3")
+    assert trees[1] == plain[1] and "3 tokens, trees of 3 branches" in trees[2]
     about = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(about | {"model_digest": "0" * 16}))
     status, said, err = call(*asked, "--speculator", out)
@@ -116,5 +120,7 @@ def test_lines_without_a_text_are_refused(run: pathlib.Path, text: pathlib.Path,
     assert status == 2 and "--lengths and --tokens must be at most the context 64, got 69" in err
     status, _, err = call("generate", run, "a", "--speculator", run)
     assert status == 2 and "has no config.json; give a directory of shardfn speculate" in err
+    status, _, err = call("generate", run, "a", "--branches", "2")
+    assert status == 2 and "--branches must be at least 1, and is for a --speculator, got 2" in err
     status, _, err = call("generate", run, "a", "--speculator", run, "--drafter", "ngram")
     assert status == 2 and "--speculator and --drafter ngram are 2 drafters; leave all but one of them out" in err

@@ -25,6 +25,8 @@ from shardfn.speculators import (
 from tests.inference.test_speculation import SIZES
 from tests.speculators.trained import GREEDY, answers, large, trained
 
+NIGHT = pytest.mark.nightly
+
 
 @functools.cache
 def made(kind: Any, seed: int = 0) -> Speculator:
@@ -56,6 +58,57 @@ def test_drafts_are_the_most_probable_tokens_of_the_heads(kind: str) -> None:
             known.append(int(logits[i].argmax()))
         assert list(drafter.propose(context, 9).tokens) == known[1:]
         assert list(drafter.propose(context, 2).tokens) == known[1:3]
+
+
+def grow(config: Any, context: Context, branches: int, most: int) -> list[tuple[int, ...]]:
+    """The chains of a tree, the most probable first, each logit by `apply` in float64."""
+    params = {name: x.double() for name, x in init(config, core.key(0)).items()}
+    hidden, n = torch.stack(context.states).double(), config.num_drafts
+    known = context.tokens[-len(hidden) :].tolist()
+    found, heads = list[tuple[float, tuple[int, ...]]](), [(0.0, tuple[int, ...]())]
+    for i in range(n):
+        longer = []
+        for score, chain in heads:
+            windows = torch.tensor([*known, *chain, *[0] * n])[: len(known) + n - 1].unfold(0, n, 1)
+            logprobs = apply(config, params, hidden[None], windows[None])[i][0, -1].log_softmax(0)
+            values, tokens = logprobs.topk(branches)
+            longer += [(score + v, (*chain, t)) for v, t in zip(values.tolist(), tokens.tolist(), strict=True)]
+        found += longer
+        heads = sorted(longer, reverse=True)[:branches]
+    return [chain for _, chain in sorted(found, reverse=True)[:most]]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "eagle3", *(pytest.param(x, marks=NIGHT) for x in ("lstm", "owl", "mtp"))])
+def test_trees_have_the_most_probable_chains(kind: Any) -> None:
+    """In company, with 1 to 3 states, and any part of a tree has the tree's first chains."""
+    config = config_of(large().decoder, kind, num_drafts=3, window=2)
+    drafter = Speculator(config, init(config, core.key(0)), branches=3)
+    states, drawn = list[tuple[torch.Tensor, ...]](), torch.Generator().manual_seed(2)
+    for num in (1, 2, 3, 1):
+        size = min(num, drafter.hidden_window), 24 * len(config.layers)
+        states.append(tuple(torch.randn(size, generator=drawn)))
+    some = [one._replace(states=x) for one, x in zip(contexts(4), states, strict=True)]
+    trees = drafter.propose_all([(context, 11) for context in some])
+    for context, tree in zip(some, trees, strict=True):
+        assert [tuple(tree.branch(i)) for i in range(len(tree))] == grow(config, context, 3, 11)
+        assert drafter.propose(context, 4) == tree.first(4)
+    assert any(tree.branches for tree in trees) and len({tree.parents for tree in trees}) > 1
+
+
+def test_branches_of_a_draw_begin_with_the_drawn_chain_and_end_at_stop_tokens() -> None:
+    config = made("lstm").config
+    drafter = Speculator(config, init(config, core.key(0)), branches=2)
+    for context in contexts(4, temperature=1.5):
+        [chain], tree = made("lstm").propose_all([(context, 4)]), drafter.propose(context, 99)
+        drawn = [tree.branch(i) for i in range(len(tree))]
+        assert list(chain.tokens[:1]) in drawn and len({*map(tuple, drawn)}) == len(drawn)
+        ends = context._replace(sampling=replace(context.sampling, stop_tokens=(tree.tokens[0],)))
+        cut = drafter.propose(ends, 99)
+        parents = {cut.tokens[x] for x in cut.parents if x >= 0}
+        assert tree.tokens[0] in cut.tokens and tree.tokens[0] not in parents
+    assert drafter.digest() != made("lstm").digest()
+    with pytest.raises(ValueError, match=r"branches must be an integer from 1 to the vocabulary 13, got 0"):
+        Speculator(config, init(config, core.key(0)), branches=0)
 
 
 def test_drafts_do_not_depend_on_other_sequences() -> None:

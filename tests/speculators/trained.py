@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardfn.inference import Engine, Sampling
-from shardfn.speculators import HiddenRows, Speculator, config_of, hidden_states, owl_loss, train
+from shardfn.speculators import HiddenRows, Speculator, SpeculatorConfig, config_of, hidden_states, owl_loss, train
 from tests.inference.stories import Model, model
 from tests.inference.test_stories import KINDS
 
@@ -28,15 +28,20 @@ def answers() -> list[tuple[tuple[int, ...], list[int]]]:
     return [(prompt, found.tokens) for prompt, found in zip(prompts, made, strict=True)]
 
 
-@functools.cache
-def trained(kind: Any) -> tuple[Speculator, list[float]]:
+def trained(kind: Any, branches: int = 1) -> tuple[Speculator, list[float]]:
     """A speculator, and the losses of its steps."""
+    config, params, losses = trained_params(kind)
+    return Speculator(config, params, branches=branches), losses
+
+
+@functools.cache
+def trained_params(kind: Any) -> tuple[SpeculatorConfig, Any, list[float]]:
     one, losses = large(), list[float]()
     rows = torch.tensor([(*prompt, *tokens) for prompt, tokens in answers()])
     config = config_of(one.decoder, kind, num_drafts=4)
     how: dict[str, Any] = {"learning_rate": 1e-2, "batch_size": 8, "report": lambda _, x: losses.append(x)}
     if kind == "owl":
         how["of_batch"] = functools.partial(owl_loss, one.config, config, one.params[0])
-        return Speculator(config, train(config, HiddenRows(None, rows), steps=150, **how)), losses
+        return config, train(config, HiddenRows(None, rows), steps=150, **how), losses
     states = HiddenRows(torch.stack(list(hidden_states(one.decoder, one.params[0], rows, config.layers))), rows)
-    return Speculator(config, train(config, states, steps=150, **how)), losses
+    return config, train(config, states, steps=150, **how), losses
