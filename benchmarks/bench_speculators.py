@@ -1,16 +1,18 @@
-"""Speculators against the n-gram drafter: accepted drafts a step, and processor time of one sequence over plain.
+"""Speculators against the n-gram drafter: accepted drafts a step, and processor time over plain.
 
     shardfn speculate RUN text.jsonl --kind lstm --out lstm
     python benchmarks/bench_speculators.py RUN held_out.txt --speculator lstm mlp --out results/speculators.md
 
-Or without a model: a small GPT and a speculator of each kind are trained here, in about four minutes.
+Or without a model: a small GPT and a speculator of each kind are trained here, in about four minutes. Speculators
+propose chains, and with --branches trees, too.
 
-    python benchmarks/bench_speculators.py
+    python benchmarks/bench_speculators.py --branches 3
 
-Prompts are parts of the held-out text. Each is completed by one sequence, greedy and sampled. Times are the
-processor's, of one thread. Drafters take turns within a round; ratios are formed within it. All tokens and log
-probabilities are compared with those without a drafter. Accepted drafts a step count all steps of a sequence, also
-those without drafts.
+Prompts are parts of the held-out text. Each is completed by one sequence, greedy and sampled, and then 16 sequences
+together. Times are the processor's, of one thread. Drafters take turns within a round; ratios are formed within it.
+All tokens and log probabilities are compared with those without a drafter. Accepted drafts a step count all steps of a
+sequence, also those without drafts. For EAGLE-3 and MTP the part of right drafts on held-out rows is printed, with the
+model's own tokens before each.
 
 The bound is the number of drafts that a drafter of n tokens would have accepted that guesses every token whose
 probability under the model is above a half, and no other: what the model's own certainty allows.
@@ -27,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from _report import publish, table
-from _small_gpt import LENGTH, train_small_gpt
+from _small_gpt import LENGTH, SmallGPT, train_small_gpt
 
 from shardfn import make_mesh, speculators
 from shardfn.inference import Decoder, Drafter, Engine, Jacobi, Ngram, Runner, Sampling, Suffix, decoder, limits_of
@@ -56,13 +58,22 @@ class Measured(NamedTuple):
     drafters: dict[str, Drafter | None]
 
 
+class Run(NamedTuple):
+    """A round of a drafter: processor time of prompts one after another and together, accepted drafts, completions."""
+
+    seconds: float
+    together: float
+    accepted: float
+    found: list[Any]
+
+
 def main() -> None:
     """Measures and reports."""
     args = _arguments()
     torch.set_num_threads(1)
     given = _train_all(args) if args.model is None else _load(args)
     made, params, prompts, drafters = given.decoder, given.params, given.prompts, given.drafters
-    limits = limits_of(made, drafts=15, running=4, buckets=(1, 2, 4, 8, 16, 64))
+    limits = limits_of(made, drafts=15, running=16, buckets=(1, 2, 5, 8, 16, 64))
     given_of = {name: _prepare(x, made, params) for name, x in drafters.items()}
     plain = Runner(made, limits)
     runners = {name: plain if own[0] is made else Runner(own[0], limits) for name, own in given_of.items()}
@@ -72,7 +83,8 @@ def main() -> None:
     ]
     for name, fields in SAMPLINGS.items():
         how = Sampling(max_tokens=args.tokens, **fields)
-        runs: dict[str, list[tuple[float, float, Any]]] = {each: [] for each in drafters}
+        runs: dict[str, list[Run]] = {each: [] for each in drafters}
+        many = [*prompts, *prompts][:16]
         for _ in range(1 + args.rounds):  # the first round captures graphs
             for each, drafter in drafters.items():
                 engine = Engine(*given_of[each], limits=limits, runner=runners[each], drafter=drafter)
@@ -80,11 +92,20 @@ def main() -> None:
                 found = [engine.generate([prompt], how)[0] for prompt in prompts]
                 seconds, accepted = time.process_time() - start, engine.stats.speculation.accepted
                 drawn = sum(len(one.tokens) for one in found)
-                runs[each].append((seconds, accepted / (drawn - accepted), found))
-                assert found == runs["none"][0][2], each
+                start = time.process_time()
+                together = engine.generate(many, how)
+                runs[each].append(Run(seconds, time.process_time() - start, accepted / (drawn - accepted), found))
+                assert found == runs["none"][0].found and together == [*found, *found][: len(many)], each
         rows = [_row(each, runs[each][1:] or runs[each], runs["none"][1:] or runs["none"]) for each in drafters]
-        head = ("drafter", "accepted drafts a step", "speed over none", "quartiles", "s, least")
-        bound = _bound([one for one in runs["none"][0][2]], args.drafts)
+        head = (
+            "drafter",
+            "accepted drafts a step",
+            "speed over none",
+            "quartiles",
+            "speed of 16 over none",
+            "s, least",
+        )
+        bound = _bound(runs["none"][0].found, args.drafts)
         body.append(
             f"## {name}\n\n{table(head, rows)}\n\nbound of {args.drafts} drafts by the model's certainty: {bound:.2f}"
         )
@@ -106,7 +127,11 @@ def _load(args: argparse.Namespace) -> Measured:
     places = range(0, len(ids) - room, max(1, (len(ids) - room) // args.prompts))
     prompts = [ids[at : at + room] for at in places][: args.prompts]
     drafters: dict[str, Drafter | None] = {"none": None, "n-grams": Ngram(), "suffixes": Suffix()}
-    drafters |= {pathlib.Path(x).name: speculators.load(x, made, served.params) for x in args.speculator}
+    for x in args.speculator:
+        drafters[pathlib.Path(x).name] = speculators.load(x, made, served.params)
+        if args.branches > 1:
+            tree = speculators.load(x, made, served.params, branches=args.branches)
+            drafters[f"{pathlib.Path(x).name}, {args.branches} branches"] = tree
     return Measured(f"{args.model}: {served.size:,} parameters", made, served.params, prompts, drafters)
 
 
@@ -116,7 +141,7 @@ def _train_all(args: argparse.Namespace) -> Measured:
     made, rows = decoder(small.config), small.training[:: max(1, len(small.training) // args.rows)][: args.rows]
     drafters: dict[str, Drafter | None] = {"none": None, "n-grams": Ngram(), "suffixes": Suffix(), "jacobi": Jacobi()}
     seen: dict[tuple[int, ...], torch.Tensor] = {}
-    for kind in speculators.KINDS:
+    for kind in args.kinds:
         config = speculators.config_of(made, kind, num_drafts=args.drafts, window=args.window)  # pyright: ignore
         if config.layers not in seen and kind != "owl":
             states = speculators.hidden_states(made, small.params, rows, config.layers)
@@ -130,6 +155,12 @@ def _train_all(args: argparse.Namespace) -> Measured:
         mean = sum(losses[-10:]) / len(losses[-10:]) / sum(config.step_weights)
         print(f"{kind}: loss {losses[0] / sum(config.step_weights):.3f} -> {mean:.3f} a draft", flush=True)
         drafters[kind] = Speculator(config, params)
+        if kind in ("eagle3", "mtp"):
+            print(
+                f"{kind}, window {args.window}: right drafts {_measure_rows(made, small, config, params)}", flush=True
+            )
+        if args.branches > 1:
+            drafters[f"{kind}, {args.branches} branches"] = Speculator(config, params, branches=args.branches)
         if kind == "owl":
             drafters["owl with suffixes"] = Hybrid(Speculator(config, params))
     step = max(1, len(small.held_out) // args.prompts)
@@ -140,11 +171,22 @@ def _train_all(args: argparse.Namespace) -> Measured:
     )
 
 
-def _row(name: str, mine: list[Any], plain: list[Any]) -> tuple[str, ...]:
-    ratios = sorted(one[0] / other[0] for one, other in zip(plain, mine, strict=True))
+@torch.no_grad()
+def _measure_rows(made: Decoder, small: SmallGPT, config: Any, params: Any) -> str:
+    """Returns the part of right drafts after each position of held-out rows, for each draft of a chain."""
+    rows = small.held_out[:: max(1, len(small.held_out) // 32)][:32]
+    hidden = torch.stack(list(speculators.hidden_states(made, small.params, rows, config.layers)))
+    windows = rows[:, 1:].unfold(1, config.num_drafts + 1, 1)
+    found = speculators.apply(config, params, hidden[:, : windows.shape[1]], windows[..., : config.num_drafts])
+    return " ".join(f"{float((x.argmax(-1) == windows[..., i + 1]).float().mean()):.3f}" for i, x in enumerate(found))
+
+
+def _row(name: str, mine: list[Run], plain: list[Run]) -> tuple[str, ...]:
+    ratios = sorted(one.seconds / other.seconds for one, other in zip(plain, mine, strict=True))
     low, mid, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    least = f"{min(one[0] for one in mine):.2f}"
-    return name, f"{mine[0][1]:.2f}", f"{mid:.2f}", f"{low:.2f} .. {high:.2f}", least
+    together = statistics.median(one.together / other.together for one, other in zip(plain, mine, strict=True))
+    least = f"{min(one.seconds for one in mine):.2f}"
+    return name, f"{mine[0].accepted:.2f}", f"{mid:.2f}", f"{low:.2f} .. {high:.2f}", f"{together:.2f}", least
 
 
 def _bound(found: list[Any], heads: int) -> float:
@@ -172,7 +214,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=600, help="of training, without a model")
     parser.add_argument("--rows", type=int, default=1200, help="rows of 128 tokens for speculators, without a model")
-    parser.add_argument("--window", type=int, default=8, help="of EAGLE-3, without a model")
+    parser.add_argument("--branches", type=int, default=1, help="of trees, next to chains")
+    parser.add_argument("--kinds", nargs="+", default=speculators.KINDS, choices=speculators.KINDS)
+    parser.add_argument("--window", type=int, default=8, help="of EAGLE-3 and MTP, without a model")
     parser.add_argument("--out", help="write the table there")
     return parser.parse_args()
 

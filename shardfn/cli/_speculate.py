@@ -209,6 +209,8 @@ def speculate(job: SpeculateJob) -> int:
 
         states = HiddenRows(hidden, training)
         how: dict[str, Any] = {"batch_size": job.batch, "learning_rate": job.learning_rate, "seed": job.seed}
+        if job.kind in ("eagle3", "mtp"):  # of the model's width, a layer learns what the model's head multiplies
+            how["shared"] = speculators.find_shared(made, served.params)
         if job.kind == "owl" and made.config is not None:
             how["of_batch"] = functools.partial(speculators.owl_loss, made.config, config, unshard(served.params))
         params = speculators.train(config, states, steps=job.steps, report=report, **how)

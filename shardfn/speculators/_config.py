@@ -89,10 +89,16 @@ class EagleConfig:
         num_layers: layers of the model.
         d_inner: E, the width of the speculator.
         layers: layers of the model whose states are fused, ascending, for example (2, 8, 13) of 16: low, middle, high.
-        num_heads: H, the heads of attention, which divide E into an even width.
+        num_heads: H, the heads of attention. K must be even.
         num_drafts: n, the number of tokens that are guessed after a token.
         window: W, the most states that the layer sees: those of the last tokens.
         kind: "eagle3".
+        num_kv_heads: G, the heads of keys and values, which divide H. None is H.
+        d_head: K, the width of a head. None is E / H.
+        d_ff: features of the SwiGLU. None is 8 E / 3, up to a multiple of 64.
+        rope_base: base of rotary positions.
+        norm_eps: number added to the mean square by norms.
+        draft_vocab: number of tokens that can be guessed, the leaf "draft_tokens" in ascending order. None is all.
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another field.
@@ -112,6 +118,12 @@ class EagleConfig:
     num_drafts: int = 4
     window: int = 8
     kind: Literal["eagle3"] = "eagle3"
+    num_kv_heads: int | None = None
+    d_head: int | None = None
+    d_ff: int | None = None
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+    draft_vocab: int | None = None
 
     products: ClassVar[tuple[str, ...]] = ("fuse", "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "head")
 
@@ -135,7 +147,7 @@ class EagleConfig:
     @property
     def head_dim(self) -> int:
         """Returns the width of a head of attention."""
-        return self.d_inner // self.num_heads
+        return self.d_head or self.d_inner // self.num_heads
 
     @property
     def step_weights(self) -> tuple[float, ...]:
@@ -145,10 +157,9 @@ class EagleConfig:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the parameters by name."""
-        V, E, F = self.vocab_size, self.d_inner, _count_features(self.d_inner)
-        attention = {"wq": (E, 2 * E), "wk": (E, 2 * E), "wv": (E, 2 * E), "wo": (E, E)}
-        weights = {"embed": (V, E), "fuse": (E, len(self.layers) * self.d_model), **attention}
-        weights |= {"w_gate": (F, E), "w_up": (F, E), "w_down": (E, F), "head": (V, E)}
+        V, E, M = self.vocab_size, self.d_inner, self.draft_vocab
+        weights = {"embed": (V, E), "fuse": (E, len(self.layers) * self.d_model), **_list_layer_shapes(self, 2 * E)}
+        weights |= {"head": (V if M is None else M, E)} | ({} if M is None else {"draft_tokens": (M,)})
         return weights | dict.fromkeys(("embed_norm_w", "state_norm_w", "norm_w", "last_norm_w"), (E,))
 
 
@@ -161,10 +172,15 @@ class MTPConfig:
         d_model: D, the width of the model's hidden states.
         num_layers: layers of the model.
         d_inner: E, the width of the modules. E is D, so that modules can share embedding and head with the model.
-        num_heads: H, the heads of attention, which divide E into an even width.
+        num_heads: H, the heads of attention. K must be even.
         num_drafts: n, the number of modules.
         window: W, the most positions that a module attends to.
         kind: "mtp".
+        num_kv_heads: G, the heads of keys and values, which divide H. None is H.
+        d_head: K, the width of a head. None is E / H.
+        d_ff: features of the SwiGLU. None is 8 E / 3, up to a multiple of 64.
+        rope_base: base of rotary positions.
+        norm_eps: number added to the mean square by norms.
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another field.
@@ -183,6 +199,11 @@ class MTPConfig:
     num_drafts: int = 4
     window: int = 8
     kind: Literal["mtp"] = "mtp"
+    num_kv_heads: int | None = None
+    d_head: int | None = None
+    d_ff: int | None = None
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
         problems = _list_bad_sizes(self, (*_SIZES, "num_heads", "window"))
@@ -211,7 +232,7 @@ class MTPConfig:
     @property
     def head_dim(self) -> int:
         """Returns the width of a head of attention."""
-        return self.d_inner // self.num_heads
+        return self.d_head or self.d_inner // self.num_heads
 
     @property
     def step_weights(self) -> tuple[float, ...]:
@@ -221,9 +242,8 @@ class MTPConfig:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the parameters by name, for example "1.wq" of the module of the second draft."""
-        V, E, F = self.vocab_size, self.d_inner, _count_features(self.d_inner)
-        module = {"project": (E, 2 * E)} | dict.fromkeys(("wq", "wk", "wv", "wo"), (E, E))
-        module |= {"w_gate": (F, E), "w_up": (F, E), "w_down": (E, F)}
+        V, E = self.vocab_size, self.d_inner
+        module = {"project": (E, 2 * E)} | _list_layer_shapes(self, E)
         module |= dict.fromkeys(("embed_norm_w", "state_norm_w", "first_norm_w", "norm_w", "last_norm_w"), (E,))
         modules = {f"{i}.{name}": shape for i in range(self.num_drafts) for name, shape in module.items()}
         return {"embed": (V, E), "head": (V, E)} | modules
@@ -285,7 +305,8 @@ def config_from(fields: Mapping[str, Any]) -> SpeculatorConfig:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r:.40}.{did_you_mean(str(kind), KINDS)}")
     made = {"eagle3": EagleConfig, "mtp": MTPConfig}.get(str(kind), RecurrentConfig)
     known = [x.name for x in dataclasses.fields(made)]
-    problems = [f"{name} is missing" for name in known if name not in fields]
+    needed = [x.name for x in dataclasses.fields(made) if x.default is dataclasses.MISSING]
+    problems = [f"{name} is missing" for name in needed if name not in fields]
     problems += [f"{name} is unknown.{did_you_mean(name, known)}" for name in fields if name not in known]
     raise_all(ValueError, f"a speculator of kind {kind!r} has other fields:", problems)
     values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
@@ -307,14 +328,29 @@ def list_misfits(config: SpeculatorConfig, decoder: Decoder) -> list[str]:
 
 
 def _list_bad_heads(config: EagleConfig | MTPConfig) -> list[str]:
-    if config.d_inner % (2 * config.num_heads):
-        return [f"num_heads={config.num_heads} must divide d_inner={config.d_inner} into an even width"]
-    return []
+    given = ("num_kv_heads", "d_head", "d_ff", "draft_vocab")
+    problems = _list_bad_sizes(config, tuple(name for name in given if getattr(config, name, None) is not None))
+    if config.d_head is None and config.d_inner % (2 * config.num_heads):
+        problems.append(f"num_heads={config.num_heads} must divide d_inner={config.d_inner} into an even width")
+    if problems:
+        return problems
+    if config.head_dim % 2 or config.num_heads % (config.num_kv_heads or 1):
+        problems.append(
+            f"d_head={config.head_dim} must be even, and num_kv_heads={config.num_kv_heads} must divide"
+            f" num_heads={config.num_heads}"
+        )
+    if not config.rope_base > 0 or not config.norm_eps >= 0:
+        problems.append(f"rope_base must be above 0 and norm_eps at least 0, got {config.rope_base}, {config.norm_eps}")
+    return problems
 
 
-def _count_features(width: int) -> int:
-    """Returns the features of a SwiGLU."""
-    return -(-8 * width // 192) * 64
+def _list_layer_shapes(config: EagleConfig | MTPConfig, width: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a layer's weights, whose attention reads vectors of this width."""
+    E, F = config.d_inner, config.d_ff or -(-8 * config.d_inner // 192) * 64
+    heads = {"q": config.num_heads, "k": config.num_kv_heads or config.num_heads}
+    rows = {name: num * config.head_dim for name, num in heads.items()}
+    attention = {"wq": (rows["q"], width), "wk": (rows["k"], width), "wv": (rows["k"], width), "wo": (E, rows["q"])}
+    return attention | {"w_gate": (F, E), "w_up": (F, E), "w_down": (E, F)}
 
 
 def _list_bad_sizes(config: Any, names: tuple[str, ...]) -> list[str]:

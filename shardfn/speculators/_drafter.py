@@ -1,9 +1,8 @@
 """A speculator as a drafter of an engine: chains of drafts, or trees.
 
 A tree has, after each of its K most probable chains, the token drawn there and the K most probable tokens. The K most
-probable of all chains that are longer by a token go on, and so on for n tokens. A proposal has the entries that are most
-probable under the speculator, at most as many as asked for. As a chain is never more probable than its beginning,
-parents come first.
+probable of all longer chains go on, and so on for n tokens. A proposal has the most probable entries under the
+speculator, as many as asked for. A chain is never more probable than its beginning, so parents come first.
 
 B sequences, K branches, N = B K chains, M entries of a tree, V vocabulary.
 
@@ -78,7 +77,7 @@ class Speculator:
                 f" {branches!r}. 1 proposes chains."
             )
         self.config, self.branches, self._digest = config, branches, digest
-        params = {name: x.detach().float() for name, x in params.items()}
+        params = {name: x.detach().float() if x.is_floating_point() else x for name, x in params.items()}
         content = hashlib.blake2b(repr((config, digest, branches)).encode(), digest_size=8)
         for x in tree_leaves(params):
             content.update(x.cpu().contiguous().numpy().tobytes())
@@ -218,12 +217,16 @@ def _run_drafts(
     for i in range(config.num_drafts):
         state, logits_NV = advance(i, state, tokens_N)
         tokens_NC, logprobs_NC = _pick_tokens(i, branches, inputs, logits_NV)
+        if (ids := params.get("draft_tokens")) is not None:
+            tokens_NC = torch.where(tokens_NC < 0, tokens_NC, ids[tokens_NC.clamp(min=0)])
         C = tokens_NC.shape[1]
         scores_BM = (scores_BK.flatten()[:, None] + logprobs_NC).view(B, -1)
         tokens_BM = tokens_NC.view(B, -1)
         found.append((tokens_BM, parents_BK.repeat_interleave(C, 1), scores_BM))
         num = scores_BM.shape[1]
-        best_BK = torch.sort(scores_BM.nan_to_num(-math.inf), dim=-1, descending=True, stable=True).indices[:, :branches]
+        best_BK = torch.sort(scores_BM.nan_to_num(-math.inf), dim=-1, descending=True, stable=True).indices[
+            :, :branches
+        ]
         tokens_N, scores_BK = tokens_BM.gather(1, best_BK).flatten(), scores_BM.gather(1, best_BK)
         if branches > 1 and i + 1 < config.num_drafts:
             offsets_B1 = torch.arange(B, device=best_BK.device)[:, None] * (num // C)

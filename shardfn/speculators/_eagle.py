@@ -21,6 +21,7 @@ References:
     https://arxiv.org/abs/2503.01840
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +37,6 @@ from ._config import EagleConfig, MTPConfig
 from ._inputs import DraftInputs, DraftSteps
 
 Params = dict[str, Any]
-_BASE = 10000.0  # of the rotations
 
 
 class LayerFunctions(NamedTuple):
@@ -47,9 +47,18 @@ class LayerFunctions(NamedTuple):
     gated_silu: Callable[[Tensor, Tensor], Tensor]
 
 
-def torch_functions(params: Params) -> LayerFunctions:
+def torch_functions(config: EagleConfig | MTPConfig, params: Params) -> LayerFunctions:
     """Returns the functions of a layer with these weights, in torch's form."""
-    return LayerFunctions(lambda name, x: F.linear(x, params[name]), nn.rms_norm, lambda gate, up: F.silu(gate) * up)
+    norm = functools.partial(nn.rms_norm, eps=config.norm_eps)
+    return LayerFunctions(lambda name, x: F.linear(x, params[name]), norm, lambda gate, up: F.silu(gate) * up)
+
+
+def batch_invariant_functions(
+    config: EagleConfig | MTPConfig, multiply: Callable[[str, Tensor], Tensor]
+) -> LayerFunctions:
+    """Returns the functions of a layer with these products, in the form that is batch-invariant."""
+    norm = functools.partial(nn.batch_invariant_rms_norm, eps=config.norm_eps)
+    return LayerFunctions(multiply, norm, kernels.gated_silu)
 
 
 def apply_eagle(
@@ -60,7 +69,7 @@ def apply_eagle(
     axis: Axes = None,
 ) -> list[Float[Tensor, "b t v"]]:
     """Returns the logits of each guessed token, after the states of each position and of the W - 1 positions before."""
-    functions = torch_functions(params)
+    functions = torch_functions(config, params)
     T, device = hidden_BTN.shape[1], hidden_BTN.device
     at_T = torch.arange(T, device=device)
     distance_TS = at_T[:, None] - at_T
@@ -70,14 +79,16 @@ def apply_eagle(
     for i, tokens_BT in enumerate(tokens_BTn.unbind(-1)):
         e_BTE = nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, axis=axis)
         x_BT2 = join_inputs(params, functions, e_BTE, g_BTE)
-        table = nn.rope_table(at_T + i, config.head_dim, base=_BASE, dtype=hidden_BTN.dtype)
-        q_BTHK, k_BTHK = (nn.rope(split_heads(config, functions.multiply(n, x_BT2)), *table) for n in ("wq", "wk"))
-        keys.append(k_BTHK)
-        values.append(split_heads(config, functions.multiply("wv", x_BT2)))
+        table = nn.rope_table(at_T + i, config.head_dim, base=config.rope_base, dtype=hidden_BTN.dtype)
+        q_BTHK, k_BTGK = (nn.rope(split_heads(config, functions.multiply(n, x_BT2)), *table) for n in ("wq", "wk"))
+        keys.append(repeat_heads(config, k_BTGK))
+        values.append(repeat_heads(config, split_heads(config, functions.multiply("wv", x_BT2))))
         y_BTHK = _attend_chains(q_BTHK, keys, values, seen_TS)
         g_BTE = finish_layer(params, functions, g_BTE, y_BTHK)
         last_BTE = functions.rms_norm(g_BTE, params["last_norm_w"])
-        logits.append(nn.column_linear(last_BTE, params["head"], features=config.vocab_size, axis=axis))
+        logits.append(
+            nn.column_linear(last_BTE, params["head"], features=config.draft_vocab or config.vocab_size, axis=axis)
+        )
     return logits
 
 
@@ -102,10 +113,10 @@ def start_eagle(
 
     Each chain has a block of a KV cache for only this call.
     """
-    functions = LayerFunctions(multiply, nn.batch_invariant_rms_norm, kernels.gated_silu)
+    functions = batch_invariant_functions(config, multiply)
     (B, W), device = inputs.tokens_BW.shape, inputs.tokens_BW.device
     room, count = W + config.num_drafts, {"dtype": torch.int32, "device": device}
-    cos, sin = nn.batch_invariant_rope_table(torch.arange(room, device=device), config.head_dim, base=_BASE)
+    cos, sin = nn.batch_invariant_rope_table(torch.arange(room, device=device), config.head_dim, base=config.rope_base)
 
     def attend(x: Tensor, row_x: Tensor, at: Tensor, slots: Tensor, of: Tensor, state: EagleState, *rows: Any) -> Any:
         row_at, row = rows
@@ -146,7 +157,7 @@ def start_eagle(
         blocks = torch.cat([index_M.new_zeros(1), index_M + 1])
         return EagleState(state.g_NE[index_M], state.cache[blocks], state.last_N[index_M])
 
-    cache = torch.zeros(B + 1, 2, config.num_heads, room, config.head_dim, device=device)
+    cache = torch.zeros(B + 1, 2, config.num_kv_heads or config.num_heads, room, config.head_dim, device=device)
     nothing = inputs.hidden_BWN.new_zeros(B, config.d_inner)
     return DraftSteps(EagleState(nothing, cache, (inputs.counts_B - 1).int()), advance, select)
 
@@ -158,8 +169,13 @@ def join_inputs(params: Params, functions: LayerFunctions, e_E: Tensor, g_E: Ten
 
 
 def split_heads(config: EagleConfig | MTPConfig, y: Tensor) -> Tensor:
-    """Returns vectors [*, E] as heads [*, H, K]."""
-    return y.unflatten(-1, (config.num_heads, config.head_dim))
+    """Returns vectors [*, H K] as heads [*, H, K]."""
+    return y.unflatten(-1, (-1, config.head_dim))
+
+
+def repeat_heads(config: EagleConfig | MTPConfig, x_G: Tensor) -> Tensor:
+    """Returns keys or values [*, G, K] for each head of queries, [*, H, K]."""
+    return x_G.repeat_interleave(config.num_heads // x_G.shape[-2], -2)
 
 
 def _attend_chains(

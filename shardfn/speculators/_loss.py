@@ -30,7 +30,7 @@ def init(config: SpeculatorConfig, key: Int64[Tensor, "2"]) -> Params:
         key: key. Weight i is drawn with `fold_in(key, i)`.
 
     Returns:
-        float32: a leaf for each entry of `config.shapes`.
+        float32: a leaf for each entry of `config.shapes`. "draft_tokens" is int64: the first tokens.
 
     Example:
         >>> from shardfn import core
@@ -40,14 +40,17 @@ def init(config: SpeculatorConfig, key: Int64[Tensor, "2"]) -> Params:
         torch.Size([64, 32])
     """
     shapes = config.shapes
-    weights = [name for name in shapes if "norm" not in name]
+    weights = [name for name in shapes if "norm" not in name and name != "draft_tokens"]
     keys = dict(zip(weights, split(key, len(weights)), strict=True))
-    return {
+    params = {
         name: normal(keys[name], shape, stddev=min(shape) ** -0.5)
         if name in keys
         else full(shape, float(name.endswith("_w")))
         for name, shape in shapes.items()
     }
+    if "draft_tokens" in params:
+        params["draft_tokens"] = torch.arange(len(params["draft_tokens"]))
+    return params
 
 
 def specs(config: SpeculatorConfig, *, tp: Axes = None) -> PyTree:
@@ -122,7 +125,8 @@ def loss(config: SpeculatorConfig, params: Params, batch: Mapping[str, Tensor], 
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
 
     Raises:
-        ValueError: sequences have no position with all labels, or states have another width.
+        ValueError: sequences have no position with all labels, or states have another width, or the speculator has a
+            vocabulary for drafts.
 
     Example:
         >>> from shardfn import core
@@ -133,6 +137,11 @@ def loss(config: SpeculatorConfig, params: Params, batch: Mapping[str, Tensor], 
         >>> weight.item()
         10.0
     """
+    if isinstance(config, EagleConfig) and config.draft_vocab is not None:
+        raise ValueError(
+            f"speculators.loss: draft_vocab must be None for a training, got {config.draft_vocab}. A speculator with a"
+            " vocabulary for drafts is only read from files and served."
+        )
     hidden_BSN, tokens_BS, n = batch["hidden"], batch["tokens"], config.num_drafts
     (S, N), width = hidden_BSN.shape[1:], config.d_model * len(config.layers)
     if N != width or tokens_BS.shape[1] != S or S < n + 2:

@@ -30,11 +30,18 @@ from shardfn import kernels, nn
 from shardfn.core import Axes
 
 from ._config import MTPConfig
-from ._eagle import LayerFunctions, finish_layer, join_inputs, split_heads, torch_functions
+from ._eagle import (
+    LayerFunctions,
+    batch_invariant_functions,
+    finish_layer,
+    join_inputs,
+    repeat_heads,
+    split_heads,
+    torch_functions,
+)
 from ._inputs import DraftInputs, DraftSteps
 
 Params = dict[str, Any]
-_BASE = 10000.0  # of the rotations
 
 
 def apply_mtp(
@@ -48,16 +55,17 @@ def apply_mtp(
     at_T = torch.arange(hidden_BTD.shape[1], device=hidden_BTD.device)
     distance_TS = at_T[:, None] - at_T
     seen_TS = (distance_TS >= 0) & (distance_TS < config.window)
-    table = nn.rope_table(at_T, config.head_dim, base=_BASE, dtype=hidden_BTD.dtype)
+    table = nn.rope_table(at_T, config.head_dim, base=config.rope_base, dtype=hidden_BTD.dtype)
     g_BTE, logits = hidden_BTD, list[Tensor]()
     for i, tokens_BT in enumerate(tokens_BTn.unbind(-1)):
         own = _take_module(params, i)
-        functions = torch_functions(own)
+        functions = torch_functions(config, own)
         e_BTE = nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, axis=axis)
         x_BTE = functions.multiply("project", join_inputs(own, functions, e_BTE, g_BTE))
         y_BTE = functions.rms_norm(x_BTE, own["first_norm_w"])
         q, k, v = (split_heads(config, functions.multiply(name, y_BTE)) for name in ("wq", "wk", "wv"))
-        g_BTE = finish_layer(own, functions, x_BTE, _attend_window(nn.rope(q, *table), nn.rope(k, *table), v, seen_TS))
+        k, v = repeat_heads(config, nn.rope(k, *table)), repeat_heads(config, v)
+        g_BTE = finish_layer(own, functions, x_BTE, _attend_window(nn.rope(q, *table), k, v, seen_TS))
         last_BTE = functions.rms_norm(g_BTE, own["last_norm_w"])
         logits.append(nn.column_linear(last_BTE, params["head"], features=config.vocab_size, axis=axis))
     return logits
@@ -83,14 +91,12 @@ def start_mtp(
     to: R - (k + 1) (W - 1). The KV cache is for only this call, and its block 0 takes the keys of padding.
     """
     R, device = inputs.tokens_BW.shape[1], inputs.tokens_BW.device
-    table = nn.batch_invariant_rope_table(torch.arange(R, device=device), config.head_dim, base=_BASE)
+    table = nn.batch_invariant_rope_table(torch.arange(R, device=device), config.head_dim, base=config.rope_base)
 
     def advance(i: int, state: MTPState, tokens_N: Tensor) -> tuple[MTPState, Tensor]:
         tokens_NR = torch.cat([state.tokens_NR, tokens_N[:, None]], 1) if i else state.tokens_NR
         own, N, before = _take_module(params, i), len(tokens_N), config.window - 1
-        functions = LayerFunctions(
-            lambda name, x: multiply(f"{i}.{name}", x), nn.batch_invariant_rms_norm, kernels.gated_silu
-        )
+        functions = batch_invariant_functions(config, lambda name, x: multiply(f"{i}.{name}", x))
         e_NRE = params["embed"][tokens_NR.clamp(min=0)]
         x_NRE = functions.multiply("project", join_inputs(own, functions, e_NRE, state.g_NRE).flatten(0, 1))
         y_NRE = functions.rms_norm(x_NRE, own["first_norm_w"])
@@ -124,7 +130,7 @@ def _attend_last(
     slots = torch.where(at_BR >= 0, (own_B1 + 1) * room + at_BR, torch.arange(R, device=device)).flatten().int()
     positions = at_BR.clamp(min=0).flatten().int()
     rows = (own_B1 * R + torch.arange(config.window - 1, R, **count)).flatten()
-    cache = torch.zeros(B + 1, 2, config.num_heads, room, config.head_dim, device=device)
+    cache = torch.zeros(B + 1, 2, config.num_kv_heads or config.num_heads, room, config.head_dim, device=device)
     turn = [x[positions] for x in table]
     q = kernels.rotate(split_heads(config, functions.multiply("wq", y[rows])), *[x[rows] for x in turn])
     k = kernels.rotate(split_heads(config, functions.multiply("wk", y)), *turn)

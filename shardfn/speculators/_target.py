@@ -1,4 +1,4 @@
-"""Digests of the model that a speculator guesses for: of the config, and of some values of each leaf."""
+"""The model that a speculator guesses for: digests of some values of each leaf, and the embedding and the head."""
 
 import hashlib
 from collections.abc import Mapping
@@ -62,6 +62,34 @@ def list_other_weights(known: Mapping[str, LeafDigest], found: Mapping[str, Leaf
         elif old.values != new.values:
             problems.append(f"{name} has the digest {new.values}, and {old.values} in the speculator's model")
     return first_of(sorted(problems), 8)
+
+
+def find_shared(decoder: Decoder, params: PyTree) -> dict[str, Tensor]:
+    """Returns the embedding and the head of a model, "embed" and "head", in float32, where they are found by name.
+
+    A model without a head has the embedding as head. Codes, and leaves of which this rank has only a part, are left
+    out.
+
+    Args:
+        decoder: decoder of the model.
+        params: parameters: tensors, or `GlobalTensor`s.
+
+    Example:
+        >>> from shardfn import core
+        >>> from shardfn.inference import decoder
+        >>> from shardfn.models import gpt
+        >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4)
+        >>> [x.shape for x in find_shared(decoder(config), gpt.init(config, core.key(0))).values()]
+        [torch.Size([64, 32]), torch.Size([64, 32])]
+    """
+    ends = {"embed": ("['embed']", "embed_tokens.weight']"), "head": ("['head']", "lm_head.weight']")}
+    found = dict[str, Tensor]()
+    for name, x in decoder.name_weights(params):
+        for leaf, end in ends.items():
+            if name.endswith(end) and (whole := _find_whole(x)) is not None:
+                values = draw_block(whole, tuple(slice(0, n) for n in whole.shape)).detach()
+                found |= {leaf: values.float().cpu()} if values.is_floating_point() else {}
+    return {"embed": found["embed"], "head": found["embed"], **found} if "embed" in found else found
 
 
 def _digest_leaf(x: Any) -> LeafDigest:

@@ -1,7 +1,7 @@
 """Training of a speculator on the hidden states of a frozen model, and the figure by which drafters are compared."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ def train(
     mesh: Mesh | None = None,
     zero: Zero | int | None = None,
     of_batch: Callable[[Params, dict[str, Tensor]], Any] | None = None,
+    shared: Mapping[str, Tensor] | None = None,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Params:
     """Returns the parameters of a speculator after some steps of AdamW, on batches of rows in random order.
@@ -57,6 +58,8 @@ def train(
         mesh: mesh with the axis "dp", or None for a single device.
         zero: ZeRO rule of the step.
         of_batch: loss of parameters and a batch in place of `loss`, such as a partial of `owl_loss`.
+        shared: leaves that begin with these values, such as the model's embedding and head. Leaves of another shape are
+            left out.
         report: function of the number of a step and its loss.
 
     Raises:
@@ -88,7 +91,8 @@ def train(
         batch=P("dp") if mesh is not None else P(),
         zero=zero,
     )
-    state = step.init(functools.partial(init, config), fold_in(key(seed), 0))
+    params, own = init(config, fold_in(key(seed), 0)), shared or {}
+    state = step.init({name: own[name].clone() if _fits(own.get(name), x) else x for name, x in params.items()})
     drawn, order = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.int64)
     for i in range(steps):
         if len(order) < batch_size:
@@ -98,6 +102,10 @@ def train(
         state, metrics = step(state, batch)
         report(i, float(metrics["loss"]))
     return {name: unshard(x) for name, x in state.params.items()}
+
+
+def _fits(x: Tensor | None, like: Tensor) -> bool:
+    return x is not None and x.shape == like.shape
 
 
 def measure_acceptance(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> float:

@@ -2,18 +2,31 @@
 
 import json
 import pathlib
+from array import array
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from shardfn import core
 from shardfn.collectives import GlobalTensor
 from shardfn.core import P, make_mesh, tree_map
-from shardfn.inference import Decoder, decoder
+from shardfn.inference import Context, Decoder, Engine, decoder
 from shardfn.kernels import quantize_blocks
 from shardfn.models import gpt
-from shardfn.speculators import RecurrentConfig, config_of, init, load, save
+from shardfn.speculators import (
+    EagleConfig,
+    MTPConfig,
+    RecurrentConfig,
+    config_of,
+    init,
+    load,
+    loss,
+    save,
+    write_published,
+)
+from tests.speculators.trained import GREEDY
 
 SIZES: dict[str, Any] = {"vocab_size": 13, "num_layers": 2, "d_model": 24, "num_heads": 4}
 
@@ -105,3 +118,121 @@ def test_damaged_files_are_refused_by_name(directory: pathlib.Path) -> None:
     tensors.unlink()
     with pytest.raises(FileNotFoundError, match=r"made has no model.safetensors"):
         load(directory, *model())
+
+
+HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "d_head": 6, "d_ff": 20, "rope_base": 500.0}
+DEEP: dict[str, Any] = {"vocab_size": 31, "num_layers": 4, "d_model": 16, "num_heads": 4, "position": "rope"}
+PUBLISHED = {
+    "eagle3": EagleConfig(31, 16, 4, 16, (1, 2, 3), window=32, norm_eps=1e-6, draft_vocab=11, **HEADS),
+    "mtp": MTPConfig(31, 16, 4, 16, num_drafts=2, window=32, norm_eps=1e-6, **HEADS),
+}
+
+
+def published(config: Any) -> dict[str, Any]:
+    """Parameters of a speculator, whose norms and draft tokens are of no fresh one."""
+    made = init(config, core.key(3))
+    made = {name: x * 2 + 0.1 if x.is_floating_point() else x * 2 + 3 for name, x in made.items()}
+    return made
+
+
+def rebuild(config: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Logits after a chain, by the layers of transformers with the tensors of a file."""
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+    more = {"intermediate_size": 20, "rms_norm_eps": 1e-6, "rope_theta": 500.0, "attn_implementation": "eager"}
+    how = llama.LlamaConfig(vocab_size=31, **sizes, **more)
+
+    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        made = llama.LlamaRMSNorm(16, eps=1e-6)
+        made.load_state_dict({"weight": tensors[name]})
+        return made(x)
+
+    def attend(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(x.shape[1])[None]
+        mask = torch.full((x.shape[1],) * 2, -torch.inf).triu(1)[None, None]
+        return layer(x, position_embeddings=llama.LlamaRotaryEmbedding(how)(x, at), attention_mask=mask)
+
+    def eagle_logits(states: torch.Tensor, tokens: list[int], chain: list[int]) -> torch.Tensor:
+        layer = llama.LlamaDecoderLayer(how, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(layer.self_attn, name)
+            setattr(layer.self_attn, name, torch.nn.Linear(32, old.out_features, bias=False))
+        own = {name.removeprefix("midlayer."): x for name, x in tensors.items() if name.startswith("midlayer.")}
+        layer.load_state_dict({name: x for name, x in own.items() if name != "hidden_norm.weight"})
+        g = states @ tensors["fc.weight"].T
+        for token in [None, *chain]:
+            tokens = tokens if token is None else [*tokens, token]
+            e = norm("midlayer.input_layernorm.weight", tensors["embed_tokens.weight"][tokens])
+            x = torch.cat([e, norm("midlayer.hidden_norm.weight", g)], -1)[None]
+            h = g[-1] + attend(layer.self_attn, x)[0][0, -1]
+            out = h + layer.mlp(layer.post_attention_layernorm(h))
+            g = torch.cat([g, out[None]])
+        return tensors["lm_head.weight"] @ norm("norm.weight", g[-1])
+
+    def mtp_logits(states: torch.Tensor, tokens: list[int], chain: list[int]) -> torch.Tensor:
+        g, known = states, [*tokens, *chain]
+        for i in range(len(chain) + 1):
+            head = f"model.layers.{4 + i}."
+            own = {name.removeprefix(head): x for name, x in tensors.items() if name.startswith(head)}
+            layer = llama.LlamaDecoderLayer(how, 0)
+            layer.load_state_dict({n: x for n, x in own.items() if n.split(".")[0] in dict(layer.named_children())})
+            e = own["embed_tokens.weight"][known[i : i + len(g)]]
+            x = torch.cat([norm(head + "enorm.weight", e), norm(head + "hnorm.weight", g)], -1)
+            g = attend(layer, (x @ own["eh_proj.weight"].T)[None])[0]
+        return own["shared_head.head.weight"] @ norm(head + "shared_head.norm.weight", g[-1])
+
+    return eagle_logits if isinstance(config, EagleConfig) else mtp_logits
+
+
+@pytest.mark.parametrize("kind", list(PUBLISHED))
+def test_published_files_are_read_as_layers_of_transformers_compute_them(kind: str, tmp_path: pathlib.Path) -> None:
+    config, params, target = PUBLISHED[kind], published(PUBLISHED[kind]), model(**DEEP)
+    write_published(tmp_path, config, params)
+    found, tensors = load(tmp_path, *target), load_file(tmp_path / "model.safetensors")
+    assert found.config == config
+    logits_of, drawn = rebuild(config, tensors), torch.Generator().manual_seed(0)
+    ids, chains = params.get("draft_tokens", torch.arange(31)), set()
+    for num in (1, 5, 9):
+        states = torch.randn(num, 16 * len(config.layers), generator=drawn)
+        tokens, chain = torch.randint(31, (num,), generator=drawn).tolist(), list[int]()
+        with torch.no_grad():
+            for _ in range(config.num_drafts):
+                chain.append(int(ids[logits_of(states, tokens, chain).argmax()]))
+        context = Context(0, "a", 0, array("q", [0, *tokens]), 1, sampling=GREEDY, states=tuple(states))
+        assert list(found.propose(context, 9).tokens) == chain
+        chains.add(tuple(chain))
+    assert len(chains) > 1
+
+
+@pytest.mark.parametrize("kind", list(PUBLISHED))
+def test_published_files_without_an_embedding_have_the_models(kind: str, tmp_path: pathlib.Path) -> None:
+    target, config = model(**DEEP, batch_invariant=True), PUBLISHED[kind]
+    write_published(tmp_path, config, published(config))
+    tensors, about = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    left = {name: x for name, x in tensors.items() if "embed" not in name and "shared_head.head" not in name}
+    save_file(left, tmp_path / "model.safetensors")
+    found = load(tmp_path, *target, branches=2)
+    plain, guessing = Engine(*target), Engine(*target, drafter=found)
+    assert guessing.generate([[5, 6, 7]], GREEDY) == plain.generate([[5, 6, 7]], GREEDY)
+    assert guessing.stats.speculation.drafted > 3
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is missing"):
+        load(tmp_path, target[0], None)
+    with pytest.raises(ValueError, match=r"vocab_size is 31, and the model has 13"):
+        load(tmp_path, *model(**DEEP | {"vocab_size": 13}))
+    first = next(name for name in left if name.endswith("w_gate") or name.endswith("gate_proj.weight"))
+    head = first.rsplit("gate_proj", 1)[0]
+    save_file({**left, f"{head}experts.0.up_proj.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"experts.0.up_proj.weight is unknown: only attention of q, k, v and o"):
+        load(tmp_path, *target)
+    (tmp_path / "config.json").write_text(json.dumps(about | {"attention_bias": True}))
+    with pytest.raises(ValueError, match=r"attention_bias=True; it must be False"):
+        load(tmp_path, *target)
+
+
+def test_a_vocabulary_for_drafts_is_not_trained() -> None:
+    config = PUBLISHED["eagle3"]
+    batch = {"hidden": torch.zeros(1, 9, 48), "tokens": torch.zeros(1, 9, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=r"draft_vocab must be None for a training, got 11"):
+        loss(config, init(config, core.key(0)), batch)
+    with pytest.raises(ValueError, match=r"num_kv_heads=3 must divide num_heads=4"):
+        EagleConfig(31, 16, 4, 16, (1, 2), **HEADS | {"num_kv_heads": 3})
