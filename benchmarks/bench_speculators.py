@@ -11,8 +11,8 @@ propose chains, and with --branches trees, too.
 Prompts are parts of the held-out text. Each is completed by one sequence, greedy and sampled, and then 16 sequences
 together. Times are the processor's, of one thread. Drafters take turns within a round; ratios are formed within it.
 All tokens and log probabilities are compared with those without a drafter. Accepted drafts a step count all steps of a
-sequence, also those without drafts. For EAGLE-3 and MTP the part of right drafts on held-out rows is printed, with the
-model's own tokens before each.
+sequence, also those without drafts. For EAGLE-3 and MTP the part of right drafts after each position of held-out rows is
+reported, with the text before each draft.
 
 The bound is the number of drafts that a drafter of n tokens would have accepted that guesses every token whose
 probability under the model is above a half, and no other: what the model's own certainty allows.
@@ -137,12 +137,14 @@ def _load(args: argparse.Namespace) -> Measured:
 
 def _train_all(args: argparse.Namespace) -> Measured:
     """Returns a small model, and a speculator of each kind, trained here."""
-    small = train_small_gpt(args.steps)
+    small = train_small_gpt(args.model_steps)
     made, rows = decoder(small.config), small.training[:: max(1, len(small.training) // args.rows)][: args.rows]
     drafters: dict[str, Drafter | None] = {"none": None, "n-grams": Ngram(), "suffixes": Suffix(), "jacobi": Jacobi()}
-    seen: dict[tuple[int, ...], torch.Tensor] = {}
-    for kind in args.kinds:
-        config = speculators.config_of(made, kind, num_drafts=args.drafts, window=args.window)  # pyright: ignore
+    seen, notes = dict[tuple[int, ...], torch.Tensor](), list[str]()
+    windowed = ("eagle3", "mtp")
+    for kind, window in [(k, w) for k in args.kinds for w in (args.window if k in windowed else args.window[:1])]:
+        config = speculators.config_of(made, kind, num_drafts=args.drafts, window=window)
+        name = f"{kind}, window {window}" if kind in windowed and len(args.window) > 1 else kind
         if config.layers not in seen and kind != "owl":
             states = speculators.hidden_states(made, small.params, rows, config.layers)
             seen[config.layers] = torch.stack(list(states))
@@ -153,22 +155,19 @@ def _train_all(args: argparse.Namespace) -> Measured:
             how["of_batch"] = functools.partial(speculators.owl_loss, small.config, config, small.params)
         params = speculators.train(config, speculators.HiddenRows(hidden, rows), steps=args.steps, **how)
         mean = sum(losses[-10:]) / len(losses[-10:]) / sum(config.step_weights)
-        print(f"{kind}: loss {losses[0] / sum(config.step_weights):.3f} -> {mean:.3f} a draft", flush=True)
-        drafters[kind] = Speculator(config, params)
-        if kind in ("eagle3", "mtp"):
-            print(
-                f"{kind}, window {args.window}: right drafts {_measure_rows(made, small, config, params)}", flush=True
-            )
+        print(f"{name}: loss {losses[0] / sum(config.step_weights):.3f} -> {mean:.3f} a draft", flush=True)
+        drafters[name] = Speculator(config, params)
+        if kind in windowed:
+            notes.append(f"right drafts of {name} on held-out rows: {_measure_rows(made, small, config, params)}")
         if args.branches > 1:
-            drafters[f"{kind}, {args.branches} branches"] = Speculator(config, params, branches=args.branches)
+            drafters[f"{name}, {args.branches} branches"] = Speculator(config, params, branches=args.branches)
         if kind == "owl":
             drafters["owl with suffixes"] = Hybrid(Speculator(config, params))
     step = max(1, len(small.held_out) // args.prompts)
     prompts = [row[: LENGTH // 2].tolist() for row in small.held_out[::step][: args.prompts]]
     size = gpt.num_params(small.config)
-    return Measured(
-        f"a byte-level GPT of {size:,} parameters, on held-out source", made, small.params, prompts, drafters
-    )
+    title = f"a byte-level GPT of {size:,} parameters, on held-out source; {args.steps} steps of each speculator"
+    return Measured(". ".join([title, *notes]), made, small.params, prompts, drafters)
 
 
 @torch.no_grad()
@@ -212,11 +211,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48, help="drawn tokens of each prompt")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=600, help="of training, without a model")
+    parser.add_argument("--model-steps", type=int, default=600, help="of the small model's training")
+    parser.add_argument("--steps", type=int, default=600, help="of each speculator's training, without a model")
     parser.add_argument("--rows", type=int, default=1200, help="rows of 128 tokens for speculators, without a model")
     parser.add_argument("--branches", type=int, default=1, help="of trees, next to chains")
     parser.add_argument("--kinds", nargs="+", default=speculators.KINDS, choices=speculators.KINDS)
-    parser.add_argument("--window", type=int, default=8, help="of EAGLE-3 and MTP, without a model")
+    parser.add_argument("--window", type=int, nargs="+", default=[8], help="of EAGLE-3 and MTP, without a model")
     parser.add_argument("--out", help="write the table there")
     return parser.parse_args()
 

@@ -6,10 +6,11 @@
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import pathlib
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -109,6 +110,7 @@ class SpeculateJob:
         tokens: most tokens of the text.
         learning_rate: largest learning rate.
         seed: seed.
+        png: file for a picture of the losses and the accepted drafts, or None.
     """
 
     model: ModelSettings
@@ -123,6 +125,7 @@ class SpeculateJob:
     tokens: int = 400_000
     learning_rate: float = 2e-3
     seed: int = 0
+    png: str | None = None
 
 
 _COUNTS = ("drafts", "steps", "batch", "length", "tokens", "width")
@@ -146,6 +149,7 @@ def add_speculate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=of.tokens, metavar="N", help="the most tokens of the text (default %(default)s)")
     add("--lr", type=float, default=of.learning_rate, dest="learning_rate", help="(default %(default)s)")
     add("--seed", type=int, default=0, help="(default %(default)s)")
+    add("--png", metavar="FILE", help="write a picture of losses and accepted drafts to this file (needs matplotlib)")
 
 
 def parse_speculate(args: argparse.Namespace) -> SpeculateJob:
@@ -166,6 +170,8 @@ def parse_speculate(args: argparse.Namespace) -> SpeculateJob:
         problems.append(f"--length must be at least {args.drafts + 2}, --drafts and two more, got {args.length}")
     if not args.learning_rate > 0:
         problems.append(f"--lr must be above 0, got {args.learning_rate}")
+    if args.png is not None and (args.kind == _JACOBI or importlib.util.find_spec("matplotlib") is None):
+        problems.append("--png needs a speculator and matplotlib: pip install 'shardfn[train]', or leave --png out")
     if num_launched() > 1:
         problems.append("shardfn speculate runs on one rank; start it without torchrun")
     raise_all(ValueError, "these arguments make no sense:", problems)
@@ -197,9 +203,11 @@ def speculate(job: SpeculateJob) -> int:
     config = speculators.config_of(made, job.kind, d_inner=job.width, num_drafts=job.drafts)
     training, prompts = rows[:-held], rows[-held:][:_PROMPTS, : job.length // 2].tolist()
     hidden = None if job.kind == "owl" else _compute_hidden(made, served.params, training, config.layers)
+    losses = list[float]()
     with progress(total=job.steps, desc="training", unit="step") as bar:
 
         def report(step: int, loss: float) -> None:
+            losses.append(loss / sum(config.step_weights))
             bar.update()
             bar.set_postfix(loss=f"{loss / sum(config.step_weights):.3f}")
             if bar.disable and (step + 1) % max(1, job.steps // 5) == 0:
@@ -218,10 +226,26 @@ def speculate(job: SpeculateJob) -> int:
     found = speculators.load(job.out, made, served.params)
     drafters = {f"{job.kind} speculator": found, "n-grams": Ngram()}
     given = found.prepare(made, served.params)
-    for name, drafter in drafters.items():
-        print(f"{name}: {_measure(*given, drafter, prompts, job):.2f} accepted drafts a step")
+    accepted = {name: _measure(*given, drafter, prompts, job) for name, drafter in drafters.items()}
+    for name, value in accepted.items():
+        print(f"{name}: {value:.2f} accepted drafts a step")
+    if job.png is not None:
+        _draw_training(losses, accepted, job.png)
     print(f"{job.out}: for shardfn generate --speculator {job.out}")
     return 0
+
+
+def _draw_training(losses: Sequence[float], accepted: Mapping[str, float], path: str) -> None:
+    """Draws the losses of all steps, and the accepted drafts a step of each drafter."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(losses)
+    left.set(xlabel="step", ylabel="cross entropy of a draft")
+    right.bar([*accepted], [*accepted.values()])
+    right.set(ylabel="accepted drafts a step, held-out text")
+    figure.savefig(path, dpi=120)
 
 
 def _compute_hidden(made: Decoder, params: Any, training: Tensor, layers: Sequence[int]) -> Tensor:

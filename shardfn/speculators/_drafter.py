@@ -36,6 +36,8 @@ from ._mtp import start_mtp
 from ._owl import add_spec_token
 from ._recurrent import start_recurrent
 
+_LEAST_TEMPERATURE = 1e-5  # of a draw that is not greedy
+
 
 class Speculator:
     """Drafter that guesses by a speculator from the last hidden states of the model.
@@ -239,13 +241,22 @@ def _run_drafts(
 def _pick_tokens(
     i: int, branches: int, inputs: DraftInputs, logits_NV: Tensor
 ) -> tuple[Int64[Tensor, "n c"], Float64[Tensor, "n c"]]:
-    """Returns the tokens of draft i after each chain: the drawn token, then others by probability for a tree."""
+    """Returns the tokens of draft i after each chain: the drawn token, then others by probability for a tree.
+
+    The model draws by the same random number, so that it draws the same token more often than by the token's
+    probability p. At a temperature sqrt(p) is taken for the drawn token in a tree, and p' / (1 + sqrt(p)) for a token
+    of probability p'. These add up to 1 as well.
+    """
     drawn_N, logprobs_N = inputs.draw(i, logits_NV)
     if branches == 1:
         return drawn_N[:, None], logprobs_N[:, None].double()
     tokens_NK, others_NK = kernels.top_logprobs(logits_NV, branches)
-    others_NK = others_NK.masked_fill(tokens_NK == drawn_N[:, None], -math.inf)
-    return torch.cat([drawn_N[:, None], tokens_NK], 1), torch.cat([logprobs_N[:, None], others_NK], 1).double()
+    others_NK = others_NK.masked_fill(tokens_NK == drawn_N[:, None], -math.inf).double()
+    own_N1 = logprobs_N[:, None].double()
+    samples_N1 = inputs.temperature.repeat_interleave(len(drawn_N) // len(inputs.keys))[:, None] >= _LEAST_TEMPERATURE
+    others_NK = torch.where(samples_N1, others_NK - (own_N1 / 2).exp().log1p(), others_NK)
+    own_N1 = torch.where(samples_N1, own_N1 / 2, own_N1)
+    return torch.cat([drawn_N[:, None], tokens_NK], 1), torch.cat([own_N1, others_NK], 1)
 
 
 def _cut_tree(drawn: TreeEntries, most: int, sampling: Sampling) -> Guess:

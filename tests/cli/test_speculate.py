@@ -50,7 +50,9 @@ def test_a_speculator_in_one_command(
     run: pathlib.Path, text: pathlib.Path, call: Callable[..., Told], kind: str
 ) -> None:
     out = run.parent / "made"
-    status, said, err = call("speculate", run, text, "--kind", kind, "--out", out, *SMALL)
+    png = run.parent / "training.png"
+    status, said, err = call("speculate", run, text, "--kind", kind, "--out", out, *SMALL, "--png", png)
+    assert png.read_bytes().startswith(b"\x89PNG")
     assert status == 0 and re.search(rf"{kind} speculator: \d\.\d\d accepted drafts a step\nn-grams: \d\.", said), err
     asked = ["generate", run, "abcab", "cabd", "--json", "--seed", "2", "--max-tokens", "12"]
     plain, guessed = call(*asked), call(*asked, "--speculator", out)
@@ -95,6 +97,7 @@ def test_a_model_for_jacobi_decoding(run: pathlib.Path, text: pathlib.Path, call
             "--kind jacobi --drafts 14 --length 24 --batch 1",
             "must have room for --drafts 14 in its second half",
         ),
+        ("--kind jacobi --png training.png", "--png needs a speculator and matplotlib"),
         ("--drafts 0", "--drafts must be at least 1, got 0"),
         ("--length 5", "--length must be at least 6, --drafts and two more, got 5"),
         ("--lr 0", "--lr must be above 0, got 0"),
