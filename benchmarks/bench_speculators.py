@@ -11,7 +11,7 @@ propose chains, and with --branches trees, too.
 Prompts are parts of the held-out text. Each is completed by one sequence, greedy and sampled, and then 16 sequences
 together. Times are the processor's, of one thread. Drafters take turns within a round; ratios are formed within it.
 All tokens and log probabilities are compared with those without a drafter. Accepted drafts a step count all steps of a
-sequence, also those without drafts. For EAGLE-3 and MTP the part of right drafts after each position of held-out rows is
+sequence, also those without drafts. For EAGLE-3 and MTP the part of right drafts after each place of held-out rows is
 reported, with the text before each draft.
 
 The bound is the number of drafts that a drafter of n tokens would have accepted that guesses every token whose
