@@ -57,6 +57,8 @@ from ._compressed_scatter import compressed_psum_scatter as compressed_psum_scat
 from ._compressed_scatter import compressed_scatter_init as compressed_scatter_init
 from .transport import counting_nothing as counting_nothing
 from .transport import Traffic as Traffic, count_traffic as count_traffic, record as record
+from .transport import FlightEntry as FlightEntry, FlightRecorder as FlightRecorder
+from .transport import flight_recorder_of as flight_recorder_of
 from .transport import Channel as Channel, Channels as Channels
 from .transport import is_sole_owner as is_sole_owner
 from .transport import may_be_added_to as may_be_added_to

@@ -95,6 +95,7 @@ def make_mesh(
     abstract: bool | Mapping[str, int] = False,
     alone: bool = False,
     ranks: Sequence[int] | None = None,
+    flight_recorder: int = 0,
 ) -> Mesh:
     """Returns a mesh over all ranks of the program, or some.
 
@@ -117,13 +118,16 @@ def make_mesh(
         ranks: the ranks of the program that are in the mesh, in ascending order. Default: all. Other ranks make the
             mesh too if the mesh has to be named there, as in `reshard`. Other ranks are not members, and running
             something on the mesh is an error there. Communicators are made on demand, only by the members.
+        flight_recorder: the number of last collectives that each rank keeps. When ranks wait in vain, each rank prints
+            them with shapes, dtypes, times and lines of the program, also the rank that hangs. 0 keeps none.
 
     Returns:
         The mesh. If a program makes many meshes, `close` each mesh, or use a `with` block.
 
     Raises:
         TypeError: `axes` is not a dict of sizes.
-        ValueError: the sizes do not multiply to the number of ranks, or `ranks` are not ranks of the program, in order.
+        ValueError: the sizes do not multiply to the number of ranks, or `ranks` are not ranks of the program, in order,
+            or `flight_recorder` is below 0.
 
     Example:
         >>> make_mesh({"dp": -1}, device="cpu").shape
@@ -137,12 +141,18 @@ def make_mesh(
     abstract = abstract is not False
     if ranks is not None and (abstract or alone):
         raise ValueError(f"make_mesh(ranks={list(ranks)}) has no effect with abstract= or alone=. Give one of them.")
+    if flight_recorder < 0:
+        raise ValueError(
+            f"make_mesh: flight_recorder must be at least 0, got {flight_recorder}. Give a number of collectives, such"
+            " as 256."
+        )
     shape = _checked_axes(({} if abstract else {"dp": -1}) if axes is None else axes)
     if abstract:
         return _abstract_mesh(shape, torch.device(device or "cpu"), view_mesh_from)
     dev = _local_device(device)
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     agreement = None if agreement_timeout is None else datetime.timedelta(seconds=agreement_timeout)
+    more: dict[str, Any] = {"timeout": limit, "agreement_timeout": agreement, "flight_recorder": flight_recorder}
     if alone:
         return Mesh(_fill_sizes(shape, 1), dev)
     if num_launched() > 1 and not dist.is_initialized():
@@ -155,14 +165,14 @@ def make_mesh(
     if ranks is not None:
         end_lost()
         size = len(_check_rank_list(ranks, world))
-        return Mesh(_fill_sizes(shape, size), dev, timeout=limit, ranks=ranks, agreement_timeout=agreement)
+        return Mesh(_fill_sizes(shape, size), dev, ranks=ranks, **more)
     shape = _fill_sizes(shape, world)
     if world == 1:
-        return Mesh(shape, dev, timeout=limit, agreement_timeout=agreement)
+        return Mesh(shape, dev, **more)
     end_lost()
     with on_one_thread():
         grid = dist.init_device_mesh(dev.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-    mesh, own = Mesh(shape, dev, grid, limit, agreement_timeout=agreement), MadeGroups()
+    mesh, own = Mesh(shape, dev, grid, **more), MadeGroups()
     for group in grid.get_all_groups():
         if group is not dist.group.WORLD:
             own.add(group)

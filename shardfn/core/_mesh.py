@@ -45,6 +45,7 @@ class Mesh:
         timeout: how long a collective waits for other ranks. Default: as long as in the default process group.
         agreement_timeout: how long a rank waits for other ranks to come to the same call. By default two minutes, or
             `timeout` if shorter.
+        flight_recorder: number of the last collectives that a rank keeps, and prints when ranks wait in vain. 0 is off.
         name: name, the same on all ranks of the mesh, and different for each mesh of these ranks.
         abstract: whether the ranks do not exist: steps can be lowered for such a mesh, for one of its ranks, but not
             run.
@@ -63,8 +64,9 @@ class Mesh:
         ranks: Sequence[int] | None = None,
         view_mesh_from: Mapping[str, int] | None = None,
         agreement_timeout: datetime.timedelta | None = None,
+        flight_recorder: int = 0,
     ) -> None:
-        self.abstract = abstract
+        self.abstract, self.flight_recorder = abstract, flight_recorder
         self.shape = dict(shape)
         self._known_axes: dict[str | tuple[str, ...], tuple[str, ...]] = {}
         self.device = device

@@ -2,6 +2,9 @@
 
 from ._calls import (
     Calls as Calls,
+    FlightEntry as FlightEntry,
+    FlightRecorder as FlightRecorder,
+    flight_recorder_of as flight_recorder_of,
 )
 from ._channel import (
     Channel as Channel,

@@ -12,6 +12,7 @@ channels on the mesh's groups.
 
 import collections
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from shardfn._torch import reduce_scatter_single
 from shardfn.core import Mesh, Pending, PerMesh
 
+from ._calls import FlightEntry, flight_recorder_of
 from ._failure import EndedGroup, TransportError, close
 from ._memory import IN, OUT, SUMMED, LaneOp, Lanes
 from ._packing import dealt
@@ -53,13 +55,17 @@ class _Transport:
 _transport = _Transport()
 
 
-def _finish_when_done(works: Sequence[dist.Work | MemoryWork], finish: Callable[[], _Made]) -> Pending[_Made]:
+def _finish_when_done(
+    works: Sequence[dist.Work | MemoryWork], finish: Callable[[], _Made], entry: FlightEntry | None
+) -> Pending[_Made]:
     """Returns the result of `finish` when all of `works` have ended. `done` is False if the backend does not know."""
 
     def wait_result() -> _Made:
         with _transport:
             for work in works:
                 work.wait()
+        if entry is not None:
+            entry.waited = time.time()
         return finish()
 
     return Pending(wait_result, lambda: all(w.is_completed() for w in works))
@@ -78,6 +84,7 @@ class Channel:
         size: number of ranks along the axes.
         index: index of this rank among these ranks.
         device: device of the mesh.
+        ranks: ranks of the mesh along the axes, or empty without a flight recorder.
     """
 
     def __init__(
@@ -108,8 +115,27 @@ class Channel:
             group is not None and dist.get_backend(group) == "gloo" and (backend == "gloo" or mesh.device.type == "cpu")
         )
         self._timeout = mesh.timeout
+        self._flight = flight_recorder_of(mesh)
+        self._begun: FlightEntry | None = None  # the last transfer, where a recorder is on
+        self.ranks = () if self._flight is None else tuple(mesh.along(self.axes))
         if not of_loss:
             _ = self._lanes
+
+    def _begin(self, op: str, x: Tensor, num: int, divisor: int = 1) -> None:
+        """Reports a transfer that begins to the counters of traffic, and to the flight recorder.
+
+        Args:
+            op: name of the transfer.
+            x: this rank's tensor.
+            num: number of elements that this rank sends, times the divisor.
+            divisor: divisor of the bytes.
+        """
+        record(op, self.axes, num * x.element_size() // divisor, dtype=x.dtype)
+        if self._flight is not None:
+            self._begun = self._flight.add(op, self.axes, self.ranks, x)
+
+    def _finish_when_done(self, works: Sequence[dist.Work | MemoryWork], finish: Callable[[], _Made]) -> Pending[_Made]:
+        return _finish_when_done(works, finish, self._begun)
 
     @functools.cached_property
     def _lanes(self) -> Lanes | None:
@@ -150,7 +176,7 @@ class Channel:
         mine = blocks[self.index]
         if own.data_ptr() != mine.data_ptr():
             mine.copy_(own.view(-1))
-        record("all_gather", self.axes, mine.numel() * mine.element_size() * (self.size - 1), dtype=mine.dtype)
+        self._begin("all_gather", mine, mine.numel() * (self.size - 1))
         if self.group is None:
             return Pending.of(out)
         if self._lanes is not None:
@@ -160,8 +186,8 @@ class Channel:
         if self._direct:
             with _transport:
                 works = self._exchange_blocks(own, blocks) if idle else self._broadcast_blocks(own, blocks, settled)
-            return _finish_when_done(works, lambda: out)
-        return _finish_when_done([native_all_gather(blocks, mine, self.group)], lambda: out)
+            return self._finish_when_done(works, lambda: out)
+        return self._finish_when_done([native_all_gather(blocks, mine, self.group)], lambda: out)
 
     def reduce_scatter(self, flat: Tensor, sizes: Sequence[int], *, reuse: bool = False) -> Pending[Tensor]:
         """Sums each rank's block over all ranks, in rank order, and keeps this rank's block.
@@ -176,7 +202,7 @@ class Channel:
             Pending of this rank's block of the sum.
         """
         own, start = sizes[self.index], sum(sizes[: self.index])
-        record("psum_scatter", self.axes, (flat.numel() - own) * flat.element_size(), dtype=flat.dtype)
+        self._begin("psum_scatter", flat, flat.numel() - own)
         group = self.group
         if group is None:
             return Pending.of(flat)
@@ -189,7 +215,7 @@ class Channel:
             out = flat.new_empty(own)
             work = reduce_scatter_single(out, flat, group=group, async_op=True)
             assert work is not None
-            return _finish_when_done([work], lambda: out)
+            return self._finish_when_done([work], lambda: out)
         # This rank's block need not travel through the exchange if it is the first or last block of `flat`.
         aside = self.index in (0, self.size - 1)
         send, there, back = flat, list(sizes), [own] * self.size
@@ -210,7 +236,7 @@ class Channel:
             # With two ranks the exchange's buffer is as large as the result, and becomes it.
             return ordered_sum(rows, parts[0] if len(parts) == 1 else None)
 
-        return _finish_when_done([work], take_block)
+        return self._finish_when_done([work], take_block)
 
     def all_to_all(self, flat: Tensor, sizes: Sequence[int]) -> Pending[Tensor]:
         """Sends rank r the r-th block, and returns the blocks for this rank from all ranks, in rank order.
@@ -220,7 +246,7 @@ class Channel:
             sizes: number of elements of each rank's block, from any sender.
         """
         own = sizes[self.index]
-        record("all_to_all", self.axes, (flat.numel() - own) * flat.element_size(), dtype=flat.dtype)
+        self._begin("all_to_all", flat, flat.numel() - own)
         group = self.group
         if group is None:
             return Pending.of(flat)
@@ -236,7 +262,7 @@ class Channel:
             else:
                 work = dist.all_to_all_single(out, flat, back, list(sizes), group=group, async_op=True)
         assert work is not None
-        return _finish_when_done([work], functools.partial(_last_value, flat, out))
+        return self._finish_when_done([work], functools.partial(_last_value, flat, out))
 
     def exchange(self, parts: Sequence[Tensor], into: Sequence[Tensor], *, name: str) -> Pending[None]:
         """Sends rank r the r-th part, and fills the r-th destination with rank r's part for this rank.
@@ -247,10 +273,10 @@ class Channel:
             name: the operation's name for the traffic counter.
         """
         leaving = sum(part.numel() for r, part in enumerate(parts) if r != self.index)
-        record(name, self.axes, leaving * parts[0].element_size(), dtype=parts[0].dtype)
+        self._begin(name, parts[self.index], leaving)
         if self._lanes is not None:
             entry = self._lanes.all_to_all([x.view(-1) for x in parts], [x.view(-1) for x in into])
-            return _finish_when_done([MemoryWork(self._lanes, entry, IN | OUT)], lambda: None)
+            return self._finish_when_done([MemoryWork(self._lanes, entry, IN | OUT)], lambda: None)
         # As bytes: values only travel, and backends do not know all dtypes.
         flat = torch.cat([as_raw(x) for x in parts])
         there, back = [x.numel() * x.element_size() for x in parts], [x.numel() * x.element_size() for x in into]
@@ -267,7 +293,7 @@ class Channel:
             for x, block in zip(into, out.split_with_sizes(back), strict=True):
                 as_raw(x).copy_(block)
 
-        return _finish_when_done([work], take_parts)
+        return self._finish_when_done([work], take_parts)
 
     @property
     def sums_in_one(self) -> bool:
@@ -280,8 +306,7 @@ class Channel:
     def all_reduce(self, flat: Tensor, *, name: str = "all_reduce") -> Pending[Tensor]:
         """Sums a flat tensor over all ranks, in place. Bit-identical to the sum in rank order if `sums_in_one`."""
         # Only for several ranks: without a group, torch would take the group of the whole job.
-        nbytes = flat.numel() * flat.element_size()
-        record(name, self.axes, 2 * nbytes * (self.size - 1) // self.size, dtype=flat.dtype)
+        self._begin(name, flat, 2 * flat.numel() * (self.size - 1), self.size)
         if self._lanes is not None and flat.dtype in SUMMED:
             parts = flat.view(-1).split_with_sizes(dealt(flat.numel(), self.size))
             return self._run_in_lanes(self._lanes.all_reduce(parts), lambda: flat)
@@ -289,12 +314,11 @@ class Channel:
         with _transport:
             work = dist.all_reduce(flat, group=self.group, async_op=True)
         assert work is not None
-        return _finish_when_done([work], lambda: flat)
+        return self._finish_when_done([work], lambda: flat)
 
     def maximum(self, flat: Tensor, *, name: str) -> Pending[Tensor]:
         """Takes the elementwise maximum of a flat tensor over all ranks, in place."""
-        nbytes = flat.numel() * flat.element_size()
-        record(name, self.axes, 2 * nbytes * (self.size - 1) // self.size, dtype=flat.dtype)
+        self._begin(name, flat, 2 * flat.numel() * (self.size - 1), self.size)
         if self._lanes is not None:
             rows = flat.new_empty(self.size, flat.numel())
             rows[self.index] = flat
@@ -304,23 +328,25 @@ class Channel:
         with _transport:
             work = dist.all_reduce(flat, dist.ReduceOp.MAX, group=self.group, async_op=True)
         assert work is not None
-        return _finish_when_done([work], lambda: flat)
+        return self._finish_when_done([work], lambda: flat)
 
     def send(self, x: Tensor, to: int, tag: int) -> Pending[Tensor]:
         """Sends a tensor to a rank, on gloo, through the host. Do not write to it until the result is taken."""
         x = x.cpu().contiguous()
-        record("send", self.axes, x.nbytes, dtype=x.dtype)
+        self._begin("send", x, x.numel())
         if self._lanes is not None:
             return self._run_in_lanes(self._lanes.message(x, to, tag, sends=True), lambda: x)
         with _transport:
-            return _finish_when_done([self.group.send([as_raw(x)], to, tag)], lambda: x)
+            return self._finish_when_done([self.group.send([as_raw(x)], to, tag)], lambda: x)
 
     def receive(self, into: Tensor, source: int, tag: int) -> Pending[Tensor]:
         """Receives a rank's message of the same tag, different from all other tags under way between the two."""
+        if self._flight is not None:  # a message counts where it is sent
+            self._begun = self._flight.add("receive", self.axes, self.ranks, into)
         if self._lanes is not None:
             return self._run_in_lanes(self._lanes.message(into, source, tag, sends=False), lambda: into)
         with _transport:
-            return _finish_when_done([self.group.recv([as_raw(into)], source, tag)], lambda: into)
+            return self._finish_when_done([self.group.recv([as_raw(into)], source, tag)], lambda: into)
 
     def arrival(self, like: Tensor, source: int, tag: int) -> Pending[Tensor]:
         """Receives into a new tensor like `like`, on the mesh's device."""
@@ -357,11 +383,11 @@ class Channel:
         if settled:
             return self._run_in_lanes(entry, lambda: out)
         self._sends.append((MemoryWork(self._lanes, entry, OUT), own))
-        return _finish_when_done([MemoryWork(self._lanes, entry, IN)], lambda: out)
+        return self._finish_when_done([MemoryWork(self._lanes, entry, IN)], lambda: out)
 
     def _run_in_lanes(self, entry: LaneOp, finish: Callable[[], Tensor]) -> Pending[Tensor]:
         assert self._lanes is not None
-        return _finish_when_done([MemoryWork(self._lanes, entry, IN | OUT)], finish)
+        return self._finish_when_done([MemoryWork(self._lanes, entry, IN | OUT)], finish)
 
     def _check_known(self, dtype: torch.dtype) -> None:
         """Refuses a sum that gloo would refuse only in the wait, as a failure of the transport."""

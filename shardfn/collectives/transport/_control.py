@@ -9,6 +9,7 @@ A process that has ended, for any reason, has closed its connections. A process 
 Neither has a process with other communicators closed after a failure.
 """
 
+import functools
 import hashlib
 import itertools
 import threading
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from shardfn.core import Mesh, RankError, is_known
 
-from ._calls import Calls, CallWatch
+from ._calls import FLIGHT, Calls, CallWatch, flight_recorder_of
 from ._failure import COURTESY, PATIENCE, Board, EndedGroup, TransportError, is_of_the_wire
 from ._rounds import Kind, Rounds, notice_of
 
@@ -94,7 +95,10 @@ class Control:
         self._group: Any = mesh.new_group(mesh.axis_names, backend="gloo") if mesh.size > 1 else None
         self._mesh = mesh
         self.calls = Calls()
-        self._rounds = Rounds(self._group, mesh.rank, *_errors_of(self), notice=notice_of(mesh))
+        self._flight = flight_recorder_of(mesh)
+        self._rounds = Rounds(
+            self._group, mesh.rank, *_errors_of(self), notice=notice_of(mesh), begin=self._begin_of(())
+        )
         self._along: dict[tuple[str, ...], Rounds] = {}
         self.lost = self._shares = False
         # Both the rank's thread and the thread of `CallWatch` may end the communicators.
@@ -107,7 +111,8 @@ class Control:
         if self._group is not None:
             self._presence = Presence(mesh)
             this = weakref.ref(self)
-            self._watch = CallWatch(self.calls, self._board, self.rank, lambda *pair: _report_failure(this(), *pair))
+            report = functools.partial(_report_failure, this)
+            self._watch = CallWatch(self.calls, self._board, self.rank, report, self._flight)
             mesh.at_close("control", lambda why: _say_goodbye(this(), why))
 
     def exchange(self, value: int) -> list[int]:
@@ -130,7 +135,7 @@ class Control:
             if self._mesh.axis_size(names) > 1:
                 self.meet()
             group = self._mesh.new_group(names, backend="gloo") if names else None
-            self._along[names] = Rounds(group, self.rank, *_errors_of(self))
+            self._along[names] = Rounds(group, self.rank, *_errors_of(self), begin=self._begin_of(names))
             if self._shares:
                 self._along[names].share(self._timeout)
         return self._along[names]
@@ -205,6 +210,15 @@ class Control:
         at_even, at_uneven = (all(flags) for flags in zip(*(known for *_, known in rows), strict=True))
         return Agreed(even, (at_even, at_uneven), () if even else passed)
 
+    def _begin_of(self, axes: tuple[str, ...]) -> Callable[[str], object] | None:
+        """Returns the function that reports a round of the ranks along some axes to the flight recorder, if any."""
+        flight = self._flight
+        if flight is None:
+            return None
+        names = axes or self._mesh.axis_names
+        ranks = tuple(self._mesh.along(names))
+        return lambda kind: flight.add(kind, names, ranks)
+
     def share(self) -> None:
         """Lets rounds of ranks of a single host go through memory from now on. Collective, after an agreement."""
         if not self._shares:
@@ -269,6 +283,8 @@ class Control:
         if differences := self._board.get(_DIFFERENCES):
             return RankError(differences)
         told = self._board.read() or self._look_around(error)
+        if self._flight is not None and (why := self._board.get(FLIGHT)):
+            self._flight.write(why)
         if any(self.rank in about for _, about in told):
             title = f"the other ranks have given up waiting for this one, rank {self.rank}."
         else:
@@ -311,6 +327,8 @@ class Control:
         Ranks that waited wake and leave at once. A rank that does not leave, or comes later, is the missing rank.
         """
         start, came = time.monotonic(), dict[int, float]()
+        if self._flight is not None:  # the thread of a rank that hangs prints the recorder of that rank
+            self._board.put(FLIGHT, f"rank {self.rank} has waited in vain in {self.calls.last}")
         while True:
             # Local: each rank looks separately, and two may find out the same fact, shown once by `Board.read`.
             told, gone, absent = self._board.read(), self._presence.gone(), self._board.absent()
@@ -390,8 +408,9 @@ def _errors_of(
     return make_failure, lambda: calls.last, make_mismatch
 
 
-def _report_failure(control: Control | None, first: str, own: str) -> None:
+def _report_failure(this: "weakref.ref[Control]", first: str, own: str) -> None:
     """Ends a control plane with ranks that wait in different calls. Called by a thread."""
+    control = this()
     if control is not None and not control.lost:
         texts = f"  - rank 0: {first}\n  - rank {control.rank}: {own}"
         control._board.put(_DIFFERENCES, f"ranks disagree on {_WHAT}:\n{texts}{_SAME_CALLS}")

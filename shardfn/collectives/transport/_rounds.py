@@ -87,6 +87,7 @@ class Rounds:
         call: this rank's call, in words.
         mismatch: function from the calls of all ranks to the error to raise if ranks are in rounds of different kinds.
         notice: notice that travels with each exchange, or None.
+        begin: function that is called with the kind of each round that begins, for a flight recorder, or None.
 
     Attributes:
         rank: rank as above.
@@ -103,8 +104,9 @@ class Rounds:
             f"ranks are at different calls: {calls}"
         ),
         notice: Notice | None = None,
+        begin: Callable[[str], object] | None = None,
     ) -> None:
-        self._group, self.rank, self._failure = group, rank, failure
+        self._group, self.rank, self._failure, self._begin = group, rank, failure, begin
         self._call, self._mismatch = call, mismatch
         self._notice = Notice() if notice is None else notice
         self.size: int = 1 if group is None else group.size()
@@ -162,6 +164,8 @@ class Rounds:
 
         Through memory also all values. The first message of every round.
         """
+        if self._begin is not None:
+            self._begin(f"agreement ({kind.name.lower()})")
         sent = value + _ZERO | kind << _BITS
         if self._lanes is not None:
             values = self._through_memory(self._lanes, sent, timeout)
