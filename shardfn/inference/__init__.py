@@ -39,6 +39,7 @@ from ._score import Score as Score, ScoredPrompt as ScoredPrompt, sum_tokens as 
 from ._score import Activation as Activation, Classes as Classes, Classifier as Classifier
 from ._results import Completion as Completion, Token as Token
 from ._processors import check_names as check_names
+from ._beam_search import Beam as Beam, BeamSearch as BeamSearch, PromptSearch as PromptSearch
 from ._engine_core import EngineCore as EngineCore
 from ._engine import Engine as Engine
 from ._simulate import SimulatedEngine as SimulatedEngine, SimulatedLatency as SimulatedLatency

@@ -17,6 +17,7 @@ from shardfn.core import Axes, Disk, MemoryKind, Mesh, PyTree, explains_keywords
 
 from ._adapters import Adapters, Given, split_adapters
 from ._admission import check_name, choose_limits, make_request, split_sampling, split_source
+from ._beam_search import Beam, BeamSearch, PromptSearch
 from ._checks import MEANT
 from ._constraints import Constraints
 from ._decision_log import DecisionLog
@@ -29,7 +30,7 @@ from ._expert_recorder import ExpertRecorder
 from ._images import ImageInputs
 from ._limits import Limits
 from ._processors import LogitsProcessors
-from ._requests import Sampling
+from ._requests import Sampling, ids_of
 from ._results import Completion, EngineStats, MemoryPlan, Token, append_token
 from ._runner import Runner, make_runner
 from ._score import Score, read_choices, sum_tokens
@@ -342,12 +343,70 @@ class Engine:
             )
         each = zip(prompts, hows, adapters, features, strict=True)
         requests = [self._admit(prompt, how, adapter=x, image_features=own) for prompt, how, x, own in each]
+        return [found[0] if len(found) == 1 else found for found in self._complete(requests)]
+
+    def beam_search(
+        self, prompts: Iterable[Sequence[int]], rule: BeamSearch | None = None, *, adapter: str | None = None
+    ) -> list[list[Beam]]:
+        """Returns the best continuations of prompts by a search in beams, as transformers' `generate(num_beams=)`.
+
+        Each step is a request of one token for each beam. Its prefix is in the cache, except for the last block.
+
+        Args:
+            prompts: token ids of each prompt.
+            rule: rule of the search. Default: `BeamSearch()`.
+            adapter: name of an adapter, or None.
+
+        Returns:
+            For each prompt `num_beams` continuations, the best first.
+
+        Raises:
+            TypeError: as `add`.
+            ValueError: a value is out of range, or a prompt and `max_tokens` together are longer than the context.
+            FloatingPointError: logits are not finite.
+
+        Example:
+            >>> from shardfn import core
+            >>> from shardfn.inference import decoder
+            >>> from shardfn.models import gpt
+            >>> config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, max_len=32)
+            >>> engine = Engine(decoder(config), gpt.init(config, core.key(0)))
+            >>> [beams] = engine.beam_search([[5, 6, 7]], BeamSearch(num_beams=3, max_tokens=4))
+            >>> len(beams), len(beams[0].tokens), beams[0].score >= beams[1].score
+            (3, 4, True)
+        """
+        rule, given = BeamSearch() if rule is None else rule, [ids_of(prompt) for prompt in prompts]
+        for prompt in given:
+            rule.check(prompt if self._sources is None else (self._sources.start,), self.limits)
+        searches, how = [PromptSearch(rule) for _ in given], rule.make_sampling()
+        while rows := [(i, tokens) for i, one in enumerate(searches) for tokens in one.running]:
+            requests = [self._admit_beam(given[i], tokens, how, adapter) for i, tokens in rows]
+            found = iter(self._complete(requests))
+            for search in searches:
+                if num := len(search.running):
+                    search.take([_read_top(next(found)[0]) for _ in range(num)])
+        return [[beam._replace(text=self._spell(given[i], beam)) for beam in x.beams] for i, x in enumerate(searches)]
+
+    def _admit_beam(
+        self, prompt: tuple[int, ...], tokens: tuple[int, ...], how: Sampling, adapter: str | None
+    ) -> Admitted:
+        if self._sources is None:
+            return self._admit((*prompt, *tokens), how, adapter=adapter)
+        return self._admit((self._sources.start, *tokens), how, adapter=adapter, source=prompt)
+
+    def _spell(self, prompt: tuple[int, ...], beam: Beam) -> str:
+        if self.detokenizer is None:
+            return ""
+        stream, shown = self.detokenizer.start(prompt), beam.tokens[: -1 if beam.finish_reason == "stop" else None]
+        return "".join([*map(stream.add, shown), stream.end()])
+
+    def _complete(self, requests: Sequence[Admitted]) -> list[list[Completion]]:
+        """Returns the choices of each request."""
         names = [self._queues.await_request(self._begin(request)) for request in requests]
         try:
-            made = [self._make_completions(name, request) for name, request in zip(names, requests, strict=True)]
+            return [self._make_completions(name, request) for name, request in zip(names, requests, strict=True)]
         finally:
             self._queues.forget(names)
-        return [found[0] if len(found) == 1 else found for found in made]
 
     def score(
         self,
@@ -522,3 +581,12 @@ class Engine:
         for token in self._queues.stream(name, len(made)):
             append_token(made, token, len(request.prompt))
         return made
+
+
+def _read_top(made: Completion) -> tuple[tuple[int, float], ...]:
+    """Returns the most probable tokens of a completion of one token."""
+    if not made.top_logprobs:
+        raise FloatingPointError(
+            f"beam_search: a beam must have finite logits, got the end {made.finish_reason!r}. Look at the weights."
+        )
+    return made.top_logprobs[0]

@@ -10,7 +10,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from shardfn.core import Mesh, explains_keywords, make_mesh
-from shardfn.inference import Sampling, limits_of
+from shardfn.inference import Beam, BeamSearch, Sampling, limits_of
 from shardfn.kernels import Activations, Quantization
 
 from ._load import AXIS, load_model, make_engine
@@ -158,6 +158,26 @@ class LLM:
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
         each = [self.text.plain(self.text.chat([dict(x) for x in one])) for one in several]  # type: ignore[arg-type]
         return self.engine.generate(each, self._with_ends(sampling), adapter=adapter)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], rule: BeamSearch | None = None, *, adapter: str | None = None
+    ) -> list[list[Beam]]:
+        """Returns the best continuations of prompts by a search in beams. See `Engine.beam_search`.
+
+        Args:
+            prompts: see `generate`.
+            rule: rule of the search. Tokens that end a text by the model's files end each continuation, too.
+            adapter: name of an adapter, or None.
+
+        Raises:
+            ValueError: as `Engine.beam_search`.
+        """
+        self._check_generates()
+        rule = BeamSearch() if rule is None else rule
+        ends = dict.fromkeys([*rule.stop_tokens, *sorted(self.text.ends)])
+        return self.engine.beam_search(
+            self._encode_all(prompts), replace(rule, stop_tokens=tuple(ends)), adapter=adapter
+        )
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], pooling: str = "last", *, normalize: bool = True
