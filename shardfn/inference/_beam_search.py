@@ -79,7 +79,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Returns the number of candidates of a step: so many that `num_beams` go on, whatever candidates end."""
+        """Returns the number of candidates of a step, enough for `num_beams` that go on if all others end."""
         return self._factor * self.num_beams
 
     def make_sampling(self) -> Sampling:
