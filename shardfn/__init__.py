@@ -86,6 +86,7 @@ from shardfn.transforms import (
     sharded_step as sharded_step,
     switch_step as switch_step,
     tiled as tiled,
+    trace_steps as trace_steps,
     unpad_layers as unpad_layers,
     value_and_grad as value_and_grad,
 )

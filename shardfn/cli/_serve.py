@@ -26,6 +26,7 @@ _PACKAGES = ("starlette", "uvicorn", "jinja2")
 
 # Options of the address and the clients of a server, which a batch does not have.
 _ADDRESS = ("host", "port", "api_key_file", "allowed_host", "allowed_origin", "adapter_root", "admin_key_file")
+_ADDRESS += ("profile_root", "otlp_traces_endpoint")
 
 
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:

@@ -67,7 +67,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="the address to listen on (default %(default)s, for this machine alone)")
     add("--port", type=int, default=8000, help="0 takes a free one (default %(default)s)")
     add("--name", help="of the model, for clients (default: the last part of MODEL)")
-    add("--api-key-file", metavar="FILE", help="the keys of clients, one in each line")
+    text = "the keys of clients, one in each line, with limits such as KEY requests=60 tokens=100000 concurrent=4"
+    add("--api-key-file", metavar="FILE", help=text)
     add("--allowed-host", action="append", default=[], metavar="NAME", help="of a proxy before a server at loopback")
     add("--chat-template", metavar="FILE", help="a template of jinja, in place of the tokenizer's")
     text = "how the model writes calls of tools (default: as the chat template shows)"
@@ -81,7 +82,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adapter", action="append", default=[], metavar="NAME=DIR", help=text)
     text = "adapters in this directory may be loaded and unloaded over HTTP; needs --admin-key-file"
     add("--adapter-root", metavar="DIR", help=text)
+    text = "/start_profile and /stop_profile write profiles of torch into this directory; needs --admin-key-file"
+    add("--profile-root", metavar="DIR", help=text)
     add("--admin-key-file", metavar="FILE", help="the keys of administrators, one in each line")
+    text = "takes spans of requests by OpenTelemetry over HTTP, for example http://localhost:4318/v1/traces"
+    add("--otlp-traces-endpoint", metavar="URL", help=text)
     add("--pooling", choices=POOLINGS, default="last", help="of embeddings: the last token's state, or the mean")
     text = "the model's first logit is a reward, as examples/rlhf/chat_reward.py trains it: for /v1/score and /classify"
     add("--reward-head", action="store_true", help=text)
@@ -147,6 +152,8 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         "port": args.port,
         "adapters": tuple(adapters),
         "adapter_root": None if args.adapter_root is None else pathlib.Path(args.adapter_root).absolute(),
+        "profile_root": None if args.profile_root is None else pathlib.Path(args.profile_root).absolute(),
+        "traces": args.otlp_traces_endpoint,
         "pooling": args.pooling,
         "hosts": tuple(args.allowed_host),
         "origins": tuple(args.allowed_origin),
@@ -234,8 +241,8 @@ def _find_problems(args: argparse.Namespace) -> Iterator[str]:
         yield from base_problems("--adapter-root", args)
         if not pathlib.Path(args.adapter_root).is_dir():
             yield f"--adapter-root {args.adapter_root}: there is no such directory"
-    if (args.adapter_root is None) != (args.admin_key_file is None):
-        yield "--adapter-root and --admin-key-file need each other: pass both, or none"
+    if (args.adapter_root is None and args.profile_root is None) != (args.admin_key_file is None):
+        yield "--admin-key-file and --adapter-root or --profile-root need each other: pass both, or none"
     for name in ("api_key_file", "admin_key_file", "chat_template"):
         given = getattr(args, name)
         if given is not None and not pathlib.Path(given).is_file():
@@ -256,6 +263,7 @@ def command_of(job: ServeJob, end: int, python: str) -> Sequence[str]:
         **({} if model.context is None else {"--context": model.context}),
         **({} if job.admin_key_file is None else {"--admin-key-file": job.admin_key_file}),
         **({} if (root := job.server["adapter_root"]) is None else {"--adapter-root": root}),
+        **({} if (root := job.server["profile_root"]) is None else {"--profile-root": root}),
         **({} if model.activations is None else {"--activations": model.activations}),
         **({} if model.fit is None else {"--fit": model.fit}),
         **({} if job.decisions is None else {"--decisions": job.decisions}),

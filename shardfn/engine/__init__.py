@@ -6,6 +6,7 @@ from .agreement import (
     comms_of as comms_of,
     losing_no_peer as losing_no_peer,
     losing_no_peer_purely as losing_no_peer_purely,
+    trace_steps as trace_steps,
 )
 from .execution import (
     Donated as Donated,

@@ -1,28 +1,133 @@
-"""Access of clients: keys, headers of answers, and permission for pages of other sites (CORS)."""
+"""Access of clients: keys and their limits, headers of answers, and permission for pages of other sites (CORS)."""
 
+import collections
 import hashlib
 import hmac
+import math
 import pathlib
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from ._errors import ApiError
+
+_WINDOW = 60.0  # seconds
 
 
-def read_keys(path: pathlib.Path) -> tuple[str, ...]:
-    """Returns the keys of a file, a key in each line. Empty lines and lines that begin with # are left out.
+class KeyLimits(NamedTuple):
+    """Limits of a key. None is no limit.
+
+    Attributes:
+        requests: requests that begin within a minute.
+        tokens: tokens of prompts and answers within a minute. A request begins below the limit, and may go beyond it.
+        concurrent: requests in progress.
+    """
+
+    requests: int | None = None
+    tokens: int | None = None
+    concurrent: int | None = None
+
+
+def read_keys(path: pathlib.Path) -> dict[str, KeyLimits]:
+    """Returns the keys of a file with their limits, a key in each line, for example `KEY requests=60 concurrent=4`.
+
+    Empty lines and lines that begin with # are left out.
 
     Raises:
-        ValueError: the file has no key, or a key with a space or other than ASCII characters.
+        ValueError: the file has no key, or a key twice, or with other than ASCII characters, or another limit than
+            requests, tokens and concurrent.
         OSError: the file cannot be read.
     """
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    keys, made = [line for line in lines if line and not line.startswith("#")], dict[str, KeyLimits]()
     if not keys:
         raise ValueError(f"{path} has no key. Write one in each line.")
-    for i, key in enumerate(keys):
-        if not key.isascii() or len(key.split()) != 1:
-            raise ValueError(f"{path}: key {i + 1} of {len(keys)} has a space, or a character that is not ASCII.")
-    return keys
+    for i, line in enumerate(keys, 1):
+        key, *words = line.split()
+        if not key.isascii() or key in made:
+            how = "is there twice" if key in made else "has a character that is not ASCII"
+            raise ValueError(f"{path}: key {i} of {len(keys)} {how}.")
+        limits = dict[str, int]()
+        for word in words:
+            name, _, value = word.partition("=")
+            if name not in KeyLimits._fields or not value.isdecimal() or int(value) < 1:
+                known = ", ".join(f"{field}=N" for field in KeyLimits._fields)
+                raise ValueError(f"{path}: after key {i} of {len(keys)} there must be {known}, got {word!r:.40}.")
+            limits[name] = int(value)
+        made[key] = KeyLimits(**limits)
+    return made
+
+
+class KeyUse:
+    """Use of a key within its limits.
+
+    Args:
+        limits: limits of the key.
+        clock: function that returns the time in seconds.
+
+    Example:
+        >>> use = KeyUse(KeyLimits(requests=1), lambda: 0.0)
+        >>> use.begin()
+        >>> use.begin()
+        Traceback (most recent call last):
+        shardfn.serve._errors.ApiError: The key may begin 1 requests a minute. Try again later.
+    """
+
+    def __init__(self, limits: KeyLimits = KeyLimits(), clock: Callable[[], float] = time.monotonic) -> None:  # noqa: B008
+        self._limits, self._clock = limits, clock
+        self._begun, self._tokens = collections.deque[float](), collections.deque[tuple[float, int]]()
+        self._open = 0
+
+    def begin(self) -> None:
+        """Counts a request that begins.
+
+        Raises:
+            ApiError: the key is at a limit, 429, with the seconds after which to try again.
+        """
+        now, (requests, tokens, concurrent) = self._clock(), self._limits
+        while self._begun and self._begun[0] <= now - _WINDOW:
+            self._begun.popleft()
+        while self._tokens and self._tokens[0][0] <= now - _WINDOW:
+            self._tokens.popleft()
+        if concurrent is not None and self._open >= concurrent:
+            raise _make_limit_error(f"have {concurrent} requests in progress", 1)
+        if requests is not None and len(self._begun) >= requests:
+            raise _make_limit_error(f"begin {requests} requests a minute", self._begun[0] + _WINDOW - now)
+        if tokens is not None and sum(num for _, num in self._tokens) >= tokens:
+            raise _make_limit_error(f"use {tokens} tokens a minute", self._tokens[0][0] + _WINDOW - now)
+        if requests is not None:
+            self._begun.append(now)
+        self._open += 1
+
+    def end(self) -> None:
+        """Counts the end of a request."""
+        self._open -= 1
+
+    def add_tokens(self, num: int) -> None:
+        """Counts tokens of a prompt and its answer."""
+        if self._limits.tokens is not None:
+            self._tokens.append((self._clock(), num))
+
+
+def _make_limit_error(what: str, seconds: float) -> ApiError:
+    headers = {"Retry-After": str(max(1, math.ceil(seconds)))}
+    return ApiError(429, f"The key may {what}. Try again later.", headers=headers)
+
+
+class ClientOrigin(NamedTuple):
+    """Sender of a request.
+
+    Attributes:
+        use: use of the client's key.
+        name: id of the request, as in `x-request-id`.
+        trace: headers `traceparent` and `tracestate` of the request, as of W3C's trace context.
+    """
+
+    use: KeyUse | None = None
+    name: str = ""
+    trace: Mapping[str, str] = {}
 
 
 class ApiKeys:
@@ -31,7 +136,7 @@ class ApiKeys:
     The time of a comparison depends neither on the place of a difference nor on the key that is equal.
 
     Args:
-        keys: keys. Without keys, every client is admitted.
+        keys: keys, or limits by keys. Without keys, every client is admitted.
 
     Example:
         >>> keys = ApiKeys(["secret"])
@@ -39,17 +144,24 @@ class ApiKeys:
         (True, False, False, True)
     """
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest_key(key) for key in keys]
+    def __init__(self, keys: Mapping[str, KeyLimits] | Iterable[str]) -> None:
+        limits = keys if isinstance(keys, Mapping) else dict.fromkeys(keys, KeyLimits())
+        self._digests = [_digest_key(key) for key in limits]
+        self._uses = [KeyUse(one) for one in limits.values()] or [KeyUse()]
 
     def admit(self, header: str | None) -> bool:
         """Returns whether an `Authorization` header has one of the keys."""
+        return self.find_use(header) is not None
+
+    def find_use(self, header: str | None) -> KeyUse | None:
+        """Returns the use of the key in an `Authorization` header, or None without one of the keys."""
         if not self._digests:
-            return True
+            return self._uses[0]
         kind, _, given = (header or "").partition(" ")
         mine = _digest_key(given.strip())
         found = [hmac.compare_digest(mine, digest) for digest in self._digests]  # all of them
-        return any(found) and kind.lower() == "bearer"
+        use = self._uses[sum(i * equal for i, equal in enumerate(found))]
+        return use if any(found) and kind.lower() == "bearer" else None
 
 
 def _digest_key(key: str) -> bytes:

@@ -15,8 +15,19 @@ import re
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ._access import ApiKeys, make_headers, make_permission
-from ._adapter_routes import LOAD, UNLOAD, AdapterChange, AdapterChanges, parse_load, parse_unload
+from ._access import ApiKeys, ClientOrigin, make_headers, make_permission
+from ._admin_routes import (
+    ADMIN,
+    LOAD,
+    START_PROFILE,
+    STOP_PROFILE,
+    UNLOAD,
+    AdapterChange,
+    AdapterChanges,
+    Profiles,
+    parse_load,
+    parse_unload,
+)
 from ._anthropic_messages import count_tokens, parse_messages
 from ._dialects import AnswerWriter, DialectAnswer
 from ._embeddings import parse_embeddings
@@ -101,6 +112,10 @@ class App:
             read_load = functools.partial(parse_load, root=root)
             routes.append(Route(LOAD, self._make_change(read_load), methods=["POST"]))
             routes.append(Route(UNLOAD, self._make_change(parse_unload), methods=["POST"]))
+        if (root := self._settings.profile_root) is not None:
+            profiles = Profiles(self._calls, root)
+            routes.append(Route(START_PROFILE, self._make_action(profiles.start), methods=["POST"]))
+            routes.append(Route(STOP_PROFILE, self._make_action(profiles.stop), methods=["POST"]))
         handlers: Mapping[Any, Any] = {
             ApiError: _answer_error,
             HTTPException: _answer_unserved,
@@ -128,29 +143,45 @@ class App:
                 await count_answer({"type": "http.response.start", "status": 204, "headers": permits})
                 await count_answer({"type": "http.response.body", "body": b""})
                 return
-            await self._admit_client(inner, headers, scope, receive, count_answer)
+            await self._admit_client(inner, headers, more[0][1].decode(), scope, receive, count_answer)
         except Stalled:
             self._metrics.add("shardfn:stalled")
 
     async def _admit_client(
-        self, inner: "ASGIApp", headers: Mapping[bytes, str], scope: "Scope", receive: "Receive", send: "Send"
+        self,
+        inner: "ASGIApp",
+        headers: Mapping[bytes, str],
+        name: str,
+        scope: "Scope",
+        receive: "Receive",
+        send: "Send",
     ) -> None:
-        """Answers a client that has a key and means this server, and refuses all other clients."""
+        """Answers a client that has a key within its limits, and means this server, and refuses all other clients."""
         key = headers.get(b"authorization")
         if key is None and b"x-api-key" in headers:  # of Anthropic's interface
             key = f"Bearer {headers[b'x-api-key']}"
         try:
             if not self._settings.allows(headers.get(b"host", "localhost")):
                 raise ApiError(421, f"the header Host is {headers[b'host'][:60]!r}, and this server is at loopback.")
-            keys = self._admin_keys if scope["path"] in (LOAD, UNLOAD) else self._keys
-            if scope["path"].startswith(_KEYED) and not keys.admit(key):
-                of = " of an administrator" if keys is self._admin_keys else ""
+            is_admin = scope["path"] in ADMIN
+            use = (self._admin_keys if is_admin else self._keys).find_use(key)
+            if (is_admin or scope["path"].startswith(_KEYED)) and use is None:
+                of = " of an administrator" if is_admin else ""
                 text = f"The key{of} is missing or wrong. Send the header Authorization: Bearer KEY."
                 raise ApiError(401, text, headers={"WWW-Authenticate": "Bearer"})
+            use = None if is_admin or scope["method"] != "POST" else use
+            if use is not None:
+                use.begin()
         except ApiError as error:
             await error.response(scope["path"])(scope, receive, send)
             return
-        await inner(scope, receive, send)
+        trace = {x: headers[x.encode()] for x in ("traceparent", "tracestate") if x.encode() in headers}
+        scope.setdefault("state", {})["origin"] = ClientOrigin(use, name, trace)
+        try:
+            await inner(scope, receive, send)
+        finally:
+            if use is not None:
+                use.end()
 
     # Without the engine.
 
@@ -207,7 +238,7 @@ class App:
     ) -> Callable[..., Any]:
         async def answer_request(request: "Request") -> Any:
             model, asked = await self._read_asked(request, read)
-            call = self._calls.open(asked.requests)
+            call = self._calls.open(asked.requests, origin=request.state.origin)
             made = ResponseBuilder(form, model, asked, call)
             if asked.stream:
                 return EventStream(made.events(), functools.partial(self._end_call, call))
@@ -220,7 +251,7 @@ class App:
     ) -> Callable[..., Any]:
         async def answer_request(request: "Request") -> Any:
             model, (asked, writer) = await self._read_asked(request, read)
-            call = self._calls.open(asked.requests)
+            call = self._calls.open(asked.requests, origin=request.state.origin)
             made = DialectAnswer(writer, model, asked, call)
             if asked.stream:
                 return EventStream(made.events(), functools.partial(self._end_call, call))
@@ -247,6 +278,15 @@ class App:
 
         return answer_request
 
+    def _make_action(self, act: Callable[[], Coroutine[Any, Any, dict[str, Any]]]) -> Callable[..., Any]:
+        """Returns the answer of a route that has no body."""
+
+        async def answer_request(request: "Request") -> "Response":
+            self._open_model()
+            return json_response(await act())
+
+        return answer_request
+
     def _make_pooled(self, read: Callable[[Mapping[str, Any], Model], PooledRequest]) -> Callable[..., Any]:
         """Returns the answer of a route whose answers have no tokens."""
 
@@ -254,7 +294,7 @@ class App:
             _, asked = await self._read_asked(request, read)
             results, tokens = list[Any](), 0
             for requests in asked.stages:
-                call = self._calls.open(requests, asked.event)
+                call = self._calls.open(requests, asked.event, request.state.origin)
                 await self._send_whole(call, _wait_end(call), request)
                 results += [call.results[i] for i in range(len(requests))]
                 tokens += call.prompt_tokens

@@ -122,8 +122,21 @@ class RemoveAdapter:
     name: str
 
 
-AdapterEvent = LoadAdapter | RemoveAdapter
-Message = Event | End | Embed | Classify | ScoreChoice | Capture | AdapterEvent
+@dataclass(frozen=True)
+class Profile:
+    """Event that starts a profile of the ranks, or ends it.
+
+    Attributes:
+        number: number of the event.
+        path: beginning of the names of the files at the end of a profile, or empty for a start.
+    """
+
+    number: int
+    path: str = ""
+
+
+Change = LoadAdapter | RemoveAdapter | Profile
+Message = Event | End | Embed | Classify | ScoreChoice | Capture | Change
 # Result of a request in place of tokens: an embedding or the logits of classes, float32 numbers, or a score.
 Result = bytes | Score
 
@@ -164,7 +177,7 @@ class StepReport(NamedTuple):
         stats: counts so far, as `Engine.stats`.
         taken: number of events that the engine has taken so far.
         refused: reasons by the names of requests that the engine has refused.
-        adapters: result of each `AdapterEvent`, by the event's number: the reason of a refusal, or "" for a success.
+        changes: result of each `Change`, by the event's number: the reason of a refusal, or "" for a success.
         results: results by the names of requests that have a result in place of tokens.
         begun: names of requests that have blocks since this step, and had none before.
         graphs_left: as of `Ready`.
@@ -177,7 +190,7 @@ class StepReport(NamedTuple):
     results: Mapping[str, Result]
     begun: Sequence[str] = ()
     graphs_left: int = 0
-    adapters: Mapping[int, str] = MappingProxyType({})
+    changes: Mapping[int, str] = MappingProxyType({})
 
 
 def pack_message(value: object) -> bytes:

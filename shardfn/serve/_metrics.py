@@ -1,10 +1,18 @@
 """Metrics as Prometheus reads them: under vLLM's names where the meaning is equal, else under `shardfn:`.
 
 All times are differences of one clock, the front's.
+
+Spans of requests for OpenTelemetry, with vLLM's names of attributes.
 """
 
+import importlib.util
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._request_tracker import ClientRequest
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TIMES = {
@@ -121,3 +129,75 @@ class Metrics:
 def _write_head(name: str, about: str, kind: str) -> Iterator[str]:
     yield f"# HELP {name} {about}"
     yield f"# TYPE {name} {kind}"
+
+
+def make_trace_provider(address: str) -> Any:
+    """Returns a provider of OpenTelemetry's tracers that sends spans to an address, over HTTP, in a thread.
+
+    Raises:
+        ImportError: a package is missing.
+    """
+    for name in ("opentelemetry.sdk", "opentelemetry.exporter"):
+        if importlib.util.find_spec("opentelemetry") is None or importlib.util.find_spec(name) is None:
+            raise ImportError("traces need OpenTelemetry, which is missing: pip install 'shardfn[otel]'")
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    made = TracerProvider(resource=Resource.create({"service.name": "shardfn"}))
+    made.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=address)))
+    return made
+
+
+class RequestTraces:
+    """Spans of the requests of clients, each made at its end. A span of a client is the parent if a request names it.
+
+    Args:
+        provider: provider of OpenTelemetry's tracers.
+        model: name of the model.
+    """
+
+    def __init__(self, provider: Any, model: str) -> None:
+        self._tracer, self._model = provider.get_tracer("shardfn.serve"), model
+
+    def record(self, call: "ClientRequest", now: float) -> None:
+        """Makes the span of a request that has ended.
+
+        Args:
+            call: request.
+            now: time of the end, by `time.monotonic`.
+        """
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        epoch = time.time() - time.monotonic()
+        parent = TraceContextTextMapPropagator().extract(dict(call.origin.trace))
+        begin, end = (int((x + epoch) * 1e9) for x in (call.began, now))
+        attributes = {name: x for name, x in self._describe(call, now) if x is not None}
+        span = self._tracer.start_span(
+            "llm_request", parent, kind=SpanKind.SERVER, start_time=begin, attributes=attributes
+        )
+        if call.error is not None or call.left:
+            why = "the client has left" if call.error is None else call.error.message
+            span.set_status(Status(StatusCode.ERROR, why))
+        span.end(end)
+
+    def _describe(self, call: "ClientRequest", now: float) -> Iterator[tuple[str, Any]]:
+        yield "gen_ai.response.model", self._model
+        yield "gen_ai.request.id", call.origin.name or None
+        if call.sampling is not None and call.has_tokens:
+            for name in ("max_tokens", "temperature", "top_p", "n"):
+                yield f"gen_ai.request.{name}", getattr(call.sampling, name)
+        yield "gen_ai.usage.num_sequences", len(call.names)
+        yield "gen_ai.usage.prompt_tokens", call.prompt_tokens
+        yield "gen_ai.usage.completion_tokens", call.drawn
+        yield "gen_ai.latency.e2e", now - call.began
+        if call.ran is not None:
+            yield "gen_ai.latency.time_in_queue", call.ran - call.began
+            yield "gen_ai.latency.time_in_model_inference", now - call.ran
+        if call.first is not None:
+            yield "gen_ai.latency.time_to_first_token", call.first - call.began
+            if call.ran is not None:
+                yield "gen_ai.latency.time_in_model_prefill", call.first - call.ran
+            yield "gen_ai.latency.time_in_model_decode", now - call.first

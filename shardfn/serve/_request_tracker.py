@@ -23,9 +23,10 @@ from shardfn.inference import (
     list_prefix_keys,
 )
 
+from ._access import ClientOrigin
 from ._errors import ApiError, refusal
 from ._ipc import Capture, End, Message, RemoveAdapter, Result, StepReport
-from ._metrics import Metrics
+from ._metrics import Metrics, RequestTraces
 from ._router import PrefixTable, choose_replica
 
 # The counters of the fields of `SpeculationStats`, and of `CacheStats`.
@@ -64,14 +65,18 @@ class ClientRequest:
         prompt_tokens: tokens of all prompts.
         drawn: tokens so far.
         event: type of the requests' events.
+        origin: sender.
+        sampling: sampling of the first request.
         results: results in place of tokens so far, by the number of the request.
         began: time of arrival.
         ran: beginning of the first step, or None before the first step.
         first: time of the first token, or None before the first token, and for results in place of tokens.
     """
 
-    def __init__(self, requests: Sequence[Request], number: int, event: MakeEvent = Add) -> None:
-        self.event = event
+    def __init__(
+        self, requests: Sequence[Request], number: int, event: MakeEvent = Add, origin: ClientOrigin = ClientOrigin()
+    ) -> None:
+        self.event, self.origin, self.sampling = event, origin, requests[0].sampling if requests else None
         self.results = dict[int, Result]()
         self.names = {f"{number}.{i}": i for i in range(len(requests))}
         self.choices = [request.sampling.n for request in requests]
@@ -94,6 +99,11 @@ class ClientRequest:
     def request_of(self, choice: int) -> int:
         """Returns the number of the request that has a choice."""
         return bisect_right(self.starts, choice) - 1
+
+    @property
+    def error(self) -> ApiError | None:
+        """Returns the error that has ended the call, or None."""
+        return self._error
 
     @property
     def done(self) -> bool:
@@ -187,10 +197,11 @@ class RequestTracker:
         replicas: number of replicas.
         metrics: metrics, kept up to date.
         max_waiting: most tokens of prompts in line for a first token.
+        traces: spans of calls that have ended, or None.
     """
 
-    def __init__(self, replicas: int, metrics: Metrics, max_waiting: int) -> None:
-        self._metrics, self.max_waiting = metrics, max_waiting
+    def __init__(self, replicas: int, metrics: Metrics, max_waiting: int, traces: RequestTraces | None = None) -> None:
+        self._metrics, self.max_waiting, self._traces = metrics, max_waiting, traces
         self._replicas: list[_Replica | None] = [None] * replicas
         self._limits: Limits | None = None
         self._numbers, self._arrivals = itertools.count(), itertools.count()
@@ -257,19 +268,22 @@ class RequestTracker:
                 del self._sent[name]
                 sent.call.fail(error)
 
-    def open(self, requests: Sequence[Request], event: MakeEvent = Add) -> ClientRequest:
+    def open(
+        self, requests: Sequence[Request], event: MakeEvent = Add, origin: ClientOrigin = ClientOrigin()
+    ) -> ClientRequest:
         """Begins a call.
 
         Args:
             requests: requests of the engine.
             event: function that makes the event of each request. `Add` continues prompts. Other events have a result in
                 place of tokens.
+            origin: sender.
 
         Raises:
             ApiError: the prompts have more tokens than may ever wait, 413. Or too many tokens wait already, 429, with
                 the seconds after which to try again. Or no replica is up, 503.
         """
-        call = ClientRequest(requests, next(self._numbers), event)
+        call = ClientRequest(requests, next(self._numbers), event, origin)
         if call.prompt_tokens > self.max_waiting:
             raise ApiError(
                 413,
@@ -301,15 +315,15 @@ class RequestTracker:
             load: function from a number to the event.
         """
         self._adapters[name] = load
-        reason = await self._change_adapters(load)
+        reason = await self.change_all(load)
         if reason:
             del self._adapters[name]
-            await self._change_adapters(functools.partial(RemoveAdapter, name=name))
+            await self.change_all(functools.partial(RemoveAdapter, name=name))
         return reason
 
     async def remove_adapter(self, name: str, remove: Callable[[int], Message]) -> str:
         """Removes an adapter from all replicas, and returns "" or the reason of a refusal."""
-        before, reason = self._adapters.pop(name, None), await self._change_adapters(remove)
+        before, reason = self._adapters.pop(name, None), await self.change_all(remove)
         if reason and before is not None:
             self._adapters[name] = before
         elif not reason and before is None:  # an adapter of the start, which a replica that begins has again
@@ -320,7 +334,12 @@ class RequestTracker:
         """Returns the number of requests in progress that have an adapter."""
         return sum(sent.request.adapter == adapter.encode() for sent in self._sent.values())
 
-    async def _change_adapters(self, change: Callable[[int], Message]) -> str:
+    async def change_all(self, change: Callable[[int], Message]) -> str:
+        """Sends a change to all replicas, and returns "" or the first reason of a refusal.
+
+        Args:
+            change: function from a number to the event.
+        """
         found = await asyncio.gather(*(replica.send_change(change) for _, replica in self._list_up()))
         return next(filter(None, found), "")
 
@@ -362,6 +381,10 @@ class RequestTracker:
         """Ends a call. Requests in progress are cancelled, and their blocks of the KV cache become free."""
         if self._open.pop(id(call), None) is None:
             return
+        if call.origin.use is not None:
+            call.origin.use.add_tokens(call.prompt_tokens + call.drawn)
+        if self._traces is not None:
+            self._traces.record(call, time.monotonic())
         for name in call.names:
             self._record_start(call, name)
             sent = self._sent.pop(name, None)
@@ -383,7 +406,7 @@ class RequestTracker:
         for name, reason in report.refused.items():
             if (sent := self._sent.pop(name, None)) is not None:
                 sent.call.fail(refusal(reason))
-        for number, reason in report.adapters.items():
+        for number, reason in report.changes.items():
             if (change := source.changes.pop(number, None)) is not None and not change.done():
                 change.set_result(reason)
         for name, result in report.results.items():

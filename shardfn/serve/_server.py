@@ -20,7 +20,7 @@ from ._errors import ApiError
 from ._ipc import Ready, WorkerProcesses
 from ._log import Log, reporting_records
 from ._message_formats import find_reasoning_format, find_tool_format
-from ._metrics import Metrics
+from ._metrics import Metrics, RequestTraces, make_trace_provider
 from ._model import Model, Text, find_longest
 from ._replicas import ReplicaEnd, ReplicaSet, Workers
 from ._request_tracker import RequestTracker
@@ -65,6 +65,7 @@ class Server:
         load_text: function that returns the tokenizer, called in a thread while the ranks start.
         make_workers: function from the number of a replica to its ranks, not started yet.
         report: function that takes lines for the user.
+        provider: provider of OpenTelemetry's tracers for spans of requests, or None.
     """
 
     def __init__(
@@ -73,10 +74,12 @@ class Server:
         load_text: Callable[[], Text],
         make_workers: Callable[[int], Workers],
         report: Callable[[str], None] = print,
+        provider: Any = None,
     ) -> None:
         self.settings, self._load_text, self._report = settings, load_text, report
         self.metrics = Metrics(settings.name, settings.replicas)
-        self.calls = RequestTracker(settings.replicas, self.metrics, settings.max_waiting or _WAITING)
+        traces = None if provider is None else RequestTraces(provider, settings.name)
+        self.calls = RequestTracker(settings.replicas, self.metrics, settings.max_waiting or _WAITING, traces)
         self.replicas = ReplicaSet(settings, make_workers, self.calls, self.metrics, report)
         self.app = App(settings, self.calls, self.metrics)
         self.signals = 0
@@ -245,13 +248,14 @@ def serve(
 
     Raises:
         OSError: the address cannot be listened at.
+        ImportError: the settings have traces, and OpenTelemetry is missing.
         ValueError: this process may open fewer files than `settings.max_connections` needs.
     """
     allow_connections(settings)
     listener = bind_socket(settings)
     settings = replace(settings, port=listener.getsockname()[1])
 
-    log = Log(report)
+    provider, log = None if settings.traces is None else make_trace_provider(settings.traces), Log(report)
 
     def make_workers(replica: int) -> WorkerProcesses:
         def report_line(line: str) -> None:
@@ -260,7 +264,7 @@ def serve(
         return WorkerProcesses(command, ranks, threads, report_line, environment(replica))
 
     async def run_front() -> int:
-        front = Server(settings, load_text, make_workers, log)
+        front = Server(settings, load_text, make_workers, log, provider)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, front.take_signal)
         return await front.run(listener, work)
@@ -269,6 +273,8 @@ def serve(
         with reporting_records(log):
             return asyncio.run(run_front())
     finally:
+        if provider is not None:
+            provider.shutdown()
         log.close()
 
 

@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ._access import KeyLimits
 from ._message_formats import REASONING_PARSERS, TOOL_PARSERS
 
 POOLINGS = ("last", "mean")
@@ -18,7 +19,7 @@ class Settings:
         name: name of the model, as clients name it.
         host: address to listen on.
         port: port. 0 takes a free port.
-        keys: keys of clients. Without keys, each client is served.
+        keys: keys of clients, or limits by keys. Without keys, each client is served.
         adapters: names of adapters, which clients give in place of the model's.
         pooling: pooling of embeddings, as for `shardfn.inference.Engine.embed`.
         hosts: further names in the `Host` header, in addition to the names of loopback, while `host` is a loopback
@@ -42,6 +43,8 @@ class Settings:
             The next end is the server's end.
         adapter_root: directory whose adapters may be loaded over HTTP, or None without such a change of adapters.
         admin_keys: keys of administrators, who may load and unload adapters.
+        profile_root: directory for profiles that an administrator asks for over HTTP, or None without such profiles.
+        traces: address that takes OpenTelemetry's spans of requests over HTTP, or None without traces.
         origins: origins of further sites with pages that may use the server, for example "https://example.org", or "*".
 
     Raises:
@@ -55,7 +58,7 @@ class Settings:
     name: str
     host: str = "127.0.0.1"
     port: int = 8000
-    keys: tuple[str, ...] = ()
+    keys: Mapping[str, KeyLimits] | tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     pooling: str = "last"
     hosts: tuple[str, ...] = ()
@@ -75,7 +78,9 @@ class Settings:
     restarts: int = 0
     origins: tuple[str, ...] = ()
     adapter_root: pathlib.Path | None = None
-    admin_keys: tuple[str, ...] = ()
+    admin_keys: Mapping[str, KeyLimits] | tuple[str, ...] = ()
+    profile_root: pathlib.Path | None = None
+    traces: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
@@ -94,8 +99,9 @@ class Settings:
         for name, least in (("replicas", 1), ("restarts", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
-        if self.adapter_root is not None and not self.admin_keys:
-            raise ValueError("adapter_root needs admin_keys, got none. Pass a file of keys of administrators.")
+        for name in ("adapter_root", "profile_root"):
+            if getattr(self, name) is not None and not self.admin_keys:
+                raise ValueError(f"{name} needs admin_keys, got none. Pass a file of keys of administrators.")
         if not self.loopback and not self.keys:
             raise ValueError(
                 f"a server that other machines can reach needs a file of keys, got host {self.host} without keys. Pass"

@@ -5,11 +5,15 @@ events, and take the events that all ranks have, for example 5 events where two 
 the same step on all ranks. A rank without work sleeps in the read of its socket, and no other rank is waited for then.
 """
 
+import os
+import pathlib
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from shardfn.core import Mesh
 from shardfn.engine import comms_of, losing_no_peer
@@ -23,6 +27,7 @@ from ._ipc import (
     Inbox,
     LoadAdapter,
     Message,
+    Profile,
     Ready,
     RemoveAdapter,
     Result,
@@ -57,30 +62,32 @@ def run_worker(
     """
     first, inbox, waiting, taken = engine.mesh.rank == 0, Inbox(end), deque[Message](), 0
     results = _Results(engine, classifier)
-    running = list[str]()
+    running, profiler = list[str](), _Profiler(engine.mesh.rank)
     if first:
         end.sendall(pack_message(ready))
     while True:
         waiting.extend(inbox.take(wait=engine.core.idle and not waiting))
-        refused, adapters, removed, stops = dict[str, str](), dict[int, str](), list[RemoveAdapter](), False
+        refused, changes, removed, stops = dict[str, str](), dict[int, str](), list[RemoveAdapter](), False
         for _ in range(_count_events(engine.mesh, len(waiting))):
             event = waiting.popleft()
             taken += 1
             stops = stops or isinstance(event, End)
             if isinstance(event, LoadAdapter):
-                adapters[event.number] = _add_adapter(engine, event, load)
+                changes[event.number] = _add_adapter(engine, event, load)
+            elif isinstance(event, Profile):
+                changes[event.number] = profiler.change(event.path)
             elif isinstance(event, RemoveAdapter):
                 removed.append(event)  # after the step, which ends cancelled requests
             else:
                 refused |= _enter_event(engine, event, results)
         tokens = engine.core.step()
         made = results.take(tokens)
-        adapters |= {event.number: _remove_adapter(engine, event) for event in removed}
+        changes |= {event.number: _remove_adapter(engine, event) for event in removed}
         if first:
             before, running = set(running), engine.core.running
             begun = [name for name in running if name not in before]
             counts = engine.core.stats, taken, refused, made, begun, engine.graphs.num_left
-            end.sendall(pack_message(StepReport(results.remove_inner(tokens), *counts, adapters)))
+            end.sendall(pack_message(StepReport(results.remove_inner(tokens), *counts, changes)))
         results.forget(tokens)
         if stops:
             return
@@ -151,6 +158,39 @@ class _Results:
 
 def _get_pooling(event: Embed | Classify) -> str:
     return event.pooling if isinstance(event, Embed) else "last"
+
+
+class _Profiler:
+    """Profiles of this rank by torch's profiler.
+
+    Args:
+        rank: number of the rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._profile: Any = None
+
+    def change(self, path: str) -> str:
+        """Starts a profile, or ends it and writes its file. Returns "" or the reason of a refusal.
+
+        Args:
+            path: beginning of the file's name, or empty for a start.
+        """
+        if bool(path) != (self._profile is not None):
+            return "no profile has been started" if path else "a profile has been started before"
+        try:
+            if not path:
+                self._profile = torch.profiler.profile()
+                self._profile.start()
+                return ""
+            profile, self._profile = self._profile, None
+            profile.stop()
+            pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(f"{path}.pid{os.getpid()}.rank{self._rank}.json.gz")
+        except (OSError, RuntimeError) as error:
+            return f"the profile has failed: {error}"
+        return ""
 
 
 def _add_adapter(engine: Engine, event: LoadAdapter, load: ReadAdapter | None) -> str:

@@ -33,6 +33,7 @@ from ._bucketed import BoundBuckets as BoundBuckets, BucketCounts as BucketCount
 from ._bucketed import Bucketed as Bucketed, bucketed as bucketed
 from shardfn.engine import BoundCall as BoundCall, Donated as Donated, Sharded as Sharded, sharded as sharded
 from shardfn.engine import ShardedStep as ShardedStep
+from shardfn.engine import trace_steps as trace_steps
 from ._sharded_step import sharded_step as sharded_step
 from ._switch_step import StepSwitch as StepSwitch, switch_step as switch_step
 from ._value_and_grad import grad as grad, value_and_grad as value_and_grad

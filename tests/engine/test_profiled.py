@@ -1,5 +1,7 @@
 """Covers shardfn/engine/agreement/_profiled.py: the parts of a step, and their leaves, appear in torch's profiler."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -72,3 +74,52 @@ def test_a_span_excludes_the_spans_inside_it() -> None:
     outer, inner = spans.spent[("outer", ())], spans.spent[("inner", ("w",))]
     assert (outer.calls, outer.sent, inner.calls, inner.sent) == (1, 3, 2, 10)
     assert outer.seconds >= 0 and inner.seconds >= 0
+
+
+class _Tracer:
+    """A tracer that keeps the names of its spans, with the span around each."""
+
+    def __init__(self) -> None:
+        self.found, self._open = list[tuple[str, str, tuple[str, ...]]](), [""]
+
+    @contextlib.contextmanager
+    def start_as_current_span(self, name: str, attributes: dict[str, Any]) -> Iterator[None]:
+        self.found.append((name, self._open[-1], attributes.get("shardfn.leaves", ())))
+        self._open.append(name)
+        yield
+        self._open.pop()
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_spans_of_steps_and_their_parts(jitted: bool) -> None:
+    step = sf.sharded_step(sf.jit(_loss) if jitted else _loss, sf.optim.sgd(0.1), donate=False)
+    state, tracer = step.init({"first": torch.ones(8, 4) / 9, "second": torch.ones(4, 6) / 7}), _Tracer()
+    plain, _ = step(state, torch.ones(2, 8))
+    with sf.trace_steps(tracer):
+        traced, _ = step(state, torch.ones(2, 8))
+        step.evaluate(_loss, state, torch.ones(2, 8))
+    calls = [name for name, around, _ in tracer.found if not around]
+    assert calls == ["shardfn.step 0", "shardfn.step.evaluate"], tracer.found
+    parts = [name for name, around, _ in tracer.found if around == "shardfn.step 0"]
+    assert {"shardfn.forward", "shardfn.backward", "shardfn.update"} <= {*parts} or jitted
+    assert not jitted or not parts
+    assert torch.equal(plain.params["first"], traced.params["first"])
+
+
+def test_spans_are_those_of_opentelemetry() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    provider, spans = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    step = sf.sharded_step(_loss, sf.optim.sgd(0.1))
+    state = step.init({"first": torch.ones(8, 4) / 9, "second": torch.ones(4, 6) / 7})
+    with sf.trace_steps(provider.get_tracer("mine")):
+        step(state, torch.ones(2, 8))
+    *parts, call = spans.get_finished_spans()
+    assert call.name == "shardfn.step 0" and call.parent is None
+    assert {x.name for x in parts} >= {"shardfn.forward", "shardfn.backward", "shardfn.update"}
+    assert all(x.context.trace_id == call.context.trace_id for x in parts)
+    assert all(call.start_time <= x.start_time <= x.end_time <= call.end_time for x in parts)

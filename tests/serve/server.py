@@ -179,14 +179,20 @@ class Running:
     loop: asyncio.AbstractEventLoop
 
     def __init__(
-        self, *, slow: float = 0.0, text: Any = None, classifier: Classifier | None = None, **settings: Any
+        self,
+        *,
+        slow: float = 0.0,
+        text: Any = None,
+        classifier: Classifier | None = None,
+        provider: Any = None,
+        **settings: Any,
     ) -> None:
         listener = bind_socket(Settings(NAME, port=0))
         self.port = listener.getsockname()[1]
         given: dict[str, Any] = {"adapters": tuple(ADAPTERS)} | settings
         self.settings = Settings(NAME, port=self.port, **given)
         self.made = dict[int, OneThread]()  # the last ranks of each replica
-        self._parts = slow, classifier
+        self._parts, self._provider = (slow, classifier), provider
         self.status: int | None = None
         self.lines = list[str]()
         self.held = list[Any]()  # is closed with it
@@ -199,7 +205,7 @@ class Running:
     def _run(self, listener: socket.socket, text: Any) -> None:
         async def main() -> int:
             self.loop = asyncio.get_running_loop()
-            self.front = Server(self.settings, lambda: text, self._make_ranks, self.lines.append)
+            self.front = Server(self.settings, lambda: text, self._make_ranks, self.lines.append, self._provider)
             self._made.set()
             return await self.front.run(listener)
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from shardfn.serve import Settings, _connection, read_keys
+from shardfn.serve import ApiError, Settings, _connection, read_keys
+from shardfn.serve._access import KeyLimits, KeyUse
 from tests.serve.server import NAME, WORDS, Running, metric, open_files
 
 BODY = {"model": NAME, "prompt": "ab", "max_tokens": 2}
@@ -77,11 +78,58 @@ def test_a_key_is_asked_for_before_the_body_is_read(start: Start) -> None:
 def test_files_of_keys(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# of the team\n\n  one \ntwo\n")
-    assert read_keys(path) == ("one", "two")
-    for text, words in (("# none\n", "has no key. Write one"), ("a b\n", "key 1 of 1 has a space"), ("é", "not ASCII")):
+    assert read_keys(path) == {"one": KeyLimits(), "two": KeyLimits()}
+    path.write_text("one requests=3 concurrent=2\ntwo\ttokens=1000\n")
+    assert read_keys(path) == {"one": KeyLimits(3, None, 2), "two": KeyLimits(tokens=1000)}
+    known = "after key 1 of 1 there must be requests=N, tokens=N, concurrent=N, got"
+    wrong = {"a b": f"{known} 'b'", "a requests=0": known, "a rate=3": known, "a\na\n": "key 2 of 2 is there twice"}
+    for text, words in {"# none\n": "has no key. Write one", "é": "not ASCII", **wrong}.items():
         path.write_text(text)
         with pytest.raises(ValueError, match=words):
             read_keys(path)
+
+
+def test_keys_have_their_own_limits(start: Start) -> None:
+    server = start(keys={"slow": KeyLimits(requests=2), "short": KeyLimits(tokens=5), "free": KeyLimits()})
+
+    def ask(key: str) -> Any:
+        return server.send("/v1/completions", BODY, {"Authorization": f"Bearer {key}"})
+
+    assert [ask("slow").status for _ in range(3)] == [200, 200, 429]
+    found = ask("slow")
+    assert found.error["message"] == "The key may begin 2 requests a minute. Try again later."
+    assert found.error["code"] == "rate_limit_exceeded" and 0 < int(found.headers["retry-after"]) <= 60
+    assert server.get("/v1/models", {"Authorization": "Bearer slow"}).status == 200  # no request to the model
+    assert ask("short").status == 200
+    assert "may use 5 tokens a minute" in ask("short").error["message"]
+    assert [ask("free").status for _ in range(3)] == [200, 200, 200]
+
+
+def test_a_key_has_a_number_of_requests_in_progress(start: Start) -> None:
+    server, key = start(slow=0.02, keys={"a": KeyLimits(concurrent=1)}), {"Authorization": "Bearer a"}
+    stream = server.connect()
+    body = json.dumps({**BODY, "max_tokens": 300, "ignore_eos": True, "stream": True})
+    stream.request("POST", "/v1/completions", body, {"Content-Type": "application/json", **key})
+    stream.getresponse().readline()
+    assert "may have 1 requests in progress" in server.send("/v1/completions", BODY, key).error["message"]
+    stream.close()
+    server.wait_for(lambda: server.send("/v1/completions", BODY, key).status == 200)
+
+
+def test_limits_are_of_a_minute() -> None:
+    now = [0.0]
+    use = KeyUse(KeyLimits(requests=2, tokens=10), lambda: now[0])
+    use.begin()
+    now[0] = 20.0
+    use.begin()
+    use.add_tokens(10)
+    for second, wait in ((20.0, "40"), (59.5, "1"), (60.5, "20"), (79.5, "1")):
+        now[0] = second
+        with pytest.raises(ApiError) as caught:
+            use.begin()
+        assert caught.value.headers["Retry-After"] == wait, second
+    now[0] = 80.0
+    use.begin()
 
 
 def test_other_machines_need_keys() -> None:

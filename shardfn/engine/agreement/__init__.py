@@ -29,4 +29,6 @@ from ._profiled import (
     Spent as Spent,
     measured_into as measured_into,
     named_range as named_range,
+    trace_steps as trace_steps,
+    traced_call as traced_call,
 )

@@ -1,7 +1,8 @@
-"""Names the parts of an eager step in torch's profiler, and measures the parts for `step.profile`."""
+"""Names the parts of an eager step in torch's profiler, measures the parts for `step.profile`, and traces calls."""
 
 import contextlib
 import dataclasses
+import importlib.util
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -69,12 +70,65 @@ class Spans:
                 self._inside[-1].sent += sent
 
 
-_SPANS = Ambient[Spans]("measured parts of a step")
+class CallTraces:
+    """Spans of OpenTelemetry for each call of a step, and inside for the parts of an eager step.
+
+    Args:
+        tracer: tracer of OpenTelemetry.
+    """
+
+    def __init__(self, tracer: Any) -> None:
+        self._tracer = tracer
+
+    def span(self, what: str, paths: tuple[str, ...] = ()) -> AbstractContextManager[Any]:
+        """Opens a span while the context is open."""
+        attributes = {"shardfn.leaves": paths} if paths else {}
+        return self._tracer.start_as_current_span(f"shardfn.{what}", attributes=attributes)
 
 
-def measured_into(spans: Spans) -> AbstractContextManager[Spans]:
+_SPANS = Ambient[Spans | CallTraces]("measured parts of a step")
+
+
+def measured_into(spans: Spans) -> AbstractContextManager[Any]:
     """Measures the parts of eager steps while the context is open."""
     return _SPANS.bound(spans)
+
+
+def trace_steps(tracer: Any = None) -> AbstractContextManager[CallTraces]:
+    """Makes spans of OpenTelemetry while the context is open: for each step, `evaluate` and call of a sharded function.
+
+    A call's span has spans of the parts of an eager step: forward, backward, update, and gathers and reductions with
+    the paths of their leaves. A captured step has only its own span. On a GPU spans have the times of the host.
+
+    Args:
+        tracer: tracer of OpenTelemetry. Default: the program's, as `opentelemetry.trace.get_tracer("shardfn")` has it.
+
+    Raises:
+        ImportError: OpenTelemetry is missing.
+
+    Example:
+        >>> class Tracer:
+        ...     def start_as_current_span(self, name, attributes):
+        ...         print(name)
+        ...         return contextlib.nullcontext()
+        >>> with trace_steps(Tracer()), traced_call("step 3"), named_range("forward"):
+        ...     pass
+        shardfn.step 3
+        shardfn.forward
+    """
+    if tracer is None:
+        if importlib.util.find_spec("opentelemetry") is None:
+            raise ImportError("trace_steps needs OpenTelemetry, which is missing: pip install 'shardfn[otel]'")
+        from opentelemetry import trace
+
+        tracer = trace.get_tracer("shardfn")
+    return _SPANS.bound(CallTraces(tracer))
+
+
+def traced_call(what: str) -> AbstractContextManager[Any]:
+    """Opens a span of a call inside of `trace_steps`, and else nothing."""
+    spans = _SPANS.innermost()
+    return spans.span(what) if isinstance(spans, CallTraces) else _NOTHING
 
 
 def named_range(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from shardfn.collectives import Agreed, AnyControl, Constant, bind_mesh
 from shardfn.core import Mesh, PyTree
-from shardfn.engine.agreement import Agreement, Comms, comms_of, losing_no_peer, losing_no_peer_purely
+from shardfn.engine.agreement import Agreement, Comms, comms_of, losing_no_peer, losing_no_peer_purely, traced_call
 from shardfn.engine.loss import agree_on_step, told_before
 from shardfn.engine.plan import Plan, check_has_rows
 from shardfn.engine.transfers import forget
@@ -73,10 +73,11 @@ def run_call(mesh: Mesh, admit: Callable[[], AdmittedCall]) -> Any:
     control = comms.control
     with told_before(control):
         call = admit()
-    agreed = call.then(control, agree_on_step(control, call.what, call.facts, call.constant, call.known))
-    with call.around(agreed), bind_mesh(mesh), losing_no_peer(comms):
-        result = call.run(comms, agreed)
-    return call.end(comms, result)
+    with traced_call(call.what):
+        agreed = call.then(control, agree_on_step(control, call.what, call.facts, call.constant, call.known))
+        with call.around(agreed), bind_mesh(mesh), losing_no_peer(comms):
+            result = call.run(comms, agreed)
+        return call.end(comms, result)
 
 
 def run_purely(

@@ -1,5 +1,7 @@
-"""Covers adapters that are loaded and unloaded over HTTP: on all replicas, also later ones, or on none."""
+"""Covers adapters that are loaded and unloaded over HTTP, on all replicas or on none, and profiles."""
 
+import gzip
+import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -118,3 +120,27 @@ def test_without_a_root_there_is_no_route(server: Running) -> None:
     assert server.send(LOAD, {"lora_name": "a", "lora_path": "b"}, ADMIN).status == 404
     with pytest.raises(ValueError, match="adapter_root needs admin_keys, got none"):
         Settings("a", adapter_root=pathlib.Path("b"))
+
+
+def test_profiles_are_written_by_each_rank(start: Callable[..., Running], tmp_path: pathlib.Path) -> None:
+    server = start(profile_root=tmp_path / "profiles", admin_keys=("admin",), keys=("key",))
+    for path in ("/start_profile", "/stop_profile"):
+        for key in ({}, {"Authorization": "Bearer key"}):
+            assert server.send(path, None, key).status == 401
+    found = server.send("/stop_profile", None, ADMIN)
+    assert found.status == 409 and found.error["message"] == "No profile has been started."
+    assert server.send("/start_profile", None, ADMIN).json == {"status": "started"}
+    assert server.send("/start_profile", None, ADMIN).error["message"] == "A profile has been started before."
+    body = {"model": NAME, "prompt": "abc", "max_tokens": 2}
+    assert server.send("/v1/completions", body, {"Authorization": "Bearer key"}).status == 200
+    found = server.send("/stop_profile", None, ADMIN).json
+    [file] = (tmp_path / "profiles").iterdir()
+    assert found["status"] == "stopped" and str(file).startswith(found["files"]) and ".rank0.json.gz" in file.name
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    assert any("shardfn" in event.get("name", "") or "aten" in event.get("name", "") for event in events)
+
+
+def test_without_a_directory_there_are_no_profiles(server: Running) -> None:
+    assert server.send("/start_profile", None, ADMIN).status in (401, 404)
+    with pytest.raises(ValueError, match="profile_root needs admin_keys, got none"):
+        Settings("a", profile_root=pathlib.Path("b"))

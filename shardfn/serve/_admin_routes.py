@@ -1,18 +1,21 @@
-"""Adapters that an administrator loads and removes over HTTP, by the routes of vLLM."""
+"""Adapters that an administrator loads and removes over HTTP, and profiles, by the routes of vLLM."""
 
 import asyncio
 import functools
 import pathlib
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ._errors import ApiError
 from ._fields import TEXT, FieldKind, get_required, read_fields
-from ._ipc import LoadAdapter, RemoveAdapter
+from ._ipc import LoadAdapter, Profile, RemoveAdapter
 from ._model import Model
 from ._request_tracker import RequestTracker
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+START_PROFILE, STOP_PROFILE = "/start_profile", "/stop_profile"
+ADMIN = (LOAD, UNLOAD, START_PROFILE, STOP_PROFILE)
 _FIELDS: Mapping[str, FieldKind] = {"lora_name": TEXT, "lora_path": TEXT}
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 _LONGEST = 200  # characters of a name
@@ -111,3 +114,37 @@ class AdapterChanges:
         if reason := await self._calls.remove_adapter(name, functools.partial(RemoveAdapter, name=name)):
             app.model = before
             raise ApiError(409, f"The adapter {name[:60]!r} is not unloaded: {reason}", "lora_name")
+
+
+class Profiles:
+    """Profiles of the ranks by torch's profiler, one at a time.
+
+    Args:
+        calls: requests in progress, and the replicas.
+        root: directory of the files.
+    """
+
+    def __init__(self, calls: RequestTracker, root: pathlib.Path) -> None:
+        self._calls, self._root, self._turn = calls, root, asyncio.Lock()
+
+    async def start(self) -> dict[str, str]:
+        """Starts a profile, and returns the answer.
+
+        Raises:
+            ApiError: a profile has been started before (409).
+        """
+        return await self._change("")
+
+    async def stop(self) -> dict[str, str]:
+        """Ends the profile, and returns the answer with the beginning of the files' names. Each rank writes a file.
+
+        Raises:
+            ApiError: no profile has been started, or the files cannot be written (409).
+        """
+        return await self._change(str(self._root / time.strftime("profile-%Y%m%d-%H%M%S")))
+
+    async def _change(self, path: str) -> dict[str, str]:
+        async with self._turn:
+            if reason := await self._calls.change_all(functools.partial(Profile, path=path)):
+                raise ApiError(409, f"{reason[0].upper()}{reason[1:]}.")
+        return {"status": "stopped", "files": path} if path else {"status": "started"}
