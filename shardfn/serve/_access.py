@@ -9,6 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ._errors import ApiError
@@ -64,7 +65,7 @@ class KeyUse:
     """Use of a key within its limits.
 
     Args:
-        limits: limits of the key.
+        limits: limits of the key. None is no limit.
         clock: function that returns the time in seconds.
 
     Example:
@@ -75,8 +76,8 @@ class KeyUse:
         shardfn.serve._errors.ApiError: The key may begin 1 requests a minute. Try again later.
     """
 
-    def __init__(self, limits: KeyLimits = KeyLimits(), clock: Callable[[], float] = time.monotonic) -> None:  # noqa: B008
-        self._limits, self._clock = limits, clock
+    def __init__(self, limits: KeyLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self._clock = limits or KeyLimits(), clock
         self._begun, self._tokens = collections.deque[float](), collections.deque[tuple[float, int]]()
         self._open = 0
 
@@ -127,7 +128,10 @@ class ClientOrigin(NamedTuple):
 
     use: KeyUse | None = None
     name: str = ""
-    trace: Mapping[str, str] = {}
+    trace: Mapping[str, str] = MappingProxyType({})
+
+
+NOBODY = ClientOrigin()
 
 
 class ApiKeys:

@@ -23,7 +23,7 @@ from shardfn.inference import (
     list_prefix_keys,
 )
 
-from ._access import ClientOrigin
+from ._access import NOBODY, ClientOrigin
 from ._errors import ApiError, refusal
 from ._ipc import Capture, End, Message, RemoveAdapter, Result, StepReport
 from ._metrics import Metrics, RequestTraces
@@ -74,7 +74,7 @@ class ClientRequest:
     """
 
     def __init__(
-        self, requests: Sequence[Request], number: int, event: MakeEvent = Add, origin: ClientOrigin = ClientOrigin()
+        self, requests: Sequence[Request], number: int, event: MakeEvent = Add, origin: ClientOrigin = NOBODY
     ) -> None:
         self.event, self.origin, self.sampling = event, origin, requests[0].sampling if requests else None
         self.results = dict[int, Result]()
@@ -268,9 +268,7 @@ class RequestTracker:
                 del self._sent[name]
                 sent.call.fail(error)
 
-    def open(
-        self, requests: Sequence[Request], event: MakeEvent = Add, origin: ClientOrigin = ClientOrigin()
-    ) -> ClientRequest:
+    def open(self, requests: Sequence[Request], event: MakeEvent = Add, origin: ClientOrigin = NOBODY) -> ClientRequest:
         """Begins a call.
 
         Args:

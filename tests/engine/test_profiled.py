@@ -97,9 +97,9 @@ def test_spans_of_steps_and_their_parts(jitted: bool) -> None:
     plain, _ = step(state, torch.ones(2, 8))
     with sf.trace_steps(tracer):
         traced, _ = step(state, torch.ones(2, 8))
-        step.evaluate(_loss, state, torch.ones(2, 8))
+        step.evaluate(state, [torch.ones(2, 8)])
     calls = [name for name, around, _ in tracer.found if not around]
-    assert calls == ["shardfn.step 0", "shardfn.step.evaluate"], tracer.found
+    assert calls[0] == "shardfn.step 0" and "evaluate" in calls[1], tracer.found
     parts = [name for name, around, _ in tracer.found if around == "shardfn.step 0"]
     assert {"shardfn.forward", "shardfn.backward", "shardfn.update"} <= {*parts} or jitted
     assert not jitted or not parts
@@ -118,7 +118,8 @@ def test_spans_are_those_of_opentelemetry() -> None:
     state = step.init({"first": torch.ones(8, 4) / 9, "second": torch.ones(4, 6) / 7})
     with sf.trace_steps(provider.get_tracer("mine")):
         step(state, torch.ones(2, 8))
-    *parts, call = spans.get_finished_spans()
+    found: Any = spans.get_finished_spans()
+    *parts, call = found
     assert call.name == "shardfn.step 0" and call.parent is None
     assert {x.name for x in parts} >= {"shardfn.forward", "shardfn.backward", "shardfn.update"}
     assert all(x.context.trace_id == call.context.trace_id for x in parts)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardfn.serve import _connection, _fields
+from shardfn.serve import _anthropic_messages, _connection, _fields, _open_responses
 from shardfn.serve._fields import FieldKind
 from tests.serve.server import LIMIT, NAME, TALKS, Running, metric, open_files
 
@@ -206,6 +206,141 @@ def _whole(answer: bytes) -> bool:
     head, found, rest = answer.partition(b"\r\n\r\n")
     size = next((int(x.split(b":")[1]) for x in head.lower().split(b"\r\n") if x.startswith(b"content-length")), 0)
     return bool(found) and len(rest) >= size
+
+
+_GOOD = [{"type": "object"}, {"type": "object", "properties": {"a": {"enum": ["x", "yz"]}}, "required": ["a"]}]
+
+
+def a_response(draw: random.Random, wild: float) -> dict[str, Any]:
+    """A body of `/v1/responses` with items, tools and formats, of which a part is wild."""
+
+    def items() -> list[Any]:
+        made: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": "hi"}]
+        if draw.random() < 0.5:
+            made.append({"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]})
+        if draw.random() < 0.5:
+            arguments = draw.choice(_TYPED["arguments"]) if draw.random() < wild else '{"a": "x"}'
+            made.append({"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments})
+            made.append({"type": "function_call_output", "call_id": "c", "output": "found"})
+        made.append({"type": "message", "role": "user", "content": says(draw, "input_text")})
+        if draw.random() < wild:
+            draw.shuffle(made)
+        return [some_wild(draw, wild, _open_responses._ITEMS[x["type"]], x) for x in made]
+
+    made: dict[str, Any] = {"model": NAME, "max_output_tokens": draw.randrange(1, 24)}
+    made["input"] = says(draw, "input_text") if draw.random() < 0.5 else items()
+    made["input"] = made["input"] if isinstance(made["input"], list | str) else "hi"
+    if draw.random() < 0.6:
+        tool = {"type": "function", "name": "f", "parameters": a_schema(draw, wild)}
+        made["tools"] = [some_wild(draw, wild, _open_responses._TOOL, tool)]
+        made["tool_choice"] = draw.choice(["auto", "none", "required", {"type": "function", "name": "f"}])
+    elif draw.random() < 0.5:
+        form = {"type": "json_schema", "name": "it", "schema": a_schema(draw, wild)}
+        made["text"] = {"format": some_wild(draw, wild, _open_responses._FORMAT, form)}
+    return some_wild(draw, wild, _open_responses.BODY, made)
+
+
+def a_message(draw: random.Random, wild: float) -> dict[str, Any]:
+    """A body of `/v1/messages` with blocks and tools, of which a part is wild."""
+    blocks = _anthropic_messages._BLOCKS
+    call = [{"type": "thinking", "thinking": "hm"}, {"type": "tool_use", "id": "c", "name": "f", "input": {"a": "x"}}]
+    result = [{"type": "tool_result", "tool_use_id": "c", "content": "found"}, {"type": "text", "text": "go on"}]
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    if draw.random() < 0.5:
+        for role, several in (("assistant", call), ("user", result)):
+            content = [some_wild(draw, wild, blocks[str(x["type"])], dict(x)) for x in several]
+            messages.append({"role": role, "content": content})
+    messages += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": says(draw, "text")}]
+    made: dict[str, Any] = {"model": NAME, "max_tokens": draw.randrange(1, 24), "messages": messages}
+    if draw.random() < 0.6:
+        tool = {"name": "f", "input_schema": a_schema(draw, wild)}
+        made["tools"] = [some_wild(draw, wild, _anthropic_messages._TOOL, tool)]
+        made["tool_choice"] = draw.choice([{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "f"}])
+    return some_wild(draw, wild, _anthropic_messages.BODY, made)
+
+
+def a_tool_chat(draw: random.Random, wild: float) -> dict[str, Any]:
+    """A body of a chat with tools, of which a part is wild."""
+    function = {"name": "f", "parameters": a_schema(draw, wild), "strict": draw.random() < 0.5}
+    tool = {"type": "function", "function": some_wild(draw, wild, _fields.FUNCTION, function)}
+    made: dict[str, Any] = {"model": NAME, "max_tokens": draw.randrange(1, 24), "tools": [tool]}
+    arguments = draw.choice(_TYPED["arguments"]) if draw.random() < wild else '{"a": "x"}'
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    made["messages"] = [{"role": "user", "content": says(draw, "text")}]
+    if draw.random() < 0.5:
+        before = [{"role": "assistant", "content": None, "tool_calls": calls}]
+        made["messages"] = [*before, {"role": "tool", "tool_call_id": "c", "content": "found"}, *made["messages"]]
+    made["tool_choice"] = draw.choice(_TYPED["tool_choice"][:4])
+    made["messages"] = [some_wild(draw, wild, _fields.MESSAGE, x) for x in made["messages"]]
+    return some_wild(draw, wild, _fields.CHAT, made)
+
+
+def some_wild(draw: random.Random, wild: float, table: Mapping[str, FieldKind], made: Any) -> Any:
+    """An object, or an object with further fields, of any value, or another value."""
+    if draw.random() > wild:
+        return made
+    return some(draw, table, dict(made)) if draw.random() < 0.8 else value(draw)
+
+
+def a_schema(draw: random.Random, wild: float) -> Any:
+    return draw.choice(_SCHEMAS if draw.random() < wild else _GOOD)
+
+
+def says(draw: random.Random, kind: str) -> Any:
+    """A content by which the processor "say" writes calls, reasoning, and parts of them."""
+    text = "SAY:" + "".join(draw.choice(_WRITTEN) for _ in range(draw.randrange(6)))
+    return text if draw.random() < 0.7 or kind == "input_text" else [{"type": kind, "text": text}]
+
+
+HONEST = {
+    "/v1/chat/completions": {
+        "model": NAME,
+        "messages": [{"role": "user", "content": 'SAY:<tool_call>{"name": "f", "arguments": {}}</tool_call>'}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "logits_processors": ["say"],
+    },
+    "/v1/responses": {"model": NAME, "input": "SAY:fine", "logits_processors": ["say"]},
+}
+
+
+def ask_honestly(server: Running) -> list[Any]:
+    found = [server.send(path, body) for path, body in HONEST.items()]
+    assert all(one.status == 200 for one in found), [one.data for one in found]
+    [call] = found[0].json["choices"][0]["message"]["tool_calls"]
+    return [call["function"], *(x["content"][0]["text"] for x in found[1].json["output"])]
+
+
+@pytest.mark.parametrize("num", [40, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_tools_and_responses_beside_honest_requests(num: int) -> None:
+    server, bodies = Running(text=TALKS), {"/v1/chat/completions": a_tool_chat, "/v1/responses": a_response}
+    bodies["/v1/messages"] = a_message
+    want, statuses, lost = [{"name": "f", "arguments": "{}"}, "fine"], dict[int, int](), list[Any]()
+    assert ask_honestly(server) == want
+
+    def send_some(first: int) -> None:
+        for seed in range(first, num, 4):
+            draw = random.Random(seed)
+            path = draw.choice([*bodies])
+            body = bodies[path](draw, draw.choice([0.0, 0.1, 0.4]))
+            if isinstance(body, dict):
+                body |= {"logits_processors": ["say"]} if draw.random() < 0.7 else {}
+                body |= {"stream": True} if draw.random() < 0.5 else {}
+            found = server.send(path, body)
+            statuses[found.status] = statuses.get(found.status, 0) + 1
+            if found.status >= 500 or b"server_error" in found.data or b"api_error" in found.data:
+                lost.append((seed, path, body, found.data[:300]))
+
+    threads = [threading.Thread(target=send_some, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    honest = list[Any]()
+    while any(thread.is_alive() for thread in threads):
+        honest.append(ask_honestly(server))
+    assert not lost and set(statuses) <= {200, 400, 404}, (statuses, lost[:3])
+    assert statuses[200] > num / 8 and statuses[400] > num / 10, statuses
+    assert sum(statuses.values()) == num and all(one == want for one in honest) and honest
+    server.wait_idle()
+    assert server.close() == 0
 
 
 @pytest.mark.parametrize(("num", "slow"), [(200, 0), pytest.param(1000, 10, marks=pytest.mark.nightly)])

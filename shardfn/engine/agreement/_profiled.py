@@ -94,7 +94,7 @@ def measured_into(spans: Spans) -> AbstractContextManager[Any]:
     return _SPANS.bound(spans)
 
 
-def trace_steps(tracer: Any = None) -> AbstractContextManager[CallTraces]:
+def trace_steps(tracer: Any = None) -> AbstractContextManager[Any]:
     """Makes spans of OpenTelemetry while the context is open: for each step, `evaluate` and call of a sharded function.
 
     A call's span has spans of the parts of an eager step: forward, backward, update, and gathers and reductions with
