@@ -103,7 +103,7 @@ def test_spans_of_steps_and_their_parts(jitted: bool) -> None:
     parts = [name for name, around, _ in tracer.found if around == "shardfn.step 0"]
     assert {"shardfn.forward", "shardfn.backward", "shardfn.update"} <= {*parts} or jitted
     assert not jitted or not parts
-    assert torch.equal(plain.params["first"], traced.params["first"])
+    assert torch.equal(plain.params["first"].local, traced.params["first"].local)
 
 
 def test_spans_are_those_of_opentelemetry() -> None:

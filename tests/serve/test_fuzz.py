@@ -212,7 +212,7 @@ _GOOD = [{"type": "object"}, {"type": "object", "properties": {"a": {"enum": ["x
 
 
 def a_response(draw: random.Random, wild: float) -> dict[str, Any]:
-    """A body of `/v1/responses` with items, tools and formats, of which a part is wild."""
+    """A body of `/v1/responses` with items, tools and formats, partly wild."""
 
     def items() -> list[Any]:
         made: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": "hi"}]
@@ -241,7 +241,7 @@ def a_response(draw: random.Random, wild: float) -> dict[str, Any]:
 
 
 def a_message(draw: random.Random, wild: float) -> dict[str, Any]:
-    """A body of `/v1/messages` with blocks and tools, of which a part is wild."""
+    """A body of `/v1/messages` with blocks and tools, partly wild."""
     blocks = _anthropic_messages._BLOCKS
     call = [{"type": "thinking", "thinking": "hm"}, {"type": "tool_use", "id": "c", "name": "f", "input": {"a": "x"}}]
     result = [{"type": "tool_result", "tool_use_id": "c", "content": "found"}, {"type": "text", "text": "go on"}]
@@ -260,7 +260,7 @@ def a_message(draw: random.Random, wild: float) -> dict[str, Any]:
 
 
 def a_tool_chat(draw: random.Random, wild: float) -> dict[str, Any]:
-    """A body of a chat with tools, of which a part is wild."""
+    """A body of a chat with tools, partly wild."""
     function = {"name": "f", "parameters": a_schema(draw, wild), "strict": draw.random() < 0.5}
     tool = {"type": "function", "function": some_wild(draw, wild, _fields.FUNCTION, function)}
     made: dict[str, Any] = {"model": NAME, "max_tokens": draw.randrange(1, 24), "tools": [tool]}
@@ -310,7 +310,8 @@ def ask_honestly(server: Running) -> list[Any]:
     return [call["function"], *(x["content"][0]["text"] for x in found[1].json["output"])]
 
 
-@pytest.mark.parametrize("num", [40, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("num", [1000])
 def test_tools_and_responses_beside_honest_requests(num: int) -> None:
     server, bodies = Running(text=TALKS), {"/v1/chat/completions": a_tool_chat, "/v1/responses": a_response}
     bodies["/v1/messages"] = a_message
