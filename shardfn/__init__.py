@@ -36,6 +36,7 @@ from shardfn.core import (
     Pace as Pace,
     Policy as Policy,
     RankError as RankError,
+    RoundingPolicy as RoundingPolicy,
     Sharding as Sharding,
     Travel as Travel,
     Zero as Zero,

@@ -33,6 +33,7 @@ from ._stored_value import AnyQuantization as AnyQuantization, Placement as Plac
 from ._saved import save_inputs as save_inputs, save_tensors as save_tensors
 from ._saved import saved_tensors_hooks as saved_tensors_hooks
 from ._policy import Dtypes as Dtypes, Policy as Policy
+from ._policy import Rounding as Rounding, RoundingPolicy as RoundingPolicy
 from ._spec import (
     TENSOR_KINDS as TENSOR_KINDS,
     MemoryKind as MemoryKind,

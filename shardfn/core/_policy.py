@@ -10,12 +10,13 @@ https://arxiv.org/abs/1710.03740
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from ._texts import did_you_mean, raise_all
 
+_NO_DTYPES = ("exceptions", "products")
 _ALLOWED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -47,6 +48,55 @@ class Dtypes(NamedTuple):
         return Dtypes(dtype, dtype, dtype, dtype, dtype)
 
 
+Rounding = Literal["int8", "int4", "fp8", "mxfp8"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundingPolicy:
+    """Rounding of the operands of products in layers: training in 8 bits, or quantization-aware training.
+
+    `nn.round_operand` defines the values. A step equals a step on a single device with the same rounded operands.
+
+    Attributes:
+        weights: weights of layers. "int8" and "int4" are the codes that `inference.decoder(quantization=)` serves, so
+            that a model trained with them is served with the values that it was trained with.
+        inputs: inputs of layers, in the forward.
+        grads: gradients of outputs, in the product for the gradient of inputs. The gradient of weights is not rounded.
+
+    Raises:
+        ValueError: an unknown rounding, or "int4" of inputs or gradients, or nothing is rounded.
+
+    Example:
+        >>> Policy(products=RoundingPolicy("mxfp8", "mxfp8", "mxfp8")).products.grads
+        'mxfp8'
+        >>> Policy(products=RoundingPolicy(weights="int4")).products.inputs is None  # quantization-aware training
+        True
+
+    References:
+        Wortsman et al., Stable and Low-Precision Training (SwitchBack), 2023, https://arxiv.org/abs/2304.13013
+        Jacob et al., Quantization-Aware Training, 2017, https://arxiv.org/abs/1712.05877
+    """
+
+    weights: Rounding | None = None
+    inputs: Rounding | None = None
+    grads: Rounding | None = None
+
+    def __post_init__(self) -> None:
+        given = dataclasses.asdict(self)
+        known = {"weights": get_args(Rounding)} | dict.fromkeys(("inputs", "grads"), ("int8", "fp8", "mxfp8"))
+        raise_all(
+            ValueError,
+            "RoundingPolicy:",
+            [
+                f"{name} must be None or one of {', '.join(map(repr, known[name]))}, got {x!r}"
+                for name, x in given.items()
+                if x is not None and x not in known[name]
+            ],
+        )
+        if not any(given.values()):
+            raise ValueError("RoundingPolicy: at least one operand must be rounded, got None for all.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """Precision of each part of a training step.
@@ -63,6 +113,7 @@ class Policy:
             copy: updates smaller than half a unit in the last place of `param` are then lost.
         exceptions: pattern -> dtype. Leaves with the pattern in the path (by `re.search`) are stored and computed in
             the dtype. The last match counts. A path looks like `params['blocks'][0]['norm_w']`.
+        products: rounding of the operands of products in the layers of `nn`. None rounds nothing.
 
     Raises:
         TypeError: `exceptions` is not a dict.
@@ -86,6 +137,7 @@ class Policy:
     _: dataclasses.KW_ONLY
     master: torch.dtype | None = torch.float32
     exceptions: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict)
+    products: RoundingPolicy | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.exceptions, Mapping):
@@ -93,7 +145,7 @@ class Policy:
                 f"Policy(exceptions={self.exceptions!r}): a dict from patterns to dtypes, as in"
                 " exceptions={'norm': torch.float32}."
             )
-        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "exceptions"}
+        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NO_DTYPES}
         named |= {f"exceptions[{p!r}]": d for p, d in self.exceptions.items()}
         bad = [f"{n} is {d!r}" for n, d in named.items() if d not in _ALLOWED and not (n == "master" and d is None)]
         raise_all(ValueError, "a Policy's dtypes are bfloat16, float16, float32 and float64:", bad)

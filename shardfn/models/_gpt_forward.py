@@ -165,7 +165,8 @@ def scale_embeddings(config: Config, x_D: Tensor) -> Tensor:
 def compute_logits(config: Config, params: Params, x_D: Tensor, along: Along) -> Tensor:
     """Returns the rank's logits of states after the last norm."""
     w_VD, b_V = weight(config, params[name_head(config)]), params.get("head_b")
-    logits_V = nn.column_linear(x_D, w_VD, b_V, features=config.vocab_size, **along._asdict())
+    with nn.rounding_products(None):
+        logits_V = nn.column_linear(x_D, w_VD, b_V, features=config.vocab_size, **along._asdict())
     logits_V = hide_logits(config, logits_V, along)
     if config.logits_softcap is None:
         return logits_V

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardfn import core
 from shardfn._torch import BatchNorm
 from shardfn.core import Axes, P, explains_keywords, frozen, named_buffers, named_parameters, state_names
-from shardfn.nn import AttentionBackend, BatchInvariant, moe
+from shardfn.nn import AttentionBackend, BatchInvariant, is_rounding, moe
 
 from ._attention import AttentionRoute, models_in
 from ._batch_invariant import BatchInvariance
@@ -388,6 +388,11 @@ class ModuleFunction:
 
         `forward` runs in place of the module, and calls the module.
         """
+        if is_rounding():
+            raise ValueError(
+                "from_module: the layers of a module are not rounded, got Policy(products=). Use a models.gpt, as from"
+                " interop.gpt_from_hf, or leave products out."
+            )
         # At each call: between calls the module's owner may move or replace its tensors.
         parts = ModuleParts.of(self.module)
         given = resolve(parts, self._firsts, params)

@@ -69,6 +69,8 @@ from ._self_attention import AttentionWeights as AttentionWeights, HeadNorms as 
 from ._self_attention import KeyValues as KeyValues, project_keys as project_keys
 from ._self_attention import fused_self_attention as fused_self_attention, self_attention as self_attention
 from ._products import Product as Product, product_of as product_of
+from ._rounded_products import is_rounding as is_rounding, round_operand as round_operand
+from ._rounded_products import rounding_products as rounding_products
 from ._products import Trilinear as Trilinear, derivative as derivative
 from ._rope import LinearScaling as LinearScaling, Llama3Scaling as Llama3Scaling, YarnScaling as YarnScaling
 from ._rope import Rope as Rope, RopeScaling as RopeScaling, rope as rope, rope_table as rope_table

@@ -35,6 +35,7 @@ from shardfn.collectives import (
 from shardfn.core import Axes, P, all_coords, block_slices, checkpoint_name
 
 from ._batch_invariant import AnyWeight, BatchInvariantWeight, leave_in_order, linear_of, linears_of, rank_node
+from ._rounded_products import is_rounding, multiply_rounded
 
 # The size of a single dim, or the sizes of several dims, a single dim cut by an axis.
 Features = int | Sequence[int] | None
@@ -203,13 +204,13 @@ def row_linear(
     check_block("row_linear: w_DF", w_DF.shape[1:], features, axis, option="features")
     w_DF = w_DF.flatten(1) if w_DF.ndim > 2 else w_DF
     if axis_size(axis) == 1:
-        return linear_of(x_F, w_DF, b_D)
+        return _linear(x_F, w_DF, b_D)
     then = None
     if isinstance(w_DF, BatchInvariantWeight):
         then, w_DF = w_DF.then, rank_node(w_DF, _product_of_sizes(features), axis)
         y_D = leave_in_order(w_DF.linear(x_F), axis, sequence)
     else:
-        y_D = leave_parallel(linear_of(x_F, w_DF, None), axis, sequence)
+        y_D = leave_parallel(_linear(x_F, w_DF, None), axis, sequence)
     y_D = y_D if b_D is None else y_D + between(b_D, axis, sequence)
     return y_D if then is None else then(x_F, y_D)
 
@@ -217,16 +218,31 @@ def row_linear(
 def affine(x_D: Tensor, w_FD: AnyWeight, b_F: Tensor | None) -> Tensor:
     """Returns the affine map x w^T + b, with the weight's output dims."""
     if w_FD.ndim == 2:
-        return linear_of(x_D, w_FD, b_F)
-    y_F = linear_of(x_D, w_FD.flatten(0, -2), None if b_F is None else b_F.flatten())
+        return _linear(x_D, w_FD, b_F)
+    y_F = _linear(x_D, w_FD.flatten(0, -2), None if b_F is None else b_F.flatten())
     return y_F.unflatten(-1, w_FD.shape[:-1])
 
 
 def affines(x_D: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor | None]) -> list[Tensor]:
     """Applies `affine` of several layers to the same input, in a single call where weights are packed."""
     flat = [w.flatten(0, -2) if w.ndim > 2 else w for w in weights]
-    ys = linears_of(x_D, flat, [b if b is None else b.flatten() for b in biases])
+    flat_biases = [b if b is None else b.flatten() for b in biases]
+    if is_rounding():
+        ys = [_linear(x_D, w, b) for w, b in zip(flat, flat_biases, strict=True)]
+    else:
+        ys = linears_of(x_D, flat, flat_biases)
     return [y if w.ndim == 2 else y.unflatten(-1, w.shape[:-1]) for y, w in zip(ys, weights, strict=True)]
+
+
+def _linear(x: Tensor, w: AnyWeight, b: Tensor | None) -> Tensor:
+    """Applies `linear`, with the rounding of the loss that runs."""
+    if not is_rounding():
+        return linear_of(x, w, b)
+    if isinstance(w, BatchInvariantWeight):
+        raise ValueError("rounded operands: layers must not be batch-invariant. Use Config(batch_invariant=False).")
+    y = multiply_rounded(x, w)
+    assert y is not None
+    return y if b is None else y + b
 
 
 def _product_of_sizes(features: Features) -> int:

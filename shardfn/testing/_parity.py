@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn import nn
 from shardfn.collectives import unshard
 from shardfn.core import (
     Dtypes,
@@ -150,7 +151,8 @@ class _PlainPrecision(NamedTuple):
             compute = [x.to(d.compute) for x, d in zip(kept, self.dtypes, strict=True)]
             handles = [x.clone().requires_grad_() if t else x for x, t in zip(compute, train, strict=True)]
             piece = tree_map(lambda x, k=k: self._cast_compute(x.chunk(parts)[k] if x.ndim else x), batch)
-            value = self.loss(tree_unflatten(treedef, handles), piece, *args)
+            with nn.rounding_products(None if self.policy is None else self.policy.products):
+                value = self.loss(tree_unflatten(treedef, handles), piece, *args)
             weighted = isinstance(value, WeightedMean)
             out = value.total if weighted else value
             out = out if self.policy is None else out.to(self.policy.output)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn import nn
 from shardfn.core import Policy, PyTree, describe, tree_flatten, tree_map, tree_paths, tree_unflatten
 from shardfn.modules import computing_in
 from shardfn.optim import GradientTransformation, LossScale, master_weights
@@ -58,7 +59,7 @@ class Mixed(Transform):
         state, args = args[: self.has_state], args[self.has_state :]
         batch = tree_map(self._cast_input, args[:1])
         noting = noting_exceptions(self.policy, lambda: zip(tree_paths(params, "params"), dtypes, strict=True))
-        with computing_in(self.policy.compute), noting:
+        with computing_in(self.policy.compute), nn.rounding_products(self.policy.products), noting:
             return self._cast_output(self.inner(tree_unflatten(treedef, cast), *state, *batch, *args[1:], **kwargs))
 
     def _compute_leaves(self, params: PyTree, leaves: list[Any], treedef: Any) -> list[torch.dtype]:
