@@ -8,7 +8,12 @@ Images are drawn: a shape in a colour. A chat shows one to four images in one to
 is then frozen. A projector and a small GPT learn the chats, once with each rule of attention, from the same weights,
 rows and number of steps.
 
-Needs transformers. Files in --out: report.md, report.json, and chats.png where matplotlib is installed.
+Needs transformers. Files in --out: report.md, report.json, chats.png where matplotlib is installed, a directory for
+each rule, such as `separate`, and some images. Then, with the directory of the images:
+
+    shardfn serve runs/visual_chat/separate --image-root runs/visual_chat/images
+
+A chat's user sends images, each followed by its place, and a question: "<image> first <image> second colour second ?".
 """
 
 import argparse
@@ -25,6 +30,7 @@ import torch.nn.functional as F
 
 import shardfn as sf
 from shardfn import data
+from shardfn.interop import llava_to_hf
 from shardfn.models import gpt
 
 SIZE, PATCH, WIDTH = 16, 8, 32
@@ -38,8 +44,13 @@ COLOURS = {
 }
 SHAPES = ("square", "circle", "cross", "stripe")
 PLACES = ("first", "second", "third", "fourth")
-WORDS = ("<pad>", "<image>", "colour", "shape", "same", "?", "yes", "no", *PLACES, *COLOURS, *SHAPES)
+WORDS = ("<pad>", "<image>", "<end>", "colour", "shape", "same", "?", "yes", "no", *PLACES, *COLOURS, *SHAPES)
 IDS = {word: i for i, word in enumerate(WORDS)}
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }} "
+    "{% endfor %}{% if message['role'] == 'assistant' %}<end> {% endif %}{% endfor %}"
+)
 UNSEEN = (100, 139)  # variants of drawings that training does not show
 
 
@@ -58,6 +69,9 @@ def main():
         rows.append({"rule": rule, "steps": args.steps, "loss": curves[rule][-1][1], **accuracies, "seconds": seconds})
     if mesh.rank == 0:
         report(rows, named, args)
+        for rule in args.rules:
+            save(args.out / rule, make_config(args, rule), module, models[rule])
+        save_images(args.out / "images")
         if importlib.util.find_spec("matplotlib"):
             draw_chats(curves, look, models, args)
     if dist.is_initialized():
@@ -73,6 +87,7 @@ def make_config(args, rule):
         max_len=64,
         norm="rms",
         position="rope",
+        mlp="swiglu",
         bias=False,
         images=gpt.Images(IDS["<image>"], rule),
     )
@@ -125,8 +140,8 @@ class Chats:
                     tokens += [IDS["<image>"], IDS[PLACES[len(seen) - 1]]]
             for _ in range(2):
                 question, answer = ask(seen, draw)
-                tokens += [IDS[word] for word in (*question, "?", answer)]
-                labels += [data.IGNORED] * (len(tokens) - len(labels) - 1) + [IDS[answer]]
+                tokens += [IDS[word] for word in (*question, "?", answer, "<end>")]
+                labels += [data.IGNORED] * (len(tokens) - len(labels) - 2) + [IDS[answer], IDS["<end>"]]
         return {"tokens": tokens, "labels": labels, "images": images}
 
 
@@ -245,10 +260,41 @@ def measure(config, look, params, args):
         chats, right = Chats(*kind, f"held out {args.seed}", UNSEEN), []
         for first in range(0, args.held_out, 64):
             batch = collate([chats[i] for i in range(first, min(first + 64, args.held_out))])
-            asked = batch["labels"] != data.IGNORED
+            asked = (batch["labels"] != data.IGNORED) & (batch["labels"] != IDS["<end>"])
             right.append((answer(config, look, params, batch) == batch["labels"])[asked])
         found[name] = torch.cat(right).float().mean().item()
     return found
+
+
+# The files.
+
+
+def save(directory, config, tower, params):
+    """Writes a model with its tokenizer and image processor, which transformers knows as a LLaVA."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import CLIPImageProcessorPil, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel(IDS, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "<end>", "additional_special_tokens": ["<image>"]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, chat_template=TEMPLATE, **special)
+    # Pixels from 0 to 255 become x / 85 - 1.8.
+    size = {"height": SIZE, "width": SIZE}
+    scale = {"image_mean": [0.6] * 3, "image_std": [1 / 3] * 3, "do_center_crop": False}
+    processor = CLIPImageProcessorPil(size=size, **scale)
+    llava_to_hf(
+        directory, config, params["gpt"], tower, params["projector"], image_processor=processor, tokenizer=tokenizer
+    )
+
+
+def save_images(directory):
+    """Writes some images that training has not shown, such as red-circle.png."""
+    from PIL import Image
+
+    directory.mkdir(exist_ok=True)
+    for i, (colour, shape) in enumerate((c, s) for c in COLOURS for s in SHAPES):
+        pixels = ((draw_image(colour, shape, UNSEEN[0] + i) + 1.8) * 85).clamp(0, 255).round().byte()
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(directory / f"{colour}-{shape}.png")
 
 
 # The report.
@@ -286,11 +332,11 @@ def draw_chats(curves, look, models, args):
     words, labels, lines = batch["tokens"][0].tolist(), batch["labels"][0].tolist(), []
     start = 0
     for i, label in enumerate(labels):
-        if label != data.IGNORED:
+        if label not in (data.IGNORED, IDS["<end>"]):
             asked = " ".join(WORDS[t] for t in words[start:i] if t != IDS["<image>"])
             answers = ", ".join(f"{rule}: {WORDS[found[rule][i]]}" for rule in models)
             lines.append(f"{asked}  {answers}")
-            start = i + 1
+            start = i + 2
     num = len(example["images"])
     figure, axes = pyplot.subplots(1, num + 1, figsize=(5 + 1.6 * num, 3.4), width_ratios=[3, *[1] * num])
     for rule, curve in curves.items():

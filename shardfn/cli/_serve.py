@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from shardfn.core import num_launched
+from shardfn.inference import ImageReader
 from shardfn.kernels import num_processors
-from shardfn.pretrained import compile_chat_template, load_text
+from shardfn.pretrained import compile_chat_template, load_text_and_images
 from shardfn.serve import Settings, Text, read_answered, read_batch, read_keys, send_batch, serve
 from shardfn.waits import end_start
 
@@ -106,8 +107,11 @@ def serve_command(job: ServeJob, work: Callable[[str], Coroutine[Any, Any, int]]
             changes = {"chat": compile_chat_template(source), "template": source}
 
         def load_front_text() -> Text:
-            text = load_text(job.model)._replace(**changes)
-            return Text(text.encode, text.tokenizer, text.chat, text.plain, text.template, text.pair)
+            text = load_text_and_images(job.model)._replace(**changes)
+            if text.images is None and job.image_root is not None:
+                raise ValueError(f"--image-root needs a model of images and text, got {job.model.model}. Leave it out")
+            images = None if text.images is None else ImageReader(text.images, job.image_root, **job.image_limits)
+            return Text(text.encode, text.tokenizer, text.chat, text.plain, text.template, text.pair, images)
 
         all_ranks = settings.replicas * job.model.ranks
         num = torch.cuda.device_count() if settings.replicas > 1 else 0  # a single replica sees all devices

@@ -42,6 +42,8 @@ class ServeJob:
         adapters: directories of adapters, by name.
         server: fields of `shardfn.serve.Settings` but the keys.
         decisions: file of the log of decisions, or None.
+        image_root: directory of images that clients may name, or None.
+        image_limits: limits of an `ImageReader`.
     """
 
     model: ModelSettings
@@ -53,6 +55,8 @@ class ServeJob:
     adapters: dict[str, str]
     server: dict[str, Any]
     decisions: str | None = None
+    image_root: str | None = None
+    image_limits: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -84,6 +88,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adapter-root", metavar="DIR", help=text)
     text = "/start_profile and /stop_profile write profiles of torch into this directory; needs --admin-key-file"
     add("--profile-root", metavar="DIR", help=text)
+    text = "images in this directory may be named by file: URLs, for a model of images and text"
+    add("--image-root", metavar="DIR", help=text)
+    text = "of an image, by its header, before it is decoded (default %(default)s)"
+    add("--max-image-pixels", type=int, default=1 << 24, metavar="N", help=text)
+    add("--max-image-mib", type=float, default=16.0, metavar="MIB", help="of an image's file (default %(default)s)")
     add("--admin-key-file", metavar="FILE", help="the keys of administrators, one in each line")
     text = "takes spans of requests by OpenTelemetry over HTTP, for example http://localhost:4318/v1/traces"
     add("--otlp-traces-endpoint", metavar="URL", help=text)
@@ -169,7 +178,8 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         "drain_seconds": args.drain_seconds,
     }
     files = args.chat_template, args.api_key_file, args.admin_key_file
-    return ServeJob(model, args.running, args.budget, *files, adapters, server, args.decisions)
+    images = {"max_pixels": args.max_image_pixels, "max_bytes": int(args.max_image_mib * _MIB)}
+    return ServeJob(model, args.running, args.budget, *files, adapters, server, args.decisions, args.image_root, images)
 
 
 def _parse_ranks(mesh: str) -> int | str:
@@ -241,6 +251,11 @@ def _find_problems(args: argparse.Namespace) -> Iterator[str]:
         yield from base_problems("--adapter-root", args)
         if not pathlib.Path(args.adapter_root).is_dir():
             yield f"--adapter-root {args.adapter_root}: there is no such directory"
+    if args.image_root is not None and not pathlib.Path(args.image_root).is_dir():
+        yield f"--image-root {args.image_root}: there is no such directory"
+    if args.max_image_pixels < 1 or not args.max_image_mib > 0:
+        given = f"{args.max_image_pixels} and {args.max_image_mib}"
+        yield f"--max-image-pixels and --max-image-mib must be above 0, got {given}"
     if (args.adapter_root is None and args.profile_root is None) != (args.admin_key_file is None):
         yield "--admin-key-file and --adapter-root or --profile-root need each other: pass both, or none"
     for name in ("api_key_file", "admin_key_file", "chat_template"):

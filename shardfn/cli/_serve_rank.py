@@ -59,11 +59,6 @@ def _warm_up(job: ServeJob) -> tuple[Engine, Ready, Classifier | None, Callable[
     mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
     with waiting("reading", model.model):
         served = load_model(model, mesh)
-    if served.decoder.sources is not None:
-        raise ValueError(
-            f"{model.model} is an encoder-decoder model, which shardfn serve does not know; use shardfn generate, or"
-            " LLM(...) in a program"
-        )
     limits = limits_of(
         served.decoder,
         context=_find_context(job, served.decoder.context),
@@ -83,6 +78,8 @@ def _warm_up(job: ServeJob) -> tuple[Engine, Ready, Classifier | None, Callable[
     lines = describe_engine(model, served, engine, drafter)
     end_start()
     more: Any = {"graphs_left": engine.graphs.num_left}
+    if served.decoder.sources is not None:
+        more |= {"start": served.decoder.sources.start}
     if served.classifier is not None:
         more |= {"classes": served.classifier.classes, "generates": False}
     ready = Ready(limits, served.text.ends, served.text.size, grammars, lines, width, **more)

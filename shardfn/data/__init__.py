@@ -7,7 +7,7 @@ from ._sources import default_corpus as default_corpus
 from ._examples import BatchRamp as BatchRamp, Cursor as Cursor
 from ._examples import ExampleBatches as ExampleBatches, Examples as Examples
 from ._images import expand_images as expand_images, pad_images as pad_images
-from ._images import read_image as read_image
+from ._images import read_image as read_image, read_image_url as read_image_url
 from ._sources import JSONLines as JSONLines
 from ._mixture import Mixture as Mixture
 from ._own_rows import OwnExamples as OwnExamples

@@ -3,8 +3,13 @@
 C channels, h and w pixels, N images, B rows, T tokens.
 """
 
+import base64
+import binascii
 import io
 import os
+import re
+import stat
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -113,8 +118,8 @@ def pad_images(
 def read_image(source: bytes | str | os.PathLike[str], *, max_pixels: int = MOST_PIXELS) -> UInt8[Tensor, "3 h w"]:
     """Returns the pixels of an image file: red, green and blue, from 0 to 255.
 
-    The size is read from the header and checked before any pixel is decoded. Transparent pixels lie on white. An
-    animation has its first frame. Needs Pillow.
+    The size is read from the header and checked before any pixel is decoded. Transparent pixels lie on white. A photo
+    is turned as its EXIF data ask. Needs Pillow.
 
     Args:
         source: content of a file, or a path. A string is never an address of a network.
@@ -123,7 +128,8 @@ def read_image(source: bytes | str | os.PathLike[str], *, max_pixels: int = MOST
     Raises:
         ImportError: Pillow is not installed.
         FileNotFoundError: there is no such file.
-        ValueError: the file is no image in BMP, GIF, JPEG, PNG or WebP, is damaged, or has too many pixels.
+        ValueError: the file is no image in BMP, GIF, JPEG, PNG or WebP, is damaged, is an animation, or has too many
+            pixels.
 
     Example:
         >>> import io
@@ -134,7 +140,7 @@ def read_image(source: bytes | str | os.PathLike[str], *, max_pixels: int = MOST
         [255, 0, 0]
     """
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise ImportError("read_image needs Pillow. Install it: pip install 'shardfn[images]'") from error
     name = f"{len(source)} bytes" if isinstance(source, bytes) else os.fspath(source)
@@ -146,12 +152,17 @@ def read_image(source: bytes | str | os.PathLike[str], *, max_pixels: int = MOST
             raise ValueError(_describe_size(max_pixels, f"{name}: {error}")) from error
         except (OSError, ValueError, SyntaxError) as error:
             known = ", ".join(FORMATS)
-            raise ValueError(f"read_image: a file must be an image in one of {known}, got {name}: {error}") from error
+            text = f"read_image: a file must be an image in one of {known}, got {name}, which Pillow cannot read."
+            raise ValueError(text) from error
         width, height = opened.size
         if width * height > max_pixels:
             raise ValueError(_describe_size(max_pixels, f"{width} x {height} = {width * height:,} in {name}"))
+        if getattr(opened, "is_animated", False):
+            frames = getattr(opened, "n_frames", 2)
+            text = f"read_image: an image must have 1 frame, got {frames} frames in {name}. Send one frame of the"
+            raise ValueError(f"{text} animation.")
         try:
-            drawn = opened.convert("RGBA")
+            drawn = ImageOps.exif_transpose(opened).convert("RGBA")
         except (OSError, ValueError, SyntaxError, EOFError) as error:
             raise ValueError(f"read_image: the pixels must be readable, got a damaged file, {name}: {error}") from error
     white = Image.new("RGBA", drawn.size, "white")
@@ -161,3 +172,81 @@ def read_image(source: bytes | str | os.PathLike[str], *, max_pixels: int = MOST
 
 def _describe_size(most: int, found: str) -> str:
     return f"read_image: an image must have at most {most:,} pixels, got {found}. Make the image smaller."
+
+
+_DATA_URL = re.compile(r"data:image/[a-zA-Z0-9.+-]+;base64,")
+MOST_BYTES = 16 << 20
+
+
+def read_image_url(url: str, *, root: str | os.PathLike[str] | None = None, max_bytes: int = MOST_BYTES) -> bytes:
+    """Returns the content of an image's address: a `data:` URL in base64, or a file below a directory.
+
+    No address of a network is opened. A file's path may have no `..`, and no symbolic link below the directory.
+
+    Args:
+        url: `data:image/png;base64,...`, or `file:///directory/name.png`.
+        root: directory whose files may be read. None permits no file.
+        max_bytes: most bytes of the content.
+
+    Raises:
+        ValueError: the address is of another kind, or is no base64, or the file is missing or outside of the
+            directory, or has too many bytes.
+
+    Example:
+        >>> read_image_url("data:image/png;base64,aGVsbG8=")
+        b'hello'
+    """
+    if url.startswith("file:"):
+        return _read_file(url, root, max_bytes)
+    found = _DATA_URL.match(url)
+    if found is None:
+        raise ValueError(
+            "an image's address must be data:image/png;base64,... or file:///..., got"
+            f" {url[:40]!r}. No address of a network is opened: send the image itself."
+        )
+    if len(url) - found.end() > (max_bytes + 2) // 3 * 4:
+        raise ValueError(_describe_bytes(max_bytes, f"{(len(url) - found.end()) * 3 // 4:,}"))
+    try:
+        return base64.b64decode(url[found.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"an image in a data: URL must be base64, got {url[:40]!r}: {error}.") from error
+
+
+def _read_file(url: str, root: str | os.PathLike[str] | None, max_bytes: int) -> bytes:
+    """Returns the content of a file below a directory. Each part of the path is opened without following links."""
+    parsed = urllib.parse.urlsplit(url)
+    path = urllib.parse.unquote(parsed.path)
+    if root is None:
+        raise ValueError("a file: URL needs a directory of images, and there is none. Send data:image/png;base64,...")
+    top = os.path.realpath(root)
+    outside = f"a file: URL must be a file below the directory of images, got {url[:60]!r}."
+    parts = path.removeprefix(top.rstrip("/") + "/").split("/")
+    if parsed.netloc not in ("", "localhost") or not path.startswith(top.rstrip("/") + "/") or "\0" in path:
+        raise ValueError(outside)
+    if any(part in ("", ".", "..") for part in parts):
+        raise ValueError(outside)
+    held = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for last, part in ((i + 1 == len(parts), part) for i, part in enumerate(parts)):
+            # A pipe would wait for its other end.
+            kind = os.O_NONBLOCK if last else os.O_DIRECTORY
+            inner = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | kind, dir_fd=held)
+            os.close(held)
+            held = inner
+        info = os.fstat(held)
+        if not stat.S_ISREG(info.st_mode):
+            raise ValueError(outside)
+        with open(held, "rb", closefd=False) as file:
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        reason = "it is missing, or is a symbolic link" if error.errno else str(error)
+        raise ValueError(f"{outside} The file cannot be read: {reason}.") from error
+    finally:
+        os.close(held)
+    if len(content) > max_bytes:
+        raise ValueError(_describe_bytes(max_bytes, f"{info.st_size:,}"))
+    return content
+
+
+def _describe_bytes(most: int, found: str) -> str:
+    return f"an image must have at most {most:,} bytes, got {found}. Make the image smaller."

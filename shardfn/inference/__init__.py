@@ -42,6 +42,9 @@ from ._processors import check_names as check_names
 from ._beam_search import Beam as Beam, BeamSearch as BeamSearch, PromptSearch as PromptSearch
 from ._engine_core import EngineCore as EngineCore
 from ._engine import Engine as Engine
+from ._image_rows import ImageRule as ImageRule, RequestImages as RequestImages
+from ._images import EncodedImage as EncodedImage, ImageEncoder as ImageEncoder, ImagePrompt as ImagePrompt
+from ._images import ImageReader as ImageReader, make_request_images as make_request_images
 from ._simulate import SimulatedEngine as SimulatedEngine, SimulatedLatency as SimulatedLatency
 from ._simulate import Simulation as Simulation, TimedRequest as TimedRequest, check_trace as check_trace
 from ._simulate import simulate as simulate

@@ -7,6 +7,7 @@ from typing import Any
 from ._adapters import Adapters
 from ._decoder import Decoder, SourceEncoder
 from ._drafters import BatchDrafter, Drafter, RejectionDrafter, find_wanted_layers, wants_spec_token
+from ._image_rows import RequestImages
 from ._limits import DRAFTS, Limits
 from ._options import Encode
 from ._requests import Request, Sampling, check_request, encode_sampling, ids_of
@@ -53,11 +54,11 @@ def make_request(
     adapters: Adapters,
     encode: Encode | None,
     more: dict[str, Any],
-    images: dict[str, Any],
+    images: RequestImages | None,
 ) -> Request:
     """Returns a request within the limits. An adapter is named in `more`, and the request has the adapter's digest.
 
-    Words of the sampling are encoded by `encode`. Fields of `images` are from `ImageInputs.admit`.
+    Words of the sampling are encoded by `encode`.
 
     Raises:
         TypeError: an argument is of a wrong type, or unknown.
@@ -67,9 +68,9 @@ def make_request(
     if unknown:
         raise TypeError(
             f"add: {', '.join(sorted(unknown))}: a request has priority, deadline, salt, adapter, source and"
-            " image_features."
+            " image_features and image_grids."
         )
-    fields: dict[str, Any] = more | {"adapter": adapters.digest(more.get("adapter")), **images}
+    fields: dict[str, Any] = more | {"adapter": adapters.digest(more.get("adapter")), "images": images}
     if sampling is not None and not isinstance(sampling, Sampling):
         raise TypeError(f"sampling is a {type(sampling).__name__}. Pass a Sampling.")
     request = Request(ids_of(prompt), sampling or Sampling(), **fields)
@@ -105,6 +106,22 @@ def split_sampling(sampling: Any, num: int) -> list[Sampling]:
     if len(each := list(sampling)) != num:
         raise ValueError(f"generate: {num} prompts and {len(each)} samplings. Give one for all, or one each.")
     return each
+
+
+def split_images(num: int, **given: Sequence[Any] | None) -> list[dict[str, Any]]:
+    """Returns the arguments of each prompt about its images.
+
+    Raises:
+        ValueError: the numbers of entries and prompts differ.
+
+    Example:
+        >>> split_images(2, image_grids=[[(1, 2)], None])
+        [{'image_grids': [(1, 2)]}, {'image_grids': None}]
+    """
+    for name, each in given.items():
+        if each is not None and len(each) != num:
+            raise ValueError(f"generate: {name} must have an entry for each of {num} prompts, got {len(each)}.")
+    return [{name: each[i] for name, each in given.items() if each is not None} for i in range(num)]
 
 
 def check_name(name: Any) -> None:

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -186,7 +186,7 @@ class CacheLayout:
         Args:
             cache: this rank's blocks of the cache.
             step: tensors of the step's plan, `StepTensors`.
-            **kinds: `images` and `code_rule` of `PagedAttention`.
+            **kinds: `images` and `rule` of `PagedAttention`.
         """
         plan = step.slots, step.positions, step.sequences, step.tables, step.tree, step.host_blocks
         own: list[PagedAttention | SourceAttention] = [PagedAttention(x, *plan, **kinds) for x in cache[: self.layers]]
@@ -243,7 +243,7 @@ class PagedAttention(nn.Local):
         host_blocks: part of a cache on the host. None where the cache is on the device.
         queries: tokens that have a query. None: all tokens.
         images: bits of the positions of image tokens, for multi-modal causal attention. See `kernels.ragged_attention`.
-        code_rule: whether tokens of images also read the text before them.
+        rule: how images are read, see `ImageRule`.
     """
 
     cache: Shaped[Tensor, "blocks 2 g block row"]
@@ -255,7 +255,7 @@ class PagedAttention(nn.Local):
     host_blocks: HostCacheBlocks | None = None
     queries: Int[Tensor, " r"] | None = None
     images: Int[Tensor, "s words"] | None = None
-    code_rule: bool = False
+    rule: Literal["separate", "code", "causal", "whole"] = "causal"
 
     def with_queries(self, rows_R: Tensor) -> "PagedAttention":
         """Returns the body that takes the queries of only these tokens."""
@@ -314,8 +314,9 @@ class PagedAttention(nn.Local):
                 relative=None if relative_HD is None else relative_HD.to(kind),
                 images=self.images,
             )
-            y_THK, _ = attend(branch="text_of_all" if self.code_rule else "text")
-            if self.images is not None:
+            branches = {"code": "text_of_all", "whole": "whole"}
+            y_THK, _ = attend(branch=branches.get(self.rule, "text"))
+            if self.rule in ("separate", "code"):
                 y_THK = y_THK + attend(branch="images")[0]
         return y_THK[None].to(q_BTHK.dtype)
 

@@ -17,6 +17,7 @@ from shardfn.models import gpt
 from shardfn.nn import moe
 
 from ._cache import CacheLayout
+from ._image_rows import ImageRule
 from ._layouts import Layout, Outputs, make_outputs, make_sequence_layout
 from ._limits import DEFAULT_LAYOUT
 from ._low_rank import Linear, LowRank
@@ -67,7 +68,8 @@ class Decoder:
         spec_token: whether the token with the id `vocab` has an embedding: [SPEC], which no logits count
             (`speculators.add_spec_token`).
         config: shape of the model, for a `models.gpt`, or None.
-        images: rule of image tokens, or None without images. `outputs` then takes `images=` as `gpt.decode` does.
+        images: rule of image tokens, or None without images. `outputs` then takes `images=` as `gpt.decode` does. With
+            `ImageRule.grid` its positions are int32 [3, T].
     """
 
     vocab: int
@@ -89,7 +91,7 @@ class Decoder:
     sources: SourceEncoder | None = None
     spec_token: bool = False
     config: gpt.Config | None = None
-    images: gpt.Images | None = None
+    images: ImageRule | None = None
 
     @property
     def embeds(self) -> bool:
@@ -206,7 +208,7 @@ def decoder(
         more_layouts=_list_more(config, tp, quantization, activations),
         name_weights=functools.partial(_name_weights, config),
         config=config,
-        images=config.images,
+        images=None if config.images is None else ImageRule(config.images.token, config.images.rule),
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardfn.core import Axes, Disk, MemoryKind, Mesh, PyTree, explains_keywords
 
 from ._adapters import Adapters, Given, split_adapters
-from ._admission import check_name, choose_limits, make_request, split_sampling, split_source
+from ._admission import check_name, choose_limits, make_request, split_images, split_sampling, split_source
 from ._beam_search import Beam, BeamSearch, PromptSearch
 from ._checks import MEANT
 from ._constraints import Constraints
@@ -228,8 +228,9 @@ class Engine:
             pooling: pooling of `embed`, for a request that has an embedding in place of tokens. `embedding` returns the
                 embedding once `step` has returned the end.
             **more: `priority`, `deadline` or `salt`, as of a `Request`, or `adapter`, the name of an adapter, or
-                `image_features`, float [N, D], a row for each image token of the prompt, for a model with images. For
-                an encoder-decoder model the prompt is the encoder's, and with `source`, token ids, the decoder's.
+                `image_features`, float [N, D], a row for each image token of the prompt, for a model with images, and
+                `image_grids`, rows and columns of each image, where the model wants them. For an encoder-decoder model
+                the prompt is the encoder's, and with `source`, token ids, the decoder's.
 
         Returns:
             The name.
@@ -317,6 +318,7 @@ class Engine:
         *,
         adapter: str | Sequence[str | None] | None = None,
         image_features: Sequence[Tensor | None] | None = None,
+        image_grids: Sequence[Sequence[tuple[int, int]] | None] | None = None,
     ) -> list[Any]:
         """Completes prompts. Requests in progress go on in the same steps.
 
@@ -326,6 +328,7 @@ class Engine:
             adapter: name of one adapter for all prompts, or a sequence with a name for each, where None is the model
                 without an adapter.
             image_features: for each prompt the features of its image tokens, as of `add`, or None.
+            image_grids: for each prompt the rows and columns of its images, as of `add`, or None.
 
         Returns:
             For each prompt a `Completion`, or for a request of n > 1 choices a list of n.
@@ -336,13 +339,9 @@ class Engine:
         """
         prompts = list(prompts)
         hows, adapters = split_sampling(sampling, len(prompts)), split_adapters(adapter, len(prompts))
-        features = [None] * len(prompts) if image_features is None else list(image_features)
-        if len(features) != len(prompts):
-            raise ValueError(
-                f"generate: image_features must have an entry for each of {len(prompts)} prompts, got {len(features)}."
-            )
-        each = zip(prompts, hows, adapters, features, strict=True)
-        requests = [self._admit(prompt, how, adapter=x, image_features=own) for prompt, how, x, own in each]
+        pictures = split_images(len(prompts), image_features=image_features, image_grids=image_grids)
+        each = zip(prompts, hows, adapters, pictures, strict=True)
+        requests = [self._admit(prompt, how, adapter=x, **own) for prompt, how, x, own in each]
         return [found[0] if len(found) == 1 else found for found in self._complete(requests)]
 
     def beam_search(
@@ -547,7 +546,7 @@ class Engine:
         """Returns a request that passes all checks."""
         encode = None if self.detokenizer is None else self.detokenizer.encode
         prompt, more = split_source(prompt, self._sources, more)
-        images = self._images.admit(prompt, more.pop("image_features", None))
+        images = self._images.make(prompt, more.pop("image_features", None), more.pop("image_grids", None))
         return self.core.admit(make_request(prompt, sampling, self.limits, self.adapters, encode, more, images))
 
     def _begin(self, admitted: Admitted, name: str | None = None, pooling: str | None = None) -> str:

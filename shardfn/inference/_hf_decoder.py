@@ -50,6 +50,7 @@ from shardfn.modules import (
 from ._cache import CacheLayout, PagedAttention
 from ._decoder import Decoder, check_activations
 from ._hf_edges import edges_of
+from ._image_rows import ImageRule
 from ._layouts import Outputs
 from ._low_rank import Linear, LowRank
 
@@ -142,7 +143,8 @@ def hf_decoder(
     ranks with 4 key heads.
 
     Args:
-        model: `...ForCausalLM` with its weights, in eval mode. The model is not changed. Its code and its buffers run,
+        model: `...ForCausalLM` with its weights, in eval mode, or the language part of a model of images and text, see
+            `modules.split_parts`. The model is not changed. Its code and its buffers run,
             so do not change the model while engines do. Its weights stay in memory next to the packed weights, unless
             `params` has other weights.
         batch_invariant: whether each token's logits must have the same bits next to any other tokens (batch-invariant).
@@ -176,7 +178,7 @@ def hf_decoder(
         >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **sizes)).eval()
         >>> made, params = hf_decoder(model)
         >>> made.batch_invariant, made.cache
-        (True, CacheLayout(layers=1, heads=2, head_dim=8, axis=None))
+        (True, CacheLayout(layers=1, heads=2, head_dim=8, axis=None, cross_layers=0))
         >>> [completion] = Engine(made, params).generate([[5, 6, 7]], Sampling(max_tokens=4))
         >>> len(completion.tokens)
         4
@@ -316,6 +318,7 @@ def _make_decoder(
         rows_R: Tensor,
         bodies: Sequence[nn.AttentionBackend],
         low: LowRank | None = None,
+        images: tuple[Tensor, Tensor] | None = None,
     ) -> Outputs:
         params = weights["params"]
         packed = {**params, **weights["packed"]}
@@ -336,7 +339,7 @@ def _make_decoder(
                 made[id(params[name])] = run if low is None else functools.partial(_adapt_layer, name, low, layer, run)
         attend = functools.partial(_attend_heads, bodies, tp)
         mode = ExactRows(made) if linear else None
-        logits, chosen = function(params, tokens_T, positions_T, rows_R, attend, mode, exchange)
+        logits, chosen = function(params, tokens_T, positions_T, rows_R, attend, mode, exchange, images)
         last = seen[0].reshape(-1, seen[0].shape[-1]) if seen else None
         return Outputs(logits, last, lambda: chosen, lambda num: last)
 
@@ -345,12 +348,17 @@ def _make_decoder(
     served = {"params": placed, "packed": {name: P(tp) for name in cut if name in kept}}
     cache = CacheLayout(layers, heads, dim, tp)
     how: dict[str, Any] = {"outputs": compute_outputs, "pack": pack_params, "expert_shape": shape.expert_shape}
-    made = Decoder(shape.vocab, function.context, cache, specs=P(), **how)
+    made = Decoder(shape.vocab, function.context, cache, specs=P(), images=_find_rule(function), **how)
     if head is not None and head in linear:
         inner = [name for name in linear if name != head and name not in kept]
         sizes = {name: Linear(inputs[name], nums[name], linear[name]) for name in inner}
         made = replace(made, hidden_layers=(layers,), hidden_size=inputs[head], linear=sizes)
     return made if tp is None else replace(made, specs=specs, packed=served)
+
+
+def _find_rule(function: DecodingFunction) -> ImageRule | None:
+    found = function.images
+    return None if found is None else ImageRule(found.token, "whole" if found.whole else "causal", found.grid)
 
 
 def _round_weight(x: Tensor, flip: bool, quantization: kernels.Quantization) -> Tensor:

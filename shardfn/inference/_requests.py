@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from shardfn.core import explains_fields
 
 from ._grammar import Grammar
+from ._image_rows import RequestImages
 from ._limits import Limits
 from ._options import (
     BadWords,
@@ -181,8 +180,7 @@ class Request:
         adapter: digest of the adapter's content, or empty: part of the key of a block's content.
         salt: caller's bytes. Requests share blocks only with requests of the same salt.
         source: token ids that the encoder of an encoder-decoder model reads. The prompt is then of the decoder.
-        images: digest of the features of images, or empty: part of the key of a block's content.
-        image_features: features of the prompt's image tokens, [N, D], or None.
+        images: images of the prompt, or None. The keys of blocks have them in place of image tokens.
 
     Example:
         >>> Request((5, 6, 7), Sampling(max_tokens=2)).priority
@@ -196,16 +194,19 @@ class Request:
     adapter: bytes = b""
     salt: bytes = b""
     source: tuple[int, ...] = ()
-    images: bytes = b""
-    image_features: Tensor | None = field(default=None, repr=False, compare=False)
+    images: RequestImages | None = None
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """Returns the tokens that a caller has given: the source of an encoder-decoder model, or the prompt."""
+        return self.source or self.prompt
 
     @functools.cached_property
     def scope_salt(self) -> bytes:
-        """Returns the salt with digests of the source and the images. All keys and values depend on both."""
-        salt = repr((self.salt, self.images)).encode() if self.images else self.salt
+        """Returns the salt with a digest of the source. All keys and values depend on both."""
         if not self.source:
-            return salt
-        return salt + hashlib.blake2b(array("q", self.source).tobytes(), digest_size=16).digest()
+            return self.salt
+        return self.salt + hashlib.blake2b(array("q", self.source).tobytes(), digest_size=16).digest()
 
 
 SAMPLING_OPTIONS = list_options(Sampling)
@@ -263,7 +264,7 @@ def check_request(request: Request, limits: Limits) -> None:
     _PRIORITY("priority", request.priority, limits)
     check_tokens("prompt", request.prompt, limits)
     _check_source(request.source, limits)
-    for name in ("adapter", "salt", "images"):
+    for name in ("adapter", "salt"):
         if not isinstance(getattr(request, name), bytes):
             raise ValueError(f"{name} must be bytes, got {getattr(request, name)!r}.")
     if request.deadline is not None and type(request.deadline) is not int:
@@ -307,7 +308,7 @@ def _check_source(source: tuple[int, ...], limits: Limits) -> None:
         raise ValueError(f"source must be empty for a model without an encoder, got {len(source)} tokens.")
     if limits.source and not 1 <= len(source) <= limits.source:
         raise ValueError(
-            f"a prompt of an encoder-decoder model is its source, and must have from 1 to {limits.source} tokens, got"
+            f"prompt of an encoder-decoder model is its source, and must have from 1 to {limits.source} tokens, got"
             f" {len(source)}. Shorten it, or raise limits_of(..., source=)."
         )
 

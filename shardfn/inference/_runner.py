@@ -29,19 +29,19 @@ from shardfn.core import (
 )
 from shardfn.engine import BoundCall, Donated, Sharded, reshard, sharded
 from shardfn.graph import MemoryAnalysis
-from shardfn.models import gpt
 from shardfn.transforms import jit
 
 from ._cache import CacheLayout, check_memory
 from ._checks import MEANT_BY_LIMITS, check_cache, check_decoder, check_same_model, list_misfits
 from ._decoder import Decoder, SourceEncoder
 from ._draw_rows import LogitsEdit, Top, draw_tokens, edit_logits, find_top, read_tops
+from ._image_rows import ImageRows, ImageRule
 from ._layouts import Layout
 from ._limits import DEFAULT_LAYOUT, Limits
 from ._low_rank import LowRank
 from ._plan import StepPlan, make_padding
 from ._results import MemoryPlan
-from ._tensors import FillTensors, ImageRows, RowOptions, StepTensors, fill_tensors, make_image_padding, make_tensors
+from ._tensors import FillTensors, RowOptions, StepTensors, fill_tensors, make_image_padding, make_tensors
 from ._weights import (
     WeightSource,
     abstract_weights,
@@ -405,8 +405,8 @@ class Runner:
 
     def _pad_images(self, bucket: int) -> ImageRows | None:
         """Returns the tensors of a step without an image, or None for a model without images."""
-        width = self._decoder.hidden_size
-        return None if self._decoder.images is None else make_image_padding(bucket, self.limits, width)
+        rule, width = self._decoder.images, self._decoder.hidden_size
+        return None if rule is None else make_image_padding(bucket, self.limits, rule, width)
 
     def close(self) -> None:
         """Drops the graphs, and releases the directory on disk. Weights in the directory cannot be used any more."""
@@ -438,7 +438,9 @@ def _run_step(
     """
     bodies = decoder.cache.make_bodies(cache, step, **_find_kinds(decoder.images, step))
     images: dict[str, Any] = {} if step.images is None else {"images": (step.images.rows, step.images.features)}
-    found = layout.outputs(weights, step.tokens, step.positions, step.rows, bodies, step.low, **images)
+    shifts = None if step.images is None else step.images.shifts
+    positions = step.positions if shifts is None else step.positions + shifts
+    found = layout.outputs(weights, step.tokens, positions, step.rows, bodies, step.low, **images)
     drawn = draw_tokens(found.logits, step)
     results = {"hidden": lambda: found.hidden, "experts": found.experts, "logits": lambda: found.logits}
     more = (found.state_after(x) if isinstance(x, int) else results[x]() for x in further)
@@ -494,8 +496,8 @@ def _fill_source(
     return (cache,)
 
 
-def _find_kinds(rule: gpt.Images | None, step: StepTensors) -> dict[str, Any]:
-    """Returns the arguments of bodies that read images by a separate softmax."""
+def _find_kinds(rule: ImageRule | None, step: StepTensors) -> dict[str, Any]:
+    """Returns the arguments of bodies that read images by a separate softmax, or images as a whole."""
     if rule is None or step.images is None or rule.rule == "causal":
         return {}
-    return {"images": step.images.words, "code_rule": rule.rule == "code"}
+    return {"images": step.images.words, "rule": rule.rule}

@@ -213,7 +213,7 @@ def _record_blocks(state: State, sequence: Sequence) -> None:
     full = sequence.computed // state.limits.block
     if full <= sequence.recorded:
         return
-    extend_contents(sequence.contents, sequence.tokens, state.limits.block, full, state.scope(sequence))
+    extend_contents(sequence.contents, sequence.keyed, state.limits.block, full, state.scope(sequence))
     for i in range(sequence.recorded, full):
         state.pool.record(sequence.blocks[i], sequence.contents[i])
     sequence.recorded = full

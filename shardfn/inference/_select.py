@@ -65,6 +65,9 @@ def _select_prefill_chunks(state: State, decodes: list[Sequence]) -> Chunks:
             left = state.limits.budget - len(decodes) - used
         count = min(left, len(sequence.tokens) - sequence.computed)
         count = _bound_rows(sequence, count, state.limits.running - len(state.running) - extra)
+        count = _keep_images_whole(sequence, count)
+        if not count:  # the next step begins with this image
+            continue
         chunks.append((sequence, count))
         used += count
         extra += max(0, len(find_wanted(sequence, count)) - 1)
@@ -78,11 +81,17 @@ def _bound_rows(sequence: Sequence, count: int, spare: int) -> int:
     return min(count, max(0, sequence.scored - sequence.computed) + 1 + spare)
 
 
+def _keep_images_whole(sequence: Sequence, count: int) -> int:
+    """Returns the number of tokens of a chunk that cuts no image whose tokens read one another."""
+    images = sequence.request.images
+    return count if images is None else images.bound_chunk(sequence.computed, count)
+
+
 def _admit_waiting(state: State, sequence: Sequence, extra: int) -> bool:
     """Gives a waiting sequence blocks for all tokens, or none. Later sequences may be preempted."""
     pool, limits, tokens = state.pool, state.limits, sequence.tokens
     num_shared = sequence.reusable // limits.block
-    extend_contents(sequence.contents, tokens, limits.block, num_shared, state.scope(sequence))
+    extend_contents(sequence.contents, sequence.keyed, limits.block, num_shared, state.scope(sequence))
     shared = pool.find(sequence.contents[:num_shared])
     pool.hold(shared)
     need = limits.blocks_of(len(tokens)) - len(shared)
@@ -130,6 +139,6 @@ def _trim_to_bucket(state: State, num_decodes: int, prompts: Chunks) -> Chunks:
     while excess:
         sequence, count = kept.pop()
         if count > excess:
-            kept.append((sequence, count - excess))
+            kept.append((sequence, _keep_images_whole(sequence, count - excess) or count))
         excess = max(0, excess - count)
     return kept

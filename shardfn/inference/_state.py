@@ -148,6 +148,12 @@ class Sequence:
         return len(self.tokens) - 1 if self.scored >= self.prompt - 1 else self.scored
 
     @property
+    def keyed(self) -> array:
+        """Returns the tokens as the keys of blocks have them."""
+        images = self.request.images
+        return self.tokens if images is None else images.keys + self.tokens[self.prompt :]
+
+    @property
     def context(self) -> Context:
         """Returns the sequence as a drafter sees it."""
         request = self.request

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Int, Int32
+from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
 from ._cache import HostCacheBlocks, SourceTables, find_host_blocks
+from ._image_rows import ImageRows, ImageRule
 from ._limits import Limits
 from ._low_rank import LowRank
 from ._options import Option
@@ -31,27 +32,14 @@ class RowBiases(NamedTuple):
     values: Float32[Tensor, "r most"]
 
 
-class ImageRows(NamedTuple):
-    """Image tokens of a step.
-
-    Attributes:
-        words: bits of the positions of image tokens of each sequence, see `kernels.ragged_attention`.
-        rows: True for the image tokens among the step's tokens.
-        features: features of these tokens, and 0 for text.
-    """
-
-    words: Int32[Tensor, "s words"]
-    rows: Bool[Tensor, " b"]
-    features: Float32[Tensor, "b d"]
-
-
-def make_image_padding(bucket: int, limits: Limits, width: int) -> ImageRows:
+def make_image_padding(bucket: int, limits: Limits, rule: ImageRule, width: int) -> ImageRows:
     """Returns the tensors of a step without an image, for features of a width."""
     words = -(-limits.width * limits.block // 32)
     return ImageRows(
         torch.zeros(min(bucket, limits.running) + 1, words, dtype=torch.int32),
         torch.zeros(bucket, dtype=torch.bool),
         torch.zeros(bucket, width),
+        torch.zeros(3, bucket, dtype=torch.int32) if rule.grid else None,
     )
 
 
@@ -154,7 +142,7 @@ def make_tensors(
         tree=_make_tree(plan).to(device) if limits.drafts else None,
         host_blocks=find_host_blocks(plan, limits, device) if host_cache else None,
         source=_make_source(plan, limits, device),
-        images=None if images is None else ImageRows(*(x.to(device) for x in images)),
+        images=None if images is None else images.to(device),
     )
 
 

@@ -2,8 +2,9 @@
 
 from shardfn.interop.leaves import Archive as Archive, ArchiveWriter as ArchiveWriter
 from ._hf_config import gpt_config as gpt_config, hf_config as hf_config
-from ._hf_config import check_sizes as check_sizes
+from ._hf_config import IMAGES_RULE as IMAGES_RULE, check_sizes as check_sizes
 from ._hf_gpt import gpt_from_hf as gpt_from_hf, gpt_to_hf as gpt_to_hf
+from ._hf_llava import llava_to_hf as llava_to_hf
 from ._hf_seq2seq import SEQ2SEQ_TYPES as SEQ2SEQ_TYPES
 from ._hf_seq2seq import hf_seq2seq_config as hf_seq2seq_config, seq2seq_config as seq2seq_config
 from ._hf_seq2seq import seq2seq_from_hf as seq2seq_from_hf, seq2seq_to_hf as seq2seq_to_hf

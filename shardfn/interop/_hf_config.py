@@ -85,6 +85,7 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
         >>> gpt_config(told, stacked=True).max_len
         1024
     """
+    told, images = split_llava(told)
     told, swift = split_swift(told)
     kind = told.get("model_type")
     if kind not in MODEL_TYPES:
@@ -114,7 +115,29 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
         ropes = _read_rope(told, types, refused, layered=family.layered)
         fields |= _rope_fields([r if kind != "smollm3" or has_rope(told, i) else None for i, r in enumerate(ropes)])
     core.raise_all(ValueError, f"config.json: this {kind} has parts that models.gpt lacks:", refused)
-    return gpt.Config(**{**fields, **swift, **changes})
+    return gpt.Config(**{**fields, **swift, **images, **changes})
+
+
+LLAVA, IMAGES_RULE = "llava", "shardfn_images"
+_RULES = ("separate", "code", "causal")
+
+
+def split_llava(told: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Returns the contents of a language model's `config.json`, and further fields of its `Config`.
+
+    Args:
+        told: contents of `config.json`, of any model.
+
+    Raises:
+        ValueError: the rule of images is unknown.
+    """
+    if told.get("model_type") != LLAVA:
+        return told, {}
+    rule = told.get(IMAGES_RULE, "causal")
+    if rule not in _RULES:
+        raise ValueError(f"config.json: {IMAGES_RULE} must be one of {', '.join(map(repr, _RULES))}, got {rule!r}.")
+    token = told.get("image_token_index", told.get("image_token_id"))
+    return told["text_config"], {"images": gpt.Images(token, rule)}
 
 
 def hf_config(config: gpt.Config, model_type: str | None = None) -> dict[str, Any]:

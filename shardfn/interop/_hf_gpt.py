@@ -27,7 +27,7 @@ from shardfn.interop.quantized import CodedArchive, open_archive
 from shardfn.kernels import BLOCK_BYTES, GROUP
 from shardfn.models import gpt
 
-from ._hf_config import gpt_config, hf_config, read_config
+from ._hf_config import gpt_config, hf_config, read_config, split_llava
 from ._hf_families import FAMILIES, Family
 from ._hf_swift import SWIFT
 
@@ -176,7 +176,8 @@ def gpt_from_hf(
     Only headers are read here. The leaves are deferred: `step.init(params)` reads only the rows and columns of this
     rank, so that at most one leaf is in memory beyond the rank's own parts.
 
-    Quantised files of GPTQ, AWQ, compressed-tensors and fp8 in blocks are decoded during the reading.
+    Quantised files of GPTQ, AWQ, compressed-tensors and fp8 in blocks are decoded during the reading. The
+    language model of a LLaVA is read, with `images`.
 
     Args:
         directory: directory with `config.json`, and `model.safetensors` or several files with an index.
@@ -205,9 +206,27 @@ def gpt_from_hf(
         >>> params["blocks"]["wq"]
         Draw(shape=(2, 32, 32), dtype=torch.float32, device=cpu)
     """
-    config = gpt_config(read_config(directory), **changes)
-    archive = open_archive(directory)
-    return config, params_of_archive(archive, config, read_config(directory)["model_type"], dtype, keep_codes)
+    told = read_config(directory)
+    config, archive = gpt_config(told, **changes), open_archive(directory)
+    language, _ = split_llava(told)
+    if language is not told:
+        if not isinstance(archive, Archive):
+            raise ValueError(f"{directory}: weights of a llava must be floats, got codes. Use the files of floats.")
+        archive = archive.rename(_name_of_llava)
+    return config, params_of_archive(archive, config, language["model_type"], dtype, keep_codes)
+
+
+def _name_of_llava(name: str) -> str | None:
+    """Returns the name of a tensor in the files of the language model itself, or None for other tensors.
+
+    Example:
+        >>> _name_of_llava("language_model.model.norm.weight"), _name_of_llava("model.language_model.norm.weight")
+        ('model.norm.weight', 'model.norm.weight')
+        >>> _name_of_llava("vision_tower.post_layernorm.bias")
+    """
+    if name.startswith("model.language_model."):
+        return "model." + name.removeprefix("model.language_model.")
+    return name.removeprefix("language_model.") if name.startswith(("language_model.", "lm_head.")) else None
 
 
 def params_of_archive(

@@ -29,9 +29,9 @@ struct Call {
     int64_t token(int64_t query) const { return rows ? rows[query] : query; }
 };
 
-// For each token the first position it sees, the first of guesses, and where the list of their slots begins.
+// For each token the first and the last position it sees, the first of guesses, and where the list of their slots begins.
 struct Plan {
-    std::vector<int64_t> begin, guesses, at;
+    std::vector<int64_t> begin, last, guesses, at;
     std::vector<int32_t> slots;
 };
 
@@ -55,18 +55,33 @@ bool read_tree(const Call& o, Plan& plan, int64_t i) {
     return true;
 }
 
+enum Branch { TEXT, IMAGES, TEXT_OF_ALL, WHOLE };
+
+// Widens what token i sees to the image that it is of.
+void see_image(const Call& o, Plan& plan, int64_t i) {
+    const int32_t* words = o.images + o.sequences[i] * o.words;
+    const auto image = [&](int64_t p) { return (uint32_t)words[p / TILE] >> (p % TILE) & 1; };
+    int64_t low = o.positions[i], high = low;
+    if (!image(low)) return;
+    while (low > 0 && image(low - 1)) --low;
+    while (high + 1 < o.width * o.block && image(high + 1)) ++high;
+    plan.begin[i] = std::min(plan.begin[i], low), plan.last[i] = high;
+}
+
 // Whether all numbers are in range; fills the plan.
 bool read_plan(const Call& o, Plan& plan) {
     for (int64_t r = 0; r < o.Q; ++r)
         if (o.token(r) < 0 || o.token(r) >= o.T) return false;
-    plan.begin.resize(o.T), plan.guesses.resize(o.T), plan.at.resize(o.T);
+    plan.begin.resize(o.T), plan.last.resize(o.T), plan.guesses.resize(o.T), plan.at.resize(o.T);
     std::vector<int64_t> low(o.S, 0), high(o.S, 0);  // by sequence, the entries of its table that were checked
     for (int64_t i = 0; i < o.T; ++i) {
         const int64_t s = o.sequences[i], p = o.positions[i];
         if (o.slots[i] < 0 || o.slots[i] >= o.blocks * o.block || s < 0 || s >= o.S || p < 0 || p >= o.width * o.block)
             return false;
         plan.begin[i] = o.window ? std::max<int64_t>(0, p - o.window + 1) : 0;
-        plan.guesses[i] = p + 1;
+        plan.last[i] = p;
+        if (o.images && o.branch == WHOLE) see_image(o, plan, i);
+        plan.guesses[i] = plan.last[i] + 1;
         plan.at[i] = plan.slots.size();
     }
     for (int64_t i = 0; i < o.T; ++i) {
@@ -86,7 +101,7 @@ std::vector<Group> groups_of(const Call& o, const Plan& plan) {
     const int64_t most = std::max<int64_t>(1, ROWS / (o.H / o.G));
     std::vector<Group> out;
     for (int64_t r = 0; r < o.Q; ++r) {
-        const int64_t i = o.token(r), end = o.positions[i] + 1;
+        const int64_t i = o.token(r), end = plan.last[i] + 1;
         const int64_t shared = plan.guesses[i] < end ? plan.guesses[i] : std::numeric_limits<int64_t>::max();
         if (out.empty() || out.back().count == most || o.sequences[i] != o.sequences[o.token(r - 1)]) {
             out.push_back({r, 1, plan.begin[i], end, shared});
@@ -173,11 +188,9 @@ INLINE void find_keys(const Call& o, const Plan& plan, Scratch& s, int64_t g, in
     for (int n = high; n < TILE; ++n) s.key[n] = s.key[low], s.value[n] = s.value[low];
 }
 
-enum Branch { TEXT, IMAGES, TEXT_OF_ALL };
-
 // The bits of the positions of a tile that token i sees by their kind.
 INLINE uint32_t bits_of_kind(const Call& o, int64_t i, int64_t tile) {
-    if (!o.images) return EVERY;
+    if (!o.images || o.branch == WHOLE) return EVERY;
     const int32_t* words = o.images + o.sequences[i] * o.words;
     const int64_t p = o.positions[i];
     const uint32_t images = (uint32_t)words[tile / TILE], own = uint32_t(1) << (p % TILE);
@@ -204,9 +217,9 @@ INLINE void attend(const Call& o, const Plan& plan, const Group& group, int64_t 
     for (int64_t tile = group.begin / TILE * TILE; tile < group.end; tile += TILE) {
         for (int64_t row = 0; row < rows; ++row) {
             const int64_t i = o.token(group.first + row / R), own = o.positions[i] - tile;
-            const int64_t low = std::max<int64_t>(0, plan.begin[i] - tile), high = std::min<int64_t>(TILE, own + 1);
+            const int64_t low = std::max<int64_t>(0, plan.begin[i] - tile), high = std::min<int64_t>(TILE, plan.last[i] - tile + 1);
             Seen& one = seen[row] = {(int)std::min<int64_t>(low, TILE), (int)std::max<int64_t>(high, 0), (int)own, EVERY};
-            if (!o.images) continue;
+            if (!o.images || o.branch == WHOLE) continue;
             one.bits = bits_of_kind(o, i, tile);
             while (one.low < one.high && !(one.bits >> one.low & 1)) ++one.low;
             while (one.low < one.high && !(one.bits >> (one.high - 1) & 1)) --one.high;
@@ -220,7 +233,7 @@ INLINE void attend(const Call& o, const Plan& plan, const Group& group, int64_t 
                 if (seen[r].low < seen[r].high) low = std::min(low, seen[r].low), high = std::max(high, seen[r].high);
             if (low >= high) continue;
             const int64_t i = o.token(group.first + row / R);
-            const int64_t guesses = shared ? group.shared : plan.guesses[i], end = std::min<int64_t>(guesses, o.positions[i] + 1);
+            const int64_t guesses = shared ? group.shared : plan.guesses[i], end = std::min<int64_t>(guesses, plan.last[i] + 1);
             foresee(o, s, o.tables + o.sequences[i] * o.width, g, group.begin / TILE * TILE, tile, end, together);
             find_keys<L>(o, plan, s, g, i, guesses, tile, low, high);
             add_tile<L>(s, o.how, row, row + together, seen.data(), o.K, o.slopes);

@@ -44,7 +44,7 @@ _CACHES = {torch.float32: (torch.float32, torch.bfloat16, *LARGEST), torch.float
 _KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 _SOURCE = "_ragged_attention.cpp"
 # The softmaxes of multi-modal causal attention, as in _ragged_attention.cpp.
-BRANCHES = ("text", "images", "text_of_all")
+BRANCHES = ("text", "images", "text_of_all", "whole")
 
 
 def ragged_attention(
@@ -114,8 +114,10 @@ def ragged_attention(
         images: bits of the positions of image tokens of each sequence, from `pack_bits`, for one softmax of multi-modal
             causal attention. Guesses of a tree are text. None: all positions are alike.
         branch: "text" lets text see text, "images" lets text see images and each token of an image itself, and
-            "text_of_all" lets all tokens see text. Without a visible image, "text" has the bits of a call without
-            `images`.
+            "text_of_all" lets all tokens see text. "whole" is a call without `images`, in which each token of an image
+            also sees the rest of the image: all image tokens around the token without text between, also outside of the
+            window. Their keys are in the cache, or are written by the call. Without a visible image, "text" and "whole"
+            have the bits of a call without `images`.
 
     Returns:
         y and lse, in the dtype of q. A row of y is 0 if all scores are -inf, and lse is then -inf. The bits of lse
@@ -393,12 +395,15 @@ def find_slots(
     tree: Tensor | None, images: Tensor | None, branch: int,
 ) -> Tensor:  # fmt: skip
     """Returns the slots of the visible keys of tokens, by position, int64 [T, whole tiles]. -1 means no key."""
-    most = int(positions.max()) + 1 if len(positions) else 0
+    whole = images if BRANCHES[branch] == "whole" else None
+    most = tables.shape[1] * block if whole is not None else int(positions.max()) + 1 if len(positions) else 0
     p, mine = torch.arange(-(-most // TILE) * TILE, device=slots.device), positions[:, None].long()
     seen = p <= mine
     if window is not None:
         seen &= p > mine - window
-    if images is not None:
+    if whole is not None:
+        seen |= _see_image(p, mine, whole[sequences.long()])
+    elif images is not None:
         seen &= _see_kinds(p, mine, images[sequences.long()], BRANCHES[branch])
     blocks = tables[sequences.long()].long()
     at = blocks[:, (p // block).clamp(max=max(blocks.shape[1] - 1, 0))] * block + p % block
@@ -407,6 +412,14 @@ def find_slots(
         i, j = seen_token.unbind(1)
         at[i, positions[j].long()] = slots[j].long()
     return torch.where(seen, at, -1)
+
+
+def _see_image(p: Tensor, mine: Tensor, words: Tensor) -> Tensor:
+    """Returns the positions of the image that a token is of, bool [T, N]."""
+    of_image = (words[:, p // TILE] >> (p % TILE) & 1) > 0
+    edges = of_image != torch.nn.functional.pad(of_image, (1, 0))[:, :-1]
+    run = edges.cumsum(1)
+    return of_image & of_image.gather(1, mine) & (run == run.gather(1, mine))
 
 
 def _see_kinds(p: Tensor, mine: Tensor, words: Tensor, branch: str) -> Tensor:

@@ -9,6 +9,7 @@ T tokens, R rows with logits, H query heads, G key heads, K head dim, V vocabula
 """
 
 import contextlib
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,52 @@ _ARGUMENTS = ("position_ids", "use_cache", "logits_to_keep")
 _UNKNOWN = ("position_bias", "head_mask", "sinks")
 
 
+class ImageReading(NamedTuple):
+    """How a model of images and text reads the tokens of images.
+
+    Attributes:
+        token: id of the image token.
+        grid: whether tokens have rotary positions of time, row and column.
+        whole: whether the tokens of an image read one another.
+    """
+
+    token: int
+    grid: bool = False
+    whole: bool = False
+
+
+# Models whose images are read so, by `model_type`.
+_READINGS = {"llava": {}, "qwen2_vl": {"grid": True}, "gemma3": {"whole": True}}
+
+
+def find_reading(config: Any) -> ImageReading | None:
+    """Returns how a model reads images by its config, or None for a model of text, or for other images."""
+    if config.get_text_config(decoder=True) is config or config.model_type not in _READINGS:
+        return None
+    return ImageReading(config.image_token_id, **_READINGS[config.model_type])
+
+
+def split_parts(module: Any) -> tuple[Any, Any]:
+    """Returns the language model with its head, and the rest: towers and projector.
+
+    Args:
+        module: model of images and text. The results share their parts with the module, which is not changed.
+    """
+    text = [module.get_decoder(), module.get_output_embeddings()]
+    language = {m for part in text for m in part.modules()}
+    return _keep_parts(module, language), _keep_parts(module, {*module.modules()} - language)
+
+
+def _keep_parts(module: nn.Module, kept: set[nn.Module]) -> nn.Module:
+    """Returns a copy of a module with only those submodules, and the modules around them."""
+    out = copy.copy(module)
+    inner = {name: x for name, x in module._modules.items() if x is not None and kept & {*x.modules()}}
+    out.__dict__["_modules"] = {
+        name: x if kept >= {*x.modules()} else _keep_parts(x, kept) for name, x in inner.items()
+    }
+    return out
+
+
 class AttentionScores(NamedTuple):
     """Scores of a single layer's causal attention.
 
@@ -75,6 +122,7 @@ class DecodingFunction:
     Attributes:
         params: detached parameters by name, or the given parameters.
         context: largest number of tokens of a sequence.
+        images: how tokens of images are read, or None.
         experts: names of the parameters that have experts along dim 0.
     """
 
@@ -82,7 +130,9 @@ class DecodingFunction:
         self._apply, self.module = apply, apply.module
         own = {name: p.detach() for name, p in named_parameters(self.module)}
         self.params = own if params is None else {name: params[name] for name in own}
-        self.context = int(self.module.config.max_position_embeddings)  # pyright: ignore
+        config: Any = self.module.config
+        self.context = int(config.get_text_config(decoder=True).max_position_embeddings)
+        self.images = find_reading(config)
         found = [c for model in models_in(self.module) for c in configs_of(model.config)]
         self._configs = list({id(c): c for c in found}.values())
         experts = experts_in(self.module)
@@ -99,6 +149,7 @@ class DecodingFunction:
         attend: Attend,
         mode: AbstractContextManager[Any] | None = None,
         exchange: moe.Exchange = _LOCAL,
+        images: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns logits of some tokens, [R, V], and the experts of all tokens, [T, m, k], in m modules.
 
@@ -107,11 +158,12 @@ class DecodingFunction:
         Args:
             params: parameters by name.
             tokens_T: ids of the tokens.
-            positions_T: position of each token in the sequence.
+            positions_T: position of each token in the sequence, or three positions, [3, T], see `ImageReading.grid`.
             rows_R: indices of the tokens with logits.
             attend: function that computes attention, and knows the tokens of each sequence.
             mode: function mode, open while the model runs.
             exchange: exchange in which tokens meet experts.
+            images: True for tokens of images, [T], and their features, [T, D]. Features of text are not read.
 
         Raises:
             ValueError: a layer needs other attention than `attend` computes. The message lists the reasons.
@@ -128,8 +180,8 @@ class DecodingFunction:
                 WINDOWS.bound(Windows()),
             ):
                 out = self.module(
-                    input_ids=tokens_T.long()[None],
-                    position_ids=positions_T.long()[None],
+                    **self._make_inputs(tokens_T.long(), images),
+                    position_ids=positions_T.long().unsqueeze(-2),
                     logits_to_keep=rows_R.long(),
                     use_cache=False,
                 )
@@ -137,6 +189,13 @@ class DecodingFunction:
 
         logits = self._apply.within(forward, params)
         return logits, self._chosen_experts(served.choices)
+
+    def _make_inputs(self, tokens_T: Tensor, images: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
+        if images is None:
+            return {"input_ids": tokens_T[None]}
+        (rows_T, features_TD), model = images, self.module
+        x_TD = model.get_input_embeddings()(tokens_T.masked_fill(rows_T, 0))  # pyright: ignore
+        return {"inputs_embeds": torch.where(rows_T[:, None], features_TD.to(x_TD.dtype), x_TD)[None]}
 
     def _chosen_experts(self, choices: Mapping[int, Tensor]) -> Tensor | None:
         """Returns the experts of a call, in the order of the modules."""
@@ -150,7 +209,8 @@ def decoding(module: nn.Module, params: Mapping[str, Tensor] | None = None) -> D
     """Returns the function of tokens of many sequences computed by a causal model of transformers.
 
     Args:
-        module: unmodified `...ForCausalLM`, in eval mode. The module is not changed.
+        module: unmodified `...ForCausalLM`, in eval mode, or a model of images and text without its towers, see
+            `split_parts`. The module is not changed.
         params: parameters by name, in place of the module's, which may then be on "meta". Parameters may be deferred.
 
     Raises:
@@ -247,8 +307,9 @@ def _find_other_states(module: Any) -> Iterator[str]:
     config = module.config
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         yield "its tokens attend to the states of an encoder; served are decoders alone"
-    if config.get_text_config(decoder=True) is not config:
-        yield "it has more parts than a language model. Pass that part as a ...ForCausalLM"
+    if config.get_text_config(decoder=True) is not config and find_reading(config) is None:
+        known = ", ".join(_READINGS)
+        yield f"it has more parts than a language model, and is no {known}. Pass that part as a ...ForCausalLM"
     if getattr(type(module), "_is_stateful", False):
         yield "its layers keep a state that is not keys and values of tokens"
     for path, sub in named_modules(module):
@@ -257,7 +318,7 @@ def _find_other_states(module: Any) -> Iterator[str]:
 
 
 def _find_other_attention(module: Any) -> Iterator[str]:
-    config = module.config
+    config = module.config.get_text_config(decoder=True)
     for model in models_in(module):
         if not type(model)._can_set_attn_implementation():
             yield f"{type(model).__name__} computes its attention without transformers' AttentionInterface"
@@ -273,7 +334,7 @@ def _find_other_attention(module: Any) -> Iterator[str]:
 
 
 def _find_other_layers(module: Any) -> Iterator[str]:
-    config = module.config
+    config = module.config.get_text_config(decoder=True)
     experts = {n: v for n, v in vars(config).items() if _EXPERTS.fullmatch(n) and isinstance(v, int) and v > 1}
     for name, value in experts.items() if not experts_in(module) else ():
         yield f"its layers have experts ({name}={value}) that are not in transformers' ExpertsInterface"
@@ -297,7 +358,8 @@ def _arguments_of(module: Any) -> set[str]:
     inner = module.base_model
     if inner is module or not any(p.kind is p.VAR_KEYWORD for p in own):
         return names
-    return names | {*inspect.signature(inner.forward).parameters}
+    inside = [inner] if find_reading(module.config) is None else [inner, module.get_decoder()]
+    return names.union(*(inspect.signature(m.forward).parameters for m in inside))
 
 
 def _suggest_head(module: Any) -> str:

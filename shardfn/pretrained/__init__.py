@@ -13,6 +13,7 @@ from ._load import (
 )
 from ._load import load_model as load_model
 from ._tokenizers import load_text as load_text
+from ._images import load_image_encoder as load_image_encoder, load_text_and_images as load_text_and_images
 from ._policy import GPTModel as GPTModel, TextPolicy as TextPolicy, load_policy as load_policy
 from ._policy import make_policy as make_policy
 from ._ppo import TextPPO as TextPPO, make_ppo as make_ppo

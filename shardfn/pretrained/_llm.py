@@ -10,14 +10,15 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from shardfn.core import Mesh, explains_keywords, make_mesh
-from shardfn.inference import Beam, BeamSearch, Sampling, limits_of
+from shardfn.inference import Beam, BeamSearch, ImagePrompt, ImageReader, Sampling, limits_of
 from shardfn.kernels import Activations, Quantization
 
+from ._images import load_image_encoder
 from ._load import AXIS, load_model, make_engine
 from ._settings import ModelSettings, Problem, detect_kind, read_sampling
 
 Prompt = str | Sequence[int]
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 _MEANT = {
     "tensor_parallel_size": "mesh=sf.make_mesh({{'tp': {value!r}}}), in one process a rank",
     "max_model_len": "context={value!r}",
@@ -46,6 +47,8 @@ class LLM:
         speculator: directory of a speculator of the model, in place of a drafter.
         branches: branches of the speculator's trees. 1 proposes chains.
         adapters: directories of peft, by the names that calls give.
+        image_root: directory whose images `file:` URLs of chats may name, for a model of images and text. None permits
+            only `data:` URLs.
         **sizes: other fields of `inference.Limits`.
 
     Attributes:
@@ -80,6 +83,7 @@ class LLM:
         speculator: str | None = None,
         branches: int = 1,
         adapters: Mapping[str, str] | None = None,
+        image_root: str | None = None,
         **sizes: Any,
     ) -> None:
         path = pathlib.Path(model)
@@ -105,7 +109,12 @@ class LLM:
         sizes = {"context": context, "cache_bytes": int(cache_gib * 2**30), "drafts": job.drafts, **sizes}
         limits = limits_of(served.decoder, **sizes)
         self.engine, _ = make_engine(job, served, limits, mesh, adapters or {})
-        self.text, self.classifier = served.text, served.classifier
+        self.classifier = served.classifier
+        encoder = load_image_encoder(path, served.text.tokenizer) if kind == "files" else None
+        self.text = served.text._replace(images=encoder)
+        self._reader = None if encoder is None else ImageReader(encoder, image_root)
+        if image_root is not None and encoder is None:
+            raise ValueError(f"LLM: image_root needs a model of images and text, got {model}. Leave it out.")
         self.sampling = Sampling(**recommended)
 
     def generate(
@@ -142,7 +151,10 @@ class LLM:
         """Answers conversations, by the tokenizer's chat template.
 
         Args:
-            messages: messages with "role" and "content" of one conversation, or of each of several.
+            messages: messages with "role" and "content" of one conversation, or of each of several. For a model of
+                images and text a content may be a list of parts, {"type": "text", "text": ...} and {"type":
+                "image_url", "image_url": {"url": ...}}. A URL is `data:image/png;base64,...`, or a file below
+                `image_root`.
             sampling: see `generate`.
             adapter: see `generate`.
 
@@ -150,14 +162,24 @@ class LLM:
             See `generate`.
 
         Raises:
-            ValueError: the tokenizer has no chat template, or the template refuses the messages.
+            ValueError: the tokenizer has no chat template, or the template refuses the messages, or an image is wrong.
         """
         self._check_generates()
         if self.text.chat is None:
             raise ValueError("chat: the tokenizer has no chat template. Use generate.")
-        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        each = [self.text.plain(self.text.chat([dict(x) for x in one])) for one in several]  # type: ignore[arg-type]
-        return self.engine.generate(each, self._with_ends(sampling), adapter=adapter)
+        several: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        each = [self._make_chat_prompt(one) for one in several]
+        pictures: dict[str, Any] = {}
+        if self._reader is not None:
+            pictures = {"image_features": [x.features for x in each], "image_grids": [x.grids for x in each]}
+        return self.engine.generate([x.ids for x in each], self._with_ends(sampling), adapter=adapter, **pictures)
+
+    def _make_chat_prompt(self, messages: Sequence[Message]) -> ImagePrompt:
+        assert self.text.chat is not None
+        if self._reader is None:
+            return ImagePrompt(self.text.plain(self.text.chat([dict(x) for x in messages])), None, ())
+        shown, images = self._reader.read_messages(messages, self.text.template)
+        return self._reader.expand(self.text.chat(shown), images, self.text.plain)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], rule: BeamSearch | None = None, *, adapter: str | None = None

@@ -41,6 +41,7 @@ from shardfn.inference import (
     seq2seq_decoder,
 )
 from shardfn.interop import (
+    IMAGES_RULE,
     SEQ2SEQ_TYPES,
     GGUFFile,
     check_sizes,
@@ -269,10 +270,14 @@ def _load_files(path: pathlib.Path, job: ModelSettings, mesh: Mesh, text: ModelT
         return _load_seq2seq(path, job, mesh, text)
     if job.adapter is not None:  # its files name the module's own weights
         return _load_unmodified(functools.partial(make_module, path, job), job, mesh, text)
+    if settings.get("model_type") == "llava" and IMAGES_RULE not in settings:  # a models.gpt never draws image tokens
+        return _load_unmodified(functools.partial(make_module, path, job), job, mesh, text)
     try:
         with name_file_in_errors(path / "config.json", "its model"):
             gpt_config(settings, **changes)
     except ValueError as error:
+        if IMAGES_RULE in settings:  # which transformers ignores
+            raise
         return _load_unmodified(functools.partial(make_module, path, job), job, mesh, text, error)
     with name_file_in_errors(path, "its weights"):
         config, params = gpt_from_hf(path, dtype=DTYPES[job.dtype], **changes)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardfn.data import Tokenizer
+from shardfn.inference import ImageEncoder
 
 TEMPLATE_SECONDS = 1.0  # of the thread's processor. Templates of real models take milliseconds
 
@@ -75,6 +76,7 @@ class ModelText(NamedTuple):
         ends: tokens that end a completion.
         template: source of the chat template.
         pair: function from two texts to the ids of a prompt with both, or None.
+        images: tower and projector of the model, or None. Only where prompts are made.
     """
 
     size: int
@@ -86,6 +88,7 @@ class ModelText(NamedTuple):
     ends: frozenset[int] = frozenset()
     template: str = ""
     pair: Callable[[str, str], list[int]] | None = None
+    images: ImageEncoder | None = None
 
 
 def wrap_transformers_tokenizer(tokenizer: Any, ends: frozenset[int] = frozenset()) -> ModelText:
@@ -181,9 +184,14 @@ def compile_chat_template(source: str) -> Callable[..., str]:
             text = render_template(lambda: made.render({**given, "raise_exception": refuse_messages}))
         except Exception as error:  # a template is a program and may, for example, divide by zero
             raise ValueError(f"the chat template refuses these messages: {describe_reason(error)}") from error
-        return _cut_after(text, messages[-1]["content"]) if continue_final_message else text
+        return _cut_after(text, _join_texts(messages[-1]["content"])) if continue_final_message else text
 
     return render_chat
+
+
+def _join_texts(content: Any) -> str:
+    """Returns the text of a message, whose content is a text or a list of parts."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _cut_after(text: str, content: str) -> str:

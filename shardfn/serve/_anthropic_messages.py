@@ -97,7 +97,7 @@ def count_tokens(body: Mapping[str, Any], model: Model) -> dict[str, int]:
     """
     chat = _make_chat(read_fields(body, COUNTED), model)
     asked = parse_chat({**chat, "max_completion_tokens": 1}, model)
-    return {"input_tokens": len(asked.requests[0].prompt)}
+    return {"input_tokens": len(asked.requests[0].given)}
 
 
 def _make_chat(given: Mapping[str, Any], model: Model) -> dict[str, Any]:

@@ -215,6 +215,8 @@ CHOSEN: Mapping[str, FieldKind] = {"name": TEXT}
 CALL: Mapping[str, FieldKind] = {"id": TEXT, "type": TEXT, "function": OBJECT, "index": ignored_kind(INTEGER)}
 CALLED: Mapping[str, FieldKind] = {"name": TEXT, "arguments": TEXT}
 PART: Mapping[str, FieldKind] = {"type": TEXT, "text": TEXT}
+IMAGE_PART: Mapping[str, FieldKind] = {"type": TEXT, "image_url": OBJECT}
+IMAGE: Mapping[str, FieldKind] = {"url": TEXT, "detail": ignored_kind(TEXT)}
 
 # Fields of OpenAI's interface that are not served, except with the values of the tables.
 REFUSED = frozenset(

@@ -155,6 +155,7 @@ class Ready(NamedTuple):
         graphs_left: number of graphs to capture while the engine is idle.
         classes: classes of the model, or None for a model without a classification head.
         generates: whether the model has logits of tokens.
+        start: first token of the decoder's sequence of an encoder-decoder model, or None for a decoder.
     """
 
     limits: Limits
@@ -167,6 +168,7 @@ class Ready(NamedTuple):
     graphs_left: int = 0
     classes: Classes | None = None
     generates: bool = True
+    start: int | None = None
 
 
 class StepReport(NamedTuple):

@@ -1,11 +1,11 @@
 """The model of a server, as the reader of bodies sees it."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from shardfn.inference import Classes, Compiler, Detokenizer, Limits
+from shardfn.inference import Classes, Compiler, Detokenizer, ImageReader, Limits
 
 from ._errors import ApiError
 from ._message_formats import ReasoningFormat, ToolFormat
@@ -23,6 +23,7 @@ class Text(NamedTuple):
         plain: function from the text of `chat` to the ids of a prompt, without further special tokens. None takes
             `encode`.
         template: source of the chat template. Requests may give the template's variables.
+        images: reader of the images of messages, or None for a model of text.
         pair: function from two texts to the ids of a prompt with both, for a classification head. None joins the ids of
             the first text, and the ids of the second text without further special tokens.
     """
@@ -33,6 +34,7 @@ class Text(NamedTuple):
     plain: Callable[[str], list[int]] | None = None
     template: str = ""
     pair: Callable[[str, str], list[int]] | None = None
+    images: ImageReader | None = None
 
 
 class Model(NamedTuple):
@@ -57,6 +59,7 @@ class Model(NamedTuple):
         pooling: pooling of embeddings.
         classes: classes of the model, or None for a model without a classification head.
         generates: whether the model has logits of tokens.
+        start: first token of the decoder's sequence of an encoder-decoder model, or None for a decoder.
     """
 
     name: str
@@ -77,11 +80,21 @@ class Model(NamedTuple):
     pooling: str = "last"
     classes: Classes | None = None
     generates: bool = True
+    start: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Returns all names that clients may give."""
         return (self.name, *self.adapters)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Returns the most tokens of a prompt."""
+        return self.limits.source or self.limits.context
+
+    def place_prompt(self, ids: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Returns the fields of a request with a prompt, which is the source of an encoder-decoder model."""
+        return {"prompt": tuple(ids)} if self.start is None else {"prompt": (self.start,), "source": tuple(ids)}
 
     def names_variable(self, name: str) -> bool:
         """Returns whether the chat template has a variable."""

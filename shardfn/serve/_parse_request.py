@@ -5,7 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shardfn.inference import Grammar, Limits, Request, Sampling, check_names, check_request, encode_sampling
+from shardfn.inference import (
+    Grammar,
+    Limits,
+    Request,
+    RequestImages,
+    Sampling,
+    check_names,
+    check_request,
+    encode_sampling,
+)
 
 from ._errors import ApiError
 from ._fields import CHAT, COMPLETIONS, FORMAT, NUMBER, OPTIONS, SAMPLING, SCHEMA, get_required, read_fields
@@ -104,6 +113,9 @@ def parse_completions(body: Mapping[str, Any], model: Model) -> ParsedRequest:
     top, n, echo = given.get("logprobs"), given.get("n", 1), given.get("echo", False)
     if top is not None and not 0 <= top <= _OLDER_TOP:
         raise ApiError(400, f"logprobs must be an integer from 0 to {_OLDER_TOP}, got {top}.", "logprobs")
+    if echo and model.start is not None:
+        text = f"echo is not served: {model.name!r} is an encoder-decoder model, whose prompt is no part of its text."
+        raise ApiError(400, f"{text} Leave it out.", "echo", "unsupported_parameter")
     if given.get("best_of", n) != n:
         text = f"best_of is {given['best_of']}, which is not served; leave it out, or give {n}, the value of n."
         raise ApiError(400, text, "best_of", "unsupported_parameter")
@@ -144,10 +156,10 @@ def parse_chat(body: Mapping[str, Any], model: Model) -> ParsedRequest:
         if tools is not None:
             raise ApiError(400, "regex is given beside tools. Give one of them.", "regex")
         rules = MessageRules()
-    rest = max(1, model.limits.context - len(prompt.ids))
+    rest = max(1, model.limits.context - len(model.place_prompt(prompt.ids)["prompt"]))
     most = given.get("max_completion_tokens", given.get("max_tokens", rest))
     plain = rules.tools is None and rules.reasoning is None
-    return _make_asked(given, [prompt.ids], model, adapter, most, top, None if plain else rules)
+    return _make_asked(given, [prompt.ids], model, adapter, most, top, None if plain else rules, prompt.images)
 
 
 def _make_asked(
@@ -158,6 +170,7 @@ def _make_asked(
     most: int,
     top: int | None,
     rules: MessageRules | None = None,
+    images: RequestImages | None = None,
 ) -> ParsedRequest:
     check_generates(model)
     if most < 1:  # an engine's request without draws has no answer here
@@ -183,7 +196,8 @@ def _make_asked(
         prompt_logprobs=given.get("echo", False) and top is not None,
     )
     salt = given.get("cache_salt", "").encode()
-    requests = [Request(tuple(prompt), sampling, salt=salt, adapter=adapter) for prompt in prompts]
+    more: dict[str, Any] = {"sampling": sampling, "salt": salt, "adapter": adapter, "images": images}
+    requests = [Request(**model.place_prompt(prompt), **more) for prompt in prompts]
     check_fields(requests, model.limits, given)
     try:
         check_names(requests[0], model.processors)
@@ -261,7 +275,7 @@ def _check_request(request: Request, limits: Limits, where: str, given: Mapping[
             field = next(name for name in _PROMPTS if name in given)
         if field == "max_tokens" and "max_completion_tokens" in given:
             field = "max_completion_tokens"
-        code = "context_length_exceeded" if request.prompt and "context" in str(error) else None
+        code = "context_length_exceeded" if request.given and "context" in str(error) else None
         raise ApiError(400, where + str(error).replace(name, field, 1), field, code) from error
 
 

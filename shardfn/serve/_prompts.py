@@ -4,8 +4,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from shardfn.inference import EncodedImage, RequestImages
+
 from ._errors import ApiError
-from ._fields import MESSAGE, PART, check_text, get_required, read_fields
+from ._fields import IMAGE, IMAGE_PART, MESSAGE, PART, check_text, get_required, read_fields
 from ._model import Model
 from ._tools import read_calls
 
@@ -63,10 +65,12 @@ class ChatPrompt(NamedTuple):
     Attributes:
         ids: token ids.
         inside: whether the prompt ends with the marker of reasoning, so that the answer begins with reasoning.
+        images: images of the prompt, or None.
     """
 
     ids: list[int]
     inside: bool
+    images: RequestImages | None = None
 
 
 def read_chat(given: Mapping[str, Any], model: Model, tools: Sequence[Mapping[str, Any]] = ()) -> ChatPrompt:
@@ -80,11 +84,12 @@ def read_chat(given: Mapping[str, Any], model: Model, tools: Sequence[Mapping[st
     Raises:
         ApiError: a message is wrong, the tokenizer has no template, or the text can never fit.
     """
-    messages = _read_messages(given)
+    messages = _read_messages(given, model)
     if model.text.chat is None:
         text = f"the tokenizer of {model.name!r} has no chat template; use /v1/completions."
         raise ApiError(400, text, "messages", "no_chat_template")
     options = _read_options(given, model, messages)
+    messages, images = _read_images(messages, model)
     if tools:
         check_text(json.dumps(tools, ensure_ascii=False), "tools")
         options["tools"] = list(tools)
@@ -94,7 +99,26 @@ def read_chat(given: Mapping[str, Any], model: Model, tools: Sequence[Mapping[st
         raise ApiError(400, str(error).removeprefix("--chat: "), "messages") from error
     check_text(text, "messages")
     check_bytes(text, model, "messages", "")
-    return ChatPrompt((model.text.plain or model.text.encode)(text), _is_inside(text, options, messages, model))
+    inside, encode = _is_inside(text, options, messages, model), model.text.plain or model.text.encode
+    if model.text.images is None:
+        return ChatPrompt(encode(text), inside)
+    try:
+        prompt = model.text.images.expand(text, images, encode)
+        return ChatPrompt(prompt.ids, inside, model.text.images.place(prompt))
+    except ValueError as error:
+        raise ApiError(400, f"messages: {error}", "messages", "invalid_image") from error
+
+
+def _read_images(messages: list[dict[str, Any]], model: Model) -> tuple[list[dict[str, Any]], list[EncodedImage]]:
+    """Returns messages as the chat template takes them, and the images in order."""
+    if model.text.images is None:
+        return messages, []
+    try:
+        return model.text.images.read_messages(messages, model.text.template)
+    except ImportError as error:
+        raise ApiError(501, str(error)) from error
+    except ValueError as error:
+        raise ApiError(400, str(error), str(error).partition(": ")[0], "invalid_image") from error
 
 
 def _read_options(given: Mapping[str, Any], model: Model, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -134,7 +158,9 @@ def _is_inside(text: str, options: Mapping[str, Any], messages: list[dict[str, A
         return False
     begin, end = model.reasoning.begin, model.reasoning.end
     if options.get("continue_final_message"):
-        return messages[-1]["content"].rfind(begin) > messages[-1]["content"].rfind(end)
+        content = messages[-1]["content"]
+        last = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        return last.rfind(begin) > last.rfind(end)
     return text.rstrip().endswith(begin)
 
 
@@ -144,7 +170,7 @@ def check_bytes(text: str, model: Model, field: str, where: str) -> None:
     Raises:
         ApiError: names the field.
     """
-    context = model.limits.context
+    context = model.longest_prompt
     if model.longest and len(text) * 4 > context * model.longest:  # a character has at most four bytes
         size = len(text.encode())
         if size > context * model.longest:
@@ -161,14 +187,14 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)
 
 
-def _read_messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _read_messages(given: Mapping[str, Any], model: Model) -> list[dict[str, Any]]:
     if not given.get("messages"):
         how = "is empty" if "messages" in given else "is missing"
         raise ApiError(400, f"messages {how}. Give one message at least.", "messages", "missing_parameter")
-    return [_read_message(message, f"messages[{i}]") for i, message in enumerate(given["messages"])]
+    return [_read_message(message, f"messages[{i}]", model) for i, message in enumerate(given["messages"])]
 
 
-def _read_message(message: Any, at: str) -> dict[str, Any]:
+def _read_message(message: Any, at: str, model: Model) -> dict[str, Any]:
     """Returns a message as templates read it."""
     if not isinstance(message, dict):
         raise ApiError(400, f"{at} must be an object with role and content.", at)
@@ -186,21 +212,29 @@ def _read_message(message: Any, at: str) -> dict[str, Any]:
             text = f"{at}.tool_calls is a field of role assistant, got {role!r}."
             raise ApiError(400, text, f"{at}.tool_calls")
         more["tool_calls"] = read_calls(calls, f"{at}.tool_calls")
-    return {"role": _SYNONYMS.get(role, role), "content": _read_content(content, f"{at}.content"), **more}
+    return {"role": _SYNONYMS.get(role, role), "content": _read_content(content, f"{at}.content", model), **more}
 
 
-def _read_content(content: Any, at: str) -> str:
+def _read_content(content: Any, at: str, model: Model) -> str | list[dict[str, Any]]:
+    """Returns the content of a message: a text, or the checked parts for a model of images and text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ApiError(400, f"{at} must be a string, or a list of parts.", at)
-    texts = []
+    parts = list[dict[str, Any]]()
     for i, part in enumerate(content):
         if not isinstance(part, dict):
             raise ApiError(400, f"{at}[{i}] must be an object with type and text.", f"{at}[{i}]")
         kind = get_required(part, "type", f"{at}[{i}]")
+        if kind == "image_url" and model.text.images is not None:
+            inner = get_required(read_fields(part, IMAGE_PART, f"{at}[{i}]"), "image_url", f"{at}[{i}]")
+            url = get_required(read_fields(inner, IMAGE, f"{at}[{i}].image_url"), "url", f"{at}[{i}].image_url")
+            parts.append({"type": kind, "image_url": {"url": url}})
+            continue
         if kind != "text":
-            text = f"{at}[{i}].type is {kind!r:.60}; only parts of type 'text' are served."
+            known = "'text'" if model.text.images is None else "'text' and 'image_url'"
+            text = f"{at}[{i}].type is {kind!r:.60}; only parts of type {known} are served."
             raise ApiError(400, text, f"{at}[{i}].type", "unsupported_parameter")
-        texts.append(get_required(read_fields(part, PART, f"{at}[{i}]"), "text", f"{at}[{i}]"))
-    return "".join(texts)
+        text = get_required(read_fields(part, PART, f"{at}[{i}]"), "text", f"{at}[{i}]")
+        parts.append({"type": kind, "text": text})
+    return parts if any(part["type"] != "text" for part in parts) else "".join(part["text"] for part in parts)

@@ -81,10 +81,11 @@ class ClientRequest:
         self.names = {f"{number}.{i}": i for i in range(len(requests))}
         self.choices = [request.sampling.n for request in requests]
         self.lengths = [len(request.prompt) for request in requests]
-        self.prompt_tokens, self.drawn = sum(self.lengths), 0
+        given = [len(request.given) for request in requests]
+        self.prompt_tokens, self.drawn = sum(given), 0
         self.starts = [0, *itertools.accumulate(self.choices)]  # the first choice of each request
         self.left = self.starts[-1]  # choices without an end
-        self.waiting = dict(zip(self.names, self.lengths, strict=True))
+        self.waiting = dict(zip(self.names, given, strict=True))
         self.began, self.last = time.monotonic(), dict[int, float]()
         self.ran: float | None = None
         self.first: float | None = None
@@ -346,7 +347,8 @@ class RequestTracker:
         assert self._limits is not None
         # Requests share the blocks of prefixes only within an adapter and a salt.
         scope = PrefixScope(0, request.adapter, self._limits.cache_dtype, request.salt)
-        keys = list_prefix_keys(request.prompt, self._limits.block, scope)
+        tokens = request.given if request.images is None else request.images.keys
+        keys = list_prefix_keys(tokens, self._limits.block, scope)
         hits = [None if x is None else x.table.count_hits(keys) for x in self._replicas]
         at = choose_replica(hits, self._list_loads(), next(self._arrivals))
         replica = None if at is None else self._replicas[at]
@@ -355,7 +357,7 @@ class RequestTracker:
         if not any(sent.replica == at for sent in self._sent.values()):
             replica.progress = time.monotonic()
         replica.table.record(keys)
-        missing = len(request.prompt) - (hits[at] or 0) * self._limits.block
+        missing = len(request.given) - (hits[at] or 0) * self._limits.block
         self._sent[name] = _SentRequest(call, request, at, missing)
         replica.send(lambda number: call.event(number, name, request))
         return True

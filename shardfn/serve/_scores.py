@@ -143,6 +143,9 @@ def _parse_choices(asked: _Asked) -> PooledRequest:
     """Returns requests for the log probabilities of continuations. A prompt's first request fills the prefix cache."""
     given, model = asked.given, asked.model
     check_generates(model)
+    if model.start is not None:
+        text = f"choices are not served: {model.name!r} is an encoder-decoder model. Use LLM(...).engine.score."
+        raise ApiError(400, text, "choices", "unsupported_parameter")
     for name in ("text_2", "queries", "documents", "use_activation"):
         if name in given:
             raise ApiError(400, f"{name} has no effect beside choices. Leave it out.", name, "unsupported_parameter")

@@ -146,7 +146,12 @@ class Server:
         template = text.template
         more |= {"tools": find_tool_format(settings.tool_call_parser, template)}
         more |= {"reasoning": find_reasoning_format(settings.reasoning_parser, template)}
-        more |= {"pooling": settings.pooling, "classes": ready.classes, "generates": ready.generates}
+        more |= {
+            "pooling": settings.pooling,
+            "classes": ready.classes,
+            "generates": ready.generates,
+            "start": ready.start,
+        }
         more |= {"width": ready.width, "processors": ready.processors, "longest": find_longest(spelling)}
         self.app.model = Model(*fixed, ready.limits, ready.ends, settings.max_choices, compiler, **more)
         self.calls.max_waiting = settings.max_waiting or max(_WAITING, ready.limits.context)

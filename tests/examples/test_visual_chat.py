@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from shardfn.inference import Sampling
+from shardfn.pretrained import LLM
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -28,7 +31,9 @@ def test_chats_have_right_answers(example: Any) -> None:
         for i in range(20):
             chat = chats[i]
             words = [example.WORDS[t] for t in chat["tokens"]]
-            answers = [word for word, label in zip(words, chat["labels"], strict=True) if label >= 0]
+            learnt = [word for word, label in zip(words, chat["labels"], strict=True) if label >= 0]
+            answers = learnt[::2]
+            assert learnt[1::2] == ["<end>"] * len(answers)
             assert len(chat["labels"]) == len(words)
             assert len(answers) == 2 * kind[0] == words.count("?")
             assert words.count("<image>") == len(chat["images"]) <= 4
@@ -49,3 +54,10 @@ def test_it_writes_a_report(tmp_path: pathlib.Path) -> None:
     assert [row["rule"] for row in rows] == ["separate", "causal"]
     assert all(0 <= row["several rounds"] <= 1 for row in rows)
     assert "several images" in (tmp_path / "report.md").read_text()
+    llm = LLM(str(tmp_path / "separate"), image_root=str(tmp_path / "images"), cache_gib=0.01)
+    assert llm.engine.runner._decoder.config is not None and llm.text.images is not None
+    assert llm.text.images.rule.rule == "separate"
+    url = (tmp_path / "images" / "red-circle.png").as_uri()
+    shown = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "first colour first ?"}]
+    [found] = llm.chat([{"role": "user", "content": shown}], Sampling(max_tokens=1, temperature=0.0))
+    assert len(found.tokens) == 1

@@ -172,6 +172,54 @@ def test_a_rank_without_an_image() -> None:
         torch.testing.assert_close(got, sf.unshard(x), rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.nightly
+@distributed(world=2)
+def test_a_frozen_tower_of_transformers_equals_one_device() -> None:
+    """ZeRO-3 over dp, and heads of the GPT cut over tp: a CLIP tower, which is frozen, and its projector."""
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+    made = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(image_size=8, patch_size=4, **sizes))
+    tower, read = sf.from_module(made.double().eval().requires_grad_(False))
+    draw = torch.Generator().manual_seed(1)
+    projector = torch.randn(D, 8, generator=draw, dtype=torch.float64)
+    params = {"gpt": make_params(CONFIG)["gpt"], "tower": tower, "projector": projector}
+
+    def loss(params: Any, batch: Any, **how: Any) -> Any:
+        patches = read(params["tower"], pixel_values=batch["images"]).last_hidden_state[:, 1:]
+        seen = (patches @ params["projector"].T).flatten(0, 1)
+        batch = {"tokens": batch["tokens"], "targets": batch["targets"], "image_features": seen}
+        return gpt.loss(CONFIG, params["gpt"], batch, **how)
+
+    batches = []
+    for seed in range(2):
+        one = gpt.shifted(make_batch(seed, num=4))
+        images = torch.randn(4, 3, 8, 8, generator=draw, dtype=torch.float64)
+        batches.append({"tokens": one["tokens"], "targets": one["targets"], "images": images})
+    trainable: Any = tree_map(lambda _: True, params) | {"tower": tree_map(lambda _: False, tower)}
+    trainable["gpt"]["blocks"] = [{n: n != "bk" for n in p} for p in params["gpt"]["blocks"]]
+    for shape, specs in (
+        ({"dp": 2}, None),
+        (
+            {"tp": 2},
+            {"gpt": gpt.specs(CONFIG, tp="tp"), "tower": tree_map(lambda _: sf.P(), tower), "projector": sf.P()},
+        ),
+    ):
+        run = assert_parity(
+            functools.partial(loss, axis="tp") if specs else loss,
+            optim.sgd(0.1, momentum=0.9),
+            params,
+            batches,
+            mesh=sf.make_mesh(shape),
+            reference=loss,
+            trainable=trainable,
+            zero=sf.Zero(stage=3, axis="dp", persist_elements=0),
+            **({"specs": specs} if specs else {}),
+        )
+        assert all(torch.equal(x, tower[name]) for name, x in run.params["tower"].items())
+
+
 def test_generated_tokens_are_text() -> None:
     params = gpt.init(CONFIG, sf.key(0))
     prompt = torch.tensor([[1, IMAGE, IMAGE, 2]])

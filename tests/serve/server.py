@@ -137,6 +137,8 @@ class OneThread:
         ready = Ready(self.engine.limits, frozenset([END]), 256, self.grammars, "tiny", CONFIG.d_model, (*PROCESSORS,))
         if self.classifier is not None:
             ready = ready._replace(classes=self.classifier.classes)
+        if (sources := self.engine._sources) is not None:
+            ready = ready._replace(start=sources.start, width=0)
         try:
             run_worker(self.engine, self._theirs, ready, self.classifier, read_adapter)
         except (EOFError, BrokenPipeError):
@@ -185,6 +187,7 @@ class Running:
         text: Any = None,
         classifier: Classifier | None = None,
         provider: Any = None,
+        engine: Callable[[], Engine] = new_engine,
         **settings: Any,
     ) -> None:
         listener = bind_socket(Settings(NAME, port=0))
@@ -192,7 +195,7 @@ class Running:
         given: dict[str, Any] = {"adapters": tuple(ADAPTERS)} | settings
         self.settings = Settings(NAME, port=self.port, **given)
         self.made = dict[int, OneThread]()  # the last ranks of each replica
-        self._parts, self._provider = (slow, classifier), provider
+        self._parts, self._provider, self._new_engine = (slow, classifier), provider, engine
         self.status: int | None = None
         self.lines = list[str]()
         self.held = list[Any]()  # is closed with it
@@ -212,7 +215,7 @@ class Running:
         self.status = asyncio.run(main())
 
     def _make_ranks(self, replica: int) -> OneThread:
-        self.made[replica] = OneThread(new_engine(), *self._parts)
+        self.made[replica] = OneThread(self._new_engine(), *self._parts)
         return self.made[replica]
 
     @property

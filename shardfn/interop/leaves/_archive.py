@@ -4,12 +4,13 @@ Only the bytes of a requested box of a tensor are read, including gaps of less t
 https://github.com/huggingface/safetensors
 """
 
+import copy
 import errno
 import json
 import math
 import os
 import pathlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -79,6 +80,12 @@ class Archive(Mapping[str, checkpoint.SafetensorsEntry]):
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def rename(self, name: Callable[[str], str | None]) -> "Archive":
+        """Returns the archive under other names, without the tensors for whose name the function returns None."""
+        out = copy.copy(self)
+        out._kept = {new: kept for old, kept in self._kept.items() if (new := name(old)) is not None}
+        return out
 
     def box(self, name: str, box: Sequence[tuple[int, int]], shape: Sequence[int] | None = None) -> Tensor:
         """Returns a box of a tensor.
