@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float32, Int32
 from torch import Tensor
 

@@ -206,6 +206,7 @@ def test_a_frozen_tower_of_transformers_equals_one_device() -> None:
             {"gpt": gpt.specs(CONFIG, tp="tp"), "tower": tree_map(lambda _: sf.P(), tower), "projector": sf.P()},
         ),
     ):
+        more: dict[str, Any] = {"specs": specs} if specs else {}
         run = assert_parity(
             functools.partial(loss, axis="tp") if specs else loss,
             optim.sgd(0.1, momentum=0.9),
@@ -215,7 +216,7 @@ def test_a_frozen_tower_of_transformers_equals_one_device() -> None:
             reference=loss,
             trainable=trainable,
             zero=sf.Zero(stage=3, axis="dp", persist_elements=0),
-            **({"specs": specs} if specs else {}),
+            **more,
         )
         assert all(torch.equal(x, tower[name]) for name, x in run.params["tower"].items())
 
