@@ -59,6 +59,9 @@ def _warm_up(job: ServeJob) -> tuple[Engine, Ready, Classifier | None, Callable[
     mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
     with waiting("reading", model.model):
         served = load_model(model, mesh)
+    if job.decisions is not None and served.decoder.images is not None:
+        text = "a log of decisions has no images"
+        raise ValueError(f"--decisions {job.decisions}: {text}, got a model of images, {model.model}; leave it out")
     limits = limits_of(
         served.decoder,
         context=_find_context(job, served.decoder.context),

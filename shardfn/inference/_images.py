@@ -129,7 +129,7 @@ class ImageReader:
         return found
 
     def read_messages(
-        self, messages: Sequence[Mapping[str, Any]], template: str
+        self, messages: Sequence[Mapping[str, Any]], template: str, most: int | None = None
     ) -> tuple[list[dict[str, Any]], list[EncodedImage]]:
         """Returns messages as a chat template takes them, and their images in order.
 
@@ -138,21 +138,24 @@ class ImageReader:
                 {"type": "image_url", "image_url": {"url": ...}}.
             template: source of the chat template. A template that knows images gets lists of parts, and any other gets
                 texts with placeholders.
+            most: most features of all images together. Images after that are not read.
 
         Raises:
             ImportError: Pillow is not installed.
-            ValueError: a part is wrong. The message begins with its place, such as `messages[0].content[1]`.
+            ValueError: a part is wrong, or there are more features. The message begins with its place, such as `messages[0].content[1]`.
         """
         made, images, lists = list[dict[str, Any]](), list[EncodedImage](), "image" in template
         for i, message in enumerate(messages):
             content: Any = message["content"]
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            shown = [self._read_part(part, f"messages[{i}].content[{j}]", images) for j, part in enumerate(parts)]
+            shown = [self._read_part(part, f"messages[{i}].content[{j}]", images, most) for j, part in enumerate(parts)]
             texts = (part.get("text", self.encoder.placeholder) for part in shown)
             made.append({**message, "content": shown if lists else "".join(texts)})
         return made, images
 
-    def _read_part(self, part: Mapping[str, Any], at: str, images: list[EncodedImage]) -> dict[str, Any]:
+    def _read_part(
+        self, part: Mapping[str, Any], at: str, images: list[EncodedImage], most: int | None
+    ) -> dict[str, Any]:
         """Returns a part for a template. An image is appended to `images`."""
         kind = part.get("type")
         if kind == "text":
@@ -164,6 +167,10 @@ class ImageReader:
             images.append(self.read(url))
         except ValueError as error:
             raise ValueError(f"{at}.image_url.url: {error}") from error
+        rows = sum(len(image.features) for image in images)
+        if most is not None and rows > most:
+            text = f"the images of a prompt must have at most {most} tokens, the context, got {rows} in {len(images)}"
+            raise ValueError(f"{at}.image_url.url: {text} images. Send fewer images.")
         return {"type": "image"}
 
     def expand(self, text: str, images: Sequence[EncodedImage], encode: Callable[[str], list[int]]) -> ImagePrompt:

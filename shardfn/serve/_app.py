@@ -310,7 +310,7 @@ class App:
             _check_address(request)
         data = await _read_body(request, self._settings)
         model = self._open_model()  # the server may end in between
-        loop, thread = asyncio.get_running_loop(), self._reading if len(data) <= _SHORT else self._reading_long
+        loop, thread = asyncio.get_running_loop(), self._reading_long if _is_slow(data) else self._reading
         asked = await loop.run_in_executor(thread, lambda: read(read_json(data), model))
         self._open_model()
         return model, asked
@@ -344,6 +344,11 @@ class App:
         if not self._calls.is_up:
             raise ApiError(503, DOWN, code="engine_dead", headers={"Retry-After": "5"})
         return self.model
+
+
+def _is_slow(data: bytes) -> bool:
+    """Returns whether a body is long, or may have an image, so that short bodies do not wait for its reading."""
+    return len(data) > _SHORT or b"image_url" in data
 
 
 async def _wait_end(call: ClientRequest) -> None:

@@ -114,7 +114,7 @@ def _read_images(messages: list[dict[str, Any]], model: Model) -> tuple[list[dic
     if model.text.images is None:
         return messages, []
     try:
-        return model.text.images.read_messages(messages, model.text.template)
+        return model.text.images.read_messages(messages, model.text.template, model.limits.context)
     except ImportError as error:
         raise ApiError(501, str(error)) from error
     except ValueError as error:

@@ -271,7 +271,11 @@ def shared() -> Any:
         ([{"type": "image_url", "image_url": "x"}], "messages[0].content[0].image_url", "must be an object"),
         ([{"type": "image_url", "image_url": {"url": 1}}], "messages[0].content[0].image_url.url", "must be a string"),
         ([{"type": "input_audio"}], "messages[0].content[0].type", "only parts of type 'text' and 'image_url'"),
-        ([show(make_url(1))] * 120, "messages", "context"),
+        (
+            [show(make_url(1))] * 120,
+            "messages[0].content[100].image_url.url",
+            "at most 200 tokens, the context, got 202",
+        ),
     ],
 )
 def test_messages_that_are_refused(shared: Running, content: Any, param: str, text: str) -> None:
