@@ -142,7 +142,8 @@ class ImageReader:
 
         Raises:
             ImportError: Pillow is not installed.
-            ValueError: a part is wrong, or there are more features. The message begins with its place, such as `messages[0].content[1]`.
+            ValueError: a part is wrong, or there are more features. The message begins with its place, such as
+                `messages[0].content[1]`.
         """
         made, images, lists = list[dict[str, Any]](), list[EncodedImage](), "image" in template
         for i, message in enumerate(messages):
