@@ -336,7 +336,7 @@ def _check_tree(positions: Tensor, sequences: Tensor, tree: Tensor) -> None:
         ):
             raise ValueError(
                 f"tree[{i}] has tokens {tokens.tolist()} of sequences {sequences[tokens].tolist()} at positions "
-                f"{found}; must be tokens of sequence {s} at consecutive positions up to {end - 1}, token {i} the last"
+                f"{found}. Must be tokens of sequence {s} at consecutive positions up to {end - 1}, token {i} the last"
             )
 
 

@@ -86,12 +86,12 @@ class Experts:
         if not self._nums or min(self._nums) < 1:
             problems.append(f"num={self.num} must be at least 1, or a tuple of such numbers.")
         elif self.top_k > min(self._nums):
-            problems.append(f"top_k={self.top_k} choices of num={self.num} experts; choose at most all of them.")
+            problems.append(f"top_k={self.top_k} choices of num={self.num} experts. Choose at most all of them.")
         if self.capacity is not None and not self.capacity > 0:
             problems.append(f"capacity={self.capacity} must be above 0; None drops nothing.")
         if self.residual and self.shared:
             problems.append(
-                "residual=True and shared=True both use the layer's dense MLP; use residual=True for a learnt mean, or"
+                "residual=True and shared=True both use the layer's dense MLP. Use residual=True for a learnt mean, or"
                 " shared=True for a sum."
             )
         if self.layers is not None:
@@ -99,7 +99,7 @@ class Experts:
         if self.d_ff is not None and self.d_ff < 1:
             problems.append(f"d_ff={self.d_ff} must be at least 1.")
         problems += [
-            f"route={self._route_name} takes no {n}=; wrap it in a function of logits, k and name."
+            f"route={self._route_name} takes no {n}=. Wrap it in a function of logits, k and name."
             for n in self._not_taken(("k", "name"))
         ]
         if self.bias_rate > 0 and self._not_taken(("bias",)):
@@ -134,7 +134,7 @@ class Experts:
         raise_all(
             ValueError,
             f"{name}: route={self._route_name}",
-            [f"takes no {n}=, which the model passes on here; use a router that does." for n in self._not_taken(given)],
+            [f"takes no {n}=, which the model passes on here. Use a router that does." for n in self._not_taken(given)],
         )
         return self.route(logits_SE, k=self.top_k, name=name, **given)
 
@@ -142,16 +142,16 @@ class Experts:
         """Returns the reasons for which a token's results depend on the other tokens, or on the ranks."""
         out = list[str]()
         if self.capacity is not None:
-            out.append(f"capacity={self.capacity} drops a token's choices for those of other tokens; leave it out.")
+            out.append(f"capacity={self.capacity} drops a token's choices for those of other tokens. Leave it out.")
         if self._not_taken(("batch_invariant",)):
             out.append(
-                f"route={self._route_name} takes no batch_invariant=True; use moe.top_k or a router of single tokens."
+                f"route={self._route_name} takes no batch_invariant=True. Use moe.top_k or a router of single tokens."
             )
         if isinstance(self.exchange, moe.AllReduce) and not self.exchange.in_order:
             fixed = dataclasses.replace(self.exchange, in_order=True)
-            out.append(f"{self.exchange} adds results in the order of ranks; use {fixed}.")
+            out.append(f"{self.exchange} adds results in the order of ranks. Use {fixed}.")
         if isinstance(self.exchange, moe.AllToAll) and self.exchange.overflow == "drop":
-            out.append(f'{self.exchange} drops choices; use overflow="error".')
+            out.append(f'{self.exchange} drops choices. Use overflow="error".')
         return out
 
     def _problems_of_layers(self, layers: tuple[int, ...]) -> list[str]:

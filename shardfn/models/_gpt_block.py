@@ -204,7 +204,7 @@ def _check_numbers(what: str, index_B: Tensor | None) -> Tensor:
     if index_B is None:
         raise ValueError(
             f"{what} needs the samples' global numbers, or ranks would share masks: pass index_B (in the batch:"
-            " 'index'), int64 [B]; on one device torch.arange(B) will do."
+            " 'index'), int64 [B]. On one device torch.arange(B) will do."
         )
     return index_B
 

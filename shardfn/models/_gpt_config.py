@@ -301,7 +301,7 @@ def _list_problems(c: Config) -> list[str]:
             out.append(f"{name}={value} must be above 0.")
     for name in ("window", "rope"):
         if isinstance(value := getattr(c, name), tuple) and len(value) != c.num_layers:
-            out.append(f"{name} has {len(value)} entries, and num_layers={c.num_layers}; give one for each layer.")
+            out.append(f"{name} has {len(value)} entries, and num_layers={c.num_layers}. Give one for each layer.")
     windows = c.window if isinstance(c.window, tuple) else (c.window,)
     if any(w is not None and w < 1 for w in windows):
         out.append(f"window={c.window} must be at least 1.")
@@ -311,7 +311,7 @@ def _list_problems(c: Config) -> list[str]:
     if out:
         return out
     if c.d_head is None and c.d_model % c.num_heads:
-        out.append(f"num_heads={c.num_heads} does not divide d_model={c.d_model}; give d_head.")
+        out.append(f"num_heads={c.num_heads} does not divide d_model={c.d_model}. Give d_head.")
     if c.num_heads % c.kv_heads:
         out.append(f"num_kv_heads={c.kv_heads} does not divide num_heads={c.num_heads}.")
     if c.position == "rope" and c.rope is None and c.head_dim % 2:
@@ -319,7 +319,7 @@ def _list_problems(c: Config) -> list[str]:
     out += _find_rope_problems(c) + _find_shape_problems(c) + _find_swift_problems(c)
     for name, asked in (("position='alibi'", c.position == "alibi"), (f"window={c.window}", c.window is not None)):
         if asked and not c.causal:
-            out.append(f"{name} looks back only, but causal=False; leave one of them out.")
+            out.append(f"{name} looks back only, but causal=False. Leave one of them out.")
     out += _find_image_problems(c, c.images) if c.images else []
     out += _problems_of_experts(c, c.experts) if c.experts else []
     return out + (_find_batch_invariant_problems(c) if c.batch_invariant else [])
@@ -330,13 +330,13 @@ def _find_rope_problems(c: Config) -> list[str]:
         return []
     if c.position != "rope" or c.rope_base != 10000.0:
         return [
-            f"rope={c.rope} needs position='rope', and is in place of rope_base; got position={c.position!r},"
+            f"rope={c.rope} needs position='rope', and is in place of rope_base. Got position={c.position!r},"
             f" rope_base={c.rope_base}."
         ]
     ropes = dict.fromkeys(r for r in (c.rope if isinstance(c.rope, tuple) else (c.rope,)) if r is not None)
     wrong = [r for r in ropes if r.num_dims(c.head_dim) < 2 or r.num_dims(c.head_dim) % 2]
     return [
-        f"{r} rotates {r.num_dims(c.head_dim)} of {c.head_dim} dims; the number must be even and not 0." for r in wrong
+        f"{r} rotates {r.num_dims(c.head_dim)} of {c.head_dim} dims. The number must be even and not 0." for r in wrong
     ]
 
 
@@ -347,7 +347,7 @@ def _find_shape_problems(c: Config) -> list[str]:
     if c.parallel is not None and (c.norm_place != "before" or c.experts is not None):
         out.append(f"parallel={c.parallel!r} needs norm_place='before' and no experts.")
     if c.loss_tile is not None and (c.logits_softcap is not None or c.head_bias or c.images is not None):
-        out.append(f"loss_tile={c.loss_tile} knows no logits_softcap, head_bias and images; take loss_tile=None.")
+        out.append(f"loss_tile={c.loss_tile} knows no logits_softcap, head_bias and images. Take loss_tile=None.")
     if c.experts is not None and c.mlp not in ("gelu", "swiglu"):
         out.append(f"experts have mlp='gelu' or 'swiglu', got mlp={c.mlp!r}.")
     return out
@@ -358,7 +358,7 @@ def _find_swift_problems(c: Config) -> list[str]:
         return []
     asked = {"stacked=True": c.stacked, "experts": c.experts is not None, f"qk_norm={c.qk_norm!r}": c.qk_norm}
     asked |= {"rope= of single layers": isinstance(c.rope, tuple), "causal=False": not c.causal}
-    out = [f"swift does not know {name}; leave one of them out." for name, found in asked.items() if found]
+    out = [f"swift does not know {name}. Leave one of them out." for name, found in asked.items() if found]
     return out + c.swift.list_problems(c.num_layers)
 
 
@@ -373,28 +373,28 @@ def _find_image_problems(c: Config, images: Images) -> list[str]:
         return out
     asked = {"causal=False": not c.causal, "sinks=True": c.sinks}
     asked[f"attention_dropout={c.attention_dropout}"] = c.attention_dropout > 0
-    return out + [f"{images} does not know {name}; leave it out." for name, found in asked.items() if found]
+    return out + [f"{images} does not know {name}. Leave it out." for name, found in asked.items() if found]
 
 
 def _problems_of_experts(c: Config, experts: Experts) -> list[str]:
     if experts.layers is not None and max(experts.layers) >= c.num_layers:
-        return [f"{experts} names layers that the {c.num_layers} layers do not have; they are 0 to {c.num_layers - 1}."]
+        return [f"{experts} names layers that the {c.num_layers} layers do not have. They are 0 to {c.num_layers - 1}."]
     if c.stacked and (experts.layers is not None or experts.first or c.num_layers % experts.every):
         return [
             f"stacked=True takes blocks of {experts.every} layers that are alike, and {experts} in {c.num_layers}"
-            " layers has others; use first=0, no layers=, and a multiple of `every`, or stacked=False."
+            " layers has others. Use first=0, no layers=, and a multiple of `every`, or stacked=False."
         ]
     num = experts.num
     if not c.expert_layers:
-        return [f"{experts} has no layer of the {c.num_layers}; lower `every` or `first`."]
+        return [f"{experts} has no layer of the {c.num_layers}. Lower `every` or `first`."]
     if isinstance(num, tuple) and len(num) != len(c.expert_layers):
         return [
             f"num={num} must have a number for each layer with experts, got {len(num)} numbers for"
-            f" {len(c.expert_layers)} layers {c.expert_layers}; change num, or `every` and `first`."
+            f" {len(c.expert_layers)} layers {c.expert_layers}. Change num, or `every` and `first`."
         ]
     if isinstance(num, tuple) and c.stacked:
         return [
-            f"stacked=True needs one number of experts for all layers, got num={num}; use stacked=False, or in a"
+            f"stacked=True needs one number of experts for all layers, got num={num}. Use stacked=False, or in a"
             " pipeline a list of functions in sf.pipeline."
         ]
     return []
@@ -410,7 +410,7 @@ def _find_batch_invariant_problems(c: Config) -> list[str]:
         f"mlp={c.mlp!r}": c.mlp == "gelu_erf",
     }
     out = [
-        f"batch_invariant=True does not know {name}; leave one of them out." for name, found in asked.items() if found
+        f"batch_invariant=True does not know {name}. Leave one of them out." for name, found in asked.items() if found
     ]
     return out + [
         f"batch_invariant=True with experts: {reason}"

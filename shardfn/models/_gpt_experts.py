@@ -158,7 +158,7 @@ def by_layer(config: Config, chosen_BTmk: Tensor, tokens_BT: Tensor) -> Tensor:
     if config.experts is None or chosen_BTmk.shape != wanted:
         has = "no experts" if config.experts is None else f"k={k} choices in {wanted[2]} layers with experts"
         raise ValueError(
-            f"apply: chosen has shape {tuple(chosen_BTmk.shape)}, and tokens {tuple(tokens_BT.shape)}; the config has"
+            f"apply: chosen has shape {tuple(chosen_BTmk.shape)}, and tokens {tuple(tokens_BT.shape)}. The config has"
             f" {has}, so chosen must be {'None' if config.experts is None else wanted}: the routes of an engine of this"
             " config."
         )
@@ -187,7 +187,7 @@ def check_bias(config: Config, bias_mE: Tensor | Sequence[Tensor] | None) -> Non
     if found != wanted:
         raise ValueError(
             f"bias has shape {found}, and the config's layers with experts need {wanted}: a number for"
-            " each expert of each, as models.moe.init_state makes them; a config without experts takes None."
+            " each expert of each, as models.moe.init_state makes them. A config without experts takes None."
         )
 
 

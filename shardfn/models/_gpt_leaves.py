@@ -116,7 +116,7 @@ def check_blocks(config: Config, params: Params, axis: Axes) -> None:
         return  # the layers' errors name missing leaves
     named: list[Any] = list(zip(tree_paths(sizes, "params"), tree_leaves(params), tree_leaves(sizes), strict=True))
     problems = [
-        f"{path} is {tuple(x.shape)}, but this rank's block is {block.shape}; use specs(config, tp={axis!r})"
+        f"{path} is {tuple(x.shape)}, but this rank's block is {block.shape}. Use specs(config, tp={axis!r})"
         for path, x, block in named
         if tuple(x.shape) != block.shape
     ]

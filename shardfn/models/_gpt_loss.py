@@ -193,7 +193,7 @@ def cut_sequences(config: Config, batch: dict[str, Any], mesh: Mesh) -> dict[str
     with bind_mesh(mesh):
         length = nn.whole_length(config.attention, T)
         if length != T:
-            raise ValueError(f"cut_sequences: rows of {T} tokens for {config.attention}; length must be their number.")
+            raise ValueError(f"cut_sequences: rows of {T} tokens for {config.attention}. Give their number as length.")
         rows = config.attention.rows(T)
     at = torch.cat([torch.arange(a, b, device=out["tokens"].device) for a, b in (*rows, (0, 0))])
     return out | {name: out[name][:, at] for name in _OF_TOKENS if name in out}

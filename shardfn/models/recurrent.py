@@ -307,7 +307,7 @@ def units(config: Config) -> sparse.WeightGroups:
         Wen et al., Learning Intrinsic Sparse Structures within LSTM, 2017, https://arxiv.org/abs/1709.05027
     """
     if config.maps != (dense(), dense()):
-        raise ValueError(f"units: the maps are {config.maps}; units are removed from dense maps only.")
+        raise ValueError(f"units: the maps are {config.maps}. Only dense maps lose units.")
     families, last = {}, len(config.hidden) - 1
     for i, size in enumerate(config.hidden):
         name, highway = f"layers.{i}", config.kind == "highway"

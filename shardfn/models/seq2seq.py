@@ -339,7 +339,7 @@ def _read_batch(config: Config, batch: Any) -> dict[str, Any]:
     if "targets" not in given and not _is_ids(given.get("tokens")):
         raise ValueError(
             'seq2seq: the batch has no decoder inputs. Give it "targets", int64 [B, T], which are shifted, or'
-            f' "tokens", int64 [B, T + 1]; it has {sorted(given)}.'
+            f' "tokens", int64 [B, T + 1]. It has {sorted(given)}.'
         )
     if "targets" in given:
         given = {"tokens": shift_right(config, given["targets"])} | given

@@ -38,12 +38,12 @@ def hidden_states(
         [torch.Size([5, 32]), torch.Size([5, 32])]
     """
     S = tokens_NS.shape[1]
-    problems = [] if decoder.embeds else ["the decoder does not give its hidden states; take a batch-invariant decoder"]
+    problems = [] if decoder.embeds else ["the decoder does not give its hidden states. Take a batch-invariant decoder"]
     if S > decoder.context:
         problems.append(f"rows have {S} tokens, and the model's longest sequence has {decoder.context}")
     layers = (decoder.depth,) if layers is None else tuple(layers)
     if missing := [x for x in layers if x not in decoder.hidden_layers]:
-        problems.append(f"the decoder has no states after {missing} layers; it has {[*decoder.hidden_layers]}")
+        problems.append(f"the decoder has no states after {missing} layers. It has {[*decoder.hidden_layers]}")
     raise_all(ValueError, "hidden_states:", problems)
     return _run_rows(decoder, params, tokens_NS, layers)
 

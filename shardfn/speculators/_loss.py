@@ -146,7 +146,7 @@ def loss(config: SpeculatorConfig, params: Params, batch: Mapping[str, Tensor], 
     (S, N), width = hidden_BSN.shape[1:], config.d_model * len(config.layers)
     if N != width or tokens_BS.shape[1] != S or S < n + 2:
         raise ValueError(
-            f"speculators.loss: states {tuple(hidden_BSN.shape)} and tokens {tuple(tokens_BS.shape)}; there must be a"
+            f"speculators.loss: states {tuple(hidden_BSN.shape)} and tokens {tuple(tokens_BS.shape)}. There must be a"
             f" state of {width} numbers for each token, and {n + 2} tokens or more."
         )
     windows_BTn = tokens_BS[:, 1:].unfold(1, n + 1, 1)  # the tokens that each position reads, and the last label

@@ -259,7 +259,7 @@ def test_a_small_model_is_in_smaller_units(capsys):
         pytest.param("--model gpt2:dropout=x", "dropout='x' must be a number.", marks=pytest.mark.nightly),
         pytest.param(
             "--model gpt2:num_heads=7",
-            "num_heads=7 does not divide d_model=768; give d_head.",
+            "num_heads=7 does not divide d_model=768. Give d_head.",
             marks=pytest.mark.nightly,
         ),
         ("--mesh dq=8", "axis 'dq' is not known. Did you mean 'dp'?"),

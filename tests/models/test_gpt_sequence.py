@@ -255,5 +255,5 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="has two lengths"):
             nn.attention(x, x, x, impl=nn.Ulysses("sp", 6, nn.Ring("r", 5)))
     config = gpt.Config(**SHAPE, attention=nn.Ring("sp", 8))
-    with pytest.raises(ValueError, match="length must be their number"):
+    with pytest.raises(ValueError, match="Give their number as length"):
         gpt.cut_sequences(config, {"tokens": torch.zeros(1, 8, dtype=torch.int64)}, mesh)

@@ -193,7 +193,7 @@ def changed(**changes: Any) -> Experts:
         (changed(route=moe.sinkhorn), "route=sinkhorn takes no batch_invariant=True; use moe.top_k"),
         (
             changed(exchange=moe.AllReduce("tp")),
-            r"adds results in the order of ranks; use AllReduce\(axis='tp', in_order=True\)",
+            r"adds results in the order of ranks. Use AllReduce\(axis='tp', in_order=True\)",
         ),
         (changed(exchange=moe.AllToAll("ep", 4, "drop")), r'drops choices; use overflow="error"'),
     ],

@@ -79,12 +79,12 @@ OF_CONFIGS = [
     Mistake("a capacity of nothing", lambda: config(capacity=0.0),
             ValueError, "capacity=0.0 must be above 0", "None drops nothing"),
     Mistake("more choices than experts", lambda: config(top_k=5),
-            ValueError, "top_k=5 choices of num=4 experts", "choose at most all of them"),
+            ValueError, "top_k=5 choices of num=4 experts", "Choose at most all of them"),
     Mistake("a bias for a router without one", lambda: config(bias_rate=0.1),
             ValueError, "bias_rate=0.1 moves a bias in the choice, and route=top_k takes no bias=",
             "use moe.sigmoid_groups ... or bias_rate=0"),
     Mistake("a router of one choice", lambda: config(route=layers.switch_top1),
-            ValueError, "route=switch_top1 takes no k=", "wrap it in a function of logits, k and name"),
+            ValueError, "route=switch_top1 takes no k=", "Wrap it in a function of logits, k and name"),
     Mistake("a router that takes a capacity for the choices", lambda: config(route=layers.expert_choice),
             ValueError, "route=expert_choice takes no k=", "wrap it"),
 ]  # fmt: skip
@@ -117,7 +117,7 @@ def of_steps(wrap: Any) -> list[Mistake]:
                 sf.collectives.AxisTypeError, "params['experts'] is cut along 'ep'", "exchange=nn.moe.AllToAll('ep')"),
         Mistake("padding for a router that knows none",
                 lambda: run(config(route=without_mask), mask=torch.ones(4, 8, dtype=torch.bool)),
-                ValueError, "blocks.1: route=without_mask ... takes no mask=", "use a router that does"),
+                ValueError, "blocks.1: route=without_mask ... takes no mask=", "Use a router that does"),
     ]  # fmt: skip
 
 

@@ -194,7 +194,7 @@ def test_bad_settings_are_refused(changed: dict[str, Any], said: str) -> None:
 
 
 def test_a_pyramid_of_stacked_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"stacked=True needs one number .*got num=\(2, 5\); use stacked=False"):
+    with pytest.raises(ValueError, match=r"stacked=True needs one number .*got num=\(2, 5\). Use stacked=False"):
         dataclasses.replace(config(), stacked=True)
 
 

@@ -111,5 +111,5 @@ def test_bad_settings_are_refused() -> None:
     params, tokens = recurrent.init(config, sf.key(0)), batches_of(config)[0]["tokens"]
     with pytest.raises(ValueError, match="dropout needs the samples' global numbers"):
         recurrent.loss(config, params, {"tokens": tokens}, sf.key(1))
-    with pytest.raises(ValueError, match="units are removed from dense maps only"):
+    with pytest.raises(ValueError, match="Only dense maps lose units"):
         recurrent.units(CONFIGS["structured"])

@@ -140,7 +140,7 @@ def test_bad_layers_are_refused(options: dict[str, Any], said: str) -> None:
     [
         ({"layers": (3, 1), "every": 1}, r"layers=\(3, 1\) must be numbers of layers, ascending"),
         ({"layers": (1, 3)}, r"layers=\(1, 3\) is in place of every=2 and first=0"),
-        ({"layers": (1, 8), "every": 1}, "names layers that the 8 layers do not have; they are 0 to 7"),
+        ({"layers": (1, 8), "every": 1}, "names layers that the 8 layers do not have. They are 0 to 7"),
     ],
 )
 def test_bad_layers_of_experts_are_refused(changed: dict[str, Any], said: str) -> None:
