@@ -173,7 +173,7 @@ def test_mistakes_are_named() -> None:
         ValueError, match=r"record_experts is True, and the decoder has expert_shape=\(0, 0\).*Leave it out"
     ):
         Engine(decoder(DENSE), gpt.init(DENSE, sf.key(0)), record_experts=True)
-    with pytest.raises(ValueError, match=r"chosen has shape \(6, 20, 2, 2\).* the config has no experts"):
+    with pytest.raises(ValueError, match=r"chosen has shape \(6, 20, 2, 2\).* The config has no experts"):
         gpt.apply(DENSE, gpt.init(DENSE, sf.key(0)), x.ids, chosen=x.expert_ids)
     with pytest.raises(ValueError, match=r"k=2 choices in 2 layers with experts, so chosen must be \(6, 20, 2, 2\)"):
         gpt.apply(CONFIG, params(), x.ids, chosen=x.expert_ids[..., :1])
