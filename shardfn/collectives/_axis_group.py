@@ -202,6 +202,11 @@ def axis_group_along(axis: core.Axes) -> AxisGroup | None:
     return AxisGroup(axes, sizes, mesh.axis_index(named), _find_ranks(mesh, named, axes), mesh)
 
 
+def count_ranks(line: AxisGroup | None) -> int:
+    """Returns the number of ranks of a group. None is a group of only this rank."""
+    return 1 if line is None else line.size
+
+
 @functools.lru_cache(maxsize=1024)
 def block_lengths(size: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the rows of each block when `size` rows are cut along axes of `sizes`, major to minor.

@@ -24,7 +24,7 @@ from torch import Tensor
 from shardfn import core
 
 from . import _native as native
-from ._axis_group import AxisGroup, axis_group_along
+from ._axis_group import AxisGroup, axis_group_along, count_ranks
 from ._compressor import BUCKET, Codes, Compressor, buckets, check_leaves, combine, matched, misfit, padded, staggered
 from ._message import exchange_rows, gather_rows
 from ._residual import Cut, Residual, check_compressor, check_memory, cut_of, split_axes
@@ -216,7 +216,7 @@ def decompress_codes(
     between, inside = _compressed_and_exact_lines("decompress_codes", axis, outer)
     leaves, treedef = core.tree_flatten(like)
     pairs = zip(leaves, treedef.flatten_up_to(codes), strict=True)
-    cuts = [cut_of(x.numel(), _line_size(between), compressor.quantum, _line_size(inside)) for x in leaves]
+    cuts = [cut_of(x.numel(), count_ranks(between), compressor.quantum, count_ranks(inside)) for x in leaves]
     with torch.no_grad():
         out = [
             _copy_from_codes(_decode_leaf(part, x, cut, compressor, _memory_of(x) if donate else None), part)
@@ -262,10 +262,6 @@ def _compressed_and_exact_lines(
     return axis_group_along(between), axis_group_along(inside)
 
 
-def _line_size(line: AxisGroup | None) -> int:
-    return 1 if line is None else line.size
-
-
 @dataclasses.dataclass
 class _CompressedLeaf:
     """Leaf on its way."""
@@ -294,7 +290,7 @@ class _CompressedCall:
         check_compressor(op, compressor)
         self.compressor, self.donate = compressor, donate
         self.between, self.inside = _compressed_and_exact_lines(op, axis, outer)
-        self.ranks, self.inner = _line_size(self.between), _line_size(self.inside)
+        self.ranks, self.inner = count_ranks(self.between), count_ranks(self.inside)
         self.divisor, self.inner_divisor = (self.ranks, self.inner) if mean else (1, 1)
         leaves, self.treedef = core.tree_flatten(tree)
         paths = core.tree_paths(tree, "x")

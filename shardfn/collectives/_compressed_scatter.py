@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfn import core
 
-from ._axis_group import axis_group_along, axis_index, block_lengths, current_mesh
+from ._axis_group import axis_group_along, axis_index, block_lengths, count_ranks, current_mesh
 from ._compressor import (
     BUCKET,
     Codes,
@@ -246,7 +246,7 @@ class _Scatter:
         grids = [grid_of(self.op, x, self.axis, self.outer, dim) for x in leaves]
         problems = [p for path, x, residual, grid in zip(paths, leaves, residuals, grids, strict=True)
                     for p in check_memory(path, x, residual, self._expected_shapes(grid), None)]  # fmt: skip
-        core.raise_all(ValueError, misfit(self.op, 1 if self.between is None else self.between.size), problems)
+        core.raise_all(ValueError, misfit(self.op, count_ranks(self.between)), problems)
         rows = zip(leaves, residuals, grids, strict=True)
         return [_ScatteredLeaf(x, residual, grid, x.new_zeros(grid.own_shape)) for x, residual, grid in rows]
 

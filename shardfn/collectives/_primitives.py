@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardfn import core
 
-from ._axis_group import AxisGroup, axis_group_along
+from ._axis_group import AxisGroup, axis_group_along, count_ranks
 from ._primitive import Call, as_one, bind, recording, start
 
 
@@ -254,7 +254,7 @@ def all_to_all(
 
 
 def _exchanged_size(x: Shaped[torch.Tensor, "..."], line: AxisGroup | None, dim: int, size: int | None) -> int:
-    n, rows = (1 if line is None else line.size), x.shape[dim]
+    n, rows = count_ranks(line), x.shape[dim]
     if size is not None:
         raise ValueError(
             f"all_to_all: size={size} has no meaning where split_dim and concat_dim are both {dim}. Drop it."
@@ -516,7 +516,7 @@ def ppermute(x: Shaped[Tensor, "..."], axis: core.Axes, perm: Sequence[tuple[int
     """
     line = axis_group_along(axis)
     pairs = tuple((int(src), int(dst)) for src, dst in perm)
-    _check_pairs(pairs, 1 if line is None else line.size)
+    _check_pairs(pairs, count_ranks(line))
     if line is not None:
         return bind(x, Call("ppermute", line, perm=pairs))
     # Not zeros_like: the result is a function of x, with gradient zero, on a single rank as on many.
