@@ -108,7 +108,7 @@ def test_a_plain_loader_without_workers_resumes_by_the_datasets_state() -> None:
 def test_a_shuffle_buffer_is_refused_and_can_be_replayed() -> None:
     stream = Stream(_of_hub(_streamed(buffer=8)))
     next(stream)
-    with pytest.raises(ValueError, match=r"does not save the examples in its buffer.*resume='replay'"):
+    with pytest.raises(ValueError, match=r"does not save the examples in the buffer.*resume='replay'"):
         stream.state()
     _assert_resumes(lambda: Stream(_of_hub(_streamed(buffer=8)), resume="replay"), [1, 3, 6])
 

@@ -87,10 +87,11 @@ MISTAKES = [
             "Pass a longer length, limits of a longer context or fewer max_tokens"),
     Mistake("the tokenizers of actor and reward model differ",
             lambda: rl.check_tokenizers({"a": 0, "b": 1, "c": 2}, {"a": 0, "c": 1}),
-            ValueError, "id 1 is 'b' for the actor, which has 3 tokens, and 'c' for the other model, which has 2; 2",
+            ValueError, "2 ids differ. For example id 1 is 'b' of 3 tokens for the actor, and 'c' of 2 for the",
             "Decode answers with the actor's tokenizer"),
     Mistake("old log probabilities are those of other weights", of_other_weights,
-            ValueError, "row 0 has at token 0 log probability", "call update_weights before sample"),
+            ValueError, "Row 0 has ... at token 0 in training, but ... when it was drawn, by version 0",
+            "call update_weights before sample"),
     Mistake("answers are of an earlier version", lambda: rl.check_versions(sample(), 3),
             ValueError, "the answer of row 0 was drawn by version 0, and from 3 to 3 are expected",
             "Draw it again after update_weights"),
@@ -104,7 +105,7 @@ MISTAKES = [
     Mistake("the key is a number", lambda: sample(key=3),
             TypeError, "sample: key is 3", "sf.key(3)"),
     Mistake("there is no time for a reward", lambda: score(seconds=0),
-            ValueError, "seconds is 0 and workers is 1", "both must be positive"),
+            ValueError, "score: seconds and workers must be positive and finite", "got 0 and 1"),
     Mistake("values are given for other rows", lambda: score(given=[1, 2, 3]),
             ValueError, "3 values are given for 2 rows", "Pass one for each"),
     Mistake("the reward function has the arguments of TRL",
@@ -148,7 +149,7 @@ MISTAKES = [
             lambda: rl.grpo(-ONE, -ONE, torch.ones(1), TWO, loss_type="cispo", epsilon=1.0, delta=6.0),
             ValueError, 'delta is 6.0 with loss_type="cispo"', "Remove"),
     Mistake("a weight would become negative", lambda: rl.follow_divergence(0.1, 0.1, 0.1, rate=6.0),
-            ValueError, "rate is 6.0 and most 0.2", "their product must be below 1"),
+            ValueError, "follow_divergence: rate times most must be below 1", "got 6.0 and 0.2"),
 ]  # fmt: skip
 
 # Each number by its function and argument: a call with it, and whether it may be 0, and more than 1.
