@@ -88,7 +88,7 @@ class Experts:
         elif self.top_k > min(self._nums):
             problems.append(f"top_k={self.top_k} choices of num={self.num} experts. Choose at most all of them.")
         if self.capacity is not None and not self.capacity > 0:
-            problems.append(f"capacity={self.capacity} must be above 0; None drops nothing.")
+            problems.append(f"capacity={self.capacity} must be above 0. None drops nothing.")
         if self.residual and self.shared:
             problems.append(
                 "residual=True and shared=True both use the layer's dense MLP. Use residual=True for a learnt mean, or"
@@ -104,8 +104,8 @@ class Experts:
         ]
         if self.bias_rate > 0 and self._not_taken(("bias",)):
             problems.append(
-                f"bias_rate={self.bias_rate} moves a bias in the choice, and route={self._route_name} takes no bias=;"
-                " use moe.sigmoid_groups or another router that does, or bias_rate=0."
+                f"bias_rate={self.bias_rate} moves a bias in the choice, and route={self._route_name} takes no bias=."
+                " Use moe.sigmoid_groups or another router that does, or bias_rate=0."
             )
         raise_all(ValueError, "Experts:", problems)
 

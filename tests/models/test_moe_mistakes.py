@@ -82,11 +82,11 @@ OF_CONFIGS = [
             ValueError, "top_k=5 choices of num=4 experts", "Choose at most all of them"),
     Mistake("a bias for a router without one", lambda: config(bias_rate=0.1),
             ValueError, "bias_rate=0.1 moves a bias in the choice, and route=top_k takes no bias=",
-            "use moe.sigmoid_groups ... or bias_rate=0"),
+            "Use moe.sigmoid_groups ... or bias_rate=0"),
     Mistake("a router of one choice", lambda: config(route=layers.switch_top1),
             ValueError, "route=switch_top1 takes no k=", "Wrap it in a function of logits, k and name"),
     Mistake("a router that takes a capacity for the choices", lambda: config(route=layers.expert_choice),
-            ValueError, "route=expert_choice takes no k=", "wrap it"),
+            ValueError, "route=expert_choice takes no k=", "Wrap it"),
 ]  # fmt: skip
 
 
