@@ -304,8 +304,8 @@ def _map_branches(config: Config, of_leaf: LeafMap, of_biases: LeafMap, *states:
             ]
         raise_all(
             ValueError,
-            "the optimizer keeps states of other shapes than the parameters, which have no experts to choose; take"
-            " state.params alone, and step.init:",
+            "the optimizer keeps states of other shapes than the parameters, which have no experts to choose. Take"
+            " only state.params, and step.init:",
             problems,
         )
         return out

@@ -129,7 +129,7 @@ def loss_and_seen(
         None
     """
     _check_batch(batch)
-    check_of_logits(batch, "loss", "take a loss of apply(..., at=, chosen=)")
+    check_of_logits(batch, "loss", "Take a loss of apply(..., at=, chosen=)")
     check_untiled(config, "loss", "of_logits", of_logits)
     given, batch = batch, shift_targets(config, batch)
     along = Along(axis, batch["tokens"].shape[1] if sequence else None)
@@ -244,7 +244,7 @@ def check_of_logits(batch: dict[str, Any], who: str, remedy: str) -> None:
     if given := [name for name in ("at", "routes") if name in batch]:
         raise ValueError(
             f"{who}: the batch has {' and '.join(map(repr, given))}, and the mean cross entropy is of all tokens, by"
-            f" the routers' own choices; {remedy}, or leave them out."
+            f" the routers' own choices. {remedy}, or leave them out."
         )
 
 

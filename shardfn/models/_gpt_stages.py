@@ -104,7 +104,7 @@ def stages_and_seen(
 
     def run_first(params: Params, batch: dict[str, Any], key: Tensor | None = None) -> dict[str, Tensor]:
         if loss is None:
-            check_of_logits(batch, "stages", "pass stages(loss=)")
+            check_of_logits(batch, "stages", "Pass stages(loss=)")
             batch = shift_targets(config, batch)
         tokens_BT, index_B = batch["tokens"], batch.get("index")
         cut, positions_T = get_along(tokens_BT.shape[1]), get_positions(config, tokens_BT)

@@ -33,7 +33,7 @@ MISTAKES = [
     Mistake("positions and experts in a batch of the mean cross entropy",
             lambda: _loss({"tokens": torch.ones(2, 9, dtype=torch.int64), "at": _ROUTES[..., 0], "routes": _ROUTES}),
             ValueError, "loss: the batch has 'at' and 'routes', and the mean cross entropy is of all tokens",
-            "take a loss of apply(..., at=, chosen=), or leave them out"),
+            "Take a loss of apply(..., at=, chosen=), or leave them out"),
     Mistake("logits at positions, of tokens that ranks share out", _at,
             ValueError, "apply(at=) takes positions of whole rows, but with",
             "sequence=True a rank has only some tokens of each row. Drop one of the two"),

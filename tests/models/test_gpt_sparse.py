@@ -133,7 +133,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="generate: a model with causal=False"):
         gpt.generate(ahead, params, torch.zeros(1, 1, dtype=torch.int64), 1, sf.key(0))
     for field in ({"window": 3}, {"position": "alibi"}):
-        with pytest.raises(ValueError, match="looks back only, but causal=False. Leave one of them out"):
+        with pytest.raises(ValueError, match=r"looks back only, but causal=False\. Leave one of them out"):
             dataclasses.replace(ahead, **field)
     with pytest.raises(ValueError, match="7 tokens in blocks of 2, which do not divide"):
         strict = dataclasses.replace(CONFIG, layout=functools.partial(nn.layouts.fixed, block=2))
