@@ -8,8 +8,7 @@ of `shardfn.kernels` the function in Python, at a third of the time.
 
 A kernel of few rows takes about as long as the call, the allocation of results and the views around the kernel. In a
 run of kernels, values that nothing else reads are places in a common piece of memory, found for all values when the
-program is compiled. A single view of the
-first tensor can replace a chain of views.
+program is compiled. A single view of the first tensor can replace a chain of views.
 """
 
 import dataclasses

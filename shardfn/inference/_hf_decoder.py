@@ -144,9 +144,8 @@ def hf_decoder(
 
     Args:
         model: `...ForCausalLM` with its weights, in eval mode, or the language part of a model of images and text, see
-            `modules.split_parts`. The model is not changed. Its code and its buffers run,
-            so do not change the model while engines do. Its weights stay in memory next to the packed weights, unless
-            `params` has other weights.
+            `modules.split_parts`. The model is not changed. Its code and its buffers run, so do not change the model
+            while engines do. Its weights stay in memory next to the packed weights, unless `params` has other weights.
         batch_invariant: whether each token's logits must have the same bits next to any other tokens (batch-invariant).
             True is an error where a probe finds other bits. False leaves the model's linear layers and activations.
             None is batch-invariant where possible.

@@ -241,7 +241,7 @@ def add_biases(params: PyTree, model_state: Mapping[str, Any]) -> PyTree:
 
     Example:
         >>> from shardfn.core import key
-        >>> config = deepseek_v3_like(num_layers=2, d_model=32, num_heads=4, vocab_size=64, d_ff=16)
+        >>> config = deepseek_v3_like(num_layers=4, d_model=32, num_heads=4, num_kv_heads=4, vocab_size=64, d_ff=16)
         >>> params = add_biases(gpt.init(config, key(0)), init_state(config))
         >>> params["expert_bias"].dtype
         torch.float32

@@ -101,7 +101,9 @@ def test_kinds_have_the_bits_of_the_definition(
                 if kind == "triton":
                     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
                 else:
-                    assert torch.equal(a, b) or (a is got[1] and torch.allclose(a, b, rtol=1e-6)), branch
+                    # lse = m + log(sum) rounds at the size of m, also where the sum is near 0.
+                    close = a is got[1] and torch.allclose(a, b, rtol=1e-6, atol=5e-7)
+                    assert torch.equal(a, b) or close, branch
             found.append(got[0])
         assert len({x.sum().item() for x in found}) == 4
 
