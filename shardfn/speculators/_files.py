@@ -277,7 +277,8 @@ def _list_other_settings(about: Mapping[str, Any]) -> list[str]:
     """Returns the settings of a layer that computes something else."""
     only: dict[str, tuple[Any, ...]] = {
         **{"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "use_qk_norm": (False,)},
-        **{"rope_scaling": (None,), "partial_rotary_factor": (None, 1, 1.0)},
+        **{"rope_scaling": (None,), "partial_rotary_factor": (None, 1, 1.0), "norm_before_residual": (False,)},
+        "norm_before_fc": (False,),
     }
     return [
         f"{name}={about[name]!r:.60}; it must be {' or '.join(map(repr, values))}"

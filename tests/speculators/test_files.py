@@ -224,9 +224,17 @@ def test_published_files_without_an_embedding_have_the_models(kind: str, tmp_pat
     save_file({**left, f"{head}experts.0.up_proj.weight": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"experts.0.up_proj.weight is unknown: only attention of q, k, v and o"):
         load(tmp_path, *target)
-    (tmp_path / "config.json").write_text(json.dumps(about | {"attention_bias": True}))
-    with pytest.raises(ValueError, match=r"attention_bias=True; it must be False"):
-        load(tmp_path, *target)
+    for changed, message in (
+        (
+            {"attention_bias": True, "norm_before_residual": True},
+            r"(?s)attention_bias=True; it must be False.*residual",
+        ),
+        ({"rope_scaling": {"factor": 8.0}}, r"rope_scaling=\{'factor': 8.0\}; it must be None"),
+        ({"hidden_size": "16"}, r"config.json:\n  - hidden_size is missing|config.json: hidden_size is missing"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(about | changed))
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path, *target)
 
 
 def test_a_vocabulary_for_drafts_is_not_trained() -> None:
