@@ -208,8 +208,8 @@ def read_published(
     Raises:
         ValueError: a tensor is missing or unknown, or the layer computes something else. The message lists all.
     """
-    missing = [f"{name} is missing" for name in _NEEDED if type(about.get(name)) is not int]
-    raise_all(ValueError, f"{CONFIG}:", missing)
+    wrong = [f"{name} must be an integer, got {x!r:.40}" for name in _NEEDED if type(x := about.get(name)) is not int]
+    raise_all(ValueError, f"{CONFIG} of a published speculator:", wrong)
     shared = {} if model_params is None else find_shared(decoder, model_params)
     is_eagle, problems = "num_nextn_predict_layers" not in about, _list_other_settings(about)
     if is_eagle:

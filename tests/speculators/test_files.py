@@ -230,7 +230,7 @@ def test_published_files_without_an_embedding_have_the_models(kind: str, tmp_pat
             r"(?s)attention_bias=True; it must be False.*residual",
         ),
         ({"rope_scaling": {"factor": 8.0}}, r"rope_scaling=\{'factor': 8.0\}; it must be None"),
-        ({"hidden_size": "16"}, r"config.json:\n  - hidden_size is missing|config.json: hidden_size is missing"),
+        ({"hidden_size": "16"}, r"published speculator:\n  - hidden_size must be an integer, got '16'"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(about | changed))
         with pytest.raises(ValueError, match=message):
