@@ -25,8 +25,6 @@ from shardfn.speculators import (
 from tests.inference.test_speculation import SIZES
 from tests.speculators.trained import GREEDY, answers, large, trained
 
-NIGHT = pytest.mark.nightly
-
 
 @functools.cache
 def made(kind: Any, seed: int = 0) -> Speculator:
@@ -78,7 +76,8 @@ def grow(config: Any, context: Context, branches: int, most: int) -> list[tuple[
     return [chain for _, chain in sorted(found, reverse=True)[:most]]
 
 
-@pytest.mark.parametrize("kind", ["mlp", "eagle3", *(pytest.param(x, marks=NIGHT) for x in ("lstm", "owl", "mtp"))])
+@pytest.mark.day("eagle3")
+@pytest.mark.parametrize("kind", ["mlp", "lstm", "owl", "eagle3", "mtp"])
 def test_trees_have_the_most_probable_chains(kind: Any) -> None:
     """In company, with 1 to 3 states, and any part of a tree has the tree's first chains."""
     config = config_of(large().decoder, kind, num_drafts=3, window=2)

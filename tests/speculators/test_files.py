@@ -184,6 +184,7 @@ def rebuild(config: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return eagle_logits if isinstance(config, EagleConfig) else mtp_logits
 
 
+@pytest.mark.day("eagle3")
 @pytest.mark.parametrize("kind", list(PUBLISHED))
 def test_published_files_are_read_as_layers_of_transformers_compute_them(kind: str, tmp_path: pathlib.Path) -> None:
     config, params, target = PUBLISHED[kind], published(PUBLISHED[kind]), model(**DEEP)
@@ -204,6 +205,7 @@ def test_published_files_are_read_as_layers_of_transformers_compute_them(kind: s
     assert len(chains) > 1
 
 
+@pytest.mark.day("mtp")
 @pytest.mark.parametrize("kind", list(PUBLISHED))
 def test_published_files_without_an_embedding_have_the_models(kind: str, tmp_path: pathlib.Path) -> None:
     target, config = model(**DEEP, batch_invariant=True), PUBLISHED[kind]
