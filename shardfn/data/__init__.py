@@ -4,8 +4,8 @@ from ._mixture import Batches as Batches, TokenSource as TokenSource
 from ._collate import IGNORED as IGNORED, first_fit as first_fit, pack as pack, pad as pad
 from ._collate import LEARN as LEARN, encode_answers as encode_answers, encode_chat as encode_chat
 from ._sources import default_corpus as default_corpus
-from ._examples import BatchRamp as BatchRamp, Cursor as Cursor
-from ._examples import ExampleBatches as ExampleBatches, Examples as Examples
+from ._mixture import BatchRamp as BatchRamp, Cursor as Cursor
+from ._mixture import ExampleBatches as ExampleBatches, Examples as Examples
 from ._images import expand_images as expand_images, pad_images as pad_images
 from ._images import read_image as read_image, read_image_url as read_image_url
 from ._sources import JSONLines as JSONLines

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from shardfn import core
-from shardfn.core import raise_all
 from shardfn.interop.leaves import Archive, ArchiveWriter, WrittenByFirst, gather_layer, gather_leaf
 from shardfn.interop.quantized import CodedArchive, open_archive
 from shardfn.kernels import BLOCK_BYTES, GROUP
@@ -97,7 +96,7 @@ def rows(config: gpt.Config, model_type: str) -> list[Row]:
     blocks, fused = tree.pop("blocks"), _list_fused(config, family)
     block = {name: shape for p in blocks for name, shape in p.items()}
     places = {name: tuple(i for i, p in enumerate(blocks) if name in p) for name in block}
-    raise_all(
+    core.raise_all(
         ValueError,
         f"this Config is no {model_type} of transformers:",
         [f"it has no {name}" for name in (*tree, *block) if name not in family.names and name not in fused],

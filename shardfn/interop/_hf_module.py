@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardfn import core
-from shardfn.core import named_parameters, raise_all
 from shardfn.interop.leaves import Archive, ArchiveWriter, WrittenByFirst, gather_leaf, parameter_names
 from shardfn.interop.quantized import QuantizedArchive, open_archive
 
@@ -120,7 +119,7 @@ class ConvertedArchive(Mapping[str, _Kept]):
                 continue
             self._kept |= {name: _Kept(x.dtype, tuple(x.shape)) for name, x in leaves.items()}
             self._made_by |= dict.fromkeys(leaves, made)
-        raise_all(ValueError, f"tensors of {archive.directory} do not fit together:", problems)
+        core.raise_all(ValueError, f"tensors of {archive.directory} do not fit together:", problems)
 
     def __getitem__(self, name: str) -> _Kept:
         return self._kept[name]
@@ -386,7 +385,7 @@ def module_from_hf(
     names = parameter_names(module)
     archive, found = _archive_of(module, directory)
     buffers = {name: x for name, x in core.named_buffers(module) if name in archive}
-    shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
+    shapes = {name: tuple(p.shape) for name, p in core.named_parameters(module)}
     known = {name for every in names.values() for name in every} | buffers.keys()
     problems = [f"{n} is missing.{core.did_you_mean(n, archive)}" for n, at in found.items() if at is None]
     problems += [
@@ -479,7 +478,7 @@ def module_to_hf(
     """
     check_tokenizer(tokenizer)
     module = core.uncompiled(module)
-    shapes = {name: tuple(p.shape) for name, p in named_parameters(module)}
+    shapes = {name: tuple(p.shape) for name, p in core.named_parameters(module)}
     problems = [f"{n} is missing.{core.did_you_mean(n, params)}" for n in shapes if n not in params]
     problems += [f"{n} is no parameter of the module.{core.did_you_mean(n, shapes)}" for n in params if n not in shapes]
     both = [(n, tuple(params[n].shape), shape) for n, shape in shapes.items() if n in params]

@@ -18,7 +18,6 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from shardfn import core
-from shardfn.core import TENSOR_KINDS, MemoryKind, Pending, is_device
 
 from ._host import host_empty
 from ._ledger import default_device, record_move
@@ -209,7 +208,9 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
     os.register_at_fork(after_in_child=_thread.cache_clear)
 
 
-def put(x: Shaped[Tensor, "..."], kind: MemoryKind, device: torch.device | str | None = None) -> Shaped[Tensor, "..."]:
+def put(
+    x: Shaped[Tensor, "..."], kind: core.MemoryKind, device: torch.device | str | None = None
+) -> Shaped[Tensor, "..."]:
     """Copies a tensor to another memory kind: an identity whose transpose copies back.
 
     The call waits for the copy. `put` composes with `torch.func`: grad, vjp, jvp, vmap, and nestings such as jvp of
@@ -233,17 +234,17 @@ def put(x: Shaped[Tensor, "..."], kind: MemoryKind, device: torch.device | str |
         >>> x.grad
         tensor([3., 3.])
     """
-    if kind not in TENSOR_KINDS:
+    if kind not in core.TENSOR_KINDS:
         raise ValueError(
             f"put(x, {kind!r}): the kind must be 'host' or 'device'. For the disk, `pool.write(x)` gives a"
             " DiskTensor, and `.read()` reads it back. Neither is differentiable."
         )
-    place = torch.device(device) if device is not None else default_device() if is_device(kind) else x.device
+    place = torch.device(device) if device is not None else default_device() if core.is_device(kind) else x.device
     return _MemoryPut.apply(x, kind, place)
 
 
-def _other(kind: MemoryKind) -> MemoryKind:
-    (other,) = TENSOR_KINDS - {kind}
+def _other(kind: core.MemoryKind) -> core.MemoryKind:
+    (other,) = core.TENSOR_KINDS - {kind}
     return other
 
 
@@ -251,11 +252,11 @@ class _MemoryPut(torch.autograd.Function):
     """Autograd function of both directions."""
 
     @staticmethod
-    def forward(x: Tensor, kind: MemoryKind, device: torch.device) -> Tensor:
+    def forward(x: Tensor, kind: core.MemoryKind, device: torch.device) -> Tensor:
         return send(x, _other(kind), kind, device).result()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, MemoryKind, torch.device], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, core.MemoryKind, torch.device], output: Tensor) -> None:
         _, ctx.kind, ctx.device = inputs
 
     @staticmethod
@@ -273,7 +274,7 @@ class _MemoryPut(torch.autograd.Function):
         return _MemoryPut.apply(*args), in_dims[0] or 0
 
 
-class Fetch(Pending[Tensor]):
+class Fetch(core.Pending[Tensor]):
     """Transfer of a piece to the device, in up to two steps: disk to host, host to device.
 
     Args:
@@ -281,11 +282,11 @@ class Fetch(Pending[Tensor]):
         device: device of the result.
     """
 
-    def __init__(self, source: Tensor | Pending[Tensor], device: torch.device) -> None:
+    def __init__(self, source: Tensor | core.Pending[Tensor], device: torch.device) -> None:
         super().__init__()
-        self._source: Tensor | Pending[Tensor] | None = source
+        self._source: Tensor | core.Pending[Tensor] | None = source
         self._device = device
-        self._moving: Pending[Tensor] | None = None
+        self._moving: core.Pending[Tensor] | None = None
 
     def move(self) -> None:
         """Begins the step to the device, and waits for the disk."""

@@ -1,4 +1,4 @@
-"""Covers shardfn/data/_examples.py: batches of a map-style dataset, and a place in them."""
+"""Covers shardfn/data/_mixture.py: batches of a map-style dataset, and a place in them."""
 
 from itertools import chain
 

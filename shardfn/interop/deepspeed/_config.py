@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from shardfn import core, optim
+from shardfn import core, optim, transforms
 from shardfn.nn import moe
-from shardfn.transforms import accumulate, mixed_precision
 
 from ._keys import BATCH, Reading, ReadKey
 from ._rules import read_optimizer, read_schedule
@@ -63,8 +62,8 @@ class DeepSpeedRecipe:
     def of(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the loss in the file's precision, over the microbatches, for `sharded_step`."""
         if self.policy is not None:
-            loss = mixed_precision(loss, self.policy, self.loss_scale)
-        return loss if self.num_microbatches == 1 else accumulate(loss, self.num_microbatches)
+            loss = transforms.mixed_precision(loss, self.policy, self.loss_scale)
+        return loss if self.num_microbatches == 1 else transforms.accumulate(loss, self.num_microbatches)
 
     def __str__(self) -> str:
         lines = []
