@@ -3,10 +3,14 @@
 import ast
 import dataclasses
 import functools
+import importlib.util
 import json
 import pathlib
+import warnings
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from shardfn import core
 from shardfn.interop import gpt_config
@@ -68,7 +72,7 @@ def parse_model(text: str) -> gpt.Config:
 
 
 def _read_config_json(path: pathlib.Path, rest: str) -> gpt.Config:
-    """Returns the model of a `config.json` of transformers.
+    """Returns the model of a `config.json` of transformers, or for a family outside of the table a stand-in.
 
     Scaling of rotary positions changes no plan, and is ignored.
     """
@@ -79,7 +83,57 @@ def _read_config_json(path: pathlib.Path, rest: str) -> gpt.Config:
     if not isinstance(told, dict):
         raise ValueError(f"--model {path}: a config.json is an object, this is a {type(told).__name__}.")
     kept = {name: x for name, x in told.items() if name not in ("rope_scaling", "rope_parameters")}
-    return dataclasses.replace(gpt_config(kept), **_parse_fields(rest))
+    try:
+        config = gpt_config(kept)
+    except ValueError as refused:
+        config = make_stand_in(told, refused)
+        text = f"--model {path}: {told['model_type']} is planned by a Llama-like shape of {gpt.num_params(config):,}"
+        warnings.warn(f"{text} parameters; its activations and times are of this shape.", stacklevel=3)
+    return dataclasses.replace(config, **_parse_fields(rest))
+
+
+def make_stand_in(told: Mapping[str, Any], refused: ValueError) -> gpt.Config:
+    """Returns a Llama-like config with the width, layers, heads, vocabulary and number of parameters of a model.
+
+    transformers makes the model without memory, to count its parameters. The width of the feed-forward layers is chosen
+    so that the numbers agree.
+
+    Args:
+        told: contents of a `config.json`.
+        refused: reason why the model has no config of `models.gpt`.
+
+    Raises:
+        ValueError: `refused`, for a family that transformers does not know as a causal model, or without attention, or
+            with experts, or a size that no such shape has.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise refused
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = told.get("model_type")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "auto_map" in told:
+        raise refused
+    try:
+        settings = transformers.AutoConfig.for_model(kind, **{x: y for x, y in told.items() if x != "model_type"})
+        with torch.device("meta"):
+            module = transformers.AutoModelForCausalLM.from_config(settings)
+        total, inner = sum(p.numel() for p in module.parameters()), settings.get_text_config()
+        names = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads")
+        V, L, D, H = (getattr(inner, name) for name in names)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{refused} It cannot be made without memory either: {error}") from error
+    if any("expert" in name for name, _ in module.named_parameters()):
+        raise ValueError(f"{refused} Its experts are of another shape than those of models.moe.") from refused
+    shape: dict[str, Any] = {"num_kv_heads": getattr(inner, "num_key_value_heads", None) or H}
+    shape |= {"max_len": getattr(inner, "max_position_embeddings", None) or 2048}
+    shape |= {"d_head": getattr(inner, "head_dim", None) or D // H, "tie_embeddings": settings.tie_word_embeddings}
+    plain = functools.partial(gpt.Config.llama_like, vocab_size=V, num_layers=L, d_model=D, num_heads=H, **shape)
+    one, two = gpt.num_params(plain(d_ff=1)), gpt.num_params(plain(d_ff=2))
+    d_ff = 1 + round((total - one) / (two - one))
+    if d_ff < 1 or abs(gpt.num_params(plain(d_ff=max(1, d_ff))) - total) > 0.01 * total:
+        raise ValueError(f"{refused} No Llama-like shape has its {total:,} parameters.") from refused
+    return plain(d_ff=d_ff)
 
 
 def _parse_fields(text: str) -> dict[str, Any]:

@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from shardfn.cli import main, parse_model
+from shardfn.models import gpt
 
 WAITING = "plan --model 1t --mesh dp=128,tp=8 --remat --precision fp16-adam".split()
 
@@ -38,6 +40,33 @@ def test_the_advice_for_a_run_that_does_not_fit_is_one_that_would(capsys: pytest
     capsys.readouterr()
     assert main("plan --model 1t --mesh dp=2 --json".split()) == 1
     assert "take more ranks" in json.loads(capsys.readouterr().out)["advice"][0]
+
+
+@pytest.mark.parametrize("kind", ["gpt_bigcode", "persimmon", "xglm", "codegen", "opt"])
+def test_other_families_have_a_shape_of_as_many_parameters(kind: str, tmp_path: pathlib.Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 300}
+    names = transformers.AutoConfig.for_model(kind).attribute_map
+    told = {names.get(name, name): x for name, x in sizes.items()} | {"model_type": kind}
+    told |= {"ffn_dim": 200, "word_embed_proj_dim": 96, "rotary_dim": 8, "d_model": 96, "attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with torch.device("meta"):
+        settings = transformers.AutoConfig.for_model(kind, **{x: y for x, y in told.items() if x != "model_type"})
+        module = transformers.AutoModelForCausalLM.from_config(settings)
+    want = sum(p.numel() for p in module.parameters())
+    with pytest.warns(UserWarning, match=f"{kind} is planned by a Llama-like shape of"):
+        config = parse_model(str(tmp_path))
+        assert main(["plan", str(tmp_path), "--mesh", "dp=2", "--seq", "64"]) in (0, 1)
+    assert (config.num_layers, config.d_model, config.num_heads) == (3, 96, 4)
+    assert gpt.num_params(config) == pytest.approx(want, rel=0.01)
+
+
+def test_families_without_a_shape_are_refused(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("transformers")
+    for told, words in (({"model_type": "mamba"}, "num_attention_heads"), ({"model_type": "evil"}, "must be one of")):
+        (tmp_path / "config.json").write_text(json.dumps(told | {"hidden_size": 32, "num_hidden_layers": 1}))
+        with pytest.raises(ValueError, match=words):
+            parse_model(str(tmp_path))
 
 
 def test_a_config_json_is_a_model(tmp_path: pathlib.Path) -> None:
