@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardfn import core
-from shardfn.pretrained import AXIS, DTYPES, LLM, evaluate_tasks
+from shardfn.pretrained import AXIS, DTYPES, EVAL_RUNNING, LLM, evaluate_tasks
 from shardfn.waits import end_start, waiting
 
 from ._generate import print_error
@@ -44,7 +44,7 @@ def eval_command(args: argparse.Namespace) -> int:
             llm = LLM(
                 *(args.model,),
                 **{"mesh": mesh, "dtype": args.dtype, "quantization": args.weights, "context": args.context},
-                cache_gib=args.cache_gib,
+                **{"cache_gib": args.cache_gib, "running": EVAL_RUNNING},
             )
         end_start()
         found = evaluate_tasks(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardfn import core, optim
-from shardfn.pretrained import LLM, evaluate_tasks
+from shardfn.pretrained import EVAL_RUNNING, LLM, evaluate_tasks
 
 from ._plan import plan
 from ._report import plan_text
@@ -108,7 +108,7 @@ def evaluate_result(model: str, out: str, tasks: Iterable[str], mesh: core.Mesh,
     if not (names := list(tasks)):
         return
     if mesh.rank == 0:
-        found = evaluate_tasks(LLM(model), names, **options)["results"]
+        found = evaluate_tasks(LLM(model, running=EVAL_RUNNING), names, **options)["results"]
         path = pathlib.Path(out, "tasks.json")
         write_record(path, found)
         print(f"{path}: {', '.join(found)}", flush=True)

@@ -41,6 +41,8 @@ class LogitsEdit(NamedTuple):
 def draw_tokens(logits_RV: Tensor, step: StepTensors, edited_RV: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns tokens of the rows, and their log probabilities under the raw logits.
 
+    A row that scores a token has the most probable token, and the log probability of the scored one.
+
     Args:
         logits_RV: raw logits.
         step: tensors of the step.
@@ -58,7 +60,8 @@ def draw_tokens(logits_RV: Tensor, step: StepTensors, edited_RV: Tensor | None =
     tokens, logprobs = kernels.draw(changed, uniforms, **step.draw, targets=step.targets)
     if changed is not given:  # log probabilities are those of the raw logits
         _, logprobs = kernels.draw(given, uniforms, **step.draw, targets=tokens)
-    return tokens, logprobs
+    scored = (step.targets >= 0) & (tokens >= 0)  # a row without finite logits keeps its -1
+    return torch.where(scored, given.argmax(-1), tokens), logprobs
 
 
 def edit_logits(logits: Float[Tensor, "rows vocab"], edits: Sequence[LogitsEdit]) -> Float[Tensor, "rows vocab"]:

@@ -256,6 +256,8 @@ class EngineCore:
             if row is not None:
                 assert results is not None
                 logprob = results.logprobs[row]
+                if results.tokens[row] != token:  # a scored token, which is not the most probable one
+                    more["is_greedy"] = False
                 if tops:
                     more["top"] = tops[row]
             found.append(Token(name, choice, position, token, logprob, version, reason, **more))

@@ -90,6 +90,7 @@ class Token(NamedTuple):
             tokenizer. A part of a character, and text that may begin a stop string, come with a later token.
         expert_ids: experts of all tokens before the last token of a choice, in an engine with `record_experts=True`.
         top: most probable tokens at the position, as many as the request wants, and their log probabilities.
+        is_greedy: whether a scored token is the most probable token at its position. True for a drawn token.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Token(NamedTuple):
     text: str = ""
     top: tuple[tuple[int, float], ...] = ()
     expert_ids: Int16[Tensor, "t m k"] | None = None
+    is_greedy: bool = True
 
 
 class Completion(NamedTuple):

@@ -98,8 +98,8 @@ class StepResults(NamedTuple):
     """Results of a plan's rows.
 
     Attributes:
-        tokens: drawn tokens. -1 where logits were not finite.
-        logprobs: log probabilities of `tokens`.
+        tokens: drawn tokens, and for scored rows the most probable tokens. -1 where logits were not finite.
+        logprobs: log probabilities of drawn and of scored tokens.
         cache: cache in place of the given cache.
         hidden: hidden states, float32. None if they are not wanted.
         top: most probable tokens that each row wants, empty where no row wants any.

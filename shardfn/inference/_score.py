@@ -46,7 +46,7 @@ class ScoredPrompt(NamedTuple):
     def make_sampling(self) -> Sampling:
         """Returns the sampling of a request whose prompt is the prompt and a continuation."""
         start = len(self.prompt)
-        return Sampling(max_tokens=0, prompt_logprobs=True, prompt_logprobs_start=start, top_logprobs=1)
+        return Sampling(max_tokens=0, prompt_logprobs=True, prompt_logprobs_start=start)
 
 
 def read_choices(prompts: Iterable[Sequence[int]], choices: Iterable[Iterable[Sequence[int]]]) -> list[ScoredPrompt]:
@@ -88,7 +88,7 @@ def sum_tokens(tokens: Iterable[Token], start: int) -> Score:
         reason = token.finish_reason or reason
         if token.token is not None and token.logprob is not None and token.position >= start:
             found.append(token.logprob)
-            greedy = greedy and token.top[0][0] == token.token
+            greedy = greedy and token.is_greedy
     if reason == "error":
         raise FloatingPointError("score: logits of a choice are not finite.")
     if reason != "length":

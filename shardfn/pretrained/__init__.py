@@ -1,7 +1,8 @@
 """Pretrained models: files, settings, tokenizers and chat templates, and `LLM`, a model in a single line."""
 
 from ._llm import LLM as LLM
-from ._harness import evaluate_tasks as evaluate_tasks, make_harness_model as make_harness_model
+from ._harness import EVAL_RUNNING as EVAL_RUNNING, evaluate_tasks as evaluate_tasks
+from ._harness import make_harness_model as make_harness_model
 from ._settings import CACHE_DTYPES as CACHE_DTYPES, DRAFTERS as DRAFTERS, DTYPES as DTYPES, KINDS as KINDS
 from ._settings import ModelSettings as ModelSettings, Problem as Problem, detect_kind as detect_kind
 from ._settings import SAMPLING_FIELDS as SAMPLING_FIELDS, read_sampling as read_sampling

@@ -17,6 +17,7 @@ from shardfn.inference import Sampling
 
 from ._llm import LLM
 
+EVAL_RUNNING = 128  # `Limits.running` of evaluations, whose steps want the logits of many scored tokens
 _BATCH = 64  # prompts that enter the engine together
 _TOKENS = 256  # default of the harness for generations
 _MOST_STOPS = 16
