@@ -115,7 +115,7 @@ def make_stand_in(told: Mapping[str, Any], refused: ValueError) -> gpt.Config:
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "auto_map" in told:
         raise refused
     try:
-        settings = transformers.AutoConfig.for_model(kind, **{x: y for x, y in told.items() if x != "model_type"})
+        settings = transformers.AutoConfig.for_model(str(kind), **{x: y for x, y in told.items() if x != "model_type"})
         with torch.device("meta"):
             module = transformers.AutoModelForCausalLM.from_config(settings)
         total, inner = sum(p.numel() for p in module.parameters()), settings.get_text_config()
