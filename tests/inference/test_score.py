@@ -43,6 +43,15 @@ def test_scores_are_those_of_each_alone(engine: Engine) -> None:
             assert score.logprob == pytest.approx(plain, rel=1e-5)
 
 
+def test_the_greedy_continuation_is_greedy(engine: Engine) -> None:
+    prompt = [3, 1, 4, 1, 5]
+    [made] = engine.generate([prompt], Sampling(max_tokens=6, temperature=0.0))
+    other = [*made.tokens[:-1], (made.tokens[-1] + 1) % 64]
+    [[same, changed]] = engine.score([prompt], [[made.tokens, other]])
+    assert same.is_greedy and not changed.is_greedy
+    assert list(same.logprobs) == made.logprobs and same.logprobs[:-1] == changed.logprobs[:-1]
+
+
 def test_a_request_without_draws(engine: Engine) -> None:
     [made] = engine.generate([[1, 2, 3]], Sampling(max_tokens=0, prompt_logprobs=True))
     assert (made.tokens, made.finish_reason, len(made.prompt_logprobs)) == ([], "length", 2)
