@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--forcing-steps", type=int, default=150)
     parser.add_argument("--texts", type=int, default=48, help="trajectories")
+    parser.add_argument("--rounds", type=int, default=1, help="parts of the training, each on new trajectories")
     parser.add_argument("--rate", type=float, default=1e-3, help="of Jacobi Forcing, and of further text")
     parser.add_argument("--text-weight", type=float, default=10.0, help="of the clean text in Jacobi Forcing")
     parser.add_argument("--out")
@@ -64,11 +65,15 @@ def main() -> None:
     base = train(gpt.init(CONFIG, sf.key(0)), FAST, lambda i: {"tokens": rows[i * 8 % 504 :][:8]}, args.steps, 3e-3)
     print("model trained", flush=True)
     prompts = rows[: args.texts, :40].tolist()
-    whole = make_forcing_batch(settings, list(draw_trajectories(made, base, prompts, block=8, num_blocks=8)))
-    print("trajectories drawn", flush=True)
-    pick = lambda i: {name: x[i * 4 % args.texts :][:4] for name, x in whole.items()}  # noqa: E731
-    forced = train(base, functools.partial(forcing_loss, CONFIG, settings), pick, args.forcing_steps, args.rate)
-    clean = torch.cat([whole["prompt"], whole["clean"].flatten(1)], 1)
+    forced, clean = base, torch.empty(0)
+    for number in range(args.rounds):
+        whole = make_forcing_batch(settings, list(draw_trajectories(made, forced, prompts, block=8, num_blocks=8)))
+        if not number:
+            clean = torch.cat([whole["prompt"], whole["clean"].flatten(1)], 1)
+        pick = lambda i, of=whole: {name: x[i * 4 % args.texts :][:4] for name, x in of.items()}  # noqa: E731
+        of_pairs = functools.partial(forcing_loss, CONFIG, settings)
+        forced = train(forced, of_pairs, pick, args.forcing_steps // args.rounds, args.rate)
+        print(f"round {number + 1} of Jacobi Forcing", flush=True)
     texts = lambda i: {"tokens": clean[i * 4 % args.texts :][:4]}  # noqa: E731
     further = train(base, FAST, texts, args.forcing_steps, args.rate)
     how, lines = Sampling(max_tokens=64, temperature=0.0), []
@@ -87,8 +92,8 @@ def main() -> None:
         print(name, found, loss, flush=True)
         lines.append((name, "1.00", *found, f"{loss:.3f}"))
     body = (
-        f"{gpt.num_params(CONFIG):,} parameters; {args.steps} steps on text, then {args.forcing_steps} steps on"
-        f" {args.texts} texts of 8 blocks of 8; 8 held-out prompts of 40 bytes, 64 bytes each, greedy; load"
+        f"{gpt.num_params(CONFIG):,} parameters; {args.steps} steps on text, then {args.forcing_steps} steps in"
+        f" {args.rounds} rounds on {args.texts} texts of 8 blocks of 8; 8 held-out prompts of 40 bytes, 64 bytes each, greedy; load"
         f" of the machine {os.getloadavg()[0]:.1f}\n\n## Tokens a step\n\n"
     )
     head = ("model", "plain", *DRAFTERS, "loss on held-out text")
