@@ -93,7 +93,8 @@ def main() -> None:
         lines.append((name, "1.00", *found, f"{loss:.3f}"))
     body = (
         f"{gpt.num_params(CONFIG):,} parameters; {args.steps} steps on text, then {args.forcing_steps} steps in"
-        f" {args.rounds} rounds on {args.texts} texts of 8 blocks of 8; 8 held-out prompts of 40 bytes, 64 bytes each, greedy; load"
+        f" {args.rounds} rounds on {args.texts} texts of 8 blocks of 8; 8 held-out prompts of 40 bytes,"
+        f" 64 bytes each, greedy; load"
         f" of the machine {os.getloadavg()[0]:.1f}\n\n## Tokens a step\n\n"
     )
     head = ("model", "plain", *DRAFTERS, "loss on held-out text")
