@@ -70,6 +70,8 @@ class Decoder:
         config: shape of the model, for a `models.gpt`, or None.
         images: rule of image tokens, or None without images. `outputs` then takes `images=` as `gpt.decode` does. With
             `ImageRule.grid` its positions are int32 [3, T].
+        embed_size: width of the embeddings of tokens, which prompts may give through `images=`, or 0 without such
+            prompts.
     """
 
     vocab: int
@@ -92,6 +94,7 @@ class Decoder:
     spec_token: bool = False
     config: gpt.Config | None = None
     images: ImageRule | None = None
+    embed_size: int = 0
 
     @property
     def embeds(self) -> bool:
@@ -209,6 +212,7 @@ def decoder(
         name_weights=functools.partial(_name_weights, config),
         config=config,
         images=None if config.images is None else ImageRule(config.images.token, config.images.rule),
+        embed_size=config.d_model,
     )
 
 

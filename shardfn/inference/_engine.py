@@ -212,7 +212,7 @@ class Engine:
 
     def add(
         self,
-        prompt: Sequence[int],
+        prompt: Sequence[int] | Tensor,
         sampling: Sampling | None = None,
         *,
         name: str | None = None,
@@ -222,7 +222,7 @@ class Engine:
         """Puts a request in line.
 
         Args:
-            prompt: token ids.
+            prompt: token ids, or embeddings, float [P, D].
             sampling: rule of drawing tokens. Default: `Sampling()`.
             name: name of the request. Default: a name of the engine's choice.
             pooling: pooling of `embed`, for a request that has an embedding in place of tokens. `embedding` returns the
@@ -298,7 +298,7 @@ class Engine:
         return self._queues.take_others()
 
     def stream(
-        self, prompt: Sequence[int], sampling: Sampling | None = None, **more: Any
+        self, prompt: Sequence[int] | Tensor, sampling: Sampling | None = None, **more: Any
     ) -> Generator[Token, None, None]:
         """Adds a request and yields its tokens. The engine steps for all requests in between.
 
@@ -313,7 +313,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Iterable[Sequence[int]],
+        prompts: Iterable[Sequence[int] | Tensor],
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
@@ -323,7 +323,7 @@ class Engine:
         """Completes prompts. Requests in progress go on in the same steps.
 
         Args:
-            prompts: token ids of each prompt.
+            prompts: token ids of each prompt, or its embeddings, float [P, D], as the model's table has them.
             sampling: one `Sampling` for all prompts, or a sequence with a `Sampling` for each.
             adapter: name of one adapter for all prompts, or a sequence with a name for each, where None is the model
                 without an adapter.
@@ -461,7 +461,7 @@ class Engine:
 
     def embed(
         self,
-        prompts: Iterable[Sequence[int]],
+        prompts: Iterable[Sequence[int] | Tensor],
         pooling: str = "last",
         *,
         normalize: bool = False,
@@ -474,7 +474,7 @@ class Engine:
         tokens of a mean.
 
         Args:
-            prompts: token ids of each prompt, fewer than the context.
+            prompts: token ids of each prompt, fewer than the context, or its embeddings.
             pooling: "last", the state of the last token, or "mean", of all tokens: a sum in the order of positions.
             normalize: whether embeddings have the length 1. Zeros stay zeros.
             adapter: see `generate`.
@@ -542,11 +542,14 @@ class Engine:
         if self._owned:
             self.runner.close()
 
-    def _admit(self, prompt: Sequence[int], sampling: Sampling | None, **more: Any) -> Admitted:
+    def _admit(self, prompt: Sequence[int] | Tensor, sampling: Sampling | None, **more: Any) -> Admitted:
         """Returns a request that passes all checks."""
         encode = None if self.detokenizer is None else self.detokenizer.encode
-        prompt, more = split_source(prompt, self._sources, more)
-        images = self._images.make(prompt, more.pop("image_features", None), more.pop("image_grids", None))
+        if isinstance(prompt, Tensor) and prompt.is_floating_point():
+            prompt, images = self._images.embed(prompt)
+        else:
+            prompt, more = split_source(prompt, self._sources, more)  # type: ignore[arg-type]
+            images = self._images.make(prompt, more.pop("image_features", None), more.pop("image_grids", None))
         return self.core.admit(make_request(prompt, sampling, self.limits, self.adapters, encode, more, images))
 
     def _begin(self, admitted: Admitted, name: str | None = None, pooling: str | None = None) -> str:

@@ -347,12 +347,26 @@ def _make_decoder(
     served = {"params": placed, "packed": {name: P(tp) for name in cut if name in kept}}
     cache = CacheLayout(layers, heads, dim, tp)
     how: dict[str, Any] = {"outputs": compute_outputs, "pack": pack_params, "expert_shape": shape.expert_shape}
-    made = Decoder(shape.vocab, function.context, cache, specs=P(), images=_find_rule(function), **how)
+    made = Decoder(
+        shape.vocab,
+        function.context,
+        cache,
+        specs=P(),
+        images=_find_rule(function),
+        embed_size=_find_width(function),
+        **how,
+    )
     if head is not None and head in linear:
         inner = [name for name in linear if name != head and name not in kept]
         sizes = {name: Linear(inputs[name], nums[name], linear[name]) for name in inner}
         made = replace(made, hidden_layers=(layers,), hidden_size=inputs[head], linear=sizes)
     return made if tp is None else replace(made, specs=specs, packed=served)
+
+
+def _find_width(function: DecodingFunction) -> int:
+    """Returns the width of the embeddings of tokens, or 0 for a module without a table of them."""
+    table = getattr(function.module, "get_input_embeddings", lambda: None)()
+    return int(getattr(table, "embedding_dim", 0))
 
 
 def _find_rule(function: DecodingFunction) -> ImageRule | None:

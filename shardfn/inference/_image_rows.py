@@ -67,6 +67,11 @@ class RequestImages:
         return max(0, int(np.nonzero(self.ahead[:end] == 0)[0].max(initial=-1)) + 1 - start)
 
     @property
+    def is_text(self) -> bool:
+        """Returns whether the features are embeddings of a whole prompt, without an image."""
+        return not self.words.any()
+
+    @property
     def longest(self) -> int:
         """Returns the number of tokens that one step must have."""
         return 1 if self.ahead is None else int(self.ahead.max()) + 1
@@ -117,6 +122,23 @@ def place_images(
     }
     digest = hashlib.blake2b(raw + keys.tobytes(), digest_size=16).digest()
     return RequestImages(digest, features, array("q", keys.tobytes()), rows, words, **more)
+
+
+def place_embeddings(features: Float32[Tensor, "p d"]) -> RequestImages:
+    """Returns embeddings in place of the tokens of a whole prompt. Blocks are shared with equal embeddings.
+
+    Args:
+        features: embedding of each position.
+
+    Example:
+        >>> found = place_embeddings(torch.zeros(3, 2))
+        >>> found.is_text, found.rows.tolist(), len(set(found.keys))
+        (True, [True, True, True], 1)
+    """
+    rows = [row.tobytes() for row in features.numpy()]
+    names = [int.from_bytes(hashlib.blake2b(x, digest_size=8).digest(), "little", signed=True) for x in rows]
+    digest, num = hashlib.blake2b(b"".join(rows), digest_size=16).digest(), len(rows)
+    return RequestImages(digest, features, array("q", names), np.ones(num, bool), np.zeros(-(-num // 32), np.int32))
 
 
 def _find_spans(begins: np.ndarray, rule: ImageRule, grids: Sequence[Grid] | None) -> list[tuple[int, Grid]]:

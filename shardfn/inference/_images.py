@@ -23,11 +23,12 @@ from shardfn.data import read_image, read_image_url
 
 from ._decoder import Decoder
 from ._hooks import EngineHooks
-from ._image_rows import Grid, ImageRule, RequestImages, place_images
+from ._image_rows import Grid, ImageRule, RequestImages, place_embeddings, place_images
 from ._limits import Limits
 from ._plan import StepPlan
 from ._requests import Request
-from ._state import State
+from ._state import PrefillChunk, State
+from ._state import Sequence as StateSequence
 from ._tensors import make_image_padding
 
 
@@ -284,17 +285,38 @@ class ImageInputs:
     """
 
     def __init__(self, limits: Limits, decoder: Decoder) -> None:
-        self._limits, self._decoder = limits, decoder
+        self._limits, self._decoder, self._embedded = limits, decoder, False
 
     @property
     def hooks(self) -> EngineHooks:
         """Returns the engine hooks that check requests, and find the image tokens of each step."""
-        rule = self._decoder.images
-        return EngineHooks() if rule is None else EngineHooks(admit=self.check, columns=self.columns)
+        return EngineHooks(admit=self.check, columns=self.columns)
 
     def make(self, prompt: Sequence[int], features: Any, grids: Sequence[Grid] | None) -> RequestImages | None:
         """Returns the images of a request. See `make_request_images`."""
         return make_request_images(prompt, features, self._decoder.images, self._decoder.hidden_size, grids)
+
+    def embed(self, prompt: Tensor) -> tuple[tuple[int, ...], RequestImages]:
+        """Returns the tokens of a prompt that is given by its embeddings, all 0, and the embeddings.
+
+        Args:
+            prompt: embeddings, float [P, D], as the model's table has them for tokens.
+
+        Raises:
+            ValueError: the model takes no embeddings, or they have another width, or are not finite.
+        """
+        width = self._decoder.embed_size
+        if not width or self._decoder.sources is not None:
+            raise ValueError("prompt_embeds need a decoder with a table of embeddings. Pass token ids.")
+        if prompt.ndim != 2 or prompt.shape[1] != width or not len(prompt):
+            raise ValueError(
+                f"prompt_embeds must have shape [P, {width}], a row for each token, got {[*prompt.shape]}."
+            )
+        prompt = prompt.detach().to("cpu", torch.float32).contiguous()
+        if not bool(prompt.isfinite().all()):
+            raise ValueError("prompt_embeds must be finite numbers, got inf or nan. Look at their source.")
+        self._embedded = True
+        return (0,) * len(prompt), place_embeddings(prompt)
 
     def check(self, request: Request) -> None:
         """Refuses a request that has image tokens without their images, or images that no step can hold.
@@ -303,7 +325,12 @@ class ImageInputs:
             ValueError: the message has both numbers.
         """
         rule, images = self._decoder.images, request.images
-        assert rule is not None
+        if images is not None and images.is_text:
+            self._embedded = True
+            self._check_embedded(request)
+            return
+        if rule is None:
+            return
         count, found = request.prompt.count(rule.token), 0 if images is None else len(images.features)
         if count != found:
             text = f"prompt must have an image for each image token {rule.token}, got {count} image tokens and"
@@ -319,11 +346,26 @@ class ImageInputs:
             text = "prompt_logprobs must be False for a prompt with images whose tokens read one another, got True."
             raise ValueError(f"{text} Leave it out.")
 
+    def _check_embedded(self, request: Request) -> None:
+        """Refuses options that read the tokens of a prompt, which embeddings do not have."""
+        how, width, features = request.sampling, self._decoder.embed_size, request.images and request.images.features
+        assert features is not None
+        if features.shape[1] != width or len(features) != len(request.prompt):
+            want = [len(request.prompt), width]
+            raise ValueError(f"prompt_embeds must have shape {want}, got {[*features.shape]}. Use this model's table.")
+        for name, value, plain in (
+            ("repetition_penalty", how.repetition_penalty, 1.0),
+            ("prompt_logprobs", how.prompt_logprobs, False),
+        ):
+            if value != plain:
+                raise ValueError(f"{name} must be {plain} for a prompt of embeddings, got {value}. Leave it out.")
+
     def columns(self, state: State, plan: StepPlan) -> dict[str, Any]:
-        """Returns the image tokens of a plan."""
-        assert self._decoder.images is not None
-        found = make_image_padding(plan.bucket, self._limits, self._decoder.images, self._decoder.hidden_size)
-        first = 0
+        """Returns the image tokens of a plan, and the given embeddings."""
+        rule, decoder, first = self._decoder.images, self._decoder, 0
+        if rule is None and not (self._embedded and any(_reads_rows(x, s) for x, s, _ in state.rows_in_flight())):
+            return {}
+        found = make_image_padding(plan.bucket, self._limits, rule, decoder.hidden_size if rule else decoder.embed_size)
         for number, (chunk, sequence, _) in enumerate(state.rows_in_flight()):
             if (images := sequence.request.images) is not None:
                 found.words[number, : len(images.words)] = torch.from_numpy(images.words)
@@ -338,3 +380,9 @@ class ImageInputs:
                     found.shifts[:, first : first + chunk.count] = torch.from_numpy(images.shifts[:, at.clip(max=last)])
             first += chunk.count
         return {"images": found}
+
+
+def _reads_rows(chunk: PrefillChunk, sequence: StateSequence) -> bool:
+    """Returns whether a chunk has positions with a given embedding."""
+    images = sequence.request.images
+    return images is not None and chunk.start < len(images.rows)

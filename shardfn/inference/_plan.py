@@ -158,7 +158,9 @@ def make_plan(
         adapters=adapters if any(adapters) else (),
         branches=tuple(columns.branches),
         moves=tuple(moves),
-        layout=limits.layout_of(bucket, adapters=any(adapters)),
+        layout=limits.layout_of(
+            bucket, adapters=any(adapters) or any([chunk.sequence.request.images is not None for chunk in chunks])
+        ),
         fills=tuple(fills),
         source=_make_source(chunks, columns.sequences, limits) if limits.source else None,
     )

@@ -197,6 +197,11 @@ class Request:
     images: RequestImages | None = None
 
     @property
+    def spelled(self) -> tuple[int, ...]:
+        """Returns the tokens before the text of the answer: none for a prompt of embeddings."""
+        return () if self.images is not None and self.images.is_text else self.prompt
+
+    @property
     def given(self) -> tuple[int, ...]:
         """Returns the tokens that a caller has given: the source of an encoder-decoder model, or the prompt."""
         return self.source or self.prompt

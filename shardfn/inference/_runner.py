@@ -426,7 +426,8 @@ def list_further(*, hidden: bool, routed: bool, edited: bool, states: tuple[int,
 
 def _find_graph_key(layout: str, bucket: int, step: StepTensors, further: _Further) -> Any:
     sites = None if step.low is None else tuple((name, f.a.shape) for name, f in step.low.sites.items())
-    return layout, bucket, step.penalties is not None, step.allowed is not None, sites, further
+    kinds = step.penalties is not None, step.allowed is not None, step.images is not None
+    return layout, bucket, *kinds, sites, further
 
 
 def _run_step(

@@ -32,14 +32,14 @@ class RowBiases(NamedTuple):
     values: Float32[Tensor, "r most"]
 
 
-def make_image_padding(bucket: int, limits: Limits, rule: ImageRule, width: int) -> ImageRows:
+def make_image_padding(bucket: int, limits: Limits, rule: ImageRule | None, width: int) -> ImageRows:
     """Returns the tensors of a step without an image, for features of a width."""
     words = -(-limits.width * limits.block // 32)
     return ImageRows(
         torch.zeros(min(bucket, limits.running) + 1, words, dtype=torch.int32),
         torch.zeros(bucket, dtype=torch.bool),
         torch.zeros(bucket, width),
-        torch.zeros(3, bucket, dtype=torch.int32) if rule.grid else None,
+        torch.zeros(3, bucket, dtype=torch.int32) if rule is not None and rule.grid else None,
     )
 
 
@@ -66,7 +66,7 @@ class StepTensors(NamedTuple):
         tree: bool [B, B] in an engine that has drafts, else None. See `kernels.ragged_attention`.
         host_blocks: blocks of the step where the cache is on the host, else None.
         source: blocks of the sources of an encoder-decoder model, else None.
-        images: image tokens of the step in an engine of a model with images, else None.
+        images: image tokens of the step in an engine of a model with images, or embeddings of prompts, else None.
     """
 
     tokens: Int[Tensor, " b"]

@@ -156,7 +156,7 @@ class Texts:
         one = self._texts.get((name, choice))
         if one is None:
             spell = None if how.skip_special_tokens else self._make_spelling
-            growing = (self._detokenizer if spell is None else spell()).start(drawn.request.prompt)
+            growing = (self._detokenizer if spell is None else spell()).start(drawn.request.spelled)
             one = self._texts[name, choice] = _ChoiceText(
                 growing, StopStringMatcher(how.stop, include=how.include_stop)
             )

@@ -17,7 +17,7 @@ from ._images import load_image_encoder
 from ._load import AXIS, load_model, make_engine
 from ._settings import ModelSettings, Problem, detect_kind, read_sampling
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Tensor
 Message = Mapping[str, Any]
 _MEANT = {
     "tensor_parallel_size": "mesh=sf.make_mesh({{'tp': {value!r}}}), in one process a rank",
@@ -127,7 +127,7 @@ class LLM:
         """Completes prompts. Tokens that end a text by the model's files end each completion, too.
 
         Args:
-            prompts: text or token ids of a prompt, or a list of prompts.
+            prompts: text or token ids of a prompt, or its embeddings, float [P, D], or a list of prompts.
             sampling: a `Sampling` for all prompts, or a list with a `Sampling` for each. Default: `sampling`.
             adapter: name of an adapter, or a list with a name for each prompt.
 
@@ -252,10 +252,10 @@ class LLM:
         if self.classifier is not None:
             raise ValueError("the model has classes in place of tokens. Call classify.")
 
-    def _encode_all(self, prompts: Any) -> list[list[int]]:
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+    def _encode_all(self, prompts: Any) -> list[Any]:
+        if isinstance(prompts, str | Tensor) or (len(prompts) and isinstance(prompts[0], int)):
             prompts = [prompts]
-        return [self.text.encode(x) if isinstance(x, str) else list(x) for x in prompts]
+        return [self.text.encode(x) if isinstance(x, str) else x if isinstance(x, Tensor) else list(x) for x in prompts]
 
     def _with_ends(self, sampling: Sampling | Sequence[Sampling] | None) -> Any:
         """Returns samplings that also end with the tokens of the model's files."""
