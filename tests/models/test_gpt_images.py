@@ -173,7 +173,7 @@ def test_a_rank_without_an_image() -> None:
 
 
 @pytest.mark.nightly
-@distributed(world=2)
+@distributed(world=4)
 def test_a_frozen_tower_of_transformers_equals_one_device() -> None:
     """ZeRO-3 over dp, and heads of the GPT cut over tp: a CLIP tower, which is frozen, and its projector."""
     transformers = pytest.importorskip("transformers")
@@ -200,9 +200,9 @@ def test_a_frozen_tower_of_transformers_equals_one_device() -> None:
     trainable: Any = tree_map(lambda _: True, params) | {"tower": tree_map(lambda _: False, tower)}
     trainable["gpt"]["blocks"] = [{n: n != "bk" for n in p} for p in params["gpt"]["blocks"]]
     for shape, specs in (
-        ({"dp": 2}, None),
+        ({"dp": 4}, None),
         (
-            {"tp": 2},
+            {"dp": 2, "tp": 2},
             {"gpt": gpt.specs(CONFIG, tp="tp"), "tower": tree_map(lambda _: sf.P(), tower), "projector": sf.P()},
         ),
     ):

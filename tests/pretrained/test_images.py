@@ -6,17 +6,19 @@ import functools
 import io
 import json
 import pathlib
+import tempfile
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from shardfn.core import tree_map
+from shardfn.core import make_mesh, tree_map
 from shardfn.inference import Sampling
 from shardfn.interop import gpt_from_hf, llava_to_hf
 from shardfn.models import gpt
 from shardfn.pretrained import LLM, load_image_encoder
+from shardfn.testing import distributed
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -182,6 +184,19 @@ def test_chats_are_those_of_transformers(kind: str, tmp_path_factory: pytest.Tem
             torch.testing.assert_close(torch.tensor(found.logprobs), rows[range(len(want)), want], rtol=1e-5, atol=2e-5)
     assert llm._reader is not None and llm._reader.num_encoded == 4
     assert llm.engine.stats.cache.hits > 100
+
+
+@pytest.mark.nightly
+@distributed(world=2)
+def test_two_ranks_have_the_bits_of_one() -> None:
+    """Models whose heads two ranks cut, each of which reads its parts of the files."""
+    how, mesh = Sampling(max_tokens=6, temperature=0.0), make_mesh({"tp": 2})
+    for kind in MAKERS:
+        with tempfile.TemporaryDirectory() as place:
+            make_model.__wrapped__(kind, place)
+            sizes: dict[str, Any] = {"cache_gib": 0.02, "buckets": (1, 4, 24), "running": 4}
+            chats = [chat for _, chat in CHATS]
+            assert LLM(place, mesh=mesh, **sizes).chat(chats, how) == LLM(place, **sizes).chat(chats, how), kind
 
 
 @pytest.mark.nightly
