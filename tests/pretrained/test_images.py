@@ -191,7 +191,7 @@ def test_chats_are_those_of_transformers(kind: str, tmp_path_factory: pytest.Tem
 @pytest.mark.parametrize("kind", MAKERS)
 @distributed(world=2)
 def test_two_ranks_have_the_bits_of_one(kind: str) -> None:
-    """Models whose heads two ranks cut, each of which reads its parts of the files."""
+    """Two ranks cut the heads of a model, and each rank reads its parts of the files."""
     how, mesh = Sampling(max_tokens=6, temperature=0.0), make_mesh({"tp": 2})
     with tempfile.TemporaryDirectory() as own:
         places = [own]  # transformers writes weights only on the first rank
