@@ -25,11 +25,14 @@ class Size:
     tokens: int = 256
     vocab: int = 8192
     batch: int = 4
+    stacked: bool = False
 
     @property
     def config(self) -> gpt.Config:
         """The model's own configuration."""
-        return gpt.Config(self.vocab, self.num_layers, self.d_model, self.num_heads, max_len=self.tokens)
+        return gpt.Config(
+            self.vocab, self.num_layers, self.d_model, self.num_heads, max_len=self.tokens, stacked=self.stacked
+        )
 
 
 FULL = Size()

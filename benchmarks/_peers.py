@@ -1,5 +1,6 @@
 """Every peer as one function: `build(rank, world, size) -> step(tokens) -> loss`, an optimizer step a call."""
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -78,7 +79,8 @@ def fsdp2_compile(rank: int, world: int, size: Size, *, whole: bool = False) -> 
 def shardfn(rank: int, world: int, size: Size, *, stage: int, jit: str = "", tx: str = "adamw", **fields: Any) -> Step:
     """`sharded_step` at one stage. `jit` is a back end of `sf.jit`, or empty for eager steps; `tx` is an optimizer of
     `OPTIMIZERS`; `fields` are those of `Zero`, or with "jit_" before them options of `sf.jit`; `microbatches` is for
-    `accumulate`; `jit_cluster=calibrate` measures the link first. The step has an attribute `cache_info`.
+    `accumulate`; `nodes` makes a mesh of ("node", "gpu"), for `secondary_axis=gpu`; `jit_cluster=calibrate` measures
+    the link first. The step has an attribute `cache_info`.
     """
     del rank
     from _model import loss, params
@@ -86,13 +88,16 @@ def shardfn(rank: int, world: int, size: Size, *, stage: int, jit: str = "", tx:
     import shardfn as sf
 
     options = {name.removeprefix("jit_"): fields.pop(name) for name in list(fields) if name.startswith("jit_")}
-    mesh, num = sf.make_mesh({"dp": world}), fields.pop("microbatches", 1)
+    num, nodes = fields.pop("microbatches", 1), fields.pop("nodes", 0)
+    mesh = sf.make_mesh({"node": nodes, "gpu": world // nodes} if nodes else {"dp": world})
+    axes = tuple(mesh.shape)
     if options.get("cluster") == "calibrate":
         options["cluster"] = sf.graph.calibrate(mesh)
     f = sf.accumulate(loss(size), num) if num > 1 else loss(size)
     f = sf.jit(f, backend=jit, **options) if jit else f
+    fields |= {"axis": axes} if nodes else {}
     zero = getattr(sf.Zero, "flat", sf.Zero)(stage=stage, **fields)  # of a commit before `flat`, Zero takes all fields
-    take = sf.sharded_step(f, OPTIMIZERS[tx](), mesh=mesh, batch=sf.P("dp"), zero=zero)
+    take = sf.sharded_step(f, OPTIMIZERS[tx](), mesh=mesh, batch=sf.P(axes), zero=zero)
     state = take.init(params(size))
 
     def step(tokens: Tensor) -> Tensor:
@@ -101,6 +106,35 @@ def shardfn(rank: int, world: int, size: Size, *, stage: int, jit: str = "", tx:
         return metrics["loss"]
 
     step.cache_info = take.cache_info  # pyright: ignore[reportFunctionMemberAccess]
+    return step
+
+
+def shardfn_3d(
+    rank: int, world: int, size: Size, *, pp: int = 1, tp: int = 1, stage: int = 1, microbatches: int = 4
+) -> Step:
+    """`models.gpt` along ("dp", "pp", "tp"), tp innermost: a pipeline of tensor-parallel stages under ZeRO along dp."""
+    del rank
+    from _model import params
+
+    import shardfn as sf
+    from shardfn.models import gpt
+
+    config = dataclasses.replace(size.config, stacked=True)
+    mesh = sf.make_mesh({"dp": world // (pp * tp), "pp": pp, "tp": tp})
+    loss: Any = functools.partial(gpt.loss, config, axis="tp")
+    if pp > 1:
+        loss = sf.pipeline(*gpt.stages(config, axis="tp"), num_microbatches=microbatches)
+    zero = sf.Zero(stage=stage, pace=sf.Pace(accumulate="once") if pp > 1 else sf.Pace())
+    specs = gpt.specs(config, tp="tp", pp="pp" if pp > 1 else None)
+    take = sf.sharded_step(loss, adamw(), mesh=mesh, specs=specs, batch=sf.P("dp"), zero=zero)
+    state = take.init(params(dataclasses.replace(size, stacked=True)))
+    dp, own = mesh.shape["dp"], mesh.coords["dp"]
+
+    def step(tokens: Tensor) -> Tensor:
+        nonlocal state
+        state, metrics = take(state, {"tokens": tokens.chunk(dp)[own].contiguous()})
+        return metrics["loss"]
+
     return step
 
 
@@ -168,7 +202,26 @@ def onebit_adam() -> Any:
     )
 
 
-OPTIMIZERS = {"adamw": adamw, "onebit_adam": onebit_adam}
+def lamb() -> Any:
+    """LAMB with the same numbers."""
+    import shardfn as sf
+
+    b1, b2 = ADAMW["betas"]
+    return sf.optim.lamb(ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"])
+
+
+def onebit_lamb() -> Any:
+    """1-bit LAMB with the same numbers, compressed from the third step on."""
+    import shardfn as sf
+
+    b1, b2 = ADAMW["betas"]
+    decay = ADAMW["weight_decay"]
+    return sf.optim.onebit_lamb(
+        ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=decay, freeze_step=FREEZE_STEP, axis="dp"
+    )
+
+
+OPTIMIZERS = {"adamw": adamw, "onebit_adam": onebit_adam, "lamb": lamb, "onebit_lamb": onebit_lamb}
 
 
 def deepspeed(rank: int, world: int, size: Size, *, stage: int) -> Step:
@@ -213,6 +266,7 @@ PEERS: dict[str, Build] = {
     "fsdp2_no_reshard": functools.partial(fsdp2, reshard=False),
     "fsdp2_compile": fsdp2_compile,
     "fsdp2_compile_whole": functools.partial(fsdp2_compile, whole=True),
+    "shardfn_3d": shardfn_3d,
     "torch_tp": torch_tp,
     "shardfn_tp": shardfn_tp,
     "shardfn_partition": shardfn_partition,

@@ -8,6 +8,15 @@ plus these bytes over the bandwidth. "unlimited" is the loopback.
 
     python benchmarks/bench_slow_network.py --plot benchmarks/results/slow_network.png
 
+Other questions are other peers. ZeRO++ on two nodes of two ranks, three dimensions on four nodes of two, 1-bit LAMB:
+
+    Z=shardfn3:nodes=2; python benchmarks/bench_slow_network.py --world 4 --per-node 2 --base $Z --peers \
+        $Z,$Z:secondary_axis=gpu,$Z:gather=int8,$Z:reduce=int4,$Z:gather=int8:secondary_axis=gpu:reduce=int4
+    python benchmarks/bench_slow_network.py --world 8 --per-node 2 --batch 8 --base shardfn_3d:tp=8 --peers \
+        shardfn_3d:tp=8,shardfn3,shardfn_3d:pp=2:tp=2,shardfn_3d:pp=4:tp=2
+    python benchmarks/bench_slow_network.py --batch 32 --base shardfn0:tx=lamb:microbatches=8 --peers \
+        shardfn0:tx=lamb:microbatches=8,shardfn0:tx=onebit_lamb:microbatches=8
+
 Needs root and iproute2, see `slow_link.py`; where they are missing it prints the reason and ends.
 """
 
@@ -53,20 +62,24 @@ def main() -> None:
     links: list[str] = []
     for rate in [LOOPBACK, *rates]:
         for name in args.sizes:
-            found[name][rate], link = _measure(args, rate, SIZES[name])
+            found[name][rate], link = _measure(args, rate, _size(name, args))
         links += [f"{rate}: {link}"] if link else []
     parts = [part for name in args.sizes for part in _part(name, found[name], args)]
     body = "\n\n".join([f"{args.rounds} rounds, one thread a rank.", *parts, "Links: " + "; ".join(links)])
     data = {n: {r: {p: dataclasses.asdict(m) for p, m in x.items()} for r, x in y.items()} for n, y in found.items()}
-    publish("1-bit Adam over bandwidths", body, out=args.out, data=data, as_json=args.json)
+    publish("Steps over bandwidths", body, out=args.out, data=data, as_json=args.json)
     if args.plot:
         _plot(args.plot, found)
+
+
+def _size(name: str, args: argparse.Namespace) -> Size:
+    return dataclasses.replace(SIZES[name], batch=args.batch or SIZES[name].batch)
 
 
 def _measure(args: argparse.Namespace, rate: str, size: Size) -> tuple[dict[str, Measured], str]:
     """Every peer's steps at one rate, in interleaved rounds."""
     with contextlib.ExitStack() as stack:
-        link = None if rate == LOOPBACK else stack.enter_context(Link(args.world, rate))
+        link = None if rate == LOOPBACK else stack.enter_context(Link(args.world, rate, per_node=args.per_node))
         told = describe(link.check()) if link else ""
         groups = {name: Group(serve, args.world, (name, size), link=link).ready() for name in args.peers}
         for group in groups.values():
@@ -91,7 +104,8 @@ def serve(rank: int, world: int, name: str, size: Size) -> Callable[[int], tuple
     import torch.distributed as dist
     from _peers import build
 
-    step, data = build(name)(rank, world, size), batches(size, rank, world)
+    whole = name.startswith("shardfn_3d")  # its ranks take their rows themselves
+    step, data = build(name)(rank, world, size), batches(size, *((0, 1) if whole else (rank, world)))
 
     def answer(steps: int) -> tuple[float, float]:
         rows = [next(data) for _ in range(steps)]
@@ -107,14 +121,14 @@ def serve(rank: int, world: int, name: str, size: Size) -> Callable[[int], tuple
 
 
 def _sent() -> int:
-    """Bytes that this rank's namespace has sent on its links; on the loopback those of both ranks and all others."""
+    """Bytes that this rank's node has sent on its links; on the loopback those of both ranks and all others."""
     with open("/proc/net/dev") as file:
         rows = [line.split(":") for line in file if ":" in line]
     return sum(int(rest.split()[8]) for name, rest in rows if name.strip() != "lo")
 
 
 def _part(name: str, found: dict[str, dict[str, Measured]], args: argparse.Namespace) -> Iterator[str]:
-    size = SIZES[name]
+    size = _size(name, args)
     yield f"## {size.tokens} tokens, batch {size.batch}"
     head = ["link", "peer", "median s", "bytes sent", "floor s", "/ floor", f"{args.base} / it", "quartiles"]
     rows: list[list[Any]] = []
@@ -178,6 +192,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--base", default="ddp", help="the peer that gains refer to")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--per-node", type=int, default=1, help="ranks of a node, which share memory and one link")
+    parser.add_argument("--batch", type=int, default=0, help="rows of all ranks (that of the size)")
     parser.add_argument("--plot", default="", help="PNG file")
     parser.add_argument("--out", default="", help="Markdown file")
     parser.add_argument("--json", action="store_true", help="also the raw numbers")

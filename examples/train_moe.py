@@ -125,8 +125,9 @@ def train(config, text, seed, args, mesh, teacher=None, taught=False):
     schedule = sf.optim.warmup_cosine_decay_schedule(0.0, peak, steps // 20 + 1, steps + 1, args.lr / 10)
     optimizer = sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adamw(schedule, b2=0.95, weight_decay=0.1))
     how = {"mesh": mesh, "batch": sf.P("ep"), "zero": sf.Zero(stage=args.zero, axis="ep")}
+    wrap = functools.partial(sf.jit, backend="graph") if args.jit else lambda loss: loss
     if teacher is None:
-        step = sf.sharded_step(functools.partial(gpt.loss, config), optimizer, specs=gpt.specs(config), **how)
+        step = sf.sharded_step(wrap(functools.partial(gpt.loss, config)), optimizer, specs=gpt.specs(config), **how)
         state = step.init(functools.partial(gpt.init, config), sf.key(seed))
         at = lambda state: step  # noqa: E731
     else:
@@ -135,6 +136,7 @@ def train(config, text, seed, args, mesh, teacher=None, taught=False):
             functools.partial(distilled, config, large),
             optimizer,
             until=int(args.taught * steps) if taught else 0,
+            wrap=wrap,
             specs={"student": gpt.specs(config), "teacher": gpt.specs(large)},
             trainable={"student": True, "teacher": False},
             **how,
@@ -242,6 +244,7 @@ def arguments():
     add("--top-k", type=int, default=2, help="experts of a token (%(default)s)")
     add("--exchange", choices=tuple(EXCHANGES), default="tokens", help="between ranks (%(default)s)")
     add("--zero", type=int, choices=(0, 1, 2, 3), default=1, help="ZeRO stage (%(default)s)")
+    add("--jit", action="store_true", help="capture each step as a graph: the same losses, in less time")
     add("--seeds", type=int, default=3, help="%(default)s")
     add("--steps", type=int, default=1000, help="%(default)s")
     add("--batch", type=int, default=16, help="rows of the global batch (%(default)s)")

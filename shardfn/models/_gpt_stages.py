@@ -1,5 +1,6 @@
 """The loss of the GPT as parts of a pipeline."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,12 +21,13 @@ class Stages(NamedTuple):
 
     Attributes:
         first: function `first(params, batch[, key]) -> h` that embeds the tokens.
-        block: function `block(p, h[, key]) -> h` of a single layer. p has the layer's leaves.
+        block: function `block(p, h[, key]) -> h` of a single layer, where p has the layer's leaves. Layers that are not
+            stacked have a list with a function for each layer.
         last: function `last(params, h, batch[, key])`: the mean cross entropy, or another loss of the logits.
     """
 
     first: Callable[..., Any]
-    block: Callable[..., Any]
+    block: Any
     last: Callable[..., Any]
 
 
@@ -42,8 +44,11 @@ def stages(
     Stages send the residual stream, the positions and documents of the tokens, and with dropout the samples' numbers. A
     pipeline gives each layer a separate key, so dropout masks differ from `loss`'s masks.
 
+    Layers that are not stacked may differ, for example a pyramid of experts. Each rank then has the leaves of all
+    layers, which ZeRO cuts along other axes, and the specs are `specs(config)` without `pp`.
+
     Args:
-        config: shape with stacked blocks.
+        config: shape.
         wrap: function applied to the block function, as in `wrap=remat` (activation checkpointing).
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
         sequence: whether between blocks each rank of `axis` has only some tokens (Megatron's sequence parallelism).
@@ -54,8 +59,8 @@ def stages(
             as int32.
 
     Raises:
-        ValueError: the blocks are not stacked, or experts have a bias, which `models.moe.stages` passes on, or `loss`
-            with a `loss_tile`, which computes no logits. By the first stage: "at" or "routes" without a `loss`, or
+        ValueError: experts have a bias, which `models.moe.stages` passes on, or the model has SwiftKV, or `loss` with a
+            `loss_tile`, which computes no logits. By the first stage: "at" or "routes" without a `loss`, or
             routes of other experts.
 
     Example:
@@ -81,22 +86,32 @@ def stages(
         )
     first, run, last = stages_and_seen(config, axis, sequence, loss)
 
-    def run_layer(p: Params, h: dict[str, Tensor], key: Tensor | None = None) -> dict[str, Tensor]:
-        return run(p, h, key)[0]
+    def run_layer(i: int, p: Params, h: dict[str, Tensor], key: Tensor | None = None) -> dict[str, Tensor]:
+        return run(p, h, key, layer=i)[0]
 
-    return Stages(first, wrap(run_layer), last)
+    return Stages(first, for_each_layer(config, lambda i: wrap(functools.partial(run_layer, i))), last)
+
+
+def for_each_layer(config: Config, make: Callable[[int], Callable[..., Any]]) -> Any:
+    """Returns the function of a stacked layer, or a list with the function of each layer, by its number."""
+    return make(0) if config.stacked else [make(i) for i in range(config.num_layers)]
 
 
 def stages_and_seen(
     config: Config, axis: Axes = None, sequence: bool = False, loss: LogitsLoss | None = None
 ) -> Stages:
-    """Returns the parts of `stages`, of which `block(p, h, key, bias_E)` also returns the facts of its router, or None.
+    """Returns the parts of `stages`, of which `block(p, h, key, bias_E, layer)` is of all layers.
+
+    The function also returns the facts of its router, or None. `layer` is the number of the first layer of `p`, and 0
+    for stacked layers.
 
     Raises:
-        ValueError: the blocks are not stacked, or `loss` with a `loss_tile`.
+        ValueError: the model has SwiftKV, or `loss` with a `loss_tile`.
     """
-    if not config.stacked:
-        raise ValueError("stages: a pipeline runs stacked layers. Use Config(stacked=True).")
+    if config.swift is not None:
+        raise ValueError(
+            f"stages: a pipeline has no layers with SwiftKV, got swift={config.swift}. Train it without a pipeline."
+        )
     check_untiled(config, "stages", "loss", loss)
 
     def get_along(num_tokens: int) -> Along:
@@ -121,18 +136,19 @@ def stages_and_seen(
         return h | ({} if key is None or index_B is None else {"index": index_B})
 
     def run_layer(
-        p: Params, h: dict[str, Tensor], key: Tensor | None = None, bias_E: Tensor | None = None
+        p: Params, h: dict[str, Tensor], key: Tensor | None = None, bias_E: Tensor | None = None, layer: int = 0
     ) -> tuple[dict[str, Tensor], Seen | None]:
         tables = make_tables(config, h["position"], h["x"].dtype, h.get("segment_ids"), h.get("images"))
         cut, x_BTD, index_B, seen = get_along(len(h["position"])), h["x"], h.get("index"), None
         routes_mBTk = h.get("routes")
-        more = "blocks", h.get("mask"), None if routes_mBTk is None else routes_mBTk[0]
-        layers = layers_of(config, p)
+        layers, name = (layers_of(config, p), "blocks") if config.stacked else ([p], f"blocks.{layer}")
+        chosen = None if routes_mBTk is None or not any("router" in own for own in layers) else routes_mBTk[0]
+        more = name, h.get("mask"), chosen
         keys = [key] if len(layers) == 1 or key is None else split(key, len(layers)).unbind()
         for i, (own, k) in enumerate(zip(layers, keys * len(layers) if key is None else keys, strict=True)):
-            x_BTD, seen = block(config, cut, None, own, x_BTD, tables[i], k, index_B, bias_E, *more)
+            x_BTD, seen = block(config, cut, None, own, x_BTD, tables[layer + i], k, index_B, bias_E, *more)
         share = {} if seen is None else {"balance": h["balance"] + seen.loss / len(config.expert_layers)}
-        share |= {} if routes_mBTk is None else {"routes": routes_mBTk.roll(-1, 0)}
+        share |= {} if routes_mBTk is None or seen is None else {"routes": routes_mBTk.roll(-1, 0)}
         return h | {"x": x_BTD} | share, seen
 
     def run_last(params: Params, h: dict[str, Tensor], batch: dict[str, Any], key: Tensor | None = None) -> Any:

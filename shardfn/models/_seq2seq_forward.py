@@ -102,7 +102,7 @@ def run_decoder(
         )
     positions_T = _find_positions(config, "decoder", tokens_BT)
     x_BTD, found = _run_half(config, "decoder", params, tokens_BT, positions_T, mask_BT, settings, source)
-    return _scale_states(config, x_BTD), found
+    return scale_states(config, x_BTD), found
 
 
 def project_source(config: Config, params: Params, source: EncodedSource, *, axis: Axes = None) -> list[SourceKeys]:
@@ -156,7 +156,7 @@ def decode_hidden(
     for block, table, body, source in zip(p["blocks"], tables, bodies, sources, strict=True):
         own = table | {"how": table["how"]._replace(impl=body)}
         x_BTD, _ = run_layer(config, half, settings.along, block, x_BTD, own, bias_HD, source)
-    return _scale_states(config, _end_half(half, p, x_BTD, settings.along))
+    return scale_states(config, _end_half(half, p, x_BTD, settings.along))
 
 
 def logits_of(config: Config, params: Params, x_BTD: Tensor, along: Along) -> Tensor:
@@ -222,9 +222,7 @@ def _run_half(
     x_BTD = dropout(half, settings.along, keys[-1], x_BTD, settings.samples)
     run = settings.wrap(functools.partial(run_layer, config, half, settings.along, load=settings.load))
     for i, (block, table, key) in enumerate(zip(p["blocks"], tables, keys[:-1], strict=True)):
-        if mask_BT is not None and name == "encoder":
-            how = table["how"]
-            table = table | {"how": how._replace(mask=how.mask & nn.Keys(mask_BT))}
+        table = _hide_padding(name, table, mask_BT)
         more = bias_HD, source, key, settings.samples, f"{name}.blocks.{i}", mask_BT
         x_BTD, seen = run(block, x_BTD, table, *more)
         found += [] if seen is None else [seen]
@@ -237,19 +235,83 @@ def _begin_half(
     """Returns a half's leaves, the embedded tokens, arguments of attention by layer, and relative positions."""
     half, p = config.halves[name], params[name]
     x_BTD = embed_tokens(half, p | {"embed": params["embed"]}, tokens_BT, positions_T, settings.along)
-    bias_HD = None
-    if config.buckets is not None:
-        table_NH = pvary(p["relative"], settings.along.axis)  # ranks read the numbers of their heads
-        bias_HD = table_NH[relative_index(config, name, table_NH.device)].T.contiguous()
+    bias_HD = _look_up_distances(config, name, p, settings.along)
     return p, x_BTD, make_tables(half, positions_T, x_BTD.dtype), bias_HD
+
+
+def _look_up_distances(config: Config, name: str, p: Params, along: Along) -> Tensor | None:
+    """Returns the numbers that self-attention adds to scores by distance, [H, 2 max_distance + 1]."""
+    if config.buckets is None:
+        return None
+    table_NH = pvary(p["relative"], along.axis)  # ranks read the numbers of their heads
+    return table_NH[relative_index(config, name, table_NH.device)].T.contiguous()
+
+
+def _hide_padding(name: str, table: Table, mask_BT: Tensor | None) -> Table:
+    """Returns the arguments of self-attention that reads no padding. Padding of targets comes after all tokens."""
+    if mask_BT is None or name == "decoder":
+        return table
+    how = table["how"]
+    return table | {"how": how._replace(mask=how.mask & nn.Keys(mask_BT))}
+
+
+def embed_pair(config: Config, params: Params, batch: Table, key: Tensor | None, along: Along) -> Table:
+    """Returns what the first stage of a pipeline sends: both streams, the masks, and the sum of balance losses."""
+    h: Table = {name: batch[name] for name in ("source_mask", "mask") if batch.get(name) is not None}
+    h |= {} if key is None or batch.get("index") is None else {"index": batch["index"]}
+    keys = [None, None] if key is None else split(key, 2).unbind()
+    streams = {"source": ("encoder", batch["source"]), "target": ("decoder", batch["tokens"])}
+    for own, (stream, (name, tokens_BT)) in zip(keys, streams.items(), strict=True):
+        half, positions_T = config.halves[name], _find_positions(config, name, tokens_BT)
+        leaves = params[name] | {"embed": params["embed"]}
+        x_BTD = embed_tokens(half, leaves, tokens_BT, positions_T, along)
+        h[stream] = dropout(half, along, own, x_BTD, batch.get("index"))
+    if any(half.experts is not None for half in config.halves.values()):
+        # A sum of no tokens is 0, and varies along the axes of the tokens, as the balance of layers does.
+        h["balance"] = batch["tokens"].flatten()[:0].sum().to(h["target"].dtype)
+    return h
+
+
+def list_stage_leaves(config: Config, params: Params) -> list[Params]:
+    """Returns the leaves of each function of `run_stage`: of the layers of the encoder, and then of the decoder.
+
+    All layers of a half read its relative positions, and the last layer its last norm.
+    """
+    out = list[Params]()
+    for name in config.halves:
+        p = params[name]
+        shared = {n: p[n] for n in ("relative",) if n in p}
+        layers = [{**block, **shared} for block in p["blocks"]]
+        layers[-1] |= {n: p[n] for n in ("norm_w", "norm_b") if n in p}
+        out += layers
+    return out
+
+
+def run_stage(config: Config, name: str, i: int, along: Along, p: Params, h: Table, key: Tensor | None = None) -> Table:
+    """Runs one layer of a half on the half's stream. The encoder's last layer ends with the encoder's last norm."""
+    half, stream = config.halves[name], "source" if name == "encoder" else "target"
+    x_BTD, mask_BT = h[stream], h.get("source_mask" if name == "encoder" else "mask")
+    positions_T = torch.arange(x_BTD.shape[1], device=x_BTD.device)
+    table = _hide_padding(name, make_tables(half, positions_T, x_BTD.dtype)[i], mask_BT)
+    source = EncodedSource(h["source"], h.get("source_mask")) if name == "decoder" else None
+    bias_HD = _look_up_distances(config, name, p, along)
+    own = {n: x for n, x in p.items() if n not in ("relative", "norm_w", "norm_b")}
+    more = bias_HD, source, key, h.get("index"), f"{name}.blocks.{i}", mask_BT
+    x_BTD, seen = run_layer(config, half, along, own, x_BTD, table, *more)
+    x_BTD = _end_half(half, p, x_BTD, along)
+    if seen is None:
+        return h | {stream: x_BTD}
+    num = sum(len(each.expert_layers) for each in config.halves.values())
+    return h | {stream: x_BTD, "balance": h["balance"] + seen.loss / num}
+
+
+def scale_states(config: Config, x_BTD: Tensor) -> Tensor:
+    """Returns the states that the output layer multiplies, after their factor."""
+    return x_BTD if config.logits_scale is None else x_BTD * config.logits_scale
 
 
 def _end_half(half: Half, p: Params, x_BTD: Tensor, along: Along) -> Tensor:
     return norm(half, along, x_BTD, p["norm_w"], p.get("norm_b")) if "norm_w" in p else x_BTD
-
-
-def _scale_states(config: Config, x_BTD: Tensor) -> Tensor:
-    return x_BTD if config.logits_scale is None else x_BTD * config.logits_scale
 
 
 def _add_to_stream(

@@ -31,6 +31,7 @@ from ._expert_states import upcycle_experts as upcycle_experts
 from ._experts import Experts as Experts
 from ._gpt_config import Config
 from ._gpt_leaves import Params, stack_blocks, unstack_blocks
+from ._gpt_stages import for_each_layer
 
 ModelState = dict[str, Any]
 
@@ -172,9 +173,10 @@ def stages(
     """Returns `gpt.stages` of experts with a bias, which each stage keeps for its layers.
 
     The model state is `PipelineState(blocks=moe.init_state(config))`, with the spec `PipelineState(P(), P("pp"), P())`.
+    Layers that are not stacked have `PipelineState(blocks=moe.layer_states(config))`, a list, with the spec `P()`.
 
     Args:
-        config: shape with stacked blocks, and with experts that have a bias.
+        config: shape, with experts that have a bias.
         axes: axes of the batch, over which the choices of experts are counted.
         wrap: see `gpt.stages`.
         axis: see `gpt.stages`.
@@ -199,15 +201,28 @@ def stages(
         raise ValueError(f"moe.stages: {config.experts} have no bias (bias_rate=0). Use gpt.stages.")
     first, run, last = gpt.stages_and_seen(config, axis, sequence, loss)
 
-    def run_layer(p: Params, state: ModelState, h: Any, key: Tensor | None = None) -> tuple[Any, ModelState]:
-        h, seen = run(p, h, key, state["bias"])
-        assert seen is not None
-        return h, {**state, "counts": state["counts"] + psum(seen.counts, axes)}
+    def run_layer(i: int, p: Params, state: Any, h: Any, key: Tensor | None = None) -> tuple[Any, Any]:
+        h, seen = run(p, h, key, state["bias"] if state else None, i)
+        return h, state if seen is None else {**state, "counts": state["counts"] + psum(seen.counts, axes)}
 
     def drop_state(f: Callable[..., Any]) -> Callable[..., Any]:
         return lambda params, state, *rest: (f(params, *rest), state)
 
-    return gpt.Stages(drop_state(first), wrap(run_layer), drop_state(last))
+    run_layers = for_each_layer(config, lambda i: wrap(functools.partial(run_layer, i)))
+    return gpt.Stages(drop_state(first), run_layers, drop_state(last))
+
+
+def layer_states(config: gpt.Config) -> list[Any]:
+    """Returns `init_state` by layer, for a pipeline of layers that are not stacked: () for a layer without experts.
+
+    Example:
+        >>> config = deepseek_v3_like(num_layers=4)
+        >>> [len(x) for x in layer_states(config)]
+        [0, 2, 2, 2]
+    """
+    state, where = init_state(config), config.expert_layers
+    rows = [{name: x[n] for name, x in state.items()} for n in range(len(where))]
+    return [rows[where.index(i)] if i in where else () for i in range(config.num_layers)]
 
 
 def finish(config: gpt.Config, model_state: Any) -> Any:
@@ -227,6 +242,8 @@ def finish(config: gpt.Config, model_state: Any) -> Any:
     """
     if isinstance(model_state, PipelineState):
         return model_state._replace(blocks=finish(config, model_state.blocks))
+    if isinstance(model_state, list):  # by layer
+        return [finish(config, x) if x else x for x in model_state]
     rate = _get_experts(config).bias_rate
     bias = tree_map(lambda b, n: moe.bias_update(b, n, rate), model_state["bias"], model_state["counts"])
     return {**model_state, "bias": bias, "counts": tree_map(torch.zeros_like, model_state["counts"])}

@@ -15,6 +15,7 @@ https://arxiv.org/abs/1910.10683
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from ._gpt_forward import name_head
 from ._gpt_forward import sample_tokens as _sample_tokens
 from ._gpt_loss import compute_mean as _compute_mean
 from ._gpt_loss import shifted as _shifted
+from ._gpt_stages import Stages as _Stages
 from ._seq2seq_config import CROSS, block_shapes, check_leaves
 from ._seq2seq_config import Config as Config
 from ._seq2seq_config import Params as Params
@@ -47,10 +49,14 @@ from ._seq2seq_forward import ForwardSettings, decode_hidden, logits_of, run_enc
 from ._seq2seq_forward import ForwardSettings as _Settings
 from ._seq2seq_forward import SourceKeys as SourceKeys
 from ._seq2seq_forward import decode_hidden as _decode_hidden
+from ._seq2seq_forward import embed_pair as _embed_pair
+from ._seq2seq_forward import list_stage_leaves as _list_stage_leaves
 from ._seq2seq_forward import logits_of as _logits_of
 from ._seq2seq_forward import project_source as project_source
 from ._seq2seq_forward import run_decoder as _run_decoder
 from ._seq2seq_forward import run_encoder as _run_encoder
+from ._seq2seq_forward import run_stage as _run_stage
+from ._seq2seq_forward import scale_states as _scale_states
 
 
 def encode(
@@ -168,6 +174,64 @@ def loss(
     x_BTD, found = _compute_hidden(config, params, batch, key, wrap, along)
     extra = torch.stack([seen.loss for seen in found]).mean() if found else None
     return _compute_mean(config.decoder, params, x_BTD, batch, along, extra, weighted=weighted)
+
+
+def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = None) -> _Stages:
+    """Returns `loss` as parts of a pipeline: the layers of the encoder, and then the layers of the decoder.
+
+        pipeline(*stages(config), blocks=functools.partial(stage_leaves, config), axis="pp")
+
+    Ranks send both streams. The encoder's stream stays as it is once its last layer has run, and the layers of the
+    decoder read it. Layers of the two halves have different leaves, so they are not stacked: each rank has all leaves,
+    which ZeRO cuts along other axes, and the specs are `specs(config)`. A pipeline gives each layer a separate key, so
+    dropout masks differ from `loss`'s masks.
+
+    Args:
+        config: shape.
+        wrap: function applied to the function of each layer, as in `wrap=remat` (activation checkpointing).
+        axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> from shardfn.transforms import pipeline
+        >>> config = Config.t5_like(vocab_size=64, num_layers=1, d_model=32, num_heads=4, d_head=8)
+        >>> params, ids = init(config, core.key(0)), torch.zeros(2, 6, dtype=torch.int64)
+        >>> staged = pipeline(*stages(config), blocks=functools.partial(stage_leaves, config), num_microbatches=2)
+        >>> batch = {"source": ids, "tokens": ids}
+        >>> torch.allclose(staged(params, batch), loss(config, params, batch))
+        True
+    """
+    along = _Along(axis)
+
+    def run_first(params: Params, batch: dict[str, Any], key: Tensor | None = None) -> dict[str, Tensor]:
+        return _embed_pair(config, params, _read_batch(config, batch), key, along)
+
+    def run_last(params: Params, h: dict[str, Tensor], batch: dict[str, Any], key: Tensor | None = None) -> Any:
+        del key
+        weighted, batch = "targets" in batch or "mask" in batch, _read_batch(config, batch)
+        x_BTD = _scale_states(config, h["target"])
+        return _compute_mean(config.decoder, params, x_BTD, batch, along, h.get("balance"), weighted=weighted)
+
+    layers = [
+        wrap(functools.partial(_run_stage, config, name, i, along))
+        for name, half in config.halves.items()
+        for i in range(half.num_layers)
+    ]
+    return _Stages(run_first, layers, run_last)
+
+
+def stage_leaves(config: Config, params: Params) -> list[Params]:
+    """Returns the leaves of each layer of `stages`, the argument `blocks` of a pipeline.
+
+    All layers of a half share the relative positions of the half.
+
+    Example:
+        >>> import shardfn.core as core
+        >>> config = Config.t5_like(vocab_size=64, num_layers=2, d_model=32, num_heads=4, d_head=8)
+        >>> len(stage_leaves(config, init(config, core.key(0))))
+        4
+    """
+    return _list_stage_leaves(config, params)
 
 
 def shift_right(config: Config, targets_BT: Int64[Tensor, "b t"]) -> Int64[Tensor, "b t"]:

@@ -1,4 +1,6 @@
-"""A program that generates under a limit of the system on its memory: `python limited.py DIRECTORY KIND BYTES`.
+"""A program that generates under a limit of the system on its memory.
+
+    python limited.py DIRECTORY KIND BYTES [LAYERS [TIMES]]      TIMES as wide
 
 The limit is on private memory beyond that of the program after a first, small model. It prints tokens and log
 probabilities, and to stderr the bytes of weights and the memory in use.
@@ -63,9 +65,11 @@ def main() -> None:
     before = private()
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (before + limit, before + limit))
-    engine, out = generate(directory / "large", kind, LARGE)
+    layers, times = (*map(int, sys.argv[4:]), *(LARGE["num_layers"], 1)[len(sys.argv) - 4 :])
+    wide = {"num_layers": layers, "d_model": LARGE["d_model"] * times, "d_ff": LARGE["d_ff"] * times}
+    engine, out = generate(directory / "large", kind, LARGE | wide)
     nbytes = sum(x.held.nbytes for x in tree_leaves(engine.core.weights))
-    print(nbytes, private() - before, engine.memory(), file=sys.stderr)
+    print(nbytes, private() - before, engine.memory(), nbytes / max(limit, 1), file=sys.stderr)
     assert nbytes >= 3 * limit
     print(out)
 

@@ -43,10 +43,17 @@ def test_stages_are_the_loss():
         torch.testing.assert_close(got, gpt.loss(config, params, batch), rtol=1e-12, atol=0)
 
 
-def test_layers_that_are_not_stacked_are_refused():
-    for made in (lambda c: gpt.specs(c, pp="pp"), gpt.stages):
-        with pytest.raises(ValueError, match=r"Use Config\(stacked=True\)"):
-            made(CONFIGS["bloom"])
+def test_stages_of_layers_that_are_not_stacked_are_the_loss():
+    for name in ("bloom", "llama_gqa"):
+        config = CONFIGS[name]
+        params, (batch, _) = params_of(config, torch.float64), batches_of(config)
+        got = sf.pipeline(*gpt.stages(config), num_microbatches=2)(params, batch)
+        torch.testing.assert_close(got, gpt.loss(config, params, batch), rtol=1e-12, atol=0)
+
+
+def test_specs_of_layers_that_are_not_stacked_are_along_no_pipeline():
+    with pytest.raises(ValueError, match=r"Use Config\(stacked=True\)"):
+        gpt.specs(CONFIGS["bloom"], pp="pp")
 
 
 @pytest.mark.nightly

@@ -138,6 +138,51 @@ def test_coefficients_beside_layers_that_are_cut(sequence: bool) -> None:
         )
 
 
+@NIGHTLY
+@distributed(world=4)
+@pytest.mark.parametrize("stage, jit", [(0, False), (1, True), (3, False)])
+def test_a_pyramid_in_a_pipeline_equals_one_device(stage: int, jit: bool) -> None:
+    """Layers of other leaves on each stage, next to experts along ep."""
+    c, alone = config(exchange=layers.AllToAll("ep"), axes="ep"), config()
+    loss: Any = sf.pipeline(*gpt.stages(c, wrap=sf.remat), axis="pp")
+    with sf.make_mesh({"pp": 2, "ep": 2}, device="cpu") as mesh:
+        assert_parity(
+            sf.jit(loss, backend="graph") if jit else loss,
+            sf.optim.sgd(0.1, momentum=0.9),
+            params(c),
+            [{"tokens": tokens()}, {"tokens": tokens().flip(0)}],
+            reference=functools.partial(gpt.loss, alone),
+            mesh=mesh,
+            specs=gpt.specs(c),
+            batch=sf.P("ep"),
+            zero=sf.Zero(stage=stage, axis="ep", persist_elements=0),
+        )
+
+
+@NIGHTLY
+@distributed(world=2)
+def test_biases_of_a_pyramid_move_in_a_pipeline(world: int) -> None:
+    route = functools.partial(layers.sigmoid_groups, groups=1, groups_kept=1)
+    c, ends = config(route=route, bias_rate=0.25, balance=0.0), []
+    for pp in (1, world):
+        mesh = sf.make_mesh({"pp": pp, "dp": world // pp}, device="cpu")
+        step = sf.sharded_step(
+            sf.pipeline(*moe.stages(c, axes="dp"), num_microbatches=2 if pp > 1 else 1),
+            sf.optim.sgd(0.1),
+            mesh=mesh,
+            batch=sf.P("dp"),
+            has_state=True,
+            finish=functools.partial(moe.finish, c),
+        )
+        state = step.init(params(c), model_state=sf.PipelineState(blocks=moe.layer_states(c)))
+        for rows in (tokens(), tokens().flip(0)):
+            state, _ = step(state, {"tokens": rows[step.rows(4)]})
+        ends.append(sf.unshard((state.params, state.model_state)))
+    for x, y in zip(*map(sf.core.tree_leaves, ends), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+    assert any(x["bias"].any() for x in ends[0][1].blocks if x)
+
+
 def test_biases_of_a_pyramid_move_by_each_layers_counts() -> None:
     route = functools.partial(layers.sigmoid_groups, groups=1, groups_kept=1)
     c = config(route=route, bias_rate=0.25, balance=0.0)

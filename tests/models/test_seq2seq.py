@@ -129,6 +129,49 @@ def test_captured_steps(name: str) -> None:
     parity(CONFIGS[name], sf.make_mesh({"dp": 2}), STAGES[3], jit=True)
 
 
+@pytest.mark.parametrize("name", ["t5", "experts", "bart"])
+def test_stages_are_the_loss(name: str) -> None:
+    config, batch = CONFIGS[name], draw_batches()[0]
+    params = draw_params(config)
+    staged = sf.pipeline(*seq2seq.stages(config), blocks=functools.partial(seq2seq.stage_leaves, config))
+    got, want = staged(params, batch), seq2seq.loss(config, params, batch)
+    torch.testing.assert_close(got, want.mean(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["t5", "experts", "bart", "uneven"])
+@distributed(world=4)
+def test_pipelines_equal_one_device(name: str) -> None:
+    """Five or four layers on two stages: the second one begins inside the decoder, or at its first layer."""
+    config = CONFIGS[name]
+    exchange = moe.AllToAll("dp") if name == "experts" else moe.Local()
+    for sizes, stage, jit in (
+        ({"pp": 2, "dp": 2}, 1, False),
+        ({"pp": 2, "dp": 2}, 3, True),
+        ({"pp": 2, "tp": 2}, 0, False),
+    ):
+        if "tp" in sizes and name == "experts":
+            continue
+        cut = spread(config, "dp", exchange)
+        axis = "tp" if "tp" in sizes else None
+        loss: Any = sf.pipeline(
+            *seq2seq.stages(cut, wrap=sf.remat, axis=axis),
+            blocks=functools.partial(seq2seq.stage_leaves, cut),
+            num_microbatches=1 if name == "experts" else 2,
+        )
+        assert_parity(
+            sf.jit(loss, backend="graph") if jit else loss,
+            optim.sgd(0.1),
+            draw_params(config),
+            draw_batches(),
+            mesh=sf.make_mesh(sizes),
+            reference=functools.partial(seq2seq.loss, config),
+            zero=STAGES[stage] if "dp" in sizes else None,
+            specs=seq2seq.specs(cut, tp=axis),
+            batch=sf.P("dp"),
+        )
+
+
 @pytest.mark.nightly
 def test_a_captured_step_has_the_bits_of_the_step() -> None:
     config, found = CONFIGS["t5"], []
