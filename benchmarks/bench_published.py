@@ -10,6 +10,7 @@ those of `bench_slow_network.py` and `bench_ulysses.py`.
     sparse       longest sequences of dense, tiled and block-sparse attention in one budget
     superlinear  tokens/s of a rank in a fixed memory, on 1 to 64 ranks, with the batch that fits each
     ted          the largest base model with 16 experts on 128 V100, by the degree of tensor parallelism
+    switches     TED's dealt tokens and kept collectives, alone and together, on slow links
     offload      tokens/s with states on the device, the host and the disk, with the batch that fits each
 
     python benchmarks/bench_published.py --part zero++ --out benchmarks/results/FILE.md
@@ -54,6 +55,13 @@ def cores(args: argparse.Namespace, per_node: int, between: float) -> Cluster:
     return Cluster(device, per_node, Link(4e9, 2e-5), Link(between / per_node, 1e-4), Link(4e9, 1e-5), Link(1e9, 1e-4))
 
 
+def volta(name: str) -> Cluster:
+    """A cluster of V100 whose 16 bits are float16: steps are captured in bfloat16, which V100 do not have."""
+    box = cluster(name)
+    flops = {**box.device.flops, "bfloat16": box.device.flops["float16"]}
+    return dataclasses.replace(box, device=dataclasses.replace(box.device, flops=flops))
+
+
 def captured(config: gpt.Config, sizes: dict[str, int], zero: sf.Zero, rows: int, *, bf16: bool = False) -> Any:
     """A step of stage 3 on ranks that do not exist."""
     mesh = sf.make_mesh(sizes, device="cpu", abstract=True)
@@ -87,7 +95,7 @@ def zero_plus_plus(args: argparse.Namespace) -> str:
             zero = sf.Zero.flat(stage=3, axis=axes, **options)
             found[field] = captured(config, mesh, zero, rows, bf16=bf16)
         if bf16:
-            box = cluster("v100-32")
+            box = volta("v100-32")
             rates = {f"{n} Gbit/s a node": n * GBIT for n in (25, 100, 400)}
             made = {k: dataclasses.replace(box, per_node=16, between=Link(x / 16, 1e-5)) for k, x in rates.items()}
         else:
@@ -391,6 +399,62 @@ def offload(args: argparse.Namespace) -> str:
     )
 
 
+def switches(args: argparse.Namespace) -> str:
+    """Bytes and the predicted step with dealt tokens and kept collectives, under recomputation."""
+    route = functools.partial(layers.top_k, renormalise=False)
+    small = {"num_layers": 2, "d_model": 256, "num_heads": 8, "max_len": 128}
+    large = {"num_layers": 4, "d_model": 4096, "num_heads": 32, "max_len": 2048}
+    parts = []
+    for title, sizes, rule, mesh, rows, bf16 in (
+        (
+            "The model of `bench_ted.py`, 2 nodes of 2 cores",
+            small,
+            {"num": 8, "top_k": 2, "d_ff": 128},
+            (2, 2),
+            8,
+            False,
+        ),
+        (
+            "4 of the 32 layers of TED's 6.7B base, 64 V100 on nodes of 4",
+            large,
+            {"num": 16, "top_k": 1, "every": 2, "route": route},
+            (16, 4),
+            1,
+            True,
+        ),
+    ):
+        names, found = dict(zip(("ep", "tp"), mesh, strict=True)), {}
+        for name, (dealt, kept) in SWITCHES.items():
+            exchange = layers.AllToAll("ep", dealt="tp" if dealt else None)
+            experts = moe.Experts(**rule, axes="ep", exchange=exchange)
+            config = gpt.Config(vocab_size=256 if not bf16 else 50304, experts=experts, position="rope", **sizes)
+            policy = sf.policies.save_collectives if kept else None
+            loss: Any = functools.partial(gpt.loss, config, axis="tp", wrap=functools.partial(sf.remat, policy=policy))
+            loss = sf.mixed_precision(loss, sf.Policy.bf16(reduce=torch.bfloat16)) if bf16 else loss
+            step = sf.sharded_step(
+                sf.jit(loss),
+                sf.optim.sgd(1e-3),
+                mesh=sf.make_mesh(names, device="cpu", abstract=True),
+                specs=gpt.specs(config, tp="tp"),
+                batch=sf.P("ep"),
+            )
+            batch = {"tokens": torch.empty(rows, config.max_len + 1, dtype=torch.int64, device="meta")}
+            found[name] = step.lower(sf.eval_shape(lambda c=config: gpt.init(c, sf.key(0))), batch)
+        if bf16:
+            box = volta("v100-16")
+            clusters = {
+                f"{n} GB/s a rank": dataclasses.replace(box, per_node=4, between=Link(n * 1e9, 1e-5))
+                for n in (1, 3, 12)
+            }
+        else:
+            clusters = {k: cores(args, 2, x) for k, x in RATES.items()}
+        parts += [f"## {title}", _speed_table(found, clusters, names, "ep")]
+    return "\n\n".join(parts)
+
+
+SWITCHES = {"neither": (False, False), "dealt": (True, False), "kept": (False, True), "both": (True, True)}
+
+
 def ted(args: argparse.Namespace) -> str:
     """The largest base model with 16 experts in every second layer that fits, by the degree of tensor parallelism."""
     del args
@@ -433,6 +497,7 @@ PARTS: dict[str, tuple[str, Part]] = {
     "ulysses": ("Ulysses and Megatron on 8 ranks, by counts", ulysses),
     "sparse": ("The longest sparse sequences, by counts", sparse),
     "superlinear": ("Tokens a second of a rank in a fixed memory, by the plan", superlinear),
+    "switches": ("TED's switches on slow links, by counts", switches),
     "ted": ("The largest base model with experts, by the plan", ted),
     "offload": ("States on the device, the host and the disk, by the plan", offload),
 }

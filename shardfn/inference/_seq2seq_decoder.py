@@ -28,7 +28,8 @@ def seq2seq_decoder(config: seq2seq.Config, *, tp: str | None = None, batch_inva
             or float64 then. None: where the decoder's MLP allows it, which is all but "gelu_erf".
 
     Raises:
-        ValueError: a batch-invariant decoder with a part that is not, or experts that are exchanged between ranks.
+        ValueError: a batch-invariant decoder with a part that is not, or experts that are exchanged between ranks, or
+            stacked layers.
 
     Example:
         >>> from shardfn import core
@@ -39,6 +40,11 @@ def seq2seq_decoder(config: seq2seq.Config, *, tp: str | None = None, batch_inva
         >>> len(completion.tokens)
         3
     """
+    if stacked := [name for name, half in config.halves.items() if half.stacked]:
+        raise ValueError(
+            f"seq2seq_decoder: layers must be lists, got stacked=True in the {' and the '.join(stacked)}. Pass the"
+            " config and the parameters of seq2seq.unstack(config, params)."
+        )
     if batch_invariant is None:
         batch_invariant = config.decoder.mlp != "gelu_erf"
     served = seq2seq.replace_halves(

@@ -5,7 +5,7 @@ D model, H heads, N relative buckets, V vocabulary.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,11 +17,14 @@ from shardfn import nn
 from shardfn.collectives import axis_size, current_mesh
 from shardfn.core import (
     Axes,
+    P,
     PyTree,
+    Sharding,
     block_slices,
     named_leaves,
     raise_all,
     split,
+    stack_draws,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -157,7 +160,6 @@ def _list_problems(c: Config) -> list[str]:
 def _find_unknown_parts(half: Half) -> list[tuple[str, str]]:
     """Returns the settings that no encoder-decoder has here: the wanted value, and the given value."""
     asked = [
-        ("stacked=False", half.stacked, "stacked=True"),
         ("attention=Dense()", not isinstance(half.attention, nn.Dense), f"{half.attention}"),
         ("layout=None", half.layout is not None, "a layout"),
         ("swift=None", half.swift is not None, f"{half.swift}"),
@@ -182,7 +184,8 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
 
     Returns:
         float32: {"embed", "encoder": {"blocks": [L dicts], "norm_w"?, "norm_b"?, "relative"?, "position"?}, "decoder",
-            "head"?, "head_b"?}. A block of the decoder also has the leaves of cross attention, "c_wq" and so on.
+            "head"?, "head_b"?}. A block of the decoder also has the leaves of cross attention, "c_wq" and so on. In a
+            half with `stacked`, "blocks" is one dict of the same leaves stacked, [L, ...].
 
     Example:
         >>> from shardfn.core import key
@@ -193,7 +196,8 @@ def init(config: Config, key: Int64[Tensor, "2"]) -> Params:
     """
     listed, treedef = tree_flatten(_list_leaves(config))
     keys = split(key, len(listed))
-    return tree_unflatten(treedef, [leaf.draw(k) for leaf, k in zip(listed, keys, strict=True)])
+    drawn = tree_unflatten(treedef, [leaf.draw(k) for leaf, k in zip(listed, keys, strict=True)])
+    return _stack(config, drawn, stack_draws)
 
 
 def specs(config: Config, *, tp: Axes = None) -> PyTree:
@@ -208,7 +212,8 @@ def specs(config: Config, *, tp: Axes = None) -> PyTree:
         >>> specs(config, tp="tp")["decoder"]["blocks"][0]["c_wo"]
         P(None, 'tp')
     """
-    return tree_map(lambda leaf: leaf.spec(tp), _list_leaves(config))
+    tree = tree_map(lambda leaf: leaf.spec(tp), _list_leaves(config))
+    return _stack(config, tree, lambda same: Sharding(P(None, *same[0]), stacked=True))
 
 
 def leaf_shapes(config: Config) -> PyTree:
@@ -218,7 +223,7 @@ def leaf_shapes(config: Config) -> PyTree:
         >>> leaf_shapes(Config.t5_like(vocab_size=64))["embed"]
         (64, 512)
     """
-    return tree_map(lambda leaf: leaf.shape, _list_leaves(config))
+    return _stack(config, tree_map(lambda leaf: leaf.shape, _list_leaves(config)), _stack_shapes)
 
 
 def num_params(config: Config) -> int:
@@ -258,7 +263,22 @@ def block_shapes(config: Config, axis: Axes) -> Any:
     def find_shape(leaf: leaves.DrawnLeaf) -> tuple[int, ...]:
         return tuple(s.stop - s.start for s in block_slices(leaf.shape, leaf.spec(axis), mesh.shape, mesh.coords))
 
-    return tree_map(find_shape, _list_leaves(config))
+    return _stack(config, tree_map(find_shape, _list_leaves(config)), _stack_shapes)
+
+
+def unstack(config: Config, params: Params) -> tuple[Config, Params]:
+    """Returns the model with a list of layers in both halves, as an engine and files of other libraries take it.
+
+    Example:
+        >>> from shardfn.core import key
+        >>> config = Config.t5_like(vocab_size=64, num_layers=2, d_model=32, num_heads=4, d_head=8, stacked=True)
+        >>> config, params = unstack(config, init(config, key(0)))
+        >>> len(params["encoder"]["blocks"]), config.decoder.stacked
+        (2, False)
+    """
+    lists = {name: leaves.unstack_blocks(half, params[name]) for name, half in config.halves.items()}
+    halves = {name: replace_half(half, stacked=False) for name, half in config.halves.items()}
+    return replace_halves(config, halves), {**params, **lists}
 
 
 def is_shape(x: Any) -> bool:
@@ -285,6 +305,16 @@ def relative_index(config: Config, name: str, device: torch.device) -> Tensor:
     """Returns the bucket of each distance in a half, int64 [2 max_distance + 1]."""
     assert config.buckets is not None
     return nn.relative_buckets(config.buckets, config.max_distance, causal=name == "decoder").to(device)
+
+
+def _stack(config: Config, params: Params, join: Callable[[Any], Any]) -> Params:
+    """Returns leaves by layer with those of stacked halves joined."""
+    stacked = {name: half for name, half in config.halves.items() if half.stacked}
+    return {**params, **{name: leaves.stack_blocks(half, params[name], join) for name, half in stacked.items()}}
+
+
+def _stack_shapes(same: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return len(same), *same[0]
 
 
 def _list_leaves(config: Config) -> Any:

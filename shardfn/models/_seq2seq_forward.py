@@ -4,7 +4,7 @@ B batch, S source tokens, T target tokens, D model, G key heads, K head dim.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from shardfn.core import Axes, split
 from ._gpt_block import Along, Seen, Wrap, add_dropout, attend_part, attention_weights, dropout, feed_part, norm
 from ._gpt_config import Config as Half
 from ._gpt_forward import compute_logits, embed_tokens, make_tables
+from ._gpt_leaves import layers_of, unstack_blocks
 from ._seq2seq_config import CROSS, Config, Params, check_leaves, relative_index
 
 Table = dict[str, Any]
@@ -117,7 +118,7 @@ def project_source(config: Config, params: Params, source: EncodedSource, *, axi
     how = _cross_mask(source.mask)
     return [
         SourceKeys(_project_keys(config.decoder, Along(axis), p, source.states), how)
-        for p in params["decoder"]["blocks"]
+        for p in unstack_blocks(config.decoder, params["decoder"])["blocks"]
     ]
 
 
@@ -153,7 +154,8 @@ def decode_hidden(
     if half.position == "learned":
         params = params | {"decoder": p | {"position": p["position"][positions_T]}}
     p, x_BTD, tables, bias_HD = _begin_half(config, "decoder", params, tokens_BT, positions_T, settings)
-    for block, table, body, source in zip(p["blocks"], tables, bodies, sources, strict=True):
+    layers = unstack_blocks(half, p)["blocks"]
+    for block, table, body, source in zip(layers, tables, bodies, sources, strict=True):
         own = table | {"how": table["how"]._replace(impl=body)}
         x_BTD, _ = run_layer(config, half, settings.along, block, x_BTD, own, bias_HD, source)
     return scale_states(config, _end_half(half, p, x_BTD, settings.along))
@@ -221,12 +223,35 @@ def _run_half(
     keys = [None] * (half.num_layers + 1) if settings.key is None else split(settings.key, half.num_layers + 1).unbind()
     x_BTD = dropout(half, settings.along, keys[-1], x_BTD, settings.samples)
     run = settings.wrap(functools.partial(run_layer, config, half, settings.along, load=settings.load))
-    for i, (block, table, key) in enumerate(zip(p["blocks"], tables, keys[:-1], strict=True)):
-        table = _hide_padding(name, table, mask_BT)
-        more = bias_HD, source, key, settings.samples, f"{name}.blocks.{i}", mask_BT
-        x_BTD, seen = run(block, x_BTD, table, *more)
+    tables = [_hide_padding(name, table, mask_BT) for table in tables]
+
+    def run_one(i: int, block: Params, x_BTD: Tensor, key: Tensor | None, place: str) -> tuple[Tensor, Seen | None]:
+        return run(block, x_BTD, tables[i], bias_HD, source, key, settings.samples, place, mask_BT)
+
+    if half.stacked:
+        x_BTD, seen = _scan_layers(half, p["blocks"], x_BTD, keys[:-1], functools.partial(run_one, place=name))
+        return _end_half(half, p, x_BTD, settings.along), [] if seen is None else [seen]
+    for i, (block, key) in enumerate(zip(p["blocks"], keys[:-1], strict=True)):
+        x_BTD, seen = run_one(i, block, x_BTD, key, f"{name}.blocks.{i}")
         found += [] if seen is None else [seen]
     return _end_half(half, p, x_BTD, settings.along), found
+
+
+def _scan_layers(
+    half: Half, blocks: Params, x_BTD: Tensor, keys: Sequence[Tensor | None], run: Callable[..., Any]
+) -> tuple[Tensor, Seen | None]:
+    """Returns the states after all stacked layers of a half, and the facts of all routers, stacked."""
+    num = half.layers_a_block
+    keyed = None if keys[0] is None else torch.stack([k for k in keys if k is not None]).unflatten(0, (-1, num))
+
+    def run_block(x_BTD: Tensor, x: Any) -> tuple[Tensor, Seen | None]:
+        block, own_keys = x
+        seen = None
+        for i, p in enumerate(layers_of(half, block)):
+            x_BTD, seen = run(i, p, x_BTD, None if own_keys is None else own_keys[i])
+        return x_BTD, seen
+
+    return nn.scan(run_block, x_BTD, (blocks, keyed))
 
 
 def _begin_half(

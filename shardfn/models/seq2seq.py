@@ -44,6 +44,7 @@ from ._seq2seq_config import num_params as num_params
 from ._seq2seq_config import replace_half as replace_half
 from ._seq2seq_config import replace_halves as replace_halves
 from ._seq2seq_config import specs as specs
+from ._seq2seq_config import unstack as unstack
 from ._seq2seq_forward import EncodedSource as EncodedSource
 from ._seq2seq_forward import ForwardSettings, decode_hidden, logits_of, run_encoder
 from ._seq2seq_forward import ForwardSettings as _Settings
@@ -172,7 +173,7 @@ def loss(
     weighted = isinstance(batch, Mapping) and ("targets" in batch or "mask" in batch)
     batch, along = _read_batch(config, batch), _Along(axis)
     x_BTD, found = _compute_hidden(config, params, batch, key, wrap, along)
-    extra = torch.stack([seen.loss for seen in found]).mean() if found else None
+    extra = torch.cat([seen.loss.flatten() for seen in found]).mean() if found else None
     return _compute_mean(config.decoder, params, x_BTD, batch, along, extra, weighted=weighted)
 
 
@@ -191,6 +192,9 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         wrap: function applied to the function of each layer, as in `wrap=remat` (activation checkpointing).
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
 
+    Raises:
+        ValueError: layers are stacked.
+
     Example:
         >>> import shardfn.core as core
         >>> from shardfn.transforms import pipeline
@@ -201,6 +205,10 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         >>> torch.allclose(staged(params, batch), loss(config, params, batch))
         True
     """
+    if any(half.stacked for half in config.halves.values()):
+        raise ValueError(
+            "seq2seq.stages: layers must be lists, got stacked=True. Use seq2seq.unstack, or stacked=False."
+        )
     along = _Along(axis)
 
     def run_first(params: Params, batch: dict[str, Any], key: Tensor | None = None) -> dict[str, Tensor]:

@@ -26,6 +26,9 @@ CONFIGS = {
     "experts": Config.t5_like(**SIZES, mlp="gelu", experts=EXPERTS),
     "bart": Config(gpt.Config(**BART, causal=False), gpt.Config(**BART, head_bias=True), norm_sums=True),
     "uneven": Config.t5_like(**UNEVEN, per_head=True),
+    "stacked": Config.t5_like(
+        **SIZES | {"num_layers": 4}, buckets=6, max_distance=5, stacked=True, experts=EXPERTS, dropout=0.25
+    ),
 }
 STAGES = [None, *(sf.Zero(stage=stage, persist_elements=0) for stage in (1, 2, 3))]
 
@@ -129,13 +132,23 @@ def test_captured_steps(name: str) -> None:
     parity(CONFIGS[name], sf.make_mesh({"dp": 2}), STAGES[3], jit=True)
 
 
+def test_stacked_layers_are_those_of_lists() -> None:
+    config, batch = CONFIGS["stacked"], draw_batches()[0]
+    params = draw_params(config)
+    lists, own = seq2seq.unstack(config, params)
+    assert [len(own[name]["blocks"]) for name in lists.halves] == [4, 4]
+    want, got = seq2seq.loss(lists, own, batch, sf.key(5)), seq2seq.loss(config, params, batch, sf.key(5))
+    torch.testing.assert_close(got.total, want.total, rtol=1e-12, atol=0)
+    assert seq2seq.num_params(config) == sum(x.numel() for x in sf.tree_leaves(params))
+
+
 @pytest.mark.parametrize("name", ["t5", "experts", "bart"])
 def test_stages_are_the_loss(name: str) -> None:
     config, batch = CONFIGS[name], draw_batches()[0]
     params = draw_params(config)
     staged = sf.pipeline(*seq2seq.stages(config), blocks=functools.partial(seq2seq.stage_leaves, config))
     got, want = staged(params, batch), seq2seq.loss(config, params, batch)
-    torch.testing.assert_close(got, want.mean(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(got.mean(), want.mean(), rtol=1e-12, atol=0)
 
 
 @pytest.mark.nightly
@@ -241,8 +254,13 @@ def test_bad_settings_and_batches_are_refused() -> None:
         ValueError, match=r"(?s)vocab_size must be the same in both halves, got 13 .* and 14 .*start must"
     ):
         Config.t5_like(**SIZES, decoder={"vocab_size": 14}, start=14)
-    with pytest.raises(ValueError, match=r"(?s)encoder.causal must be False.*decoder must have stacked=False"):
-        Config(gpt.Config(**SIZES), gpt.Config(**SIZES, stacked=True))
+    with pytest.raises(ValueError, match=r"(?s)encoder.causal must be False.*decoder must have qk_norm=None"):
+        Config(gpt.Config(**SIZES), gpt.Config(**SIZES, qk_norm="head"))
+    stacked = CONFIGS["stacked"]
+    with pytest.raises(ValueError, match=r"layers must be lists, got stacked=True. Use seq2seq.unstack"):
+        seq2seq.stages(stacked)
+    with pytest.raises(ValueError, match="got stacked=True in the encoder and the decoder"):
+        sf.inference.seq2seq_decoder(stacked)
     config, batch = CONFIGS["bart"], draw_batches()[0]
     params = draw_params(config)
     with pytest.raises(ValueError, match=r"a source of 10 tokens for Config\(encoder=Config\(max_len=9\)\)"):
