@@ -76,18 +76,24 @@ def captured(config: gpt.Config, sizes: dict[str, int], zero: sf.Zero, rows: int
 
 def zero_plus_plus(args: argparse.Namespace) -> str:
     """Bytes between nodes and the predicted step of each field."""
-    small = dataclasses.replace(FULL, tokens=64, batch=4)
-    large = gpt.Config(50304, 40, 6144, 48, max_len=1024, stacked=True)
+    small = dataclasses.replace(FULL, num_layers=4, tokens=64, batch=4)
+    large = gpt.Config(50304, 4, 6144, 48, max_len=1024)
     parts = []
     for name, config, sizes, rows, bf16 in (
         (
-            "The benchmark's GPT, float32, 2 nodes of 2 cores, one row of 64 tokens a rank",
+            "4 of the benchmark's 8 layers, float32, 2 nodes of 2 cores, one row of 64 tokens a rank",
             small.config,
             (2, 2),
             1,
             False,
         ),
-        ("A GPT of 18B, 16 bits, 24 nodes of 16 V100, one row of 1,024 tokens a rank", large, (24, 16), 1, True),
+        (
+            "4 of the 40 layers of a GPT of 18B, 16 bits, 24 nodes of 16 V100, one row of 1,024 tokens a rank",
+            large,
+            (24, 16),
+            1,
+            True,
+        ),
     ):
         mesh = dict(zip(("node", "gpu"), sizes, strict=True))
         found, axes = {}, tuple(mesh)
@@ -233,7 +239,7 @@ def _longest(peaks: dict[tuple[str, int], int], kind: str, budget: int) -> int:
 
 def _long_step(kind: str, world: int, tokens: int, sizes: dict[str, Any]) -> Any:
     axis = "sp" if kind == "Ulysses" else "tp"
-    body = nn.Ulysses("sp", tokens, nn.Blockwise()) if kind == "Ulysses" else nn.Blockwise()
+    body = nn.Ulysses("sp", tokens) if kind == "Ulysses" else nn.Dense()
     config = gpt.Config(**sizes, max_len=tokens, attention=body)
     mesh = sf.make_mesh({axis: world}, device="cpu", abstract=True)
     how: dict[str, Any] = {"batch": sf.P(None, "sp"), "zero": sf.Zero(3, axis="sp"), "specs": gpt.specs(config)}
@@ -254,10 +260,10 @@ def sparse(args: argparse.Namespace) -> str:
     del args
     sizes: dict[str, Any] = {"vocab_size": 256, "num_layers": 2, "d_model": 128, "num_heads": 2, "tie_embeddings": True}
     layouts: dict[str, Any] = {
-        "a dense mask, nn.Dense": (nn.Dense(), lambda T: nn.layouts.fixed(T, 64, attention="unidirectional")),
+        "a dense mask, nn.Dense": (nn.Dense(), lambda T: nn.layouts.fixed(T, block=64, attention="unidirectional")),
         "nn.Blockwise, all pairs": (nn.Blockwise(), None),
-        "fixed, windows of 4 blocks": (nn.BlockSparse(), lambda T: nn.layouts.fixed(T, 64, attention="unidirectional")),
-        "bigbird, 2 random blocks": (nn.BlockSparse(), lambda T: nn.layouts.bigbird(T, 64, random=(2, sf.key(0)))),
+        "fixed, windows of 4 blocks": (nn.BlockSparse(), lambda T: nn.layouts.fixed(T, block=64, attention="unidirectional")),
+        "bigbird, 2 random blocks": (nn.BlockSparse(), lambda T: nn.layouts.bigbird(T, block=64, random=(2, sf.key(0)))),
     }
     peaks: dict[tuple[str, int], int] = {}
     work: dict[tuple[str, int], int] = {}
