@@ -27,7 +27,7 @@ CONFIGS = {
     "bart": Config(gpt.Config(**BART, causal=False), gpt.Config(**BART, head_bias=True), norm_sums=True),
     "uneven": Config.t5_like(**UNEVEN, per_head=True),
     "stacked": Config.t5_like(
-        **SIZES | {"num_layers": 4}, buckets=6, max_distance=5, stacked=True, experts=EXPERTS, dropout=0.25
+        **SIZES | {"num_layers": 4}, mlp="gelu", buckets=6, max_distance=5, stacked=True, experts=EXPERTS, dropout=0.25
     ),
 }
 STAGES = [None, *(sf.Zero(stage=stage, persist_elements=0) for stage in (1, 2, 3))]
@@ -254,8 +254,8 @@ def test_bad_settings_and_batches_are_refused() -> None:
         ValueError, match=r"(?s)vocab_size must be the same in both halves, got 13 .* and 14 .*start must"
     ):
         Config.t5_like(**SIZES, decoder={"vocab_size": 14}, start=14)
-    with pytest.raises(ValueError, match=r"(?s)encoder.causal must be False.*decoder must have qk_norm=None"):
-        Config(gpt.Config(**SIZES), gpt.Config(**SIZES, qk_norm="head"))
+    with pytest.raises(ValueError, match=r"(?s)encoder.causal must be False.*decoder must have position=None"):
+        Config(gpt.Config(**SIZES), gpt.Config(**SIZES, position="alibi"))
     stacked = CONFIGS["stacked"]
     with pytest.raises(ValueError, match=r"layers must be lists, got stacked=True. Use seq2seq.unstack"):
         seq2seq.stages(stacked)
