@@ -258,12 +258,16 @@ def _long_step(kind: str, world: int, tokens: int, sizes: dict[str, Any]) -> Any
 def sparse(args: argparse.Namespace) -> str:
     """Peaks and operations of a training step by kind of attention, and the longest length in one budget."""
     del args
+    key = sf.key(0)
     sizes: dict[str, Any] = {"vocab_size": 256, "num_layers": 2, "d_model": 128, "num_heads": 2, "tie_embeddings": True}
     layouts: dict[str, Any] = {
         "a dense mask, nn.Dense": (nn.Dense(), lambda T: nn.layouts.fixed(T, block=64, attention="unidirectional")),
         "nn.Blockwise, all pairs": (nn.Blockwise(), None),
-        "fixed, windows of 4 blocks": (nn.BlockSparse(), lambda T: nn.layouts.fixed(T, block=64, attention="unidirectional")),
-        "bigbird, 2 random blocks": (nn.BlockSparse(), lambda T: nn.layouts.bigbird(T, block=64, random=(2, sf.key(0)))),
+        "fixed, windows of 4 blocks": (
+            nn.BlockSparse(),
+            lambda T: nn.layouts.fixed(T, block=64, attention="unidirectional"),
+        ),
+        "bigbird, 2 random blocks": (nn.BlockSparse(), lambda T: nn.layouts.bigbird(T, block=64, random=(2, key))),
     }
     peaks: dict[tuple[str, int], int] = {}
     work: dict[tuple[str, int], int] = {}
