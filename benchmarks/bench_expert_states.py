@@ -110,7 +110,8 @@ def _pruned(args: argparse.Namespace, text: Any, seed: int) -> tuple[list[float]
     params = train(config, gpt.init(config, sf.key(seed)), 0, args.steps, 3e-3)
     with torch.no_grad():
         routes = [gpt.choices(config, params, training(args.steps + i)["tokens"][:, :-1]) for i in range(12)]
-        counts = [sum(x) for x in zip(*(moe.count_choices(r, config.num_experts) for r in routes), strict=True)]
+        each = zip(*(moe.count_choices(r, config.num_experts) for r in routes), strict=True)
+        counts = [torch.stack(x).sum(0) for x in each]
         small, own = moe.prune_experts(config, params, moe.most_used(counts, args.experts // 2))
     losses = [evaluate(config, params), evaluate(small, own)]
     start = args.steps + 12
@@ -173,7 +174,7 @@ def _many(args: argparse.Namespace, num: int) -> gpt.Config:
 
 
 def _step(config: gpt.Config, host: bool, *, abstract: bool) -> Any:
-    mesh = sf.make_mesh({"ep": RANKS}, device="cpu", abstract=abstract)
+    mesh: Any = sf.make_mesh({"ep": RANKS}, device="cpu", abstract=abstract)
     specs = gpt.specs(config)
     if host:
         for block in specs["blocks"]:
@@ -198,11 +199,11 @@ def serve(rank: int, world: int, args: argparse.Namespace, num: int, host: bool)
     del world
     config = _many(args, num)
 
-    def answer(_: None) -> int:
+    def answer(_: Any) -> int:
         tokens = torch.randint(256, (4, config.max_len + 1), generator=torch.Generator().manual_seed(rank))
         with memory.ledger() as book:
             step = _step(config, host, abstract=False)
-            state = step.init(functools.partial(gpt.init, config), sf.key(0))
+            state: Any = step.init(functools.partial(gpt.init, config), sf.key(0))
             for _ in range(2):
                 state, _ = step(state, {"tokens": tokens})
         return book.peak("device")

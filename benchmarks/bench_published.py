@@ -95,7 +95,7 @@ def zero_plus_plus(args: argparse.Namespace) -> str:
             True,
         ),
     ):
-        mesh = dict(zip(("node", "gpu"), sizes, strict=True))
+        mesh: dict[str, int] = dict(zip(("node", "gpu"), sizes, strict=True))
         found, axes = {}, tuple(mesh)
         for field, options in FIELDS.items():
             zero = sf.Zero.flat(stage=3, axis=axes, **options)
@@ -412,14 +412,14 @@ def offload(args: argparse.Namespace) -> str:
 def switches(args: argparse.Namespace) -> str:
     """Bytes and the predicted step with dealt tokens and kept collectives, under recomputation."""
     route = functools.partial(layers.top_k, renormalise=False)
-    small = {"num_layers": 2, "d_model": 256, "num_heads": 8, "max_len": 128}
-    large = {"num_layers": 4, "d_model": 4096, "num_heads": 32, "max_len": 2048}
+    small: dict[str, Any] = {"num_layers": 2, "d_model": 256, "num_heads": 8, "max_len": 128}
+    large: dict[str, Any] = {"num_layers": 4, "d_model": 4096, "num_heads": 32, "max_len": 2048}
     parts = []
     for title, sizes, rule, mesh, rows, bf16 in (
         (
             "The model of `bench_ted.py`, 2 nodes of 2 cores",
             small,
-            {"num": 8, "top_k": 2, "d_ff": 128},
+            functools.partial(moe.Experts, num=8, top_k=2, d_ff=128),
             (2, 2),
             8,
             False,
@@ -427,16 +427,17 @@ def switches(args: argparse.Namespace) -> str:
         (
             "4 of the 32 layers of TED's 6.7B base, 64 V100 on nodes of 4",
             large,
-            {"num": 16, "top_k": 1, "every": 2, "route": route},
+            functools.partial(moe.Experts, num=16, top_k=1, every=2, route=route),
             (16, 4),
             1,
             True,
         ),
     ):
-        names, found = dict(zip(("ep", "tp"), mesh, strict=True)), {}
+        names: dict[str, int] = dict(zip(("ep", "tp"), mesh, strict=True))
+        found: dict[str, Any] = {}
         for name, (dealt, kept) in SWITCHES.items():
             exchange = layers.AllToAll("ep", dealt="tp" if dealt else None)
-            experts = moe.Experts(**rule, axes="ep", exchange=exchange)
+            experts = rule(axes="ep", exchange=exchange)
             config = gpt.Config(vocab_size=256 if not bf16 else 50304, experts=experts, position="rope", **sizes)
             policy = sf.policies.save_collectives if kept else None
             loss: Any = functools.partial(gpt.loss, config, axis="tp", wrap=functools.partial(sf.remat, policy=policy))

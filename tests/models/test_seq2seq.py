@@ -20,15 +20,14 @@ SIZES: dict[str, Any] = {"vocab_size": 13, "d_model": 12, "num_heads": 4, "num_l
 EXPERTS = Experts(num=4, top_k=2, d_ff=6, every=2, balance=0.1)
 BART: dict[str, Any] = {**SIZES, "d_head": 3, "num_heads": 4, "embedding_norm": True, "max_len": 9, "mlp": "gelu_erf"}
 UNEVEN: dict[str, Any] = {**SIZES, "num_heads": 3, "num_kv_heads": 1}
+DEEP: dict[str, Any] = {**SIZES, "num_layers": 4, "mlp": "gelu", "stacked": True}
 CONFIGS = {
     "t5": Config.t5_like(**SIZES, buckets=6, max_distance=5, decoder={"num_layers": 3}),
     "flan": Config.t5_like(**SIZES, mlp="geglu", tied=False, dropout=0.25, attention_dropout=0.25),
     "experts": Config.t5_like(**SIZES, mlp="gelu", experts=EXPERTS),
     "bart": Config(gpt.Config(**BART, causal=False), gpt.Config(**BART, head_bias=True), norm_sums=True),
     "uneven": Config.t5_like(**UNEVEN, per_head=True),
-    "stacked": Config.t5_like(
-        **SIZES | {"num_layers": 4}, mlp="gelu", buckets=6, max_distance=5, stacked=True, experts=EXPERTS, dropout=0.25
-    ),
+    "stacked": Config.t5_like(**DEEP, buckets=6, max_distance=5, experts=EXPERTS, dropout=0.25),
 }
 STAGES = [None, *(sf.Zero(stage=stage, persist_elements=0) for stage in (1, 2, 3))]
 
