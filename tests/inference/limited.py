@@ -66,8 +66,8 @@ def main() -> None:
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (before + limit, before + limit))
     layers, times = (*map(int, sys.argv[4:]), *(LARGE["num_layers"], 1)[len(sys.argv) - 4 :])
-    wide = {"num_layers": layers, "d_model": LARGE["d_model"] * times, "d_ff": LARGE["d_ff"] * times}
-    engine, out = generate(directory / "large", kind, LARGE | wide)
+    wide = {name: LARGE[name] * times for name in ("d_model", "num_heads", "num_kv_heads", "d_ff")}
+    engine, out = generate(directory / "large", kind, LARGE | wide | {"num_layers": layers})
     nbytes = sum(x.held.nbytes for x in tree_leaves(engine.core.weights))
     print(nbytes, private() - before, engine.memory(), nbytes / max(limit, 1), file=sys.stderr)
     assert nbytes >= 3 * limit
