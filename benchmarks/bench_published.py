@@ -305,8 +305,8 @@ def sparse(args: argparse.Namespace) -> str:
                 rows,
             ),
             f"The budget is the peak of a dense mask at {DENSE:,} tokens, {budget / MIB:.1f} MiB. Lengths are on the"
-            f" line through the peaks at 2,048 and 4,096 tokens. Captured at {length:,} tokens, {longest} has its peak at"
-            f" {checked / MIB:.1f} MiB ({checked / budget - 1:+.1%} of the budget).",
+            f" line through the peaks at 2,048 and 4,096 tokens. Captured at {length:,} tokens, {longest} has its peak"
+            f" at {checked / MIB:.1f} MiB ({checked / budget - 1:+.1%} of the budget).",
         ]
     )
 
