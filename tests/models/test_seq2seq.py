@@ -152,7 +152,7 @@ def test_stages_are_the_loss(name: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["t5", "experts", "bart", "uneven"])
-@distributed(world=4)
+@distributed(world=4, timeout=600)
 def test_pipelines_equal_one_device(name: str) -> None:
     """Five or four layers on two stages: the second one begins inside the decoder, or at its first layer."""
     config = CONFIGS[name]
