@@ -2,11 +2,13 @@
 
     python examples/recurrent.py iss
     python examples/recurrent.py antman
-    python examples/recurrent.py iss --hidden 1500 1500 --dim 1500 --words 10000 --steps 6000 --strength 2
+    python examples/recurrent.py iss --hidden 650 650 --dim 650 --steps 800 --dropout 0.5
     torchrun --nproc-per-node 2 examples/recurrent.py iss
 
-iss trains a word-level model twice, without and with the rule `sparse.group_shrink`, removes the units at 0, and
-compares perplexity, parameters and the time of a token. `--kind highway --depth 3` takes a recurrent highway network.
+iss trains a word-level model, shrinks groups of weights by `sparse.group_shrink` until the layers have a share of their
+operations, removes the units at 0, and trains the small model. The report compares perplexity, parameters and the time
+of a token, also with a small model of the same shape that begins from random weights. `--kind highway --depth 3` takes
+a recurrent highway network.
 
 antman trains a dense teacher on characters, a student with structured maps that learns from the teacher's hidden units
 and logits, and the same student without a teacher.
@@ -26,6 +28,7 @@ import pathlib
 import pydoc_data.topics
 import re
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,13 @@ import shardfn as sf
 from shardfn import sparse
 from shardfn.models import recurrent
 from shardfn.nn.recurrent import block_diagonal, grouped_low_rank, low_rank, shuffled
+
+
+class HeldOut(NamedTuple):
+    """Rows that are not trained on: of validation, which selects parameters, and of the test, which the report has."""
+
+    validation: torch.Tensor
+    test: torch.Tensor
 
 
 def main():
@@ -58,29 +68,41 @@ def main():
 
 
 def remove_units(config, training, held_out, args, mesh):
-    """The dense model, and the model of which the units at 0 are removed."""
+    """The dense model, the model of which the units at 0 are removed, and a model that begins as small."""
     groups, loss = recurrent.units(config), functools.partial(recurrent.loss, config)
     curves, rows = {}, []
-    dense, curves["dense"] = train(loss, config, make_optimizer(args), training, held_out, args, mesh)
+    dense, curves["dense"] = train_once("dense", loss, config, training, held_out, args, mesh)
     rows.append(measure("dense", config, dense, held_out))
-    rule = sf.optim.chain(make_optimizer(args), sparse.group_shrink(groups, make_strength(args)))
-    params, curves["with removal"] = train(
-        loss, config, rule, training, held_out, args, mesh, watch=lambda x: norms_of(groups, x)
+    rule = sf.optim.chain(
+        sf.optim.clip_by_global_norm(1.0),
+        sf.optim.sgd(args.shrink_lr),
+        sparse.group_shrink(groups, sf.optim.linear_schedule(0.0, args.strength, args.shrink_steps)),
     )
+
+    def is_small(params):
+        alive = sparse.find_alive(groups, params)
+        flops = recurrent.count_flops(recurrent.without_units(config, alive))
+        print(
+            f"units {[len(x) for x in alive.values()]}, {flops / recurrent.count_flops(config):.3f} of the operations"
+        )
+        return flops <= args.share * recurrent.count_flops(config)
+
+    how = {"start": dense, "steps": args.shrink_steps, "until": is_small}
+    params, curves["shrinking"] = train(loss, config, rule, training, held_out, args, mesh, **how)
     alive = sparse.find_alive(groups, params)
     smaller, fewer = recurrent.without_units(config, alive), sparse.compact(groups, params, alive)
-    tokens = held_out[:2, :-1]
+    tokens = held_out.test[:2, :-1]
     torch.testing.assert_close(
         recurrent.apply(smaller, fewer, tokens), recurrent.apply(config, params, tokens), rtol=1e-3, atol=1e-4
     )
-    rows.append(measure(f"hidden {smaller.hidden}", smaller, fewer, held_out))
+    loss, name = functools.partial(recurrent.loss, smaller), f"hidden {smaller.hidden}"
+    for what, start, steps in (("", fewer, args.tune_steps), (" from random weights", None, args.steps)):
+        rule = make_optimizer(args, steps)
+        tuned, curves[name + what] = train(
+            loss, smaller, rule, training, held_out, args, mesh, start=start, steps=steps
+        )
+        rows.append(measure(name + what, smaller, tuned, held_out))
     return rows, curves
-
-
-def norms_of(groups, params):
-    """The numbers of units above 0, and the median norm of a layer."""
-    norms = sparse.group_norms(groups, params).values()
-    return f"units {[int((x > 0).sum()) for x in norms]}, norms {[round(x.median().item(), 2) for x in norms]}"
 
 
 def replace_maps(config, training, held_out, args, mesh):
@@ -120,68 +142,74 @@ def distilled(config, student, weight, params, batch):
     )
 
 
-def make_optimizer(args):
-    return sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adam(learning_rate(args)))
+def train_once(name, loss, config, training, held_out, args, mesh):
+    """`train`, or what an earlier run has left in --out."""
+    where, own = args.out / name, recurrent.init(config, sf.key(args.seed))
+    if sf.checkpoint.steps(where):
+        found = sf.checkpoint.restore(where, own, at="params")
+        return found.tree, found.user["curve"]
+    params, curve = train(loss, config, make_optimizer(args), training, held_out, args, mesh)
+    sf.checkpoint.save(where, params, args.steps, at="params", user={"curve": curve})
+    return params, curve
 
 
-def learning_rate(args):
-    return sf.optim.warmup_cosine_decay_schedule(0.0, args.lr, args.steps // 20 + 1, args.steps + 1, args.lr / 10)
+def make_optimizer(args, steps=None):
+    steps = steps or args.steps
+    rate = sf.optim.warmup_cosine_decay_schedule(0.0, args.lr, steps // 20 + 1, steps + 1, args.lr / 10)
+    return sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adam(rate))
 
 
-def make_strength(args):
-    """The decrease of a unit's norm: --strength times the learning rate, between two shares of the steps.
+def train(loss, config, optimizer, training, held_out, args, mesh, teacher=None, start=None, steps=None, until=None):
+    """Returns the parameters of least loss of validation, or the last ones with `until`, and the losses.
 
-    Later it is a 20th, which holds units at 0 against what Adam's momentum remembers of them.
+    Leaves of a teacher are frozen. Training stops where `until(params)` is true.
     """
-    rate, (first, last) = learning_rate(args), (share * args.steps for share in args.between)
-    return lambda count: (
-        args.strength * rate(count) * ((count >= first) * 0.05 + ((count >= first) & (count < last)) * 0.95)
-    )
-
-
-def train(loss, config, optimizer, training, held_out, args, mesh, teacher=None, watch=None):
-    """Returns the parameters, and the loss of validation in the course of training. Leaves of a teacher are frozen."""
     how = {"mesh": mesh, "batch": sf.P("dp"), "zero": sf.Zero(stage=3)}
     if teacher is not None:
         how["trainable"] = {"student": True, "teacher": False}
     draws = args.dropout > 0 and teacher is None
     step = sf.sharded_step(loss, optimizer, **how, **({"key": sf.key(args.seed)} if draws else {}))
-    own = recurrent.init(config, sf.key(args.seed))
+    own = recurrent.init(config, sf.key(args.seed)) if start is None else start
     state = step.init(own if teacher is None else {"student": own, "teacher": teacher})
-    order, curve = torch.Generator().manual_seed(args.seed), []
-    rows, start = step.rows(args.batch), time.monotonic()
-    for n in range(args.steps):
+    order, curve, steps = torch.Generator().manual_seed(args.seed), [], steps or args.steps
+    rows, began, best = step.rows(args.batch), time.monotonic(), None
+    for n in range(steps):
         at = torch.randint(len(training) - args.length - 1, (args.batch,), generator=order)
         tokens = torch.stack([training[i : i + args.length + 1] for i in at.tolist()])
         index = torch.arange(args.batch) + n * args.batch
         state, _ = step(state, {"tokens": tokens[rows], "index": index[rows]} if draws else {"tokens": tokens[rows]})
-        if (n + 1) % args.eval_every == 0 or n + 1 == args.steps:
+        if (n + 1) % args.eval_every == 0 or n + 1 == steps:
             params = sf.unshard(state.params)
             params = params if teacher is None else params["student"]
-            curve.append((n + 1, loss_of(config, params, held_out)))
+            curve.append((n + 1, loss_of(config, params, held_out.validation)))
             if mesh.rank == 0:
-                shown = f"step {n + 1}: loss {curve[-1][1]:.4f}, {time.monotonic() - start:.0f} s"
-                print(shown + ("" if watch is None else f", {watch(params)}"), flush=True)
-    return params, curve
+                print(f"step {n + 1}: loss {curve[-1][1]:.4f}, {time.monotonic() - began:.0f} s", flush=True)
+            if until is not None and until(params):
+                break
+            if until is None and curve[-1][1] == min(value for _, value in curve):
+                best = sf.tree_map(torch.clone, params)
+    return params if best is None else best, curve
 
 
-def loss_of(config, params, held_out):
+def loss_of(config, params, rows):
     with torch.no_grad():
-        return recurrent.loss(config, params, {"tokens": held_out}).item()
+        losses = [recurrent.loss(config, params, {"tokens": part}).item() * len(part) for part in rows.split(32)]
+    return sum(losses) / len(rows)
 
 
 def measure(name, config, params, held_out):
     """A row of the report. The time is of one token of one sequence: it is bound by reading the weights."""
     sizes = sum(x.numel() * x.element_size() for x in sf.tree_leaves(params["layers"]))
-    state, times = recurrent.encode(config, params, held_out[:1, :4]).states, []
+    tokens, times = held_out.test[:1], []
+    state = recurrent.encode(config, params, tokens[:, :4]).states
     with torch.no_grad():
-        for t in range(4, min(held_out.shape[1], 36)):
+        for t in range(4, min(tokens.shape[1], 36)):
             start = time.perf_counter()
-            recurrent.encode(config, params, held_out[:1, t : t + 1], state)
+            recurrent.encode(config, params, tokens[:, t : t + 1], state)
             times.append(time.perf_counter() - start)
     return {
         "model": name,
-        "loss": loss_of(config, params, held_out),
+        "loss": loss_of(config, params, held_out.test),
         "parameters": recurrent.num_params(config),
         "flops of a token in layers": recurrent.count_flops(config),
         "bytes of layers": sizes,
@@ -221,7 +249,7 @@ def draw(curves, path):
 
 
 def read_text(args):
-    """The tokens of training, rows of validation, and the number of words or characters."""
+    """The tokens of training, rows of validation and of the test, and the number of words or characters."""
     if args.data:
         text = "\n".join(path.read_text(encoding="utf-8") for path in args.data)
     else:
@@ -231,9 +259,9 @@ def read_text(args):
     known = {piece: i + 1 for i, (piece, _) in enumerate(collections.Counter(pieces).most_common(limit - 1))}
     tokens = torch.tensor([known.get(piece, 0) for piece in pieces])
     size = args.length + 1
-    rows = max(len(tokens) // 20 // size, 1)
-    held_out = tokens[-rows * size :].view(rows, size)[:: max(rows // 64, 1)][:64]
-    return tokens[: -rows * size], held_out, len(known) + 1
+    rows = max(len(tokens) // 10 // size, 2)
+    held_out = tokens[-rows * size :].view(rows, size)[:: max(rows // 512, 1)]
+    return tokens[: -rows * size], HeldOut(held_out[::2], held_out[1::2]), len(known) + 1
 
 
 def arguments():
@@ -248,8 +276,11 @@ def arguments():
     add("--dim", type=int, default=64, help="width of the embedding")
     add("--words", type=int, default=2000, help="words of the vocabulary (iss)")
     add("--dropout", type=float, default=0.0)
-    add("--strength", type=float, default=25.0, help="decrease of a unit's norm in a step, in learning rates (iss)")
-    add("--between", type=float, nargs=2, default=[0.1, 0.8], help="shares of the steps in which norms decrease (iss)")
+    add("--share", type=float, default=0.15, help="share of the operations at which shrinking ends (iss)")
+    add("--strength", type=float, default=0.03, help="decrease of a unit's norm in the last step of shrinking (iss)")
+    add("--shrink-steps", type=int, default=300, help="steps in which the decrease grows from 0 (iss)")
+    add("--shrink-lr", type=float, default=5.0, help="learning rate of these steps (iss)")
+    add("--tune-steps", type=int, default=300, help="steps of the small model (iss)")
     add("--maps", nargs=2, choices=("blocks", "shuffled", "grouped", "low"), default=["blocks", "shuffled"])
     add("--groups", type=int, default=8, help="groups of structured maps (antman)")
     add("--rank", type=int, default=16, help="rank of structured maps (antman)")

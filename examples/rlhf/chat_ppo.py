@@ -10,8 +10,10 @@ actor of stage 1, a critic that begins as the model of rewards of stage 2, this 
 The actor has a second loss on --text (--ptx is its weight), and an average over updates (--ema). The weight of the
 divergence follows --target.
 
+With --lora, all stages train adapters, and the reference of PPO is the actor without its adapters.
+
 run/report.md has the curves and answers before and after. run/ppo/model and run/average/model are models for chat.py.
-Stages that are complete are read from --out, and PPO begins anew.
+The same command continues an interrupted run in any stage, with the numbers of a run without interruption.
 """
 
 import argparse
@@ -75,17 +77,25 @@ def train(args, mesh, actor, rewards):
         mesh=mesh,
         ptx_coef=args.ptx,
         ema=args.ema,
+        lora=args.lora,
+        seed=args.seed,
         zero=sf.Zero(stage=args.zero, params="device"),
         running=num,
         buckets=(num, max(4 * num, length)),
     )
-    policy, beta, found = ppo.policy, args.beta, []
+    policy, beta, done = ppo.policy, args.beta, 0
     text = chat.Encoded(args.text, lambda row: chat.example(actor, row, args.length))
     text = sf.data.ExampleBatches(text, args.batch, lambda rows: as_text(rows, args.length), seed=args.seed)
-    texts = iter(sf.data.Cursor(text, args.iterations * args.epochs, mesh))
+    texts = sf.data.Cursor(text, args.iterations * args.epochs, mesh)
     samples = [answers(policy.engine, actor, asked)]
-    with sf.metrics.Logger(f"{args.out}/ppo", mesh) as logger:
-        for n in range(args.iterations):
+    checkpoints = sf.checkpoint.Manager(f"{args.out}/ppo/checkpoints", mesh=mesh, save_every=args.save_every)
+    if checkpoints.steps():
+        restored = checkpoints.restore(state)
+        state, done = restored.tree, restored.step
+        beta, texts = restored.user["beta"], texts.at(restored.user["texts"])
+    batches = iter(texts)
+    with checkpoints, sf.metrics.Logger(f"{args.out}/ppo", mesh, start=done * args.epochs) as logger:
+        for n in range(done, args.iterations):
             prompts = [asked[(n * args.prompts + i) % len(asked)] for i in range(args.prompts)]
             rollout = policy.sample(state, prompts, sf.fold_in(sf.key(args.seed), n), length=length)
             rollout = rollout._replace(rewards=ppo.reward(state, *chat_grpo.whole(rewards, rollout)))
@@ -93,14 +103,15 @@ def train(args, mesh, actor, rewards):
             form = torch.tensor([chat_grpo.reward(actor, *rollout.tokens(i)) for i in range(len(rollout.ids))])
             form = form.view(-1, args.answers).mean(1)  # the answers to one question count as one
             extra = {"form": form.mean(), "form_error": form.std() / len(form) ** 0.5, "beta": beta}
-            for epoch in range(args.epochs):
-                state, metrics = ppo.update(state, experience, next(texts) if args.ptx else None)
+            for _ in range(args.epochs):
+                state, metrics = ppo.update(state, experience, next(batches) if args.ptx else None)
                 row = logger.write(int(state.step), metrics, extra)
-                found += [row] if epoch == 0 else []  # the weights that have drawn
             divergence = float(metrics["actor/divergence"])  # of the rollout, in any epoch
             beta = max(rl.follow_divergence(beta, divergence, args.target, rate=0.5), args.beta)
+            user = {"beta": beta, "texts": texts.state()}
+            checkpoints.save(state, n + 1, user=user, now=n + 1 == args.iterations)
             if mesh.rank == 0 and n % 10 == 0:
-                shown = [f"{name} {found[-1][name]:.3f}" for name in CURVES if name in row]
+                shown = [f"{name} {row[name]:.3f}" for name in CURVES if name in row]
                 print(f"iteration {n}: {', '.join(shown)}", flush=True)
     models = {"ppo": policy.merge(state), "average": ppo.average(state)}
     for name, params in models.items():
@@ -108,6 +119,7 @@ def train(args, mesh, actor, rewards):
         policy.engine.update_weights(params)
         samples.append(answers(policy.engine, actor, asked))
     if mesh.rank == 0:
+        found = logger.rows[:: args.epochs]  # of the weights that have drawn
         report(args, found, [actor.decode(x) for x in asked], ["before", *models], samples)
 
 
@@ -207,7 +219,7 @@ def options():
     add("--text", default="", help="rows with a text for the second loss; default some made here")
     add("--steps", type=int, default=200, help="of stages 1 and 2 (%(default)s)")
     add("--stage-lr", type=float, default=3e-3, help="of stages 1 and 2 (%(default)s)")
-    add("--lora", type=int, default=0, help="rank of adapters of stages 1 and 2; 0 trains all weights")
+    add("--lora", type=int, default=0, help="rank of adapters; 0 trains all weights")
     add("--batch", type=int, default=16, help="rows of a step of stages 1 and 2, and of the text (%(default)s)")
     add("--length", type=int, default=64, help="tokens of such a row (%(default)s)")
     add("--iterations", type=int, default=40, help="of PPO (%(default)s)")
@@ -220,6 +232,7 @@ def options():
     add("--target", type=float, default=0.25, help="divergence of a token (%(default)s)")
     add("--ptx", type=float, default=0.5, help="weight of the loss of the text; 0 has none (%(default)s)")
     add("--ema", type=float, default=0.98, help="decay of the average of the actor (%(default)s)")
+    add("--save-every", type=int, default=5, help="rollouts between checkpoints of stage 3 (%(default)s)")
     add("--zero", type=int, default=3, help="stage (%(default)s)")
     add("--seed", type=int, default=0, help="%(default)s")
     args, rows = parser.parse_args(), "rows"

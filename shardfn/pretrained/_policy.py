@@ -28,7 +28,7 @@ from ._tokenizers import load_tokenizer
 
 _ZERO = Zero(stage=3)
 Prompt = str | Sequence[dict[str, str]] | Sequence[int]
-_ADAPTED = r"\.w[qkvo]$", r"\.w_"  # weights that have adapters
+ADAPTED = r"\.w[qkvo]$", r"\.w_"  # weights that have adapters
 
 
 class GPTModel(NamedTuple):
@@ -64,7 +64,7 @@ class TextPolicy:
         sampling: sampling of the answers, `n` to each prompt.
         tokenizer: tokenizer of transformers, or None where prompts are ids.
         lora: adapters, or None where all weights are trained.
-        branch: branch of the state's parameters that is the policy, without adapters.
+        branch: branch of the state's parameters that is the policy. None: the parameters are {"base", "lora"}.
 
     Example:
         See `load_policy`.
@@ -76,12 +76,12 @@ class TextPolicy:
     sampling: Sampling
     tokenizer: Any = None
     lora: LoRA | None = None
-    branch: str = "policy"
+    branch: str | None = "policy"
     _first: list[TrainState] = field(default_factory=list, repr=False)  # its weights are the engine's
 
     def merge(self, state: TrainState) -> PyTree:
         """Returns the whole parameters of the policy, adapters added to their weights. Collective."""
-        return _merge(self.lora, self.branch, state)
+        return merge_branch(self.lora, self.branch, state.params)
 
     def sample(
         self, state: TrainState, prompts: Sequence[Prompt], key: Int64[Tensor, "2"], *, length: int | None = None
@@ -280,8 +280,9 @@ def make_policy(
         has_aux=True,
     )
     state = step.init(branches.params)
-    engine = make_own_engine(model.config, _merge(branches.lora, "policy", state), **sizes)
-    policy = TextPolicy(model.config, step, engine, sampling, tokenizer, branches.lora)
+    branch = None if branches.lora else "policy"
+    engine = make_own_engine(model.config, merge_branch(branches.lora, branch, state.params), **sizes)
+    policy = TextPolicy(model.config, step, engine, sampling, tokenizer, branches.lora, branch)
     policy._first.append(state)
     return policy, state
 
@@ -316,7 +317,7 @@ def _make_branches(
 ) -> _Branches:
     params, specs, lora = model.params, gpt.specs(model.config), None
     if rank:
-        lora = LoRA.of(params, _ADAPTED, rank=rank, specs=specs)
+        lora = LoRA.of(params, ADAPTED, rank=rank, specs=specs)
         made = _Branches({"base": params, "lora": lora.init(key(seed))}, lora.specs, lora.trainable, lora)
     else:
         branches = {"policy": params, "reference": copy_leaves(params)} if has_reference else {"policy": params}
@@ -339,11 +340,10 @@ def copy_leaves(params: PyTree) -> PyTree:
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, params)
 
 
-def _merge(lora: LoRA | None, branch: str, state: TrainState) -> PyTree:
-    if lora is None:
-        return unshard(state.params[branch])
-    params = unshard(state.params)
-    return lora.merge(params["base"], params["lora"])
+def merge_branch(lora: LoRA | None, branch: str | None, params: PyTree) -> PyTree:
+    """Returns the whole parameters of a branch of a state, adapters added to their weights. Collective."""
+    found = unshard(params if branch is None else params[branch])
+    return found if lora is None else lora.merge(found["base"], found["lora"])
 
 
 def _policy_loss(

@@ -9,13 +9,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shardfn import rl
-from shardfn.collectives import unshard
 from shardfn.core import (
     Mesh,
     PyTree,
     Sharding,
     Zero,
     explains_keywords,
+    fold_in,
     key,
     make_mesh,
     named_leaves,
@@ -24,11 +24,12 @@ from shardfn.core import (
 )
 from shardfn.inference import Sampling
 from shardfn.interop import eval_state
+from shardfn.lora import LoRA
 from shardfn.models import gpt
 from shardfn.optim import GradientTransformation, average_params, multi_transform
 from shardfn.transforms import TrainState, eval_shape, sharded_step
 
-from ._policy import GPTModel, TextPolicy, check_mesh, copy_leaves, make_own_engine
+from ._policy import ADAPTED, GPTModel, TextPolicy, check_mesh, copy_leaves, make_own_engine, merge_branch
 
 _ZERO = Zero(stage=3)
 _LEARNING = "actor", "critic"
@@ -92,7 +93,7 @@ class TextPPO:
 
     def average(self, state: TrainState) -> PyTree:
         """Returns the average of the actor's parameters over updates, with `make_ppo(ema=...)`. Collective."""
-        return unshard(eval_state(state).params["actor"])
+        return merge_branch(self.policy.lora, "actor", eval_state(state).params)
 
 
 @explains_keywords(
@@ -108,13 +109,16 @@ def make_ppo(
     ptx_coef: float = 0.0,
     ema: float | None = None,
     losses: Mapping[str, float] | None = None,
+    lora: int = 0,
     zero: Zero = _ZERO,
+    seed: int = 0,
     **sizes: Any,
 ) -> tuple[TextPPO, TrainState]:
     """Makes the step of PPO, its first state, and an engine for the answers of the actor. Collective.
 
     The state has the branches "actor", "critic", "reference" and perhaps "reward". The reference is a copy of the actor
-    in host memory, unless it is given. The value of a critic or of a model of rewards is the first logit of a head that
+    in host memory, unless it is given. With adapters, "actor" and "critic" are {"base", "lora"}, and the base of the
+    actor is the reference. The value of a critic or of a model of rewards is the first logit of a head that
     is not tied (`dataclasses.replace(config, tie_embeddings=False)`).
 
     Args:
@@ -126,7 +130,9 @@ def make_ppo(
         ptx_coef: weight of the loss of a text, `gpt.loss` of the actor. 0 has no such loss.
         ema: decay of an average of the actor's parameters, in [0, 1), for example 0.992. None has no average.
         losses: `gamma`, `lam`, `epsilon`, `cliprange` and `clip_reward_value` of `rl.PPO`.
+        lora: rank of adapters, which then are trained in place of all weights. The head of the critic is trained whole.
         zero: stage of the step, and its options.
+        seed: seed of the adapters.
         **sizes: sizes of the engine, see `inference.limits_of`.
 
     Returns:
@@ -134,7 +140,8 @@ def make_ppo(
 
     Raises:
         ValueError: a model is missing, has leaves of another shape than its config, or another vocabulary than the
-            actor, with each such leaf. The mesh has another axis, `ptx_coef` is negative, or `ema` outside [0, 1).
+            actor, with each such leaf. The mesh has another axis, `ptx_coef` is negative, or `ema` outside [0, 1). A
+            reference is given with adapters.
 
     Example:
         >>> import dataclasses, torch
@@ -155,36 +162,61 @@ def make_ppo(
     """
     mesh = make_mesh({"dp": -1}) if mesh is None else mesh
     check_mesh("make_ppo", mesh)
-    _check_models(models, optimizers)
+    _check_models(models, optimizers, lora)
     configs = {name: x.config for name, x in models.items()}
-    configs.setdefault("reference", configs["actor"])
-    text = functools.partial(_text_loss, configs["actor"]) if ptx_coef else None
-    actor, critic = functools.partial(gpt.apply, configs["actor"]), functools.partial(_values, configs["critic"])
-    ppo = rl.PPO(actor, critic, text, ptx_coef, **(losses or {}))
+    adapters = {name: _make_adapters(name, models[name], lora) if lora else None for name in _LEARNING}
+    if not lora:
+        configs.setdefault("reference", configs["actor"])
     rules = {name: optimizers[name] for name in _LEARNING}
     if ema is not None:
         rules["actor"] = average_params(rules["actor"], ema)
-    specs = {name: gpt.specs(config) for name, config in configs.items()}
-    specs["reference"] = tree_map(lambda spec: Sharding(spec, memory_kind="host"), specs["reference"])
+    specs, learns = (
+        {name: gpt.specs(config) for name, config in configs.items()},
+        dict[str, PyTree](dict.fromkeys(configs, False)),
+    )
+    if not lora:
+        specs["reference"] = tree_map(lambda spec: Sharding(spec, memory_kind="host"), specs["reference"])
+    for name, adapted in adapters.items():
+        learns[name] = True if adapted is None else adapted.trainable
+        specs[name] = specs[name] if adapted is None else adapted.specs
+    ppo = _make_losses(configs, adapters, ptx_coef, losses or {})
     step = sharded_step(
-        ppo.objectives(configs),
+        ppo.objectives(learns),
         multi_transform(rules, {name: "critic" if name == "critic" else "actor" for name in configs}),
         mesh=mesh,
         specs=specs,
-        trainable={name: name in _LEARNING for name in configs},
+        trainable=learns,
         zero=zero,
         has_aux=True,
     )
     params = {name: x.params for name, x in models.items()}
-    params.setdefault("reference", copy_leaves(params["actor"]))
+    if not lora:
+        params.setdefault("reference", copy_leaves(params["actor"]))
+    for i, (name, adapted) in enumerate(adapters.items()):
+        if adapted is not None:
+            params[name] = {"base": params[name], "lora": adapted.init(fold_in(key(seed), i), params=params[name])}
     state = step.init(params)
-    engine = make_own_engine(configs["actor"], unshard(state.params["actor"]), **sizes)
-    policy = TextPolicy(configs["actor"], step, engine, sampling, tokenizer, branch="actor")
+    engine = make_own_engine(configs["actor"], merge_branch(adapters["actor"], "actor", state.params), **sizes)
+    policy = TextPolicy(configs["actor"], step, engine, sampling, tokenizer, adapters["actor"], "actor")
     policy._first.append(state)
     return TextPPO(policy, ppo, configs), state
 
 
-def _check_models(models: Mapping[str, GPTModel], optimizers: Mapping[str, GradientTransformation]) -> None:
+def _make_losses(
+    configs: Mapping[str, gpt.Config], adapters: Mapping[str, LoRA | None], ptx_coef: float, losses: Mapping[str, float]
+) -> rl.PPO:
+    logits, values = (functools.partial(_apply, configs[name], adapters[name]) for name in _LEARNING)
+    text = functools.partial(_text_loss, configs["actor"], adapters["actor"]) if ptx_coef else None
+    base = functools.partial(_base_logits, configs["actor"]) if adapters["actor"] else None
+    return rl.PPO(logits, lambda params, ids: values(params, ids)[..., 0], text, ptx_coef, **losses, reference=base)
+
+
+def _make_adapters(name: str, model: GPTModel, rank: int) -> LoRA:
+    whole = ("^head$",) if name == "critic" else ()
+    return LoRA.of(model.params, ADAPTED, rank=rank, specs=gpt.specs(model.config), modules_to_save=whole)
+
+
+def _check_models(models: Mapping[str, GPTModel], optimizers: Mapping[str, GradientTransformation], rank: int) -> None:
     wrong = [
         f"{name!r} is missing in {where}"
         for where, given in (("models", models), ("optimizers", optimizers))
@@ -194,6 +226,11 @@ def _check_models(models: Mapping[str, GPTModel], optimizers: Mapping[str, Gradi
     raise_all(ValueError, "make_ppo: an actor and a critic learn, each by an optimizer:", wrong)
     if other := models.keys() - {*_LEARNING, "reference", "reward"}:
         raise ValueError(f"make_ppo: models must be actor, critic, reference or reward, got {sorted(other)}.")
+    if rank and "reference" in models:
+        raise ValueError(
+            f"make_ppo: the reference must be the base of the actor with adapters, got lora={rank} and a reference."
+            " Leave the reference out, or train all weights."
+        )
     size = models["actor"].config.vocab_size
     for name, model in models.items():
         wrong += _list_misfits(name, model)
@@ -220,14 +257,22 @@ def _list_shapes(params: PyTree) -> dict[str, tuple[int, ...]]:
     return {path: tuple(x.shape) for path, x in named_leaves(params)}
 
 
-def _values(config: gpt.Config, params: PyTree, ids: Tensor) -> Tensor:
-    return gpt.apply(config, params, ids)[..., 0]
+def _merge_leaves(lora: LoRA | None, branch: PyTree) -> PyTree:
+    return branch if lora is None else lora.apply(branch["base"], branch["lora"])
+
+
+def _apply(config: gpt.Config, lora: LoRA | None, branch: PyTree, ids: Tensor) -> Tensor:
+    return gpt.apply(config, _merge_leaves(lora, branch), ids)
+
+
+def _base_logits(config: gpt.Config, params: PyTree, ids: Tensor) -> Tensor:
+    return gpt.apply(config, params["actor"]["base"], ids)
 
 
 def _last_rewards(config: gpt.Config, params: PyTree, rows: tuple[Tensor, Tensor]) -> Tensor:
     ids, lengths = rows
-    return rl.last_values(_values(config, params["reward"], ids), lengths)
+    return rl.last_values(gpt.apply(config, params["reward"], ids)[..., 0], lengths)
 
 
-def _text_loss(config: gpt.Config, params: PyTree, batch: PyTree) -> Any:
-    return gpt.loss(config, params, batch)
+def _text_loss(config: gpt.Config, lora: LoRA | None, branch: PyTree, batch: PyTree) -> Any:
+    return gpt.loss(config, _merge_leaves(lora, branch), batch)

@@ -3,8 +3,7 @@
 B rows, L positions, T tokens of an answer.
 """
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,6 +69,8 @@ class PPO:
         gamma: factor of the next value, see `gae`.
         lam: factor of the next advantage, see `gae`.
         clip_reward_value: bound of scores, see `kl_rewards`.
+        reference: `reference(params, ids)`: logits of the reference, from all branches. None: `actor` of the branch
+            "reference".
 
     Raises:
         ValueError: a number is out of range, or `ptx` and `ptx_coef` are not given together.
@@ -97,6 +98,7 @@ class PPO:
     gamma: float = 1.0
     lam: float = 0.95
     clip_reward_value: float | None = 5.0
+    reference: Model | None = None
 
     def __post_init__(self) -> None:
         """Checks the numbers, so that a mistake is named before the first step."""
@@ -109,17 +111,19 @@ class PPO:
                 " the loss of a text and a weight above 0, or neither."
             )
 
-    def objectives(self, branches: Iterable[str] = _BRANCHES) -> dict[str, Objective]:
+    def objectives(self, branches: Iterable[str] | Mapping[str, PyTree] = _BRANCHES) -> dict[str, Objective]:
         """Returns the losses of a step with `has_aux=True`: "actor", "critic", and with `ptx` also "ptx".
 
         "actor" and "critic" take an `Experience` as their batch, and "ptx" a batch of the text.
 
         Args:
-            branches: names of all branches of the state.
+            branches: names of all branches of the state. A mapping also has the leaves that learn in each branch, for
+                example `LoRA.trainable`, in the form of `Objective.trainable`.
         """
+        learns: Mapping[str, PyTree] = branches if isinstance(branches, Mapping) else dict.fromkeys(branches, True)
 
         def train_only(learning: str) -> PyTree:
-            return {name: name == learning for name in branches}
+            return {name: x if name == learning else False for name, x in learns.items()}
 
         losses = {"actor": Objective(self._actor_loss, train_only("actor"))}
         losses["critic"] = Objective(self._critic_loss, train_only("critic"))
@@ -137,13 +141,18 @@ class PPO:
         Raises:
             ValueError: `kl_coef` is negative.
         """
-        reference, values, divergences = step.apply(
-            functools.partial(_observe, self.actor, self.critic), state, rollout
-        )
+        reference, values, divergences = step.apply(self._observe, state, rollout)
         clip = {"kl_coef": kl_coef, "clip_reward_value": self.clip_reward_value}
         rewards = kl_rewards(rollout.logprobs, reference, rollout.rewards, rollout.lengths, **clip)
         advantages, returns = gae(rewards, values, rollout.lengths, gamma=self.gamma, lam=self.lam)
         return Experience(rollout, reference, values, divergences, advantages, returns)
+
+    def _observe(self, params: PyTree, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+        ids, spans = rollout.ids, rollout.spans
+        logits = self.actor(params["actor"], ids)
+        reference = self.actor(params["reference"], ids) if self.reference is None else self.reference(params, ids)
+        values = completion_values(self.critic(params["critic"], ids), spans)
+        return completion_logprobs(reference, ids, spans), values, completion_divergences(logits, reference, spans)
 
     def _actor_loss(self, params: PyTree, batch: Experience) -> tuple[WeightedMean, dict[str, Any]]:
         rollout = batch.rollout
@@ -170,10 +179,3 @@ class PPO:
             text = WeightedMean(loss.total.detach(), loss.weight)
             return WeightedMean(self.ptx_coef * loss.total, loss.weight), {"text": text}
         return self.ptx_coef * loss, {"text": loss.detach()}
-
-
-def _observe(actor: Model, critic: Model, params: PyTree, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
-    ids, spans = rollout.ids, rollout.spans
-    logits, reference = (actor(params[name], ids) for name in ("actor", "reference"))
-    values = completion_values(critic(params["critic"], ids), spans)
-    return completion_logprobs(reference, ids, spans), values, completion_divergences(logits, reference, spans)

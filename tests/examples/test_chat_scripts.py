@@ -6,8 +6,11 @@ import functools
 import importlib
 import json
 import operator
+import os
 import pathlib
+import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -373,6 +376,29 @@ def test_three_stages_by_one_command(parts: Any, tmp_path: pathlib.Path, monkeyp
         assert (a - x).norm() < (y - x).norm()  # behind the actor
     script.main()  # stages 1 and 2 are read
     assert rows(out / "sft")[-1]["step"] == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("lora", [0, 4])
+def test_stage_3_goes_on_after_a_kill(tmp_path: pathlib.Path, lora: int) -> None:
+    options = [*STAGES, "--iterations", "4", "--save-every", "1", "--lora", str(lora), "--out"]
+    script, program = str(SFT.with_name("chat_ppo.py")), [sys.executable]
+    env = os.environ | {"PYTHONPATH": str(SFT.parents[2])}
+    for name in ("whole", "killed"):
+        command = [*program, script, *options, str(tmp_path / name)]
+        if name == "killed":
+            with subprocess.Popen(command, env=env) as process:
+                end = time.monotonic() + 500
+                while not steps(tmp_path / name / "ppo/checkpoints"):  # the first of 4 rollouts is complete
+                    assert process.poll() is None and time.monotonic() < end
+                    time.sleep(0.02)
+                process.kill()
+            assert max(steps(tmp_path / name / "ppo/checkpoints")) < 4
+        subprocess.run(command, env=env, check=True, timeout=500)
+    whole, killed = (rows(tmp_path / name / "ppo") for name in ("whole", "killed"))
+    assert whole == killed and len(whole) == 8
+    reports = [(tmp_path / name / "report.md").read_text() for name in ("whole", "killed")]
+    assert reports[0] == reports[1]
 
 
 @pytest.mark.parametrize(("option", "value"), [("--ptx", "-0.5"), ("--ema", "1.0"), ("--ema", "-0.1")])

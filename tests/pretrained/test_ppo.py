@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shardfn as sf
-from shardfn import optim
+from shardfn import optim, rl
 from shardfn.inference import Sampling
 from shardfn.models import gpt
 from shardfn.pretrained import GPTModel, make_ppo
@@ -52,6 +52,14 @@ def test_ranks_learn_as_one() -> None:
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
+@pytest.mark.nightly
+@distributed(world=2)
+def test_ranks_learn_adapters_as_one() -> None:
+    ranks, alone = (train(mesh, lora=2) for mesh in (sf.make_mesh({"dp": 2}), sf.make_mesh(alone=True)))
+    for mine, other in zip(ranks, alone, strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
 def test_the_parts_of_a_state() -> None:
     ppo, state = make(sf.make_mesh(alone=True))
     kinds = {name: {x.memory_kind for x in sf.tree_leaves(x)} for name, x in state.params.items()}
@@ -71,6 +79,38 @@ def test_the_parts_of_a_state() -> None:
         torch.testing.assert_close(a, 0.75 * x + 0.25 * y, rtol=1e-6, atol=1e-7)
     with pytest.raises(ValueError, match=r"text must be given exactly if ptx_coef is above 0, got ptx_coef=0.5 and no"):
         ppo.update(state, batch)
+
+
+def test_adapters_learn_and_the_base_is_the_reference() -> None:
+    ppo, state = make(sf.make_mesh(alone=True), lora=2, ptx_coef=0.0)
+    assert sorted(state.params) == ["actor", "critic", "reward"]
+    first = sf.tree_map(torch.clone, sf.unshard(state.params))
+    rollout = ppo.policy.sample(state, [[3, 1], [7]], sf.key(0))
+    batch = ppo.ppo.experience(ppo.policy.step, state, rollout._replace(rewards=torch.tensor([1.0, 0.0, 2.0, 0.5])))
+    state, metrics = ppo.update(state, batch)
+    assert metrics["actor/divergence"].abs() < 1e-6 and metrics["actor/kl"].abs() < 1e-6
+    after = sf.unshard(state.params)
+    for name, part, learns in (
+        ("actor", "base", 0),
+        ("critic", "base", 0),
+        ("actor", "lora", 1),
+        ("critic", "lora", 1),
+    ):
+        pairs = zip(
+            *(map(torch.linalg.vector_norm, sf.tree_leaves(x[name][part])) for x in (first, after)), strict=True
+        )
+        assert any(x != y for x, y in pairs) == bool(learns), (name, part)
+    whole = ppo.policy.merge(state)
+    again = ppo.ppo.experience(ppo.policy.step, state, rollout)
+    ids, spans = rollout.ids, rollout.spans
+    drawn = rl.completion_logprobs(ppo.ppo.actor(after["actor"], ids), ids, spans)
+    for found, params in ((again.ref_logprobs, first["actor"]["base"]), (drawn, whole)):
+        wanted = rl.completion_logprobs(gpt.apply(CONFIG, params, ids), ids, spans)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    average = ppo.average(state)
+    assert sf.tree_leaves(average)[0].shape == sf.tree_leaves(whole)[0].shape
+    with pytest.raises(ValueError, match=r"must be the base of the actor with adapters, got lora=2 and a reference"):
+        make_ppo(models_of(reference=models_of()["actor"]), RULES, Sampling(max_tokens=4), lora=2)
 
 
 def wrong_models(**changed: Any) -> Any:
