@@ -53,6 +53,7 @@ from ._names import (
     fused_sgd_ as fused_sgd_,
     functorch as functorch,
     graph_break as graph_break,
+    exported_scan as exported_scan,
     has_kernel_for_dispatch_key as has_kernel_for_dispatch_key,
     inductor as inductor,
     is_profiled as is_profiled,

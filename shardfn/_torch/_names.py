@@ -241,3 +241,10 @@ def unbound(method: Any) -> Callable[..., Any]:
         return method.__get__(None, cls)(*args, **kwargs)
 
     return call_unbound
+
+
+def exported_scan(f: Callable[..., Any], init: list[Any], xs: list[Any], more: tuple[Any, ...]) -> list[Any]:
+    """Calls torch's scan: a single node of an exported graph, where `f(*carry, *x, *more)` returns carry and ys."""
+    from torch._higher_order_ops.scan import scan_op
+
+    return list(scan_op(f, init, xs, more))

@@ -1,6 +1,8 @@
 """The command line: `plan` estimates a run's needs, `checkpoint` inspects its files, `env` describes the machine."""
 
 from ._main import main as main
+from ._kernels import STEPS as STEPS, decode_step as decode_step, training_step as training_step
+from ._kernels import write_tasks as write_tasks
 from ._models import PRESETS as PRESETS, Preset as Preset, parse_model as parse_model
 from ._states import PRECISIONS as PRECISIONS, Precision as Precision, Setup as Setup, States as States
 from ._states import model_states as model_states

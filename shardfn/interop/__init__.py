@@ -20,5 +20,6 @@ from .deepspeed import read_deepspeed_weights as read_deepspeed_weights, restore
 from .deepspeed import save_deepspeed as save_deepspeed
 from ._checkpoint_weights import export_checkpoint as export_checkpoint, import_weights as import_weights
 from ._eval_state import eval_state as eval_state
-from ._trained import export as export, master_params as master_params, to_module as to_module
+from ._trained import Format as Format, export as export, export_program as export_program
+from ._trained import master_params as master_params, to_module as to_module
 from ._hf_sequence import causal_lm_batch as causal_lm_batch, causal_lm_loss as causal_lm_loss

@@ -1,8 +1,15 @@
-"""Exports trained parameters, the widest copy of each, into a module or into files."""
+"""Exports trained parameters, the widest copy of each, into a module, into files of weights, or into a program.
 
+A program is a model with its weights for another runtime: ONNX, or a package of AOTInductor that torch loads without
+Python code of the model.
+"""
+
+import importlib.util
 import os
-from collections.abc import Mapping
-from typing import Any
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -86,16 +93,26 @@ def to_module(state: TrainState, module: nn.Module, *, rank0_only: bool = False)
                 buffers[name].copy_(value)
 
 
+Format = Literal["safetensors", "onnx", "aoti"]
+_SUFFIXES = {"onnx": ".onnx", "aoti": ".pt2"}
+_PACKAGES = "onnx", "onnxscript"
+
+
 def export(
     state: TrainState,
     module: nn.Module,
     directory: str | os.PathLike[str],
     *,
+    format: Format = "safetensors",
+    inputs: Sequence[Tensor] | None = None,
+    dynamic: Sequence[str] = ("batch", "length"),
     dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     file_bytes: int = 5 << 30,
     tokenizer: Any = None,
 ) -> None:
-    """Writes trained weights as `save_pretrained` does, for `from_pretrained`: `module_to_hf(master_params)`.
+    """Writes trained weights as `save_pretrained` does, for `from_pretrained`, or a program for another runtime.
+
+    The weights are `module_to_hf(master_params)`. See `export_program` for formats "onnx" and "aoti".
 
     The files are safetensors, `config.json`, `generation_config.json` and the tokenizer's files, equal byte for byte to
     transformers' for a single file of weights. Leaves are gathered in sequence. The first rank writes. Collective.
@@ -104,7 +121,10 @@ def export(
         state: state of a step over the parameters from `from_module(module)`.
         module: module for names, configurations, and buffers that `state.model_state` lacks. Parameters may be on
             `meta`. A module in `DistributedDataParallel` or `torch.compile` counts as the module inside.
-        directory: directory for the files, made if missing.
+        directory: directory for the files, made if missing. For a program the path of the file.
+        format: "safetensors", "onnx" or "aoti".
+        inputs: tensors with which the module is called. Only for a program.
+        dynamic: names of the leading dims of the inputs that may have other sizes. Only for a program.
         dtype: dtype to convert to, for all or by name: `interop.file_dtypes(module, MODEL)` keeps the dtypes of a
             model's files. Default: the dtype of the master copies.
         file_bytes: size in bytes after which another file begins.
@@ -112,7 +132,8 @@ def export(
 
     Raises:
         TypeError: `state` is not a state, or the tokenizer has no `save_pretrained`.
-        ValueError: names or shapes do not fit the module, or weights are not finite. The message lists all.
+        ValueError: names or shapes do not fit the module, or weights are not finite. The message lists all. Or an
+            argument belongs to another format.
         DonatedError: the state was consumed by a step.
 
     Example:
@@ -131,7 +152,125 @@ def export(
     shapes = {name: tuple(p.shape) for name, p in core.named_parameters(module)}
     _check_params(params, shapes, type(module).__name__)
     own = _changed_buffers(state, dict(core.named_buffers(module)))
+    if (format == "safetensors") != (inputs is None):
+        raise ValueError(
+            f"export: inputs must be given for the formats onnx and aoti only, got format={format!r} and"
+            f" {'no inputs' if inputs is None else 'inputs'}. Pass inputs=(tokens,) for a program, or leave inputs out."
+        )
+    if inputs is not None:
+        buffers = {name: gather_leaf(x) for name, x in own.items()}
+
+        def call(params: dict[str, Any], *args: Tensor) -> Any:
+            return torch.func.functional_call(module, params | buffers, args)
+
+        export_program(params, call, inputs, directory, format=format, dynamic=dynamic)
+        return
     module_to_hf(module, params, directory, dtype=dtype, file_bytes=file_bytes, buffers=own, tokenizer=tokenizer)
+
+
+def export_program(
+    params: core.PyTree,
+    apply: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    path: str | os.PathLike[str],
+    *,
+    format: Format = "onnx",
+    dynamic: Sequence[str] = ("batch", "length"),
+) -> None:
+    """Writes a function with its parameters as a program: ONNX, or a package of AOTInductor. Collective.
+
+    A program of ONNX runs in onnxruntime, with inputs named `input_0`, `input_1` and so on. A package runs in torch by
+    `torch._inductor.aoti_load_package(path)`, on a processor of the same kind.
+
+    Args:
+        params: state, parameters of a state, or a tree of tensors, such as the result of `sparse.compact`.
+        apply: function `apply(params, *inputs)`, for example `functools.partial(gpt.apply, config)`. The program
+            returns its tensor, or the logits of an output of transformers.
+        inputs: example of each input. Dims with names must be 2 or more here.
+        path: file, which ends in ".onnx" or ".pt2".
+        format: "onnx" or "aoti".
+        dynamic: names of the leading dims of all inputs that may have other sizes, equal in all inputs. (): all sizes
+            are fixed.
+
+    Raises:
+        ValueError: another format, another suffix, an example too small, or a program that fixes a dynamic dim.
+        ImportError: a package for ONNX is missing.
+        DonatedError: the state was consumed by a step.
+
+    Example:
+        >>> import tempfile
+        >>> directory = tempfile.mkdtemp()
+        >>> params, inputs = {"w": torch.ones(3, 2)}, [torch.ones(2, 3)]
+        >>> export_program(params, lambda p, x: x @ p["w"], inputs, f"{directory}/model.bin")
+        Traceback (most recent call last):
+        ValueError: export_program: a file of format 'onnx' must end in '.onnx', got 'model.bin'. Rename the path.
+
+    References:
+        ONNX, https://onnx.ai. AOTInductor, https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
+    """
+    file = pathlib.Path(path)
+    if format not in _SUFFIXES:
+        raise ValueError(f"export_program: format must be 'onnx' or 'aoti', got {format!r}. For weights, call export.")
+    if file.suffix != _SUFFIXES[format]:
+        raise ValueError(
+            f"export_program: a file of format {format!r} must end in {_SUFFIXES[format]!r}, got {file.name!r}. Rename"
+            " the path."
+        )
+    small = [
+        f"inputs[{i}] of shape {tuple(x.shape)} must have 2 or more along dim {d} ({name})"
+        for i, x in enumerate(inputs)
+        for d, name in enumerate(dynamic[: x.ndim])
+        if x.shape[d] < 2
+    ]
+    core.raise_all(ValueError, "export_program: torch takes sizes 0 and 1 as fixed. Pass a larger example:", small)
+    missing = [name for name in _PACKAGES if format == "onnx" and importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"format 'onnx' needs {' and '.join(missing)}: pip install 'shardfn[onnx]'")
+    leaves = core.tree_leaves(params.params if isinstance(params, TrainState) else params)
+    tree = master_params(params) if isinstance(params, TrainState) else params
+    program = _Program(core.tree_map(gather_leaf, tree), apply)
+    if is_writer(leaves):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _write_program(program, tuple(inputs), file, format, dynamic)
+
+
+class _Program(nn.Module):
+    """A function as a module, whose parameters have the names of the tree's leaves."""
+
+    def __init__(self, params: core.PyTree, apply: Callable[..., Any]) -> None:
+        super().__init__()
+        leaves, self.treedef = core.tree_flatten(params)
+        self.apply_to = apply
+        self.names = [re.sub(r"\W+", "_", path).strip("_") or "leaf" for path in core.tree_paths(params, "")]
+        for name, x in zip(self.names, leaves, strict=True):
+            self.register_buffer(name, x.detach())
+
+    def forward(self, *inputs: Tensor) -> Any:
+        params = core.tree_unflatten(self.treedef, [self.get_buffer(name) for name in self.names])
+        result = self.apply_to(params, *inputs)
+        return result.logits if hasattr(result, "logits") else result
+
+
+def _write_program(
+    program: nn.Module, inputs: tuple[Tensor, ...], file: pathlib.Path, format: Format, dynamic: Sequence[str]
+) -> None:
+    dims = {name: torch.export.Dim(name, min=2) for name in dynamic}
+    shapes = tuple({d: dims[name] for d, name in enumerate(dynamic[: x.ndim])} for x in inputs)
+    try:
+        with torch.no_grad():
+            exported = torch.export.export(program.eval(), inputs, dynamic_shapes=(shapes,), strict=False)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"export_program: the function must run for any {' and '.join(dynamic) or 'sizes'} as given in dynamic, got"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    if format == "aoti":
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(file))
+        return
+    names = [f"input_{i}" for i in range(len(inputs))]
+    made = torch.onnx.export(exported, dynamo=True, input_names=names, output_names=["output"], verbose=False)
+    assert made is not None
+    made.save(str(file))
 
 
 def _changed_buffers(state: TrainState, own: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -45,6 +45,9 @@ from ._grouped_product import grouped_outer as grouped_outer, grouped_product as
 from ._row_ops import combined_to_rows as combined_to_rows
 from ._harness_process import CandidateError as CandidateError, ProcessLimits as ProcessLimits
 from ._harness import CheckReport as CheckReport, Verdict as Verdict, check as check
-from ._harness import check_file as check_file, swap as swap
+from ._harness import check_file as check_file, list_checks as list_checks, swap as swap
 from ._harness_measure import MeasureReport as MeasureReport, measure as measure
 from ._harness_measure import measure_file as measure_file
+from ._harness_modules import ArchitectureCoverage as ArchitectureCoverage, ModuleOp as ModuleOp
+from ._harness_modules import MODULE_OPS as MODULE_OPS, find_architectures as find_architectures, find_op as find_op
+from ._harness_modules import make_arguments as make_arguments

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn._torch import has_kernel_for_dispatch_key
-
-from ._harness_cases import EMPTY, EVEN, ODD, OpCases, Size, cases_of
+from ._harness_cases import EMPTY, EVEN, ODD, OpCases, Size
+from ._harness_modules import ModuleOp, cases_of, find_op
 from ._harness_process import CandidateError, ProcessLimits, load_candidate, run_apart
-from ._op import KERNELS, SWAPPED, KernelOp, implemented_by
+from ._op import SWAPPED, KernelOp, implemented_by
 
 Candidate = Callable[..., Any]
 # Relative differences from the definition that the check of values allows, by dtype.
@@ -78,7 +77,7 @@ def check(name: str, f: Candidate | str | pathlib.Path, *, limits: ProcessLimits
     """Checks a candidate for an op against the op's definition.
 
     Args:
-        name: name of the op, a key of `KERNELS`.
+        name: name of the op: a kernel, or a function of transformers' models, see `MODULE_OPS`.
         f: function in the place of the implementation, with the arguments of the schema by position. A path is a Python
             file with a function of the op's name, and runs in a separate process.
         limits: time and memory of the process. Only for a path.
@@ -105,7 +104,7 @@ def check(name: str, f: Candidate | str | pathlib.Path, *, limits: ProcessLimits
     Example:
         >>> check("gelu", lambda x: torch.nn.functional.gelu(x, approximate="tanh")).failures[0]
         'bits'
-        >>> check("gelu", KERNELS["gelu"].reference).passed
+        >>> check("rms_norm", MODULE_OPS["rms_norm"].reference).passed
         True
     """
     if isinstance(f, str | pathlib.Path):
@@ -115,7 +114,7 @@ def check(name: str, f: Candidate | str | pathlib.Path, *, limits: ProcessLimits
         raise ValueError(
             "limits must belong to a path, as a function runs in this process, got a function. Leave out limits="
         )
-    cases, kernel = cases_of(name), KERNELS[name]
+    cases, kernel = cases_of(name), find_op(name)
     check_signature(kernel, f)
     return CheckReport(name, tuple(_judge(label, run, _Trial(kernel, cases, f)) for label, run in _CHECKS.items()))
 
@@ -151,8 +150,9 @@ def swap(name: str, f: Candidate | str | pathlib.Path, *, report: CheckReport | 
         CandidateError: see `check`.
 
     Example:
-        >>> with swap("gelu", KERNELS["gelu"].reference):
-        ...     KERNELS["gelu"](torch.zeros(1))
+        >>> gelu = find_op("gelu")
+        >>> with swap("gelu", gelu.reference):
+        ...     gelu(torch.zeros(1))
         tensor([0.])
     """
     report = check(name, f) if report is None else report
@@ -176,13 +176,13 @@ def swapped(name: str, f: Candidate) -> Iterator[None]:
             SWAPPED[name] = before
 
 
-def check_signature(kernel: KernelOp, f: Candidate) -> None:
+def check_signature(kernel: KernelOp | ModuleOp, f: Candidate) -> None:
     """Refuses a function that cannot be called with the arguments of the schema.
 
     Raises:
         CandidateError: the signature does not fit.
     """
-    names = [a.name for a in kernel.op.default._schema.arguments]
+    names = kernel.argument_names
     try:
         inspect.signature(f).bind(*names)
     except TypeError as error:
@@ -212,7 +212,7 @@ class _Trial(NamedTuple):
         f: the candidate.
     """
 
-    kernel: KernelOp
+    kernel: KernelOp | ModuleOp
     cases: OpCases
     f: Candidate
 
@@ -247,10 +247,9 @@ class _Trial(NamedTuple):
         return [*_list_tensors(self.kernel.op(*args)), *(args[i] for i in self.written)]
 
     @property
-    def written(self) -> list[int]:
+    def written(self) -> Sequence[int]:
         """Returns the positions of arguments that the op writes."""
-        schema = enumerate(self.kernel.op.default._schema.arguments)
-        return [i for i, a in schema if a.alias_info is not None and a.alias_info.is_write]
+        return self.kernel.written
 
 
 def _judge(label: str, run: Callable[[_Trial], None], trial: _Trial) -> Verdict:
@@ -328,8 +327,7 @@ def _check_vmap(trial: _Trial) -> None:
 
 
 def _check_gradient(trial: _Trial) -> None:
-    qualified = f"shardfn_kernels::{trial.kernel.name}"
-    if trial.kernel.no_derivative or not has_kernel_for_dispatch_key(qualified, "Autograd"):
+    if not trial.kernel.has_derivative:
         raise _Skipped("the op has no derivative")
     size, args = trial.arguments(*ODD[0])
     with implemented_by("reference"):
@@ -415,6 +413,16 @@ _CHECKS: dict[str, Callable[[_Trial], None]] = {
 }
 
 
+def list_checks() -> tuple[str, ...]:
+    """Returns the names of all checks, in their order.
+
+    Example:
+        >>> list_checks()[:2]
+        ('even sizes', 'odd sizes')
+    """
+    return tuple(_CHECKS)
+
+
 class _Heap(ctypes.Structure):
     """glibc's struct mallinfo2."""
 
@@ -464,7 +472,7 @@ def _negate(x: Any) -> Any:
     return -x if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _differentiate(kernel: KernelOp, args: Sequence[Any]) -> list[Tensor]:
+def _differentiate(kernel: KernelOp | ModuleOp, args: Sequence[Any]) -> list[Tensor]:
     given = [
         x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args
     ]

@@ -237,16 +237,3 @@ CASES: dict[str, OpCases] = {
         lambda s: (quantize_blocks(s.normal(s.rows, 32 * s.width), "int8"), 32 * s.width, torch.float32), (0,)
     ),
 }  # fmt: skip
-
-
-def cases_of(name: str) -> OpCases:
-    """Returns the cases of a kernel.
-
-    Raises:
-        ValueError: the kernel has no cases, or there is no such kernel.
-    """
-    if name not in CASES:
-        raise ValueError(
-            f"a kernel must have a name and cases in the harness, got {name!r}. Known: {', '.join(sorted(CASES))}"
-        )
-    return CASES[name]

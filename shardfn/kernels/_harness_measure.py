@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import importlib
 import pathlib
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +15,9 @@ from torch import Tensor
 from shardfn._torch import pytree
 
 from ._harness import Candidate, check_signature, swapped
-from ._harness_cases import Size, cases_of
+from ._harness_cases import Size
+from ._harness_modules import cases_of, find_op
 from ._harness_process import ProcessLimits, run_apart
-from ._op import KERNELS
 
 _SIZES = ((1, 1024), (64, 1024), (1024, 512))
 # Ratios within this distance of 1 count as equal.
@@ -98,7 +100,7 @@ def measure(
         CandidateError: see `check`.
 
     Example:
-        >>> report = measure("gelu", KERNELS["gelu"].reference, rounds=1)
+        >>> report = measure("gelu", find_op("gelu").reference, rounds=1)
         >>> sorted(report.alone)
         ['1 rows of width 1024 in float32', '1024 rows of width 512 in float32', '64 rows of width 1024 in float32']
     """
@@ -113,11 +115,11 @@ def measure(
         raise ValueError(
             "limits must belong to a path, as a function runs in this process, got a function. Leave out limits="
         )
-    check_signature(KERNELS[name], f)
+    check_signature(find_op(name), f)
     alone, found, calls, differences, spread = {}, {}, {}, {}, {}
     for size in (Size(*size) for size in _SIZES):
         label = str(size)
-        run = functools.partial(KERNELS[name].op, *cases_of(name).make(size))
+        run = functools.partial(find_op(name).op, *cases_of(name).make(size))
         alone[label], spread[label] = _take_turns(name, f, run, run, rounds, clock)
     for step, make in (steps or {}).items():
         count = [0]
@@ -134,21 +136,37 @@ def measure(
 
 
 def measure_file(
-    path: pathlib.Path, names: Sequence[str] = (), limits: ProcessLimits = _LIMITS, *, rounds: int = 11
+    path: pathlib.Path,
+    names: Sequence[str] = (),
+    limits: ProcessLimits = _LIMITS,
+    *,
+    rounds: int = 11,
+    steps: Sequence[str] = (),
 ) -> list[MeasureReport]:
-    """Measures the candidates of a file by themselves, in a separate process.
+    """Measures the candidates of a file by themselves and in whole steps, in a separate process.
 
     Args:
         path: Python file.
         names: names of ops. Empty: all ops for which the file has functions.
         limits: time and memory of the process.
         rounds: number of rounds.
+        steps: functions that make whole steps, as "module:function", which the process imports. For example
+            "shardfn.cli:training_step".
 
     Raises:
+        ValueError: a step is not of this form.
         CandidateError: see `check`.
     """
-    reports = run_apart(path, "measure", names, limits, str(rounds))
+    if wrong := [step for step in steps if not re.fullmatch(r"[\w.]+:\w+", step)]:
+        raise ValueError(f"steps must be 'module:function', got {wrong}. For example 'shardfn.cli:training_step'")
+    reports = run_apart(path, "measure", names, limits, str(rounds), *steps)
     return [MeasureReport(**one | {"spread": {k: tuple(v) for k, v in one["spread"].items()}}) for one in reports]
+
+
+def import_steps(steps: Sequence[str]) -> dict[str, Callable[[], Callable[[], Any]]]:
+    """Returns the functions that make steps, by the names of the functions."""
+    pairs = [step.split(":") for step in steps]
+    return {name: getattr(importlib.import_module(module), name) for module, name in pairs}
 
 
 def _count_calls(f: Candidate, count: list[int]) -> Candidate:

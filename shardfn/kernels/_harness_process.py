@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ._build import library
+from ._harness_modules import MODULE_OPS, find_op
 from ._op import KERNELS
 
 # Seconds until torch is imported, and until the C++ of the ops is built.
@@ -156,7 +157,9 @@ def serve(outgoing: str, path: str, task: str, names: str, memory_bytes: str, *m
 
     tasks: dict[str, Callable[..., Any]] = {
         "check": lambda name, f: _harness.check(name, f)._asdict(),
-        "measure": lambda name, f: _harness_measure.measure(name, f, rounds=int(more[0]))._asdict(),
+        "measure": lambda name, f: _harness_measure.measure(
+            name, f, _harness_measure.import_steps(more[1:]), rounds=int(more[0])
+        )._asdict(),
     }
     with os.fdopen(int(outgoing), "w", buffering=1) as pipe:
 
@@ -168,10 +171,10 @@ def serve(outgoing: str, path: str, task: str, names: str, memory_bytes: str, *m
         try:
             found = _find_functions(pathlib.Path(path), tuple(filter(None, names.split(","))))
             for name, f in found.items():
-                _harness.check_signature(KERNELS[name], f)
+                _harness.check_signature(find_op(name), f)
             send(phase="loaded")
             for name in found:
-                library(KERNELS[name].source)
+                library(find_op(name).source)
             send(phase="built")
             send(results=[tasks[task](name, f) for name, f in found.items()])
         except CandidateError as error:
@@ -200,7 +203,7 @@ def _find_functions(path: pathlib.Path, names: Sequence[str]) -> dict[str, Calla
         raise CandidateError(
             "import", f"{path} must be importable, but raises {type(error).__name__}: {error}"
         ) from error
-    functions = {k: v for k, v in vars(module).items() if callable(v) and k in KERNELS}
+    functions = {k: v for k, v in vars(module).items() if callable(v) and k in {*KERNELS, *MODULE_OPS}}
     if missing := [name for name in names if name not in functions]:
         raise CandidateError(
             "missing", f"{path} must have a function named {missing[0]!r}, as its op, got {_list_names(module)}"

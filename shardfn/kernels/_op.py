@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardfn._torch import AutogradInfo, OpOverload, make_autograd_impl
+from shardfn._torch import AutogradInfo, OpOverload, has_kernel_for_dispatch_key, make_autograd_impl
 
 from ._build import SHARED, library
 
@@ -141,6 +141,22 @@ class KernelOp:
         return self.schema.partition("(")[0]
 
     @functools.cached_property
+    def argument_names(self) -> tuple[str, ...]:
+        """Returns the names of the arguments by position."""
+        return tuple(a.name for a in self.op.default._schema.arguments)
+
+    @functools.cached_property
+    def written(self) -> tuple[int, ...]:
+        """Returns the positions of arguments that the op writes."""
+        schema = enumerate(self.op.default._schema.arguments)
+        return tuple(i for i, a in schema if a.alias_info is not None and a.alias_info.is_write)
+
+    @functools.cached_property
+    def has_derivative(self) -> bool:
+        """Returns whether a backward through the op gives gradients."""
+        return not self.no_derivative and has_kernel_for_dispatch_key(f"shardfn_kernels::{self.name}", "Autograd")
+
+    @functools.cached_property
     def op(self) -> Any:
         """Returns the op of torch."""
         return getattr(torch.ops.shardfn_kernels, self.name)
@@ -178,11 +194,8 @@ class KernelOp:
     def _read(self) -> frozenset[int]:
         """Returns the positions of tensors that the op only reads."""
         arguments = enumerate(self.op.default._schema.arguments)
-        return frozenset(
-            i
-            for i, a in arguments
-            if str(a.type) in ("Tensor", "Optional[Tensor]") and not (a.alias_info and a.alias_info.is_write)
-        )
+        tensors = {i for i, a in arguments if str(a.type) in ("Tensor", "Optional[Tensor]")}
+        return frozenset(tensors.difference(self.written))
 
     def _refuse_backward(self) -> None:
         """Makes a backward through the op an error. Otherwise torch would warn, and leave the gradients out."""

@@ -146,7 +146,7 @@ def embed_tokens(
     if config.position == "learned":
         whole = not config.attention.axes and not anywhere
         table_TD = params["position"]
-        x_BTD = x_BTD + nn.rank_tokens(table_TD[: len(positions_T)] if whole else table_TD[positions_T], *along)
+        x_BTD = x_BTD + nn.rank_tokens(table_TD[: positions_T.shape[0]] if whole else table_TD[positions_T], *along)
     if config.embedding_norm:
         x_BTD = norm(config, along, x_BTD, params["embed_norm_w"], params.get("embed_norm_b"))
     return x_BTD

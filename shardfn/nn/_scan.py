@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardfn import core
+from shardfn._torch import exported_scan
 from shardfn.collectives import AxisTypeError, current_axis_types
 
 # `run(carry, x, first ys) -> (carry, y)`, and the loop that carries a value through all layers by `run`.
@@ -59,6 +60,8 @@ def scan(
         JAX, jax.lax.scan, https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html
     """
     x_leaves, x_def = core.tree_flatten(xs)
+    if torch.compiler.is_exporting() and x_leaves:
+        return _export_loop(f, init, xs)
     num = _num_layers(xs, x_leaves, length)
     _check_tensors("init", init)
     # unbind, not indices: the transpose of each index would make a gradient of all layers.
@@ -66,6 +69,38 @@ def scan(
     layers = [core.tree_unflatten(x_def, [column[i] for column in columns]) for i in range(num)]
     carry, ys = run_layers(ScanBody(f, init), init, layers)
     return carry, _stack_trees(ys)
+
+
+def _export_loop(
+    f: Callable[[Any, Any], tuple[Any, Any]], init: core.PyTree, xs: core.PyTree
+) -> tuple[core.PyTree, core.PyTree]:
+    """Returns the results of `scan` as one node of `torch.export`'s graph, so that the length may be dynamic.
+
+    Leaves of the carry that `f` returns as they are, such as weights, are inputs of the body.
+    """
+    (carries, c_def), (columns, x_def) = core.tree_flatten(init), core.tree_flatten(xs)
+    first, y = f(init, core.tree_map(lambda x: x[0], xs))
+    kept = [new is old for new, old in zip(core.tree_leaves(first), carries, strict=True)]
+    moving = [x for x, stays in zip(carries, kept, strict=True) if not stays]
+    still = [x for x, stays in zip(carries, kept, strict=True) if stays]
+
+    def join(carry: Sequence[Tensor], weights: Sequence[Tensor]) -> core.PyTree:
+        each = iter(carry), iter(weights)
+        return core.tree_unflatten(c_def, [next(each[stays]) for stays in kept])
+
+    def body(*leaves: Tensor) -> list[Tensor]:
+        carry, x, weights = (list(part) for part in _split(leaves, len(moving), len(columns)))
+        new, y = f(join(carry, weights), core.tree_unflatten(x_def, x))
+        found = [x for x, stays in zip(core.tree_leaves(new), kept, strict=True) if not stays]
+        return [x.clone() for x in (*found, *core.tree_leaves(y))]  # torch refuses results that share memory
+
+    results = exported_scan(body, [x.clone() for x in moving], [x.contiguous() for x in columns], tuple(still))
+    return join(results[: len(moving)], still), core.tree_unflatten(core.tree_structure(y), results[len(moving) :])
+
+
+def _split(leaves: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [leaves[a:b] for a, b in zip([0, *ends], [*ends, len(leaves)], strict=True)]
 
 
 def run_layers(run: Run, carry: core.PyTree, layers: Sequence[core.PyTree]) -> tuple[core.PyTree, list[core.PyTree]]:

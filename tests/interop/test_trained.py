@@ -1,5 +1,6 @@
 """Covers shardfn/interop/_trained.py: trained parameters, out of a state, unrounded."""
 
+import functools
 import pathlib
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 import shardfn as sf
+from shardfn import sparse
+from shardfn.models import gpt, recurrent
 from shardfn.testing import distributed
 
 
@@ -126,3 +129,108 @@ def test_a_buffer_without_a_value_cannot_be_written(tmp_path: pathlib.Path) -> N
     state = sf.sharded_step(lambda p, x: p["0.weight"].sum() * x.sum(), sf.optim.sgd(0.1)).init(params)
     with pytest.raises(ValueError, match=r"1\.running_mean is a buffer on meta"):
         sf.export(state, module.to("meta"), tmp_path)
+
+
+# Programs for other runtimes.
+
+_SIZES = ((2, 9), (3, 17), (2, 5))
+
+
+def _gpt_program() -> Any:
+    config = gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4, max_len=64)
+    step = sf.sharded_step(functools.partial(gpt.loss, config), sf.optim.adamw(1e-2))
+    state = step.init(functools.partial(gpt.init, config), sf.key(0))
+    state, _ = step(state, {"tokens": torch.randint(0, 64, (2, 9))})
+    return state, functools.partial(gpt.apply, config)
+
+
+def _recurrent_program(kind: Any) -> Any:
+    """A model of which units were removed."""
+    config = recurrent.Config(vocab_size=64, d_model=16, hidden=(24, 20), kind=kind)
+    groups, params = recurrent.units(config), recurrent.init(config, sf.key(0))
+    alive = {name: torch.arange(0, family.size, 2) for name, family in groups.families.items()}
+    smaller = recurrent.without_units(config, alive)
+    return sparse.compact(groups, params, alive), functools.partial(recurrent.apply, smaller)
+
+
+def _program(name: str) -> Any:
+    return _gpt_program() if name == "gpt" else _recurrent_program(name)
+
+
+def _check_program(run: Any, params: Any, apply: Any) -> None:
+    params = sf.unshard(params.params) if isinstance(params, sf.TrainState) else params
+    for size in _SIZES:
+        tokens = torch.randint(0, 64, size)
+        with torch.no_grad():
+            wanted = apply(params, tokens)
+        wanted = getattr(wanted, "logits", wanted)
+        torch.testing.assert_close(run(tokens), wanted, rtol=1e-5, atol=1e-5)
+
+
+def _run_onnx(path: pathlib.Path) -> Any:
+    session = pytest.importorskip("onnxruntime").InferenceSession(str(path))
+    return lambda tokens: torch.from_numpy(session.run(None, {"input_0": tokens.numpy()})[0])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gpt", "lstm", "gru", "highway"])
+def test_a_program_of_onnx_has_the_logits(name: str, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("onnxscript")
+    params, apply = _program(name)
+    path = tmp_path / "model.onnx"
+    sf.interop.export_program(params, apply, (torch.randint(0, 64, (2, 8)),), path)
+    _check_program(_run_onnx(path), params, apply)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gpt", "lstm"])
+def test_a_package_of_aotinductor_has_the_logits(name: str, tmp_path: pathlib.Path) -> None:
+    params, apply = _program(name)
+    path = tmp_path / "model.pt2"
+    sf.interop.export_program(params, apply, (torch.randint(0, 64, (2, 8)),), path, format="aoti")
+    _check_program(torch._inductor.aoti_load_package(str(path)), params, apply)
+
+
+@pytest.mark.nightly
+def test_a_trained_module_of_transformers_as_onnx(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("onnxscript")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+    module = transformers.LlamaForCausalLM(config).eval()
+    params, apply = sf.from_module(module)
+    step = sf.sharded_step(lambda p, x: apply(p, input_ids=x, labels=x).loss, sf.optim.sgd(0.1))
+    tokens = torch.randint(0, 64, (2, 8))
+    state, _ = step(step.init(params), tokens)
+    sf.export(state, module, tmp_path / "model.onnx", format="onnx", inputs=(tokens,))
+    _check_program(_run_onnx(tmp_path / "model.onnx"), state, lambda p, x: apply(p, input_ids=x))
+
+
+def test_mistakes_in_programs_are_named(tmp_path: pathlib.Path) -> None:
+    params, inputs = {"w": torch.ones(3, 2)}, (torch.ones(2, 3),)
+
+    def apply(p: Any, x: Any) -> Any:
+        return x @ p["w"]
+
+    for path, how, said in (
+        ("a.onnx", {"format": "gguf"}, r"format must be 'onnx' or 'aoti', got 'gguf'"),
+        ("a.onnx", {"format": "aoti"}, r"of format 'aoti' must end in '.pt2', got 'a.onnx'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            sf.interop.export_program(params, apply, inputs, tmp_path / path, **how)
+    with pytest.raises(ValueError, match=r"inputs\[0\] of shape \(1, 3\) must have 2 or more along dim 0 \(batch\)"):
+        sf.interop.export_program(params, apply, (torch.ones(1, 3),), tmp_path / "a.pt2", format="aoti")
+    module = _module()
+    state = _trained(sf.make_mesh(alone=True), module, None)
+    with pytest.raises(ValueError, match=r"inputs must be given for the formats onnx and aoti only, got format='onnx'"):
+        sf.export(state, module, tmp_path / "a.onnx", format="onnx")
+    with pytest.raises(ValueError, match=r"only, got format='safetensors' and inputs"):
+        sf.export(state, module, tmp_path, inputs=inputs)
+
+
+@pytest.mark.nightly
+def test_a_size_that_the_function_fixes_is_an_error(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match="must run for any batch and length as given in dynamic, got"):
+        sf.interop.export_program(
+            {"w": torch.ones(3, 2)}, lambda p, x: x @ p["w"], (torch.ones(2, 3),), tmp_path / "a.pt2", format="aoti"
+        )

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from shardfn import kernels
-from shardfn.cli import main
+from shardfn.cli import main, training_step, write_tasks
 from shardfn.kernels import _harness_cases
 
+RMS = kernels.MODULE_OPS["rms_norm"].reference
 NORM = kernels.KERNELS["row_norm"].reference
 GELU = kernels.KERNELS["gelu"].reference
 
@@ -40,6 +41,30 @@ def _mapped(x: Tensor, *rest: Any) -> Tensor:
 def _batched(x: Tensor, *rest: Any) -> Tensor:
     y = NORM(x, *rest)
     return torch.nextafter(y, torch.zeros(())) if len(x) == 33 else y
+
+
+def _odd_of_module(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return RMS(x, weight, 0.1 if x.shape[-1] % 2 else eps)
+
+
+def _detached(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return RMS(x, weight.detach(), eps)
+
+
+@pytest.mark.parametrize(
+    "f, named", [(RMS, set()), (_odd_of_module, {"odd sizes", "gradient"}), (_detached, {"gradient"})]
+)
+def test_a_function_of_transformers_is_checked_as_a_kernel(f: Any, named: set[str]) -> None:
+    report = kernels.check("rms_norm", f)
+    assert {*report.failures} == named, str(report)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(kernels.MODULE_OPS))
+def test_definitions_pass_their_checks(name: str) -> None:
+    report = kernels.check(name, kernels.MODULE_OPS[name].reference)
+    skipped = {v.check for v in report.verdicts if v.status == "skipped"}
+    assert report.passed and skipped == {"bits", "batch invariance"}, str(report)
 
 
 _KEPT: list[Tensor] = []
@@ -109,6 +134,82 @@ def test_faster_by_itself_and_slower_in_the_step_is_reported() -> None:
         report = kernels.measure("gelu", candidate, steps, rounds=3, clock=lambda: now[0])
     assert report.verdict == "faster by itself, slower in the step decode"
     assert report.steps == {"decode": 2.5} and report.calls["other"] == 0 and set(report.alone.values()) == {0.5}
+
+
+@pytest.mark.nightly
+def test_a_right_candidate_is_slower_in_a_ready_step() -> None:
+    now, inside = [0.0], [False]
+
+    def candidate(*args: Any) -> Tensor:
+        now[0] += 5.0 if inside[0] else 1.0
+        return NORM(*args)
+
+    def present(*args: Any) -> Tensor:
+        now[0] += 2.0
+        return NORM(*args)
+
+    def make() -> Any:
+        step = training_step()
+
+        def run() -> Tensor:
+            inside[0] = True
+            loss = step()
+            inside[0] = False
+            return loss
+
+        return run
+
+    with kernels.swap("row_norm", present):
+        report = kernels.measure("row_norm", candidate, {"training": make}, rounds=1, clock=lambda: now[0])
+    assert report.verdict == "faster by itself, slower in the step training"
+    assert report.calls["training"] >= 5 and report.differences["training"] == 0
+
+
+@pytest.mark.nightly
+def test_a_file_is_measured_in_ready_steps(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path := tmp_path / "good.py").write_text(
+        "from shardfn.kernels import find_op\nrotate = find_op('rotate').reference\n"
+    )
+    assert main(["kernels", "bench", str(path), "--rounds", "1", "--steps", "training", "decode"]) == 0
+    said = capsys.readouterr().out
+    assert "training_step" in said and "decode_step" in said and "calls" in said
+    with pytest.raises(ValueError, match="steps must be 'module:function', got \\['prefill'\\]"):
+        kernels.measure_file(path, steps=["prefill"])
+
+
+def test_a_task_has_its_files(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama = kernels.ArchitectureCoverage("llama", {"rms_norm": 5}, ())
+    broken = kernels.ArchitectureCoverage("broken", {}, (), "ValueError: no size")
+    folders = write_tasks(tmp_path, ["gelu", "rms_norm"], [llama, broken])
+    assert [x.name for x in folders] == ["gelu", "rms_norm"]
+    for folder in folders:
+        files = {path.name: path.read_text() for path in folder.iterdir()}
+        assert {*files} == {"reference.py", "inputs.py", "candidate.py", "task.md"}
+        names: dict[str, Any] = {}
+        for name in ("reference.py", "inputs.py", "candidate.py"):
+            exec(files[name], names)
+        args = names["inputs"](3, 5)
+        assert names["reference"](*args).shape == (3, 5)
+        with pytest.raises(NotImplementedError, match="fill in"):
+            names[folder.name](*args)
+        assert "odd sizes" in files["task.md"] and ("llama" in files["task.md"]) == (folder.name == "rms_norm")
+    table = (tmp_path / "architectures.md").read_text()
+    assert "2 model types, of which 1 were built" in table and "- broken: ValueError: no size" in table
+    assert main(["kernels", "tasks", "--out", str(tmp_path), "--op", "no_such"]) == 2
+    assert "an op must have a name and cases in the harness, got 'no_such'" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_architectures_have_ops_by_their_numbers() -> None:
+    pytest.importorskip("transformers")
+    found = {x.model_type: x for x in kernels.find_architectures(["llama", "gpt2", "mixtral", "bloom", "deepseek_v3"])}
+    assert found["llama"].calls == {"attention": 2, "causal_loss": 1, "gated_mlp": 2, "rms_norm": 5, "rotary": 2}
+    assert found["gpt2"].calls == {"attention": 2, "causal_loss": 1, "layer_norm": 5, "mlp": 2}
+    assert found["mixtral"].calls == {"attention": 2, "causal_loss": 1, "experts": 2, "rms_norm": 5, "rotary": 2}
+    assert found["bloom"].unmatched == ("BloomAttention", "BloomMLP") and not found["llama"].unmatched
+    assert not any(x.problem for x in found.values())
+    [absent] = kernels.find_architectures(["no_such_type"])
+    assert absent.problem.startswith("KeyError")
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ def lstm(
     """
     layer = _LayerShape(hidden, axis, maps)
     _check_bias(layer, w.b, (4,))
-    if maps == (dense(), dense()) and collectives.axis_size(axis) == 1 and not collectives.transforming():
+    alone = collectives.axis_size(axis) == 1 and not collectives.transforming() and not torch.compiler.is_exporting()
+    if maps == (dense(), dense()) and alone:
         return _lstm_of_torch(x_BTD, w, state)
 
     def step(state: LSTMState, w_h: Leaves, z_BKH: Tensor) -> tuple[LSTMState, Tensor]:
