@@ -16,8 +16,12 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
+from ._arguments import threads_for
+from ._build import function
 from ._op import KernelOp
 
+_SOURCE = "_row_linear.cpp"
+_FEW = 1 << 16  # elements of a decoding up to which a single thread is fastest
 PANEL, GROUP = 64, 32
 Quantization = Literal["int8", "int4"]
 # The bytes of a block.
@@ -313,10 +317,19 @@ def _decode_blocks(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
     return (out if k == groups * GROUP else out[..., :k]).to(dtype).contiguous()
 
 
+def _decode_natively(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(*blocks.shape[:-1], k)
+    is_int4 = blocks.shape[-1] == block_bytes(k, "int4")
+    run = function(_SOURCE, "decode_blocks", "pp" + "i" * 4)
+    run(blocks.data_ptr(), out.data_ptr(), out.numel() // k, k, is_int4, threads_for(out.numel(), _FEW))
+    return out.to(dtype)
+
+
 DECODE_BLOCKS = KernelOp(
     schema="dequantize_blocks(Tensor blocks, int k, ScalarType dtype) -> Tensor",
     abstract=lambda blocks, k, dtype: blocks.new_empty(*blocks.shape[:-1], k, dtype=dtype),
     reference=_decode_blocks,
-    contiguous=False,
+    native=_decode_natively,
+    source=_SOURCE,
     no_derivative="codes are not differentiated. Train an adapter next to the codes.",
 )

@@ -5,6 +5,7 @@
 #include "_row_codes.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace {
 
@@ -51,9 +52,61 @@ void by_panels(void (*multiply)(const Job<float, W>&), const Call& o, int64_t ac
     });
 }
 
+// Float16 as float, without arithmetic on subnormal numbers.
+INLINE float from_half(uint16_t h) {
+    const uint32_t size = h & 0x7FFF, sign = (uint32_t)(h & 0x8000) << 16;
+    const float small = (float)(int32_t)size * 0x1p-24f;
+    uint32_t bits;
+    std::memcpy(&bits, &small, 4);
+    if (size >= 0x400) bits = (size << 13) + (size < 0x7C00 ? 112u << 23 : 224u << 23);
+    bits |= sign;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE float half_at(const uint8_t* p) {
+    uint16_t h;
+    std::memcpy(&h, p, 2);
+    return from_half(h);
+}
+
+// The values of a block of GGUF. The product is exact, so that a value is the same fused or not.
+template <bool FOUR>
+INLINE void decode_block(const uint8_t* p, float* y) {
+    const float scale = half_at(p), least = FOUR ? half_at(p + 2) : 0.0f;
+    if (FOUR) {
+        for (int i = 0; i < GROUP / 2; ++i) {
+            y[i] = (float)(p[4 + i] & 15) * scale + least;
+            y[i + GROUP / 2] = (float)(p[4 + i] >> 4) * scale + least;
+        }
+    } else {
+        for (int i = 0; i < GROUP; ++i) y[i] = (float)(int8_t)p[2 + i] * scale;
+    }
+}
+
+template <bool FOUR>
+void decode_row(const uint8_t* p, float* y, int64_t k) {
+    constexpr int bytes = FOUR ? 20 : 34;
+    for (; k >= GROUP; k -= GROUP, p += bytes, y += GROUP) decode_block<FOUR>(p, y);
+    if (!k) return;
+    float last[GROUP];
+    decode_block<FOUR>(p, last);
+    std::memcpy(y, last, k * sizeof(float));
+}
+
 }  // namespace
 
 extern "C" {
+
+// Rows of blocks of GGUF -> y [rows, K].
+void decode_blocks(const uint8_t* blocks, float* y, int64_t rows, int64_t K, int64_t four, int64_t threads) {
+    const int64_t bytes = (K + GROUP - 1) / GROUP * (four ? 20 : 34), each = 16384 / K + 1;
+    share((rows + each - 1) / each, threads, [&](int64_t part) {
+        for (int64_t r = part * each; r < rows && r < (part + 1) * each; ++r)
+            (four ? decode_row<true> : decode_row<false>)(blocks + r * bytes, y + r * K, K);
+    });
+}
 
 // x [M, K] times each of `num` layers of one kind.
 void row_linears(const float* x, const void* layers, int64_t num, int64_t M, int64_t K, int64_t chunks, int64_t kind,
