@@ -75,7 +75,7 @@ def remove_units(config, training, held_out, args, mesh):
     rows.append(measure("dense", config, dense, held_out))
     rule = sf.optim.chain(
         sf.optim.clip_by_global_norm(1.0),
-        sf.optim.sgd(args.shrink_lr),
+        sf.optim.adam(args.shrink_lr),
         sparse.group_shrink(groups, sf.optim.linear_schedule(0.0, args.strength, args.shrink_steps)),
     )
 
@@ -95,6 +95,7 @@ def remove_units(config, training, held_out, args, mesh):
     torch.testing.assert_close(
         recurrent.apply(smaller, fewer, tokens), recurrent.apply(config, params, tokens), rtol=1e-3, atol=1e-4
     )
+    smaller = dataclasses.replace(smaller, dropout=args.dropout / 2)
     loss, name = functools.partial(recurrent.loss, smaller), f"hidden {smaller.hidden}"
     for what, start, steps in (("", fewer, args.tune_steps), (" from random weights", None, args.steps)):
         rule = make_optimizer(args, steps)
@@ -143,7 +144,7 @@ def distilled(config, student, weight, params, batch):
 
 
 def train_once(name, loss, config, training, held_out, args, mesh):
-    """`train`, or what an earlier run has left in --out."""
+    """`train`, or the result of an earlier run in --out."""
     where, own = args.out / name, recurrent.init(config, sf.key(args.seed))
     if sf.checkpoint.steps(where):
         found = sf.checkpoint.restore(where, own, at="params")
@@ -178,14 +179,14 @@ def train(loss, config, optimizer, training, held_out, args, mesh, teacher=None,
         tokens = torch.stack([training[i : i + args.length + 1] for i in at.tolist()])
         index = torch.arange(args.batch) + n * args.batch
         state, _ = step(state, {"tokens": tokens[rows], "index": index[rows]} if draws else {"tokens": tokens[rows]})
+        if until is not None and (n + 1) % 10 == 0 and until(params := sf.unshard(state.params)):
+            break
         if (n + 1) % args.eval_every == 0 or n + 1 == steps:
             params = sf.unshard(state.params)
             params = params if teacher is None else params["student"]
             curve.append((n + 1, loss_of(config, params, held_out.validation)))
             if mesh.rank == 0:
                 print(f"step {n + 1}: loss {curve[-1][1]:.4f}, {time.monotonic() - began:.0f} s", flush=True)
-            if until is not None and until(params):
-                break
             if until is None and curve[-1][1] == min(value for _, value in curve):
                 best = sf.tree_map(torch.clone, params)
     return params if best is None else best, curve
@@ -277,9 +278,9 @@ def arguments():
     add("--words", type=int, default=2000, help="words of the vocabulary (iss)")
     add("--dropout", type=float, default=0.0)
     add("--share", type=float, default=0.15, help="share of the operations at which shrinking ends (iss)")
-    add("--strength", type=float, default=0.03, help="decrease of a unit's norm in the last step of shrinking (iss)")
+    add("--strength", type=float, default=0.04, help="decrease of a unit's norm in the last step of shrinking (iss)")
     add("--shrink-steps", type=int, default=300, help="steps in which the decrease grows from 0 (iss)")
-    add("--shrink-lr", type=float, default=5.0, help="learning rate of these steps (iss)")
+    add("--shrink-lr", type=float, default=1e-3, help="learning rate of these steps (iss)")
     add("--tune-steps", type=int, default=300, help="steps of the small model (iss)")
     add("--maps", nargs=2, choices=("blocks", "shuffled", "grouped", "low"), default=["blocks", "shuffled"])
     add("--groups", type=int, default=8, help="groups of structured maps (antman)")

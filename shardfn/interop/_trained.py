@@ -8,6 +8,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -256,21 +257,23 @@ def _write_program(
 ) -> None:
     dims = {name: torch.export.Dim(name, min=2) for name in dynamic}
     shapes = tuple({d: dims[name] for d, name in enumerate(dynamic[: x.ndim])} for x in inputs)
-    try:
-        with torch.no_grad():
-            exported = torch.export.export(program.eval(), inputs, dynamic_shapes=(shapes,), strict=False)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"export_program: the function must run for any {' and '.join(dynamic) or 'sizes'} as given in dynamic, got"
-            f" {type(error).__name__}: {error}"
-        ) from error
-    if format == "aoti":
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(file))
-        return
-    names = [f"input_{i}" for i in range(len(inputs))]
-    made = torch.onnx.export(exported, dynamo=True, input_names=names, output_names=["output"], verbose=False)
-    assert made is not None
-    made.save(str(file))
+    with warnings.catch_warnings():  # torch and onnx warn of parts of themselves
+        warnings.simplefilter("ignore")
+        try:
+            with torch.no_grad():
+                exported = torch.export.export(program.eval(), inputs, dynamic_shapes=(shapes,), strict=False)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"export_program: the function must run for any {' and '.join(dynamic) or 'sizes'} as given in dynamic,"
+                f" got {type(error).__name__}: {error}"
+            ) from error
+        if format == "aoti":
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(file))
+            return
+        names = [f"input_{i}" for i in range(len(inputs))]
+        made = torch.onnx.export(exported, dynamo=True, input_names=names, output_names=["output"], verbose=False)
+        assert made is not None
+        made.save(str(file))
 
 
 def _changed_buffers(state: TrainState, own: Mapping[str, Tensor]) -> dict[str, Any]:

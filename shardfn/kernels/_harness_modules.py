@@ -8,6 +8,7 @@ function if its modules give the definition's numbers, and not if their names ar
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import re
 import sys
@@ -150,7 +151,7 @@ def _loss_case(s: Size) -> tuple[Any, ...]:
 
 
 def _record(reference: Callable[..., Any], role: str, make: Callable[[Size], tuple[Any, ...]], mapped: int = 1) -> Any:
-    names = reference.__code__.co_varnames[: reference.__code__.co_argcount]
+    names = tuple(inspect.signature(reference).parameters)
     cases = OpCases(make, exact=False)
     return ModuleOp(
         name=reference.__name__, argument_names=names, reference=reference, cases=cases, mapped=mapped, role=role
