@@ -190,8 +190,7 @@ def export_program(
         inputs: example of each input. Dims with names must be 2 or more here.
         path: file, which ends in ".onnx" or ".pt2".
         format: "onnx" or "aoti".
-        dynamic: names of the leading dims of all inputs that may have other sizes, equal in all inputs. (): all sizes
-            are fixed.
+        dynamic: names of the leading dims of all inputs that may have other sizes. (): all sizes are fixed.
 
     Raises:
         ValueError: another format, another suffix, an example too small, or a program that fixes a dynamic dim.
@@ -255,8 +254,8 @@ class _Program(nn.Module):
 def _write_program(
     program: nn.Module, inputs: tuple[Tensor, ...], file: pathlib.Path, format: Format, dynamic: Sequence[str]
 ) -> None:
-    dims = {name: torch.export.Dim(name, min=2) for name in dynamic}
-    shapes = tuple({d: dims[name] for d, name in enumerate(dynamic[: x.ndim])} for x in inputs)
+    # A range follows from the function, such as the longest text of a table of positions.
+    shapes = tuple(dict.fromkeys(range(min(len(dynamic), x.ndim)), torch.export.Dim.DYNAMIC) for x in inputs)
     with warnings.catch_warnings():  # torch and onnx warn of parts of themselves
         warnings.simplefilter("ignore")
         try:
