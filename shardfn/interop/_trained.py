@@ -228,13 +228,13 @@ def export_program(
         raise ImportError(f"format 'onnx' needs {' and '.join(missing)}: pip install 'shardfn[onnx]'")
     leaves = core.tree_leaves(params.params if isinstance(params, TrainState) else params)
     tree = master_params(params) if isinstance(params, TrainState) else params
-    program = _Program(core.tree_map(gather_leaf, tree), apply)
+    program = _ExportedFunction(core.tree_map(gather_leaf, tree), apply)
     if is_writer(leaves):
         file.parent.mkdir(parents=True, exist_ok=True)
         _write_program(program, tuple(inputs), file, format, dynamic)
 
 
-class _Program(nn.Module):
+class _ExportedFunction(nn.Module):
     """A function as a module, whose parameters have the names of the tree's leaves."""
 
     def __init__(self, params: core.PyTree, apply: Callable[..., Any]) -> None:

@@ -170,7 +170,9 @@ def test_a_file_is_measured_in_ready_steps(tmp_path: pathlib.Path, capsys: pytes
     (path := tmp_path / "good.py").write_text(
         "from shardfn.kernels import find_op\nrotate = find_op('rotate').reference\n"
     )
-    assert main(["kernels", "bench", str(path), "--rounds", "1", "--steps", "training", "decode"]) == 0
+    assert (
+        main(["kernels", "bench", str(path), "--rounds", "1", "--seconds", "600", "--steps", "training", "decode"]) == 0
+    )
     said = capsys.readouterr().out
     assert "training_step" in said and "decode_step" in said and "calls" in said
     with pytest.raises(ValueError, match="steps must be 'module:function', got \\['prefill'\\]"):
