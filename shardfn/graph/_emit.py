@@ -183,7 +183,7 @@ def _join_run(node: Node, run: _Run, views: Mapping[Node, Node]) -> bool:
     else:
         call = _kernel_call(node)
         # A view that is written may have to be a copy, if the value has other strides than the abstract value.
-        joins = call is not None and not any(n in views for n in written_by(node))
+        joins = call is not None and not any(n in views and views[n] not in run for n in written_by(node))
     if joins:
         run[node] = call
     return joins
@@ -194,6 +194,8 @@ def _kernel_call(node: Node) -> KernelCall | None:
         return None
     around = (node, *node.all_input_nodes)
     if any(n.meta.get("val") is None or not can_join_kernel(n) for n in around):
+        return None
+    if max(map(num_bytes, tensors_of(node)), default=0) > MOST_BYTES // 2:  # would make the run too large
         return None
     return call_of(node.target, map_arg(node.args, lambda n: n.meta["val"]), node.meta["val"])
 

@@ -66,7 +66,7 @@ def _list_fields(state: State) -> Iterator[tuple[str, bytes]]:
         _encode_ints(
             n
             for c in state.flight
-            for n in (c.serial, c.start, c.count, len(c.positions), len(c.drafts), *c.drafts.tokens, *c.drafts.parents)
+            for n in (c.sequence.serial, c.num, len(c.positions), len(c.drafts), *c.drafts.tokens, *c.drafts.parents)
         ),
     )
     yield "moves", _encode_ints(n for move in state.moves for n in move)

@@ -23,12 +23,12 @@ from ._decoder import Decoder
 from ._draft_tree import DraftTree
 from ._drafters import Context
 from ._limits import Limits
-from ._plan import Rows, find_wanted, make_plan
+from ._plan import find_wanted, make_plan
 from ._pool import BlockPool, PrefixScope, extend_contents
 from ._requests import Request
 from ._results import MemoryPlan
 from ._runner import Cache, Runner, limits_of
-from ._state import Sequence
+from ._state import Rows, Sequence
 
 
 class DraftModel:

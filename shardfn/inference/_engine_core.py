@@ -69,7 +69,7 @@ class EngineCore:
         self._runner, self._state, self._hooks, self._permit = runner, state, hooks, permit
         self._active = {name: list_active(hooks, name) for name in EngineHooks._fields}
         self._versions: dict[int, ServedWeights] = {0: runner.pack_weights(params)}
-        self._cache = runner.empty_cache()
+        self._cache, self._buffers = runner.empty_cache(), runner.make_buffers()
         self._events: list[Event] = []
         self._adding: dict[str, None] = {}  # names of requests that no step has taken, in order
         self._results: StepResults | None = None  # of the plan in flight
@@ -222,7 +222,7 @@ class EngineCore:
     def _launch_plan(self, plan: StepPlan) -> None:
         self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
         columns = {k: v for f in self._active["columns"] for k, v in f(self._state, plan).items()}
-        columns["states"] = find_wanted_layers(self._state.drafter)
+        columns |= {"states": find_wanted_layers(self._state.drafter), "buffers": self._buffers}
         self._results = self._runner.run(self._versions[plan.version], self._cache, plan, **columns)
         self._cache = self._results.cache
         for ran in self._active["ran"]:
@@ -249,17 +249,22 @@ class EngineCore:
     def _make_tokens(self, outputs: Sequence[Output]) -> list[Token]:
         """Returns the tokens of the outputs of the plan in flight."""
         fields, results, found = self._active["fields"], self._results, list[Token]()
-        tops = [] if results is None else results.top
+        drawn, logprobs, tops = ([], [], []) if results is None else (results.tokens, results.logprobs, results.top)
+        if not fields and not tops:
+            return [
+                Token(n, c, p, t, None, v, f)
+                if row is None
+                else Token(n, c, p, t, logprobs[row], v, f, is_greedy=drawn[row] == t)
+                for n, c, p, t, row, v, f in outputs
+            ]
         for out in outputs:
             name, choice, position, token, row, version, reason = out
-            logprob, more = None, {k: v for f in fields for k, v in f(out).items()} if fields else {}
-            if row is not None:
-                assert results is not None
-                logprob = results.logprobs[row]
-                if results.tokens[row] != token:  # a scored token, which is not the most probable one
-                    more["is_greedy"] = False
-                if tops:
-                    more["top"] = tops[row]
+            more = {k: v for f in fields for k, v in f(out).items()}
+            if row is not None and drawn[row] != token:  # a scored token, which is not the most probable one
+                more["is_greedy"] = False
+            if tops and row is not None:
+                more["top"] = tops[row]
+            logprob = None if row is None else logprobs[row]
             found.append(Token(name, choice, position, token, logprob, version, reason, **more))
         return found
 

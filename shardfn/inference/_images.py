@@ -367,18 +367,19 @@ class ImageInputs:
             return {}
         found = make_image_padding(plan.bucket, self._limits, rule, decoder.hidden_size if rule else decoder.embed_size)
         for number, (chunk, sequence, _) in enumerate(state.rows_in_flight()):
+            begin = sequence.computed
             if (images := sequence.request.images) is not None:
                 found.words[number, : len(images.words)] = torch.from_numpy(images.words)
-                at = np.arange(chunk.start, chunk.start + chunk.count)
+                at = np.arange(begin, begin + chunk.num)
                 own = np.nonzero(images.rows[at[at < len(images.rows)]])[0]
                 rows = torch.from_numpy(own) + first
                 found.rows[rows] = True
-                begin = int(images.rows[: chunk.start].sum())
-                found.features[rows] = images.features[begin : begin + len(own)]
+                skipped = int(images.rows[:begin].sum())
+                found.features[rows] = images.features[skipped : skipped + len(own)]
                 if found.shifts is not None and images.shifts is not None:
                     last = images.shifts.shape[1] - 1
-                    found.shifts[:, first : first + chunk.count] = torch.from_numpy(images.shifts[:, at.clip(max=last)])
-            first += chunk.count
+                    found.shifts[:, first : first + chunk.num] = torch.from_numpy(images.shifts[:, at.clip(max=last)])
+            first += chunk.num
         return {"images": found}
 
 

@@ -7,33 +7,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ._draft_tree import NO_DRAFTS, DraftTree
 from ._limits import DEFAULT_LAYOUT, Limits
 from ._requests import Sampling
-from ._state import Sequence, SourceFill
+from ._state import Rows, Sequence, SourceFill
 
 _Arrays = tuple[array, array, array, array, array, array, array, array, array, array]
-
-
-class Rows(NamedTuple):
-    """Rows of a sequence in a plan.
-
-    Attributes:
-        sequence: sequence whose next tokens the rows have.
-        num: number of rows.
-        positions: positions whose logits are wanted, of the last rows.
-        drafts: tokens of the last rows, guessed to follow the known tokens.
-    """
-
-    sequence: Sequence
-    num: int
-    positions: Seq[int]
-    drafts: DraftTree = NO_DRAFTS
-
-    def before(self, wanted: int) -> array:
-        """Returns the tokens before the place of a wanted row, drafts included."""
-        known, draft = self.sequence.tokens, wanted - (len(self.positions) - len(self.drafts))
-        return known[: self.positions[wanted] + 1] + array("q", self.drafts.branch(draft) if draft >= 0 else ())
 
 
 class SourceArrays(NamedTuple):
@@ -144,11 +122,11 @@ def make_plan(
         ([3, 0, 0, 0, 0, 0], [3, 1, 1], [2, 0], [3, 0])
     """
     columns, num_decodes = _Columns(), _count_decodes(chunks)
-    columns.add_decodes([chunk.sequence for chunk in chunks[:num_decodes]], limits)
+    columns.add_decodes([*map(_SEQUENCE, chunks[:num_decodes])], limits)
     for s in range(num_decodes, len(chunks)):
         columns.take(s, chunks[s], limits)
     num_tokens, num_rows = len(columns.tokens), len(columns.rows)
-    adapters = tuple([chunk.sequence.request.adapter for chunk in chunks])
+    adapters = tuple(map(_ADAPTER, chunks))
     bucket = limits.bucket_of(num_tokens)
     arrays, histories = columns.padded(bucket, limits), (None, None)
     if any(map(_EXTENDED, columns.sampling)):
@@ -205,16 +183,18 @@ class _Columns:
         self.tokens.extend([x.tokens[-1] for x in sequences])
         self.positions.extend(map(_COMPUTED, sequences))
         self.sequences.extend(range(num))
-        self.tables.frombytes(bytes(num * width * self.tables.itemsize))
-        for at, (position, blocks) in enumerate(zip(self.positions, map(_BLOCKS, sequences), strict=True)):
-            self.slots.append(blocks[position // block] * block + position % block)
-            self.tables[at * width : at * width + len(blocks)] = array("i", blocks)
+        tables, held = array("i", bytes(num * width * self.tables.itemsize)), [*map(_BLOCKS, sequences)]
+        for at, blocks in zip(range(0, num * width, width), held, strict=True):
+            tables[at : at + len(blocks)] = array("i", blocks)
+        self.tables = tables
+        places = zip(self.positions, held, strict=True)
+        self.slots.extend([blocks[p // block] * block + p % block for p, blocks in places])
         self.lengths.extend([p + 1 for p in self.positions])
         self.rows.extend(range(num))
         self.keys.extend(map(_KEY, sequences))
         self.places.extend(self.lengths)
         self.targets.extend(itertools.repeat(-1, num))
-        self.sampling.extend([x.request.sampling for x in sequences])
+        self.sampling.extend(map(_SAMPLING, sequences))
 
     def take(self, number: int, chunk: Rows, limits: Limits) -> None:
         """Adds the rows of a sequence, which has this number in the plan."""
@@ -300,7 +280,8 @@ def find_wanted(sequence: Sequence, count: int) -> range:
 
 # For all sequences at once, in C, without a bytecode for each.
 _COMPUTED, _BLOCKS, _KEY = (operator.attrgetter(name) for name in ("computed", "blocks", "key"))
-_EXTENDED = operator.attrgetter("extended")
+_EXTENDED, _SAMPLING = operator.attrgetter("extended"), operator.attrgetter("request.sampling")
+_SEQUENCE, _ADAPTER = operator.attrgetter("sequence"), operator.attrgetter("sequence.request.adapter")
 
 
 def _pad_arrays(size: int, value: int, *arrays: array) -> None:

@@ -41,7 +41,7 @@ from ._limits import DEFAULT_LAYOUT, Limits
 from ._low_rank import LowRank
 from ._plan import StepPlan, make_padding
 from ._results import MemoryPlan
-from ._tensors import FillTensors, RowOptions, StepTensors, fill_tensors, make_image_padding, make_tensors
+from ._tensors import FillTensors, StepBuffers, StepTensors, fill_tensors, make_image_padding, make_tensors
 from ._weights import (
     WeightSource,
     abstract_weights,
@@ -172,7 +172,6 @@ class Runner:
         # By layout, further results, and whether the step is captured.
         self._steps: dict[tuple[str, _Further, bool], Sharded] = {}
         self._bound: dict[Any, BoundCall] = {}
-        self._options = RowOptions()
         if decoder.sources is not None and self._host_cache:
             raise ValueError("engine: cache='host' knows no sources of an encoder-decoder model. Take cache='device'.")
         self._eager_steps, self._eager_calls = eager_steps, collections.Counter[Any]()
@@ -260,6 +259,10 @@ class Runner:
         step = self._step_of(layout)
         kept = step.specs(shapes.tree)
         return pack_leafwise(source, shapes, kept, step.pool, together=not self._by_leaf)
+
+    def make_buffers(self) -> StepBuffers:
+        """Returns memory for the tensors of steps, for a single engine."""
+        return StepBuffers(self.limits, self.mesh.device)
 
     def empty_cache(self) -> Cache:
         """Returns a cache without content."""
@@ -360,6 +363,7 @@ class Runner:
         edits: Sequence[LogitsEdit] = (),
         states: tuple[int, ...] = (),
         images: ImageRows | None = None,
+        buffers: StepBuffers | None = None,
     ) -> StepResults:
         """Returns the results of the plan's rows.
 
@@ -375,13 +379,14 @@ class Runner:
                 the same bits.
             states: layers that the hidden states of the rows are wanted after.
             images: image tokens of the plan. None is no image.
+            buffers: memory of the step's tensors from `make_buffers`, for steps that repeat. None is new memory.
         """
         if plan.moves:
             cache = list(self._decoder.cache.move(cache, plan.moves))
         for fill in plan.fills:
             (cache,) = self._fill_call(weights[DEFAULT_LAYOUT], cache, fill_tensors(fill, self.mesh.device))
-        how: dict[str, Any] = {"host_cache": self._host_cache, "options": self._options}
-        how["images"] = self._pad_images(plan.bucket) if images is None else images
+        images = self._pad_images(plan.bucket) if images is None else images
+        how: dict[str, Any] = {"host_cache": self._host_cache, "buffers": buffers, "images": images}
         step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, **how)
         kind: dict[str, Any] = {"hidden": hidden, "routed": routed, "edited": bool(edits), "states": states}
         further = list_further(**kind)

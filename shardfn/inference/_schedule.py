@@ -10,8 +10,8 @@ References:
         https://arxiv.org/abs/2309.06180
 """
 
-import copy
 import hashlib
+import operator
 from array import array
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from ._plan import StepPlan, make_plan
 from ._pool import extend_contents
 from ._select import select_chunks
 from ._speculate import Permit, add_drafts, take_drafts
-from ._state import PrefillChunk, Sequence, State
+from ._state import Rows, Sequence, State
 
 
 class Output(NamedTuple):
@@ -92,7 +92,7 @@ def advance(
         (None, 51, 'length', True)
     """
     _check_step(state, events, drawn)
-    state.consumed, state = True, copy.copy(state)
+    state = state.succeed()
     outputs: list[Output] = []
     stops = {(event.name, event.choice, event.at): event.finish_reason for event in events if isinstance(event, Stop)}
     _settle_plan(state, drawn, stops, outputs, hidden)
@@ -106,7 +106,7 @@ def advance(
     first = state.moves, state.fills
     plan = make_plan(chunks, state.limits, state.step, state.version, *first) if chunks else None
     state.moves, state.fills = ([], []) if chunks else first
-    state.flight = [PrefillChunk(s.serial, s.computed, num, positions, drafts) for s, num, positions, drafts in chunks]
+    state.flight = chunks
     state.chain = _link_chain(state, events, drawn, plan)
     state.step += 1
     return state, plan, outputs
@@ -116,7 +116,7 @@ def _check_step(state: State, events: Seq[Event], drawn: Seq[int]) -> None:
     """Checks events and drawn tokens. All checks precede all changes."""
     if state.consumed:
         raise DonatedError("This state was advanced before. Advance its successor, or a copy: state.copy().")
-    rows = sum([len(chunk.positions) for chunk in state.flight])
+    rows = sum(map(len, map(_POSITIONS, state.flight)))
     if len(drawn) != rows:
         raise ValueError(
             f"drawn must have {rows} tokens, one for each wanted row of the plan in flight, got {len(drawn)}."
@@ -154,27 +154,27 @@ def _is_drawn(state: State, stop: Stop, drawn: Seq[int]) -> bool:
     return False
 
 
+# For all rows or sequences at once, in C, without a bytecode for each.
+_POSITIONS, _DEADLINE = operator.attrgetter("positions"), operator.attrgetter("request.deadline")
 _Stops = dict[tuple[str, int, int], str]  # by names, choices and positions
 
 
 def _settle_plan(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Output], hidden: Tensor | None) -> None:
     """Takes the results of the plan in flight, also of requests that end by an event of this step."""
+    block = state.limits.block
     for chunk, sequence, first in state.rows_in_flight():
-        known, ends, rows = len(sequence.tokens), False, list[int]()
+        known, ends = len(sequence.tokens), False
         for row, p, token in chunk.read_rows(drawn, first):
-            rows.append(row)
             if ends := _take_token(state, sequence, p + 1, token, row, stops, outputs):
                 break
-        if hidden is not None and (num := len(sequence.tokens) - known):
-            if state.spec_tokens:
-                own = chunk.find_state_row(drawn[first : first + len(chunk.positions)], num - 1)
-                sequence.states = () if own is None else (hidden[first + own],)
-            else:
-                sequence.states = (*sequence.states, *[hidden[row] for row in rows[-num:]])[-state.hidden_window :]
-        drafts = len(chunk.drafts.tokens)
-        accepted = max(0, len(sequence.tokens) - known - 1) if drafts else 0
-        sequence.computed = chunk.start + chunk.count - drafts + accepted
-        _record_blocks(state, sequence)
+        drafts, accepted = len(chunk.drafts.tokens), 0
+        if hidden is not None and not ends:
+            _keep_hidden_states(state, chunk, drawn, first, len(sequence.tokens) - known, hidden)
+        if drafts:
+            accepted = max(0, len(sequence.tokens) - known - 1)
+        sequence.computed += chunk.num - drafts + accepted
+        if sequence.computed // block > sequence.recorded:
+            _record_blocks(state, sequence)
         if drafts:
             take_drafts(state, sequence, chunk, accepted, drawn[first : first + len(chunk.positions)])
         if ends:
@@ -182,37 +182,50 @@ def _settle_plan(state: State, drawn: Seq[int], stops: _Stops, outputs: list[Out
     state.flight = []
 
 
+def _keep_hidden_states(state: State, chunk: Rows, drawn: Seq[int], first: int, num: int, hidden: Tensor) -> None:
+    """Keeps the hidden states behind the last `num` tokens of a sequence, for a drafter that wants states."""
+    sequence = chunk.sequence
+    if num and state.spec_tokens:
+        own = chunk.find_state_row(drawn[first : first + len(chunk.positions)], num - 1)
+        sequence.states = () if own is None else (hidden[first + own],)
+    elif num:
+        rows = [row for row, *_ in chunk.read_rows(drawn, first)]
+        sequence.states = (*sequence.states, *[hidden[row] for row in rows[-num:]])[-state.hidden_window :]
+
+
 def _take_token(
     state: State, sequence: Sequence, place: int, token: int, row: int, stops: _Stops, outputs: list[Output]
 ) -> bool:
     """Appends or scores one token, and returns whether the choice ends with the token."""
-    sampling, known, finish = sequence.request.sampling, sequence.tokens, None
-    stop = stops.get((sequence.name, sequence.choice, place)) if stops else None
+    sampling, known, finish, name, choice = (
+        sequence.request.sampling,
+        sequence.tokens,
+        None,
+        sequence.name,
+        sequence.choice,
+    )
+    stop = stops.get((name, choice, place)) if stops else None
     if token < 0 or stop == "error":
-        finish = "error"
-    elif place < len(known):
+        outputs.append(_make_end(name, choice, state, "error", place))
+        return True
+    if place < len(known):
         token, sequence.scored = known[place], place
     elif not sampling.max_tokens:  # the prompt is computed, and the row's draw is dropped
-        outputs.append(_make_end(sequence.name, sequence.choice, state, "length"))
+        outputs.append(_make_end(name, choice, state, "length"))
         return True
     else:
         known.append(token)
         if stop or token in sampling.stop_tokens:
             finish = "stop"
-        elif len(known) - sequence.prompt == sampling.max_tokens:
+        elif place + 1 - sequence.prompt == sampling.max_tokens:
             finish = "length"
-    if finish == "error":
-        outputs.append(_make_end(sequence.name, sequence.choice, state, finish, place))
-    else:
-        outputs.append(Output(sequence.name, sequence.choice, place, token, row, state.version, finish))
+    outputs.append(Output(name, choice, place, token, row, state.version, finish))
     return finish is not None
 
 
 def _record_blocks(state: State, sequence: Sequence) -> None:
     """Records the blocks that the last plan has filled, for prefix caching."""
     full = sequence.computed // state.limits.block
-    if full <= sequence.recorded:
-        return
     extend_contents(sequence.contents, sequence.keyed, state.limits.block, full, state.scope(sequence))
     for i in range(sequence.recorded, full):
         state.pool.record(sequence.blocks[i], sequence.contents[i])
@@ -248,8 +261,11 @@ def _finish_sequences(state: State, sequences: list[Sequence], reason: str, outp
 
 def _list_late(state: State) -> list[Sequence]:
     """Returns the sequences whose deadline has come."""
-    now, found = state.time, state.sequences.values()
-    return [s for s in found if (deadline := s.request.deadline) is not None and deadline <= now]
+    found = state.sequences.values()
+    deadlines = [*map(_DEADLINE, found)]
+    if deadlines.count(None) == len(deadlines):
+        return []
+    return [s for s, deadline in zip(found, deadlines, strict=True) if deadline is not None and deadline <= state.time]
 
 
 def _make_end(name: str, choice: int, state: State, reason: str, position: int = 0) -> Output:
@@ -279,8 +295,7 @@ def _link_chain(state: State, events: Seq[Event], drawn: Seq[int], plan: StepPla
         text = repr(event).encode()
         link.update(len(text).to_bytes(8, "little") + text)
     if plan is not None:
-        for a in plan.arrays():
-            link.update(a)
+        link.update(b"".join(plan.arrays()))
         if plan.branches or plan.moves:
             link.update(repr((plan.branches, plan.moves)).encode())
         if plan.fills:

@@ -6,9 +6,9 @@ prompts.
 
 from heapq import merge
 
-from ._plan import Rows, find_wanted
+from ._plan import find_wanted
 from ._pool import extend_contents
-from ._state import Sequence, State
+from ._state import Rows, Sequence, State
 
 Chunks = list[tuple[Sequence, int]]
 
@@ -23,7 +23,7 @@ def select_chunks(state: State) -> list[Rows]:
     state.running.sort(key=state.rank)
     decodes = _reserve_decode_blocks(state)
     prompts = _select_prefill_chunks(state, decodes)
-    chunks = [Rows(sequence, 1, range(sequence.computed, sequence.computed + 1)) for sequence in decodes]
+    chunks = [Rows(sequence, 1, (sequence.computed,)) for sequence in decodes]
     if not prompts:
         return chunks
     return chunks + [Rows(s, num, find_wanted(s, num)) for s, num in _trim_to_bucket(state, len(decodes), prompts)]
@@ -48,8 +48,10 @@ def _reserve_decode_blocks(state: State) -> list[Sequence]:
 
 def _select_prefill_chunks(state: State, decodes: list[Sequence]) -> Chunks:
     """Returns the chunks of prompts of running and waiting sequences, in order. Victims leave `decodes`."""
-    prefills = [sequence for sequence in state.running if sequence.computed != len(sequence.tokens) - 1]
     chunks: Chunks = []
+    if len(decodes) == len(state.running) and not state.waiting:
+        return chunks
+    prefills = [sequence for sequence in state.running if sequence.computed != len(sequence.tokens) - 1]
     used = extra = 0  # tokens in chunks, and wanted rows beyond a single row for each running sequence
     blocked = False
     for sequence in merge(prefills, state.line(), key=state.rank):

@@ -12,8 +12,7 @@ from collections.abc import Sequence as Seq
 
 from ._draft_tree import NO_DRAFTS, DraftTree
 from ._drafters import BatchDrafter, Context, RejectionDrafter
-from ._plan import Rows
-from ._state import PrefillChunk, Sequence, State
+from ._state import Rows, Sequence, State
 
 Permit = Callable[[Context, DraftTree], DraftTree]  # function that keeps the drafts permitted by a sequence's grammar
 
@@ -45,7 +44,7 @@ def add_drafts(state: State, chunks: list[Rows], cut: Permit | None = None) -> l
     return [_add_drafts(state, chunk, found[i]) if i in found else chunk for i, chunk in enumerate(chunks)]
 
 
-def take_drafts(state: State, sequence: Sequence, chunk: PrefillChunk, accepted: int, drawn: Seq[int]) -> None:
+def take_drafts(state: State, sequence: Sequence, chunk: Rows, accepted: int, drawn: Seq[int]) -> None:
     """Counts the drafts of a step, keeps the accepted drafts, and returns the blocks of rejected drafts to the pool.
 
     The accepted drafts of a tree need not be its first drafts. The next step moves their keys and values to their

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import operator
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
@@ -62,60 +63,6 @@ class DraftLength(NamedTuple):
         return DraftLength(1, strikes, num_tokens + (1 << strikes))
 
 
-@dataclass(slots=True)
-class PrefillChunk:
-    """Chunk of a sequence in the plan in flight: tokens from `start` on, and the positions whose logits are wanted.
-
-    The chunk's last tokens are the drafts.
-    """
-
-    serial: int
-    start: int
-    count: int
-    positions: Seq[int]
-    drafts: DraftTree = NO_DRAFTS
-
-    def read_rows(self, drawn: Seq[int], first: int) -> Iterable[tuple[int, int, int]]:
-        """Returns the rows whose results follow only from known tokens: number, position and drawn token.
-
-        A draft that was drawn is known.
-
-        Args:
-            drawn: drawn token for each row of the plan.
-            first: number of the chunk's first row.
-        """
-        own = drawn[first : first + len(self.positions)]
-        rows = zip(range(first, first + len(own)), self.positions, own, strict=True)
-        if not self.drafts.tokens:
-            return rows
-        known, found = len(own) - len(self.drafts), [*rows]
-        return found[:known] + [found[known + draft] for draft in self.drafts.path(own[known - 1 :])]
-
-    def find_state_row(self, drawn: Seq[int], accepted: int) -> int | None:
-        """Returns the row of the [SPEC] token after the last accepted draft, or None without such a row.
-
-        Args:
-            drawn: drawn token for each of `positions`.
-            accepted: number of accepted drafts.
-        """
-        known = len(self.positions) - len(self.drafts)
-        last = self.drafts.path(drawn[known - 1 :])[accepted - 1] if accepted else -1
-        place = self.drafts.find_spec_token(last)
-        return None if place is None else known + place
-
-    def moves(self, accepted: int, drawn: Seq[int], slot: Callable[[int], int]) -> list[tuple[int, int]]:
-        """Returns the slots of accepted drafts that other drafts come before, and the slots of their positions.
-
-        Args:
-            accepted: number of drafts, from the first on.
-            drawn: drawn token for each of `positions`.
-            slot: slot of a place in the sequence's blocks.
-        """
-        path = self.drafts.path(drawn)[:accepted] if self.drafts.branches else []
-        begin = self.start + self.count - len(self.drafts)
-        return [(slot(begin + draft), slot(begin + at)) for at, draft in enumerate(path) if at != draft]
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of a request. Blocks are a field, so that they leave with the sequence."""
@@ -170,6 +117,73 @@ class Sequence:
             contents=self.contents[:],
             source_blocks=self.source_blocks[:],
         )
+
+
+class Rows(NamedTuple):
+    """Rows of a sequence in a plan: the next tokens from `sequence.computed` on. The last rows have the drafts.
+
+    Attributes:
+        sequence: sequence whose next tokens the rows have.
+        num: number of rows.
+        positions: positions whose logits are wanted, of the last rows.
+        drafts: tokens of the last rows, guessed to follow the known tokens.
+    """
+
+    sequence: Sequence
+    num: int
+    positions: Seq[int]
+    drafts: DraftTree = NO_DRAFTS
+
+    def before(self, wanted: int) -> array:
+        """Returns the tokens before the place of a wanted row, drafts included."""
+        known, draft = self.sequence.tokens, wanted - (len(self.positions) - len(self.drafts))
+        return known[: self.positions[wanted] + 1] + array("q", self.drafts.branch(draft) if draft >= 0 else ())
+
+    def read_rows(self, drawn: Seq[int], first: int) -> Iterable[tuple[int, int, int]]:
+        """Returns the rows whose results follow only from known tokens: number, position and drawn token.
+
+        A draft that was drawn is known.
+
+        Args:
+            drawn: drawn token for each row of the plan.
+            first: number of the chunk's first row.
+        """
+        positions, drafts = self.positions, self.drafts
+        if len(positions) == 1:  # a decode has no draft
+            return ((first, positions[0], drawn[first]),)
+        own = drawn[first : first + len(positions)]
+        found = [*zip(range(first, first + len(own)), positions, own, strict=True)]
+        known = len(own) - len(drafts)
+        return (
+            found[:known] + [found[known + draft] for draft in drafts.path(own[known - 1 :])]
+            if drafts.tokens
+            else found
+        )
+
+    def find_state_row(self, drawn: Seq[int], accepted: int) -> int | None:
+        """Returns the row of the [SPEC] token after the last accepted draft, or None without such a row.
+
+        Args:
+            drawn: drawn token for each of `positions`.
+            accepted: number of accepted drafts.
+        """
+        known = len(self.positions) - len(self.drafts)
+        last = self.drafts.path(drawn[known - 1 :])[accepted - 1] if accepted else -1
+        place = self.drafts.find_spec_token(last)
+        return None if place is None else known + place
+
+    def moves(self, accepted: int, drawn: Seq[int], slot: Callable[[int], int]) -> list[tuple[int, int]]:
+        """Returns the slots of accepted drafts that other drafts come before, and the slots of their positions.
+
+        Args:
+            accepted: number of drafts, from the first on.
+            drawn: drawn token for each of `positions`.
+            slot: slot of a place in the sequence's blocks.
+        """
+        if not self.drafts.branches:
+            return []
+        path, begin = self.drafts.path(drawn)[:accepted], self.positions[0] + 1
+        return [(slot(begin + draft), slot(begin + at)) for at, draft in enumerate(path) if at != draft]
 
 
 class SourceFill(NamedTuple):
@@ -232,7 +246,7 @@ class State:
     names: dict[str, list[int]] = field(default_factory=dict)
     running: list[Sequence] = field(default_factory=list)
     waiting: dict[int, list[int]] = field(default_factory=dict)
-    flight: list[PrefillChunk] = field(default_factory=list)
+    flight: list[Rows] = field(default_factory=list)
     moves: list[tuple[int, int]] = field(default_factory=list)
     sources: BlockPool = field(default_factory=lambda: BlockPool(1))
     fills: list[SourceFill] = field(default_factory=list)
@@ -254,6 +268,12 @@ class State:
         running = len(self.running)
         return {"running": running, "waiting": len(self.sequences) - running, **self.pool.counts()}
 
+    def succeed(self) -> "State":
+        """Returns the state to change in place of this state, which is consumed."""
+        successor = State(*_FIELDS(self))
+        self.consumed = True
+        return successor
+
     def copy(self) -> "State":
         """Returns a separate state, equal to this state. The copy may be advanced even where the original was."""
         sequences = {serial: sequence.copy() for serial, sequence in self.sequences.items()}
@@ -265,18 +285,18 @@ class State:
             names={name: serials[:] for name, serials in self.names.items()},
             running=[sequences[s.serial] for s in self.running],
             waiting={priority: lane[:] for priority, lane in self.waiting.items()},
-            flight=[dataclasses.replace(chunk) for chunk in self.flight],
+            flight=[chunk._replace(sequence=sequences[chunk.sequence.serial]) for chunk in self.flight],
             moves=self.moves[:],
             sources=self.sources.copy(),
             fills=self.fills[:],
             consumed=False,
         )
 
-    def rows_in_flight(self) -> Iterator[tuple[PrefillChunk, Sequence, int]]:
+    def rows_in_flight(self) -> Iterator[tuple[Rows, Sequence, int]]:
         """Yields the chunks of the plan in flight, their sequences, and the numbers of their first wanted rows."""
         first = 0
         for chunk in self.flight:
-            yield chunk, self.sequences[chunk.serial], first
+            yield chunk, chunk.sequence, first
             first += len(chunk.positions)
 
     def rank(self, sequence: Sequence) -> tuple[int, int, int]:
@@ -388,6 +408,10 @@ class State:
         self.sources.release(sequence.source_blocks)
         sequence.blocks, sequence.source_blocks = [], []
         sequence.computed = sequence.recorded = 0
+
+
+# All fields of a state at once, in C.
+_FIELDS = operator.attrgetter(*[x.name for x in dataclasses.fields(State)])
 
 
 def start(limits: Limits, tokenizer: bytes = b"", drafter: Drafter | None = None) -> State:

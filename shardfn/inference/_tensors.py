@@ -1,5 +1,6 @@
 """A plan as tensors, of sizes that follow only from its bucket."""
 
+import itertools
 import operator
 from array import array
 from collections.abc import Mapping, Sequence
@@ -89,21 +90,61 @@ class StepTensors(NamedTuple):
     images: ImageRows | None = None
 
 
-class RowOptions:
-    """Columns of the options of a step's rows, kept for the next step: most steps have the rows of the step before."""
+class StepBuffers:
+    """Memory of the tensors of an engine's steps, by bucket: a step writes over the tensors of the step before.
 
-    def __init__(self) -> None:
-        self._last: tuple[tuple[Sampling, ...], int, dict[str, Tensor]] = (), 0, {}
+    Options of rows are kept as well, since most steps have the rows of the step before. Tensors elsewhere than on a CPU
+    are copies.
 
-    def make_columns(
-        self, rows: tuple[Sampling, ...], num: int, limits: Limits, device: torch.device
-    ) -> dict[str, Tensor]:
-        """Returns the arguments of `kernels.draw` for rows, and for padding up to `num` rows."""
-        before, size, made = self._last
+    Args:
+        limits: sizes.
+        device: device of the tensors.
+    """
+
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        self._limits, self._device = limits, device
+        self._made: dict[int, tuple[bytearray, bytearray, list[np.ndarray], tuple[Tensor, ...]]] = {}
+        self._options: tuple[tuple[Sampling, ...], int, dict[str, Tensor]] = (), 0, {}
+
+    def write_plan(self, plan: StepPlan) -> tuple[Tensor, ...]:
+        """Returns the first tensors of `StepTensors`, up to `targets`, with the numbers of a plan."""
+        if plan.bucket not in self._made:
+            self._made[plan.bucket] = self._make_buffers(plan)
+        ints, keys, wide, tensors = self._made[plan.bucket]
+        # A size that differs from the bucket's is an error here, as the tensors hold the memory.
+        ints[:] = b"".join(_list_ints(plan))
+        keys[:] = plan.keys
+        for buffer, own in zip(wide, (plan.places, plan.targets), strict=True):
+            buffer[:] = own
+        return tensors if self._device.type == "cpu" else tuple([x.to(self._device) for x in tensors])
+
+    def make_options(self, plan: StepPlan) -> dict[str, Tensor]:
+        """Returns the arguments of `kernels.draw` for the rows of a plan, with padding."""
+        rows, num = plan.sampling, len(plan.rows)
+        before, size, made = self._options
         if size != num or len(rows) != len(before) or not all(map(operator.is_, rows, before)):
-            made = _make_columns(DRAW, rows, num, limits, device)
-            self._last = rows, num, made
+            made = _make_columns(DRAW, rows, num, self._limits, self._device)
+            self._options = rows, num, made
         return made
+
+    def _make_buffers(self, plan: StepPlan) -> tuple[bytearray, bytearray, list[np.ndarray], tuple[Tensor, ...]]:
+        """Returns the memory of int32 numbers, keys, places and targets, and the tensors that share the memory."""
+        arrays, num = _list_ints(plan), len(plan.rows)
+        ints, keys = bytearray(sum([4 * len(a) for a in arrays])), bytearray(8 * num)
+        ends = [*itertools.accumulate([4 * len(a) for a in arrays], initial=0)]
+        # Each tensor has a storage of its own: tensors that share a storage would count as one value.
+        tokens, positions, sequences, slots, tables, rows = (
+            torch.frombuffer(ints, dtype=torch.int32, offset=start, count=len(a))
+            for a, start in zip(arrays, ends, strict=False)
+        )
+        wide = [np.zeros(num, np.int64) for _ in range(2)]
+        rest = torch.frombuffer(keys, dtype=torch.int64), *map(torch.from_numpy, wide)
+        tables = tables.view(-1, self._limits.width)
+        return ints, keys, wide, (tokens, positions, sequences, slots, tables, rows, *rest)
+
+
+def _list_ints(plan: StepPlan) -> tuple[array, ...]:
+    return plan.tokens, plan.positions, plan.sequences, plan.slots, plan.tables, plan.rows
 
 
 def make_tensors(
@@ -114,27 +155,24 @@ def make_tensors(
     low: LowRank | None = None,
     *,
     host_cache: bool = False,
-    options: RowOptions | None = None,
+    buffers: StepBuffers | None = None,
     images: ImageRows | None = None,
 ) -> StepTensors:
     """Returns the tensors of a plan, for a cache on the device or on the host.
 
-    Tensors on a CPU share the memory of the plan's arrays.
+    With `buffers` the tensors are valid until the buffers' next step.
     """
-    num_rows = len(plan.rows)
-    draw = (options or RowOptions()).make_columns(plan.sampling, num_rows, limits, device)
-    ints = (plan.tokens, plan.positions, plan.sequences, plan.slots, plan.tables, plan.rows)
-    tokens, positions, sequences, slots, tables, rows = (_make_tensor(a, torch.int32, device) for a in ints)
-    places, targets = (_make_tensor(a, torch.int32, device).long() for a in (plan.places, plan.targets))
+    buffers = StepBuffers(limits, device) if buffers is None else buffers
     penalties = biases = None
+    num_rows = len(plan.rows)
     if plan.histories is not None and plan.prompts is not None:
         history, prompts = (_make_tensor(a, torch.int32, device) for a in (plan.histories, plan.prompts))
         penalties = {"history": history.view(-1, limits.context), "prompts": prompts}
         penalties |= _make_columns(PENALTIES, plan.sampling, num_rows, limits, device)
         biases = _make_biases(plan.sampling, num_rows, device)
     return StepTensors(
-        *(tokens, positions, sequences, slots, tables.view(-1, limits.width), rows),
-        *(_make_tensor(plan.keys, torch.int64, device), places, targets, draw),
+        *buffers.write_plan(plan),
+        buffers.make_options(plan),
         penalties=penalties,
         biases=biases,
         allowed=None if allowed is None else torch.from_numpy(allowed).to(device),

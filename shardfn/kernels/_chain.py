@@ -36,6 +36,7 @@ class KernelCall:
         name: name of the function.
         arguments: tensors pass as addresses, None as null.
         check: check of a function that may fail: a function that raises the error, and the arguments of the function.
+            None: the error is that of the operations of torch.
         kernel: name of the record that the call comes from, or "" for an operation of torch.
     """
 
@@ -204,6 +205,8 @@ class KernelChain:
         if call.check is not None:
             check, arguments = call.check
             check(*(come[self._place(x)[0]].view(x.shape) if isinstance(x, Tensor) else x for x in arguments))
+        else:
+            self._plain(*come)  # raises the error
         raise AssertionError(f"{call.name} in C++ failed without an error")
 
     def _write_program(self) -> "tuple[array[int], int]":

@@ -4,7 +4,9 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 
+#include "_chain.h"
 #include "_generations.h"
 #include "_threads.h"
 
@@ -373,6 +375,15 @@ int64_t draw_rows(const float* logits, const double* uniform, const double* temp
     return 0;
 }
 
+// The same, with memory of its own.
+int64_t draw_rows_alone(const float* logits, const double* uniform, const double* temperature, const int64_t* top_k,
+                        const double* top_p, const double* min_p, const int64_t* targets, int64_t* tokens,
+                        float* logprobs, int64_t room, int64_t r, int64_t v, int64_t threads) {
+    const std::unique_ptr<double[]> memory(new double[std::min(threads, r) * room]);
+    return draw_rows(logits, uniform, temperature, top_k, top_p, min_p, targets, tokens, logprobs, memory.get(), room,
+                     r, v, threads);
+}
+
 // logits [r, v] -> the most probable tokens and their log probabilities [r, num]; memory [threads, room].
 void top_rows(const float* logits, int64_t* tokens, float* logprobs, double* memory, int64_t room, int64_t r,
               int64_t v, int64_t num, int64_t threads) {
@@ -398,3 +409,6 @@ void draw_uniforms(const uint64_t* keys, const uint64_t* places, double* out, in
 }
 
 }  // extern "C"
+
+CHAINED(draw_rows_alone)
+CHAINED(draw_uniforms)

@@ -5,6 +5,7 @@ logits.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ._arguments import check_dtype, check_shape, num_threads, threads_for
 from ._build import function
+from ._chain import KernelCall, are_dense
 from ._fixed_bits import WIDE_HIGH, WIDE_LOW, exponential
 from ._op import EXACT, KernelOp
 
@@ -348,6 +350,20 @@ def _uniforms_natively(keys: Tensor, places: Tensor) -> Tensor:
     return out
 
 
+def _call_draw(arguments: Sequence[Any], results: Sequence[Tensor]) -> KernelCall | None:
+    logits, *per_row = arguments
+    rows, vocab = logits.shape
+    if not are_dense(logits) or not all(x is None or x.is_contiguous() for x in per_row):
+        return None
+    sizes = count_room(vocab), rows, vocab, threads_for(rows * vocab, FEW, rows)
+    return KernelCall(_SOURCE, "draw_rows_alone", (logits, *per_row, *results, *sizes))
+
+
+def _call_uniforms(arguments: Sequence[Any], out: Tensor) -> KernelCall | None:
+    are_words = all(x.dtype == torch.int64 and x.is_contiguous() for x in arguments)
+    return KernelCall(_SOURCE, "draw_uniforms", (*arguments, out, len(out))) if are_words else None
+
+
 def count_room(vocab: int) -> int:
     """Returns the float64 numbers of memory that a thread needs.
 
@@ -386,6 +402,7 @@ DRAW = KernelOp(
     fast_dtypes=(torch.float32,),
     no_derivative="draw from logits.detach(), and take the log probabilities of its tokens from log_softmax.",
     scratch=_scratch_bytes,
+    chain=_call_draw,
 )
 TOP_LOGPROBS = KernelOp(
     schema="top_logprobs(Tensor logits, int num) -> (Tensor, Tensor)",
@@ -406,4 +423,5 @@ DRAW_UNIFORMS = KernelOp(
     native=_uniforms_natively,
     source=_SOURCE,
     triton="_draw_triton.draw_uniforms",
+    chain=_call_uniforms,
 )

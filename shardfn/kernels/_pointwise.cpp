@@ -138,6 +138,19 @@ void inverse_root(const float* x, float* y, int64_t n) {
     for (int64_t i = 0; i < n; ++i) y[i] = 1.0f / std::sqrt(x[i]);
 }
 
+// Rows of x [n, size] by numbers, int64 or int32. Negative numbers may count from the end. Returns 1 for a number out of
+// range.
+int64_t take_rows(const float* x, const void* index, float* y, int64_t n, int64_t num, int64_t size, int64_t wide,
+                  int64_t from_end) {
+    for (int64_t i = 0; i < num; ++i, y += size) {
+        int64_t at = wide ? ((const int64_t*)index)[i] : ((const int32_t*)index)[i];
+        if (at < 0 && from_end) at += n;
+        if (at < 0 || at >= n) return 1;
+        std::memcpy(y, x + at * size, size * sizeof(float));
+    }
+    return 0;
+}
+
 void gelu(const float* x, float* y, int64_t n, int64_t threads) {
     run<Gelu>({x, nullptr, y, n}, threads);
 }
@@ -152,3 +165,4 @@ CHAINED(multiplied)
 CHAINED(scaled)
 CHAINED(shifted)
 CHAINED(inverse_root)
+CHAINED(take_rows)

@@ -253,7 +253,21 @@ def _call_inverse_root(arguments: Sequence[Any], y: Tensor) -> KernelCall | None
     return KernelCall(_SOURCE, "inverse_root", (x, y, x.numel())) if are_dense(x, y) else None
 
 
+def _call_rows(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
+    """Returns the call of torch's `embedding`, and of `index` by the numbers of rows."""
+    x, index, *rest = arguments
+    from_end = not isinstance(index, Tensor)  # `index` counts negative numbers from the end, `embedding` does not
+    index = index[0] if from_end and len(index) == 1 else index
+    if rest or not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
+        return None
+    if not are_dense(x, y) or not index.is_contiguous():
+        return None
+    size, wide = math.prod(x.shape[1:]), int(index.dtype == torch.int64)
+    return KernelCall(_SOURCE, "take_rows", (x, index, y, len(x), index.numel(), size, wide, int(from_end)))
+
+
 for _names, _call in (
+    (("embedding.default", "index.Tensor"), _call_rows),
     (("add.Tensor", "add_.Tensor"), _call_add),
     (("mul.Tensor", "mul_.Tensor"), _call_multiply),
     (("pow.Tensor_Scalar", "pow_.Scalar"), _call_square),

@@ -261,6 +261,25 @@ def test_what_cannot_be_ordered_is_refused_with_the_remedy() -> None:
     wrong = _model_state() | {"seen": torch.zeros((), dtype=torch.bool), "mean": torch.zeros(5, dtype=torch.complex64)}
     with pytest.raises(ValueError, match=r"mean'\] of torch.complex64(.|\n)*seen'\] of torch.bool"):
         step(step.init(_params(), model_state=wrong), _batch(0))
+    step, batch = _alone(_mean), _batch(0)
+    state = step.init(_params())
+    with pytest.raises(
+        ValueError, match=r"leave them out, or the reduction:\n  - torch.func: its sums are made in order"
+    ):
+        torch.func.vmap(lambda s: step(state, batch | {"x": batch["x"] * s})[1]["loss"])(torch.ones(2))
+
+
+@pytest.mark.nightly
+@distributed(world=4)
+def test_leaves_sharded_along_some_axes_of_the_batch_are_refused() -> None:
+    mesh = sf.make_mesh({"dp": 2, "rp": 2})
+    zero = sf.Zero(3, axis="dp", persist_elements=0, reduction="canonical")
+    step = sf.sharded_step(_mean, optim.sgd(0.1), mesh=mesh, zero=zero, batch=P(("dp", "rp")))
+    rows = {k: x[step.rows(len(x))] for k, x in _batch(0).items()}
+    with pytest.raises(
+        ValueError, match=r"params\['a'\](.|\n)*some axes of the batch only; Zero\(axis=\('dp', 'rp'\)\)"
+    ):
+        step(step.init(_params()), rows)
 
 
 @distributed(world=2)

@@ -136,7 +136,7 @@ class Laws(RuleBasedStateMachine):
 
     def advance(self) -> None:
         events, self.events = [*self.events, *self.stops()], []
-        before = {chunk.serial for chunk in self.state.flight}
+        before = {chunk.sequence.serial for chunk in self.state.flight}
         self.state, plan, outputs = advance(self.state, events, self.drawn)
         self.twin, _, twins = advance(self.twin, events, self.drawn)
         type(self).steps += 1
@@ -188,7 +188,7 @@ class Laws(RuleBasedStateMachine):
     def check_progress(self, before: set[int]) -> None:
         """The first in order has tokens in the plan, and so has each decode that ran before and still runs."""
         state = self.state
-        flight = {chunk.serial: chunk.count for chunk in state.flight}
+        flight = {chunk.sequence.serial: chunk.num for chunk in state.flight}
         state.step -= 1  # the order of the plan
         able = [s for s in state.sequences.values() if state.pending is None or s.begun]
         first = min(able, key=state.rank, default=None)

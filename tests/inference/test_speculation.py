@@ -232,10 +232,10 @@ def test_rejected_drafts_leave_nothing_that_is_read(name: str) -> None:
         tokens += engine.step()
         for sequence in engine.core._state.running:
             [chunk] = engine.core._state.flight
-            first = chunk.count - len(chunk.positions)  # row of a wanted position
+            first = chunk.num - len(chunk.positions)  # row of a wanted position
             valid = [*range(first), *(first + row for row, *_ in chunk.read_rows(engine.core._tokens_in_flight, 0))]
-            places = set(range(chunk.start, len(sequence.blocks) * SIZES.block))
-            for p in places - {chunk.start + row for row in valid}:
+            places = set(range(sequence.computed, len(sequence.blocks) * SIZES.block))
+            for p in places - {sequence.computed + row for row in valid}:
                 for layer in engine.core._cache:
                     layer.local[sequence.blocks[p // SIZES.block], :, :, p % SIZES.block] = torch.nan
             moves += len(chunk.moves(len(valid), engine.core._tokens_in_flight, lambda at: at))

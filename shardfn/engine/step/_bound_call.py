@@ -22,6 +22,7 @@ from shardfn.core import (
     P,
     PyTree,
     are_tensors,
+    is_device,
     raise_all,
     tree_flatten,
     tree_leaves,
@@ -96,14 +97,17 @@ class _ArgumentLayout:
         # Compared at once: plain tensors, and blocks on the device. Other values are read and compared one by one.
         self._tensors = [i for i in places if isinstance(arguments[i].given, Tensor) or i in self._sharded]
         self._others = [i for i in places if i not in self._tensors]
+        self._donated = [i for i in places if arguments[i].donated]
         self._inputs = [i for i in places if isinstance(arguments[i].given, Tensor | GlobalTensor)]
+        self._get_sharded, self._get_tensors = _get_items(self._sharded), _get_items(self._tensors)
+        self._get_inputs, self._get_donated = _get_items(self._inputs), _get_items(self._donated)
         leaves, kept = [arguments[i].given for i in self._sharded], [arguments[i] for i in self._tensors]
-        self._leaf_layouts, self._meshes = [*map(_LEAF_LAYOUT, leaves)], [x.mesh for x in leaves]
+        self._leaf_layouts, self._meshes = [*map(_LEAF_LAYOUT, leaves)], [*map(_MESH, leaves)]
         self._layouts = TensorLayouts([a.given if a.spec is None else a.given.held for a in kept])
         inputs = [arguments[i] for i in self._inputs]
         # Tensors without elements share no memory.
         self._filled = [_num_elements(a.given) > 0 for a in inputs]
-        self._donates, self._donated = [a.donated for a in inputs], [i for i in places if arguments[i].donated]
+        self._donates = [a.donated for a in inputs]
 
     def read(self, given: Sequence[Any]) -> GivenBlocks | None:
         """Returns the blocks of arguments, or None for arguments of another layout.
@@ -111,17 +115,17 @@ class _ArgumentLayout:
         Raises:
             DonatedError: an argument was consumed before.
         """
-        leaves: list[GlobalTensor] = [given[i] for i in self._sharded]
+        leaves: Sequence[GlobalTensor] = self._get_sharded(given)
         if not all(map(operator.is_, map(type, leaves), itertools.repeat(GlobalTensor))):
             return None
         values, kept = list(given), list[Tensor]()
         for i, block in zip(self._sharded, list_blocks(leaves), strict=True):
             values[i] = block
-        tensors = [values[i] for i in self._tensors]
+        tensors = self._get_tensors(values)
         if not are_tensors(tensors) or not (
             self._layouts.match(tensors)
             and [*map(_LEAF_LAYOUT, leaves)] == self._leaf_layouts
-            and all(x.mesh is mesh or x.mesh.is_like(mesh) for x, mesh in zip(leaves, self._meshes, strict=True))
+            and self._have_meshes([*map(_MESH, leaves)])
         ):
             return None
         for i in self._others:
@@ -133,12 +137,17 @@ class _ArgumentLayout:
                     kept.append(own)
             elif isinstance(given[i], GlobalTensor):
                 values[i] = given[i].local
-        inputs = [values[i] for i in self._inputs]
+        inputs = [*self._get_inputs(values)]
         memory, own = memories_of(inputs), memories_of(kept)
         donated = {*itertools.compress(memory, self._donates), *own}
         filled = [*itertools.compress(memory, self._filled), *own]
         are_apart = len(set(filled)) == len(filled)
-        return GivenBlocks(inputs, kept, set(memory), donated, [given[i] for i in self._donated], are_apart)
+        return GivenBlocks(inputs, kept, set(memory), donated, [*self._get_donated(given)], are_apart)
+
+    def _have_meshes(self, meshes: Sequence[Mesh]) -> bool:
+        if all(map(operator.is_, meshes, self._meshes)):
+            return True
+        return all(x is mesh or x.is_like(mesh) for x, mesh in zip(meshes, self._meshes, strict=True))
 
 
 class BoundCall:
@@ -166,6 +175,9 @@ class BoundCall:
         self._arguments, self._check_every = given.arguments, check_every
         self._layout = _ArgumentLayout(given.arguments, mesh.device)
         self._results = [(k, x) for k, x in enumerate(results) if x is not None]
+        # Arguments on the device: the result for such an argument is the next block.
+        own = enumerate(given.arguments)
+        self._here = {i for i, a in own if _is_on_device(a) and is_device(a.given.memory_kind)}
         self._slots = None if all(x == ResultSlot(None) for x in ready.program.leaves) else ready.program.leaves
         leaves, treedef = tree_flatten(given.params)
         self._treedefs = treedef, given.treedef
@@ -262,7 +274,9 @@ class BoundCall:
             leaves = [x.fill(next(values)) if isinstance(x, ResultSlot) else x for x in self._slots]
         leaves = apart(leaves, blocks.donated, blocks.memory | self._memory)
         for k, layout in self._results:
-            if layout.owner is not None:
+            if layout.owner in self._here:
+                leaves[k] = given[layout.owner].with_block(leaves[k])
+            elif layout.owner is not None:
                 leaves[k] = taking_the_place_of(given[layout.owner], leaves[k])
             elif isinstance(leaves[k], Tensor):
                 leaves[k] = GlobalTensor(leaves[k], layout.shape, layout.spec, self._mesh)
@@ -327,7 +341,7 @@ def apart(leaves: Sequence[Any], donated: AbstractSet[int], kept: AbstractSet[in
         donated: the donated memory, by `memory_of`.
         kept: all memory of arguments. Of this memory, a result may share only the donated memory.
     """
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    tensors = leaves if are_tensors(leaves) else [x for x in leaves if isinstance(x, Tensor)]
     memories = memories_of(tensors)
     if len(set(memories)) == len(memories) and (kept - donated).isdisjoint(memories):
         return list(leaves)
@@ -375,7 +389,14 @@ def memories_of(xs: Sequence[Tensor]) -> list[int]:
 
 # For many tensors at once, in C, without a bytecode for each.
 _ADDRESS, _REQUIRES_GRAD = operator.attrgetter("_cdata"), operator.attrgetter("requires_grad")
-_LEAF_LAYOUT = operator.attrgetter("shape", "spec", "memory_kind")
+_LEAF_LAYOUT, _MESH = operator.attrgetter("shape", "spec", "memory_kind"), operator.attrgetter("mesh")
+
+
+def _get_items(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Returns the function from values to the values at some places."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: [values[i] for i in places]
 
 
 def _is_on_device(a: Argument) -> bool:
