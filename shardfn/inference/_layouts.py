@@ -107,7 +107,10 @@ def make_sequence_layout(
         rank_tokens, rank_positions = (take_own_block(x, axis, dim=0) for x in (tokens_T, positions_T))
         exchanged = [_HeadExchange(body, axis, T, config.num_heads) for body in bodies]
         gather = functools.partial(all_gather_invariant, axis=axis, dim=0, size=T)
-        how: Any = {"gather_tokens": gather, "activations": activations}
+        cut = functools.partial(take_own_block, axis=axis, dim=0)
+        join = functools.partial(all_gather_invariant, axis=axis, dim=0, size=len(rows_R))
+        parts = gpt.TokenParts(T, gather, cut, join, cut(positions_T[rows_R]))
+        how: Any = {"parts": parts, "activations": activations}
         counted = _exchange_by(flat, replace(exchange, tokens=T)) if isinstance(exchange, moe.AllToAll) else flat
         found = gpt.decode(counted, weights, rank_tokens, rank_positions, rows_R, exchanged, **how)
         return make_outputs(found, gather)
@@ -146,20 +149,27 @@ class _HeadExchange(nn.Local):
         axis: mesh axis.
         num: number of tokens T on all ranks.
         heads: number of heads H on all ranks.
+        num_queries: number of queries on all ranks, or None where each token has a query.
     """
 
     inner: nn.AttentionBackend
     axis: str
     num: int
     heads: int
+    num_queries: int | None = None
+
+    def with_queries(self, rows_R: Tensor) -> "_HeadExchange | None":
+        inner = self.inner.with_queries(rows_R) if isinstance(self.inner, nn.Local) else None
+        return None if inner is None else replace(self, inner=inner, num_queries=len(rows_R))
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
-        by_heads = functools.partial(all_to_all, axis=self.axis, split_dim=2, concat_dim=1, size=self.num)
+        by_heads = functools.partial(all_to_all, axis=self.axis, split_dim=2, concat_dim=1)
         own = {
             name: take_own_block(x, self.axis, dim=0)
             for name in ("slopes_H", "sinks_H")
             if (x := getattr(how, name)) is not None
         }
-        q_BTHK, k_BSGK, v_BSGK = (by_heads(x) for x in (q_BTHK, k_BSGK, v_BSGK))
+        q_BTHK = by_heads(q_BTHK, size=self.num if self.num_queries is None else self.num_queries)
+        k_BSGK, v_BSGK = (by_heads(x, size=self.num) for x in (k_BSGK, v_BSGK))
         y_BTHK = self.inner.attend(q_BTHK, k_BSGK, v_BSGK, how._replace(**own), length)
         return all_to_all(y_BTHK, self.axis, split_dim=1, concat_dim=2, size=self.heads)

@@ -4,6 +4,7 @@ T tokens of all sequences, R rows whose logits are wanted, D model, H heads, V v
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -43,6 +44,27 @@ class Decoded(NamedTuple):
     state_after: Callable[[int], Tensor]
 
 
+class TokenParts(NamedTuple):
+    """Parts of the tokens of `decode` on ranks. By default each rank has all tokens.
+
+    Attributes:
+        num: number of tokens on all ranks, or None where each rank has all.
+        gather: function from rows of this rank's tokens to the rows of all tokens.
+        cut: function from the rows of all wanted tokens to this rank's part.
+        join: function from this rank's part of the wanted tokens to all their rows.
+        positions: positions of this rank's part of the wanted tokens, or None where each rank has all.
+    """
+
+    num: int | None = None
+    gather: Callable[[Tensor], Tensor] = lambda rows: rows
+    cut: Callable[[Tensor], Tensor] = lambda rows: rows
+    join: Callable[[Tensor], Tensor] = lambda rows: rows
+    positions: Int[Tensor, " r"] | None = None
+
+
+_WHOLE = TokenParts()
+
+
 def decode(
     config: Config,
     params: Params,
@@ -53,7 +75,7 @@ def decode(
     *,
     axis: Axes = None,
     then: Mapping[str, nn.Then] = MappingProxyType({}),
-    gather_tokens: Callable[[Tensor], Tensor] = lambda rows: rows,
+    parts: TokenParts = _WHOLE,
     activations: Activations | None = None,
     images: tuple[Bool[Tensor, " t"], Float[Tensor, "t d"]] | None = None,
 ) -> Decoded:
@@ -73,8 +95,8 @@ def decode(
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
         then: functions for weights of a batch-invariant config, by names such as "blocks.0.wq". Each is a
             `BatchInvariantWeight.then`.
-        gather_tokens: function from rows of `tokens_T` to the rows that `rows_R` counts, where ranks have parts of the
-            tokens.
+        parts: parts of the tokens on ranks. `rows_R` counts all tokens, and the rest of the arguments are of this
+            rank's part.
         activations: "int8" rounds the inputs of layers in codes, see `kernels.integer_linears`.
         images: True for image tokens, and features in the rows of these tokens. The bodies read images by the rule of
             the config.
@@ -118,27 +140,36 @@ def decode(
     kinds, swift = config.layer_settings, config.swift
     bodies = bodies if swift is None else [bodies[swift.cache_layer(i)] for i in range(config.num_layers)]
     bodies = [
-        body if kind.rope is None else _Rotating(body, *rotations[kind.rope])
+        body if kind.rope is None else _Rotating(body, kind.rope, *rotations[kind.rope])
         for body, kind in zip(bodies, kinds, strict=True)
     ]
     shared, x_1TD = score_arguments(config, positions_T, x_TD.dtype), x_TD[None]
     blocks, keys = params["blocks"], SwiftKeys(config, along, params)
-    first = config.num_layers - 1 if swift is None else min(swift.first, config.num_layers - 1)
-    found = (_narrow_body(x, blocks[-1], rows_R, None if then else len(tokens_T)) for x in bodies[first:])
-    narrow = [x for x in found if x is not None]
-    is_narrow = len(narrow) == config.num_layers - first
+    shares_keys = swift is not None and swift.first < config.num_layers
+    first = swift.first if swift is not None and shares_keys else config.num_layers - 1
+    # Adapters and records of experts need all tokens, and so do layers without shared keys where ranks have parts.
+    are_all = bool(then) or "router" in blocks[-1] or not (shares_keys or parts.num is None)
+    num = len(tokens_T) if parts.num is None else parts.num
+
+    @functools.cache
+    def find_tables(rope: nn.Rope) -> list[Tensor]:
+        positions_r = positions_T[rows_R] if parts.positions is None else parts.positions
+        return [params[name][positions_r] for name in _name_tables(config)[rope]]
+
+    narrow = [] if are_all or len(rows_R) >= num else [_narrow_body(x, rows_R, find_tables) for x in bodies[first:]]
+    is_narrow = bool(narrow) and all(x is not None for x in narrow)
     experts, states, biases = list[Tensor](), [x_1TD], params.get(EXPERT_BIAS)
     for i, (p, body, kind) in enumerate(zip(blocks, bodies, kinds, strict=True)):
-        body = narrow[i - first] if is_narrow and i >= first else body
+        body = narrow[i - first] or body if is_narrow and i >= first else body
         table = keys.add_to(shared | {"how": nn.Attending(causal_mask(kind), body)}, i, x_1TD)
         rows = rows_R if is_narrow and i == first else None
         if rows is not None and "keys" in table:  # all tokens have given their keys and values
-            x_1TD, rows = x_1TD[:, rows_R], None
+            x_1TD, rows = parts.cut(parts.gather(x_1TD[0])[rows_R])[None], None
         bias_E = None if biases is None or "router" not in p else biases[len(experts)]
         x_1TD, seen = block(config, along, None, p, x_1TD, table, None, None, bias_E, rows_R=rows)
         experts += [] if seen is None else [seen.experts]
         states.append(x_1TD)
-    x_RD = x_1TD[0] if is_narrow else gather_tokens(x_1TD[0])[rows_R]
+    x_RD = parts.join(x_1TD[0]) if is_narrow else parts.gather(x_1TD[0])[rows_R]
     x_RD = norm(config, along, x_RD, params["norm_w"], params.get("norm_b"))
     own_RV = compute_logits(config, params, x_RD, along)
     logits_RV = all_gather_invariant(own_RV, axis, dim=-1, size=config.vocab_size)
@@ -147,18 +178,24 @@ def decode(
         logits_RV,
         x_RD,
         experts_Tmk,
-        _LayerStates(states, x_RD, rows_R, gather_tokens, first + 1 if is_narrow else len(states)),
+        _LayerStates(states, x_RD, rows_R, parts, first + 1 if is_narrow else len(states)),
     )
 
 
-def _narrow_body(body: nn.AttentionBackend, p: Params, rows_R: Tensor, num: int | None) -> nn.Local | None:
+def _narrow_body(
+    body: nn.AttentionBackend, rows_R: Tensor, tables: Callable[[nn.Rope], list[Tensor]]
+) -> nn.Local | None:
     """Returns the body of a late layer for only the wanted tokens, or None where the layer computes all tokens.
 
-    Adapters and records of experts need all `num` tokens.
+    Args:
+        body: body for all tokens.
+        rows_R: wanted tokens.
+        tables: function from a rotation to its tables for the wanted tokens of this rank.
     """
-    if num is None or len(rows_R) >= num or "router" in p or not isinstance(body, nn.Local):
-        return None
-    return body.with_queries(rows_R)
+    if isinstance(body, _Rotating):
+        inner = _narrow_body(body.inner, rows_R, tables)
+        return None if inner is None else dataclasses.replace(body, inner=inner, queries=tables(body.rope))
+    return body.with_queries(rows_R) if isinstance(body, nn.Local) else None
 
 
 class _LayerStates(NamedTuple):
@@ -168,22 +205,22 @@ class _LayerStates(NamedTuple):
         states: states [1, T, D] before the first layer, and after each layer.
         last_RD: states after the last norm.
         rows_R: rows.
-        gather_tokens: see `decode`.
+        parts: see `decode`.
         whole: number of states of all tokens. Later states have only the rows.
     """
 
     states: list[Tensor]
     last_RD: Tensor
     rows_R: Tensor
-    gather_tokens: Callable[[Tensor], Tensor]
+    parts: TokenParts
     whole: int
 
     def __call__(self, layers: int) -> Tensor:
         if layers == len(self.states) - 1:
             return self.last_RD
         if layers >= self.whole:
-            return self.states[layers][0]
-        return self.gather_tokens(self.states[layers][0])[self.rows_R]
+            return self.parts.join(self.states[layers][0])
+        return self.parts.gather(self.states[layers][0])[self.rows_R]
 
 
 def drop_losses(config: Config) -> Config:
@@ -198,18 +235,14 @@ class _Rotating(nn.Local):
     """Body that first rotates queries and keys by their positions, with the bits of `nn.rope`."""
 
     inner: nn.AttentionBackend
+    rope: nn.Rope
     cos_TK: Tensor
     sin_TK: Tensor
-
-    rows_R: Tensor | None = None
-
-    def with_queries(self, rows_R: Tensor) -> nn.Local | None:
-        inner = self.inner.with_queries(rows_R) if isinstance(self.inner, nn.Local) else None
-        return None if inner is None else dataclasses.replace(self, inner=inner, rows_R=rows_R)
+    queries: Sequence[Tensor] | None = None  # tables of queries, where only some tokens have a query
 
     def attend(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, how: nn.OnlineScores, length: int) -> Tensor:
         tables = self.cos_TK, self.sin_TK
-        q_BTHK = _rotate_heads(q_BTHK, *(tables if self.rows_R is None else [x[self.rows_R] for x in tables]))
+        q_BTHK = _rotate_heads(q_BTHK, *(tables if self.queries is None else self.queries))
         return self.inner.attend(q_BTHK, _rotate_heads(k_BSGK, *tables), v_BSGK, how, length)
 
 

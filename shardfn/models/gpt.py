@@ -25,6 +25,7 @@ from ._gpt_config import Config as Config
 from ._gpt_config import Images as Images
 from ._gpt_decode import EXPERT_BIAS as EXPERT_BIAS
 from ._gpt_decode import Decoded as Decoded
+from ._gpt_decode import TokenParts as TokenParts
 from ._gpt_decode import check_decodable as check_decodable
 from ._gpt_decode import decode as decode
 from ._gpt_decode import linear_sizes as linear_sizes

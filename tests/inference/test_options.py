@@ -170,6 +170,29 @@ def test_a_step_may_have_another_layout(world: int) -> None:
     assert engine.generate(prompts, how, adapter=names) == plain.generate(prompts, how, adapter=names)
 
 
+@distributed(world=[2, 3])
+def test_later_layers_of_swift_kv_have_only_wanted_tokens_in_each_layout(world: int) -> None:
+    changes, limits = KINDS["swift"]
+    changes = changes | {
+        "num_heads": 6,
+        "num_kv_heads": 6,
+        "d_model": 48,
+        "d_ff": 96,
+        "chunks": 24 if world == 3 else 8,
+    }
+    one, cut = model(**changes), model("tp", **changes)
+    own = replace(limits, layouts=(("tp", 1), ("sp", limits.budget)))
+    engine = Engine(cut.decoder, cut.params[0], mesh=make_mesh({"tp": world}), limits=own)
+    how = Sampling(max_tokens=6, temperature=0.9, seed=3)
+    plain = Engine(one.decoder, one.params[0], limits=limits)
+    assert engine.generate([*PROMPTS, [1, 2] * 8], how) == plain.generate([*PROMPTS, [1, 2] * 8], how)
+    [call] = [call for key, call in engine.runner._bound.items() if key[0] == "sp"]
+    gated = [x.meta["val"].shape[-2] for x in call._ready.program.gm.graph.nodes if "gated_silu" in x.name]
+    rows, each = limits.wanted(limits.budget), -(-limits.wanted(limits.budget) // world)
+    own_rows = len(range(rows)[engine.mesh.rank * each :][:each])
+    assert gated == [limits.budget // world] + [own_rows] * 4
+
+
 def test_a_layout_that_a_decoder_does_not_offer() -> None:
     one = model(**CHANGES)
     limits = replace(LIMITS, layouts=(("tp", 1), ("sp", 7)))
