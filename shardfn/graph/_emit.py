@@ -34,6 +34,8 @@ from ._regions import Region, is_view
 from ._transfers import memory_of
 from ._values import num_bytes, overwritten, part_of, storage_of, tensors_of, written_by
 
+# Ops whose results are dense for arguments of any strides.
+_ALWAYS_DENSE = (torch.ops.aten.embedding.default,)
 _RESIZES = (torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.set_)
 
 
@@ -183,7 +185,8 @@ def _join_run(node: Node, run: _Run, views: Mapping[Node, Node]) -> bool:
     else:
         call = _kernel_call(node)
         # A view that is written may have to be a copy, if the value has other strides than the abstract value.
-        joins = call is not None and not any(n in views and views[n] not in run for n in written_by(node))
+        strided = [n for n in written_by(node) if n in views and views[n].target not in _ALWAYS_DENSE]
+        joins = call is not None and not strided
     if joins:
         run[node] = call
     return joins

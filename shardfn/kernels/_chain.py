@@ -35,12 +35,15 @@ class KernelCall:
         source: the file of the function.
         name: name of the function.
         arguments: tensors pass as addresses, None as null.
+        check: check of a function that may fail: a function that raises the error, and the arguments of the function.
+            Tensors that the chain has made pass as None.
         kernel: name of the record that the call comes from, or "" for an operation of torch.
     """
 
     source: str
     name: str
     arguments: Arguments
+    check: tuple[Callable[..., None], tuple[Any, ...]] | None = None
     kernel: str = ""
 
 
@@ -162,8 +165,7 @@ class KernelChain:
         given: tensors with the shapes, strides and dtypes of the incoming tensors.
         room: bytes of the values between calls, not seen from outside.
         results: tensors with the shapes and dtypes of the results.
-        plain: function that computes the same by operations of torch, for tensors unlike `given`, or to raise the error
-            of a call that fails.
+        plain: function that computes the same by operations of torch, for tensors unlike `given`.
     """
 
     def __init__(
@@ -193,12 +195,22 @@ class KernelChain:
         bases = array("q", map(Tensor.data_ptr, (*come, room, *made)))
         failed = _load_runner()(program.buffer_info()[0], calls, bases.buffer_info()[0])
         if failed:
-            self._plain(*come)  # raises the error
-            raise AssertionError(f"{self._calls()[failed - 1].name} in C++ failed without an error")
+            self._raise_failure(self._calls()[failed - 1], come)
         return made
 
     def _has_swapped(self) -> bool:
         return any(call.kernel in SWAPPED for call in self._calls())
+
+    def _raise_failure(self, call: KernelCall, come: Sequence[Tensor]) -> None:
+        if call.check is not None:
+            check, arguments = call.check
+            check(*(self._find_given(x, come) if isinstance(x, Tensor) else x for x in arguments))
+        self._plain(*come)  # raises the error of a value that the chain has made
+        raise AssertionError(f"{call.name} in C++ failed without an error")
+
+    def _find_given(self, x: Tensor, come: Sequence[Tensor]) -> Tensor | None:
+        memory, _ = self._place(x)
+        return come[memory].view(x.shape) if memory < len(come) else None
 
     def _write_program(self) -> "tuple[array[int], int]":
         """Returns the numbers that `run_chain` reads, and the number of calls."""

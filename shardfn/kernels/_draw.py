@@ -163,19 +163,21 @@ def draw_uniforms(keys: Integer[Tensor, " rows"], places: Int[Tensor, " places"]
 
 def check_values(
     vocab: int,
-    uniform: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
+    uniform: Tensor | None,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
     targets: Tensor | None,
 ) -> None:
     """Refuses arguments out of range. Each implementation checks the ranges at the run, for captured programs, too.
 
+    Arguments that are None are in range.
+
     Raises:
         ValueError: names the argument, the first row, and the range.
     """
-    drawn = temperature >= COLDEST
+    drawn = torch.tensor(True) if temperature is None else temperature >= COLDEST
     if targets is not None:
         drawn = drawn & (targets < 0)
     for name, x, low, high in (
@@ -356,7 +358,8 @@ def _call_draw(arguments: Sequence[Any], results: Sequence[Tensor]) -> KernelCal
     if not are_dense(logits) or not all(x is None or x.is_contiguous() for x in per_row):
         return None
     sizes = count_room(vocab), rows, vocab, threads_for(rows * vocab, FEW, rows)
-    return KernelCall(_SOURCE, "draw_rows_alone", (logits, *per_row, *results, *sizes))
+    check = check_values, (vocab, *per_row)
+    return KernelCall(_SOURCE, "draw_rows_alone", (logits, *per_row, *results, *sizes), check)
 
 
 def _call_uniforms(arguments: Sequence[Any], out: Tensor) -> KernelCall | None:

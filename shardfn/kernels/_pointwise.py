@@ -263,7 +263,14 @@ def _call_rows(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
     if not are_dense(x, y) or not index.is_contiguous():
         return None
     size, wide = math.prod(x.shape[1:]), int(index.dtype == torch.int64)
-    return KernelCall(_SOURCE, "take_rows", (x, index, y, len(x), index.numel(), size, wide, int(from_end)))
+    check = _check_rows, (index, len(x), from_end)
+    return KernelCall(_SOURCE, "take_rows", (x, index, y, len(x), index.numel(), size, wide, int(from_end)), check)
+
+
+def _check_rows(index: Tensor | None, num: int, from_end: bool) -> None:
+    low = -num if from_end else 0
+    if index is not None and torch.any((index < low) | (index >= num)):
+        raise IndexError(f"index must be from {low} to {num - 1}, got {int(index.min())} to {int(index.max())}.")
 
 
 for _names, _call in (

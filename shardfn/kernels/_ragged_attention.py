@@ -524,12 +524,13 @@ def _attend_natively(
 
 
 def _make_call(arguments: Sequence[Any], results: Sequence[Tensor]) -> KernelCall | None:
-    q, k, v, cache, *plan, _, _, _, slopes, sinks, tree, rows, relative, images, _ = arguments
+    q, k, v, cache, *plan, _, window, _, slopes, sinks, tree, rows, relative, images, _ = arguments
     if not are_dense(q, k, v, slopes, sinks, relative) or not all(
         x is None or x.is_contiguous() for x in (cache, *plan, tree, rows, images)
     ):
         return None
-    return KernelCall(_SOURCE, "ragged_attention", _list_arguments(*arguments, *results))
+    check = check_plan, (cache, *plan, window, tree, rows)
+    return KernelCall(_SOURCE, "ragged_attention", _list_arguments(*arguments, *results), check)
 
 
 def _list_arguments(

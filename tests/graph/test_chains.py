@@ -210,6 +210,37 @@ def test_a_write_before_an_error_is_made_once() -> None:
     assert torch.equal(x, want)
 
 
+def decode(table: Tensor, ids: Tensor, rows: Tensor, keys: Tensor, *how: Tensor) -> tuple[Tensor, ...]:
+    """From ids to drawn tokens: rows of a table, a write to a view of them, and rows from the end on."""
+    x = torch.nn.functional.embedding(ids, table)[None]
+    x.add_(kernels.gelu(x))
+    temperature, top_k, top_p, min_p = how
+    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    return kernels.draw(x[0][rows], kernels.draw_uniforms(keys, keys), **drawn)
+
+
+def test_a_step_from_ids_to_drawn_tokens_is_one_call() -> None:
+    ids, rows = torch.tensor([6, 0, 5, 5], dtype=torch.int32), torch.tensor([-1, 2, 0])
+    how = torch.tensor([0.0, 1.0, 0.7], dtype=torch.float64), torch.tensor([0, 3, 0]), torch.tensor([1.0, 0.9, 1.0])
+    rest = ids, rows, torch.tensor([3, 4, 5]), *(x.double() if x.is_floating_point() else x for x in how)
+    given = torch.randn(7, D), *rest, torch.zeros(3, dtype=torch.float64)
+    gm = make_fx(decode, tracing_mode="fake")(*given)
+    [region], step = regions(gm), compile_graph(gm, "graph")
+    names = ["take_rows", "gelu", "added", "take_rows", "draw_uniforms", "draw_rows_alone"]
+    assert [call.name for call in region.calls()] == names
+    for _ in range(3):
+        given = torch.randn(7, D), *given[1:]
+        for a, b in zip(step(*given), decode(*given), strict=True):
+            assert torch.equal(a, b) and a.dtype == b.dtype
+    for at, wrong, text in (
+        (1, torch.tensor([6, 0, 7, 5], dtype=torch.int32), "index must be from 0 to 6, got 0 to 7"),
+        (2, torch.tensor([-5, 0, 0]), "index must be from -4 to 3, got -5 to 0"),
+        (4, -given[4], "temperature must be from 0 to inf, got -1.0 in row 1"),
+    ):
+        with pytest.raises((IndexError, ValueError), match=text):
+            step(*given[:at], wrong, *given[at + 1 :])
+
+
 # Operations of torch that chains run, of rows x, a factor for each row, and a row of factors.
 OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "product": lambda x, each, alike: x * (x + 1),
