@@ -4,7 +4,7 @@ import itertools
 import operator
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -90,6 +90,9 @@ class StepTensors(NamedTuple):
     images: ImageRows | None = None
 
 
+_PlanTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 class StepBuffers:
     """Memory of the tensors of an engine's steps, by bucket: a step writes over the tensors of the step before.
 
@@ -103,10 +106,10 @@ class StepBuffers:
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self._limits, self._device = limits, device
-        self._made: dict[int, tuple[bytearray, bytearray, list[np.ndarray], tuple[Tensor, ...]]] = {}
+        self._made: dict[int, tuple[bytearray, bytearray, list[np.ndarray], _PlanTensors]] = {}
         self._options: tuple[tuple[Sampling, ...], int, dict[str, Tensor]] = (), 0, {}
 
-    def write_plan(self, plan: StepPlan) -> tuple[Tensor, ...]:
+    def write_plan(self, plan: StepPlan) -> _PlanTensors:
         """Returns the first tensors of `StepTensors`, up to `targets`, with the numbers of a plan."""
         if plan.bucket not in self._made:
             self._made[plan.bucket] = self._make_buffers(plan)
@@ -116,7 +119,10 @@ class StepBuffers:
         keys[:] = plan.keys
         for buffer, own in zip(wide, (plan.places, plan.targets), strict=True):
             buffer[:] = own
-        return tensors if self._device.type == "cpu" else tuple([x.to(self._device) for x in tensors])
+        if self._device.type == "cpu":
+            return tensors
+        moved: Any = tuple([x.to(self._device) for x in tensors])
+        return moved
 
     def make_options(self, plan: StepPlan) -> dict[str, Tensor]:
         """Returns the arguments of `kernels.draw` for the rows of a plan, with padding."""
@@ -127,7 +133,7 @@ class StepBuffers:
             self._options = rows, num, made
         return made
 
-    def _make_buffers(self, plan: StepPlan) -> tuple[bytearray, bytearray, list[np.ndarray], tuple[Tensor, ...]]:
+    def _make_buffers(self, plan: StepPlan) -> tuple[bytearray, bytearray, list[np.ndarray], _PlanTensors]:
         """Returns the memory of int32 numbers, keys, places and targets, and the tensors that share the memory."""
         arrays, num = _list_ints(plan), len(plan.rows)
         ints, keys = bytearray(sum([4 * len(a) for a in arrays])), bytearray(8 * num)
@@ -138,9 +144,9 @@ class StepBuffers:
             for a, start in zip(arrays, ends, strict=False)
         )
         wide = [np.zeros(num, np.int64) for _ in range(2)]
-        rest = torch.frombuffer(keys, dtype=torch.int64), *map(torch.from_numpy, wide)
+        keys_R, places, targets = torch.frombuffer(keys, dtype=torch.int64), *map(torch.from_numpy, wide)
         tables = tables.view(-1, self._limits.width)
-        return ints, keys, wide, (tokens, positions, sequences, slots, tables, rows, *rest)
+        return ints, keys, wide, (tokens, positions, sequences, slots, tables, rows, keys_R, places, targets)
 
 
 def _list_ints(plan: StepPlan) -> tuple[array, ...]:
