@@ -27,8 +27,8 @@ from ._image_rows import Grid, ImageRule, RequestImages, place_embeddings, place
 from ._limits import Limits
 from ._plan import StepPlan
 from ._requests import Request
-from ._state import PrefillChunk, State
 from ._state import Sequence as StateSequence
+from ._state import State
 from ._tensors import make_image_padding
 
 
@@ -363,7 +363,7 @@ class ImageInputs:
     def columns(self, state: State, plan: StepPlan) -> dict[str, Any]:
         """Returns the image tokens of a plan, and the given embeddings."""
         rule, decoder, first = self._decoder.images, self._decoder, 0
-        if rule is None and not (self._embedded and any(_reads_rows(x, s) for x, s, _ in state.rows_in_flight())):
+        if rule is None and not (self._embedded and any(_reads_rows(one) for _, one, _ in state.rows_in_flight())):
             return {}
         found = make_image_padding(plan.bucket, self._limits, rule, decoder.hidden_size if rule else decoder.embed_size)
         for number, (chunk, sequence, _) in enumerate(state.rows_in_flight()):
@@ -383,7 +383,7 @@ class ImageInputs:
         return {"images": found}
 
 
-def _reads_rows(chunk: PrefillChunk, sequence: StateSequence) -> bool:
-    """Returns whether a chunk has positions with a given embedding."""
+def _reads_rows(sequence: StateSequence) -> bool:
+    """Returns whether a sequence's next rows have positions with a given embedding."""
     images = sequence.request.images
-    return images is not None and chunk.start < len(images.rows)
+    return images is not None and sequence.computed < len(images.rows)
