@@ -130,7 +130,7 @@ def _find_passing(code: CodeType, at: int, inside: bool = False) -> tuple[bool, 
         return None
     for node in ast.walk(tree) if tree is not None else ():
         wanted = _passing_truth(node)
-        # Where the error is caught, both outcomes go on. Such a branch has no place in a graph.
+        # Where the error is caught, both outcomes continue. Such a branch has no place in a graph.
         if wanted is not None and _has_span(node.test, span) and not _is_caught(tree, span):  # pyright: ignore[reportAttributeAccessIssue]
             found = wanted if inside else _wanted_truth(node.test, span, wanted)  # pyright: ignore[reportAttributeAccessIssue]
             return None if found is None else (found, ast.unparse(node)[:400])
@@ -148,7 +148,7 @@ def _passing_truth(node: ast.AST) -> bool | None:
 
 
 def _is_caught(tree: Any, span: Any) -> bool:
-    """Returns whether the function goes on after an error at `span`."""
+    """Returns whether the function continues after an error at `span`."""
     tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.handlers]
     return any(_has_span(x, span) for node in tries for x in node.body)
 

@@ -113,7 +113,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def below(self) -> Iterator[None]:
-        """Looks for the user's lines only in calls from here on."""
+        """Looks for the user's lines only in calls from now on."""
         top, self._top = self._top, sys._getframe(2)
         try:
             yield

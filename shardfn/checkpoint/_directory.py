@@ -47,7 +47,7 @@ class OpenFile:
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode) or about.st_size != size:
             os.close(fd)
-            what = f"has {about.st_size} bytes, {size} were written" if stat.S_ISREG(about.st_mode) else "is no file"
+            what = f"has {about.st_size} bytes, {size} were written" if stat.S_ISREG(about.st_mode) else "is not a file"
             raise damaged(f"{path} {what}")
         self._fd = fd
 
@@ -270,7 +270,7 @@ class DirectoryStore:
                 f" {parent}: steps {parent.steps()}."
             )
         if not self._place.is_dir():
-            return no_checkpoint(self, step, found, "is no directory" if self._place.exists() else "does not exist")
+            return no_checkpoint(self, step, found, "is not a directory" if self._place.exists() else "does not exist")
         begun = sorted(p.name for p in self._place.iterdir() if _REST.fullmatch(p.name))
         if found or not begun:
             return no_checkpoint(self, step, found)

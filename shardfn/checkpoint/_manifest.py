@@ -201,7 +201,7 @@ def decoded(text: str, where: str) -> Manifest:
     try:
         body = json.loads(text)
         if not isinstance(body, dict) or body.get("kind") != _KIND:
-            raise DamagedError(f"{where} is no manifest of a checkpoint.")
+            raise DamagedError(f"{where} is not a manifest of a checkpoint.")
         number = body.get("format")
         if isinstance(number, int) and number > FORMAT:
             raise ValueError(
@@ -295,13 +295,13 @@ def _parse_axis(x: Any) -> str:
 
 def _parse_name(x: Any) -> str:
     if not isinstance(x, str) or not _FILE.fullmatch(x):
-        raise ValueError(f"{str(x)[:80]!r} is no name of a file of a checkpoint")
+        raise ValueError(f"{str(x)[:80]!r} is not the name of a checkpoint file")
     return x
 
 
 def _parse_digest(x: Any) -> str:
     if not isinstance(x, str) or not _DIGEST.fullmatch(x):
-        raise ValueError(f"{str(x)[:80]!r} is no digest")
+        raise ValueError(f"{str(x)[:80]!r} is not a digest")
     return x
 
 

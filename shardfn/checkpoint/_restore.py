@@ -77,7 +77,7 @@ class KindMatch(NamedTuple):
     """Optimizer states of a tree, with the states of a checkpoint that continue in the tree.
 
     Attributes:
-        moved: by state of the tree, path of the state in the checkpoint. None: the state is initialized.
+        moved: state of the tree -> path of the state in the checkpoint. None: the state is initialized.
         left: states of the checkpoint that no state of the tree continues.
         problems: kinds with different numbers of states on both sides, for example 2 Adam states here and 1 there.
     """
@@ -110,7 +110,7 @@ class KindMatch(NamedTuple):
     def text(self) -> str:
         """Returns a text with the states that are continued, initialized and left out."""
         on = {state: old for state, old in self.moved.items() if old is not None}
-        parts = [f"{s.path}{f' goes on with {old}' if s.path != old else ' goes on'}" for s, old in on.items()]
+        parts = [f"{s.path}{f' continues with {old}' if s.path != old else ' continues'}" for s, old in on.items()]
         parts += [f"{_show_state(s)} begins anew" for s, old in self.moved.items() if old is None]
         parts += [f"{_show_state(s)} of the checkpoint is left out" for s in self.left]
         return ", ".join(parts)
@@ -476,7 +476,7 @@ def _fill_leaf(task: LeafTask, reader: BoxReader) -> Any:
         pool = held.pool if isinstance(held, DiskTensor) else task.pool
         block: StoredValue = _read_to_disk(reader, source, box, x.dtype, pool)
     elif task.donate and isinstance(held, Tensor) and not _is_empty(x):
-        block = x.donate()  # from here on the leaf may be partly written
+        block = x.donate()  # from now on the leaf may be partly written
         _fill_tensor(reader, source, box, block)
     else:
         shape = tuple(hi - lo for lo, hi in box)

@@ -158,5 +158,5 @@ def _parse_entry(path: pathlib.Path, about: dict[str, Any], data: int) -> Safete
 def _parse_count(x: Any) -> int:
     """Returns a valid size or offset: an integer that is not negative."""
     if type(x) is not int or not 0 <= x < 1 << 62:
-        raise ValueError(f"{str(x)[:40]} is no number of bytes or elements")
+        raise ValueError(f"{str(x)[:40]} is not a number of bytes or elements")
     return x

@@ -49,7 +49,7 @@ def bench_guess(args: argparse.Namespace) -> int:
     path = pathlib.Path(args.text)
     kind = detect_kind(pathlib.Path(args.model))
     problems = [str(kind)] if isinstance(kind, Problem) else []
-    problems += [] if path.is_file() else [f"TEXT {path} is no file; give a plain text"]
+    problems += [] if path.is_file() else [f"TEXT {path} is not a file; give a plain text"]
     for name in ("prompts", "tokens", "branches"):
         if getattr(args, name) < 1:
             problems.append(f"--{name} must be at least 1, got {getattr(args, name)}")
@@ -160,7 +160,7 @@ def bench(args: argparse.Namespace) -> int:
         if wrong := [x for x in values if not 0 < x < float("inf")]:
             raise ValueError(f"--{name} must be above 0, got {wrong[0]}.")
     if args.rate is not None and args.rates is not None:
-        raise ValueError("--rate is given beside --rates. Give one of them.")
+        raise ValueError("--rate cannot be combined with --rates. Give one of them.")
     if args.slo and args.rates is None:
         raise ValueError("--slo has no effect without --rates. Give rates, or leave it out.")
     slos = [parse_slo(text) for text in args.slo]

@@ -47,7 +47,7 @@ def parse_slo(text: str) -> Slo:
     """Returns an objective.
 
     Raises:
-        ValueError: the text is no objective.
+        ValueError: the text is not an objective.
 
     Example:
         >>> parse_slo("p95_itl=50ms"), parse_slo("p99_ttft=1.5s").ms

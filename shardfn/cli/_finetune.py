@@ -352,7 +352,7 @@ def _move_cursor(job: FinetuneJob, cursor: Cursor, at: Mapping[str, Any]) -> Non
         cursor.at(at)
     except ValueError as error:
         raise ValueError(
-            f"--out {job.out} has a run on other data: pass its TRAIN to go on, or another --out. {error}"
+            f"--out {job.out} has a run on other data: pass its TRAIN to continue, or another --out. {error}"
         ) from None
 
 

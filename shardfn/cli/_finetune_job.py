@@ -20,7 +20,7 @@ from ._training import SCHEDULES, fill_shape
 
 _AXES = ("dp", "tp")
 _HELP = {
-    "out": "directory for metrics, checkpoints and the result; the same command goes on there",
+    "out": "directory for metrics, checkpoints and the result; the same command continues there",
     "validation": "JSON lines for the validation loss; the checkpoint with the lowest one is kept, and is the result",
     "steps": "optimizer steps",
     "every": "steps between checkpoints, and between validations",
@@ -165,7 +165,7 @@ def _read_settings(path: str | None) -> dict[str, Any]:
         name = key.replace("-", "_")
         kind: Any = fields[name].type if name in fields else None
         if kind is None:
-            problems.append(f"{key!r} is no option.{core.did_you_mean(name, list(fields))}")
+            problems.append(f"{key!r} is not an option.{core.did_you_mean(name, list(fields))}")
         elif type(value) is not kind and not (kind is float and type(value) is int):
             problems.append(f"{key} = {value!r} is of type {type(value).__name__}; write a {kind.__name__}")
         else:
@@ -239,7 +239,7 @@ def _wrong_model(path: pathlib.Path) -> Iterator[str]:
         if path.exists():
             yield f"MODEL {path} is a file. Pass the directory that it is in"
             return
-        yield f"MODEL {path} is no directory; fetch one first: hf download {path} --local-dir {path.name}"
+        yield f"MODEL {path} is not a directory; fetch one first: hf download {path} --local-dir {path.name}"
         return
     for names, what in (
         (("config.json",), "a model of transformers"),
@@ -256,7 +256,9 @@ def _wrong_rows(job: FinetuneJob) -> Iterator[str]:
         return
     for name, path in (*(("TRAIN", path) for path in job.sources), ("--validation", job.validation)):
         if name == "TRAIN" or path:
-            yield from row_problems(name, path, job.learn) if os.path.isfile(path) else (f"{name} {path} is no file",)
+            yield from (
+                row_problems(name, path, job.learn) if os.path.isfile(path) else (f"{name} {path} is not a file",)
+            )
     weights = job.sources.values()
     if len(weights) < len(job.train):
         yield f"each file of TRAIN must be given once, got {' '.join(job.train)}"

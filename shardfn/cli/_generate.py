@@ -267,7 +267,7 @@ def _print_completions(ready: PreparedRun) -> int:
 def _error_reason(ready: PreparedRun) -> str:
     """Returns the reason of an "error"."""
     grammar = ready.job.sampling.grammar
-    return "logits are not finite" + ("" if grammar is None else ", or no token can go on in the grammar")
+    return "logits are not finite" + ("" if grammar is None else ", or no token can continue in the grammar")
 
 
 def _format_line(prompt: Prompt, k: int, choice: Completion) -> str:

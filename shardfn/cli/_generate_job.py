@@ -137,14 +137,18 @@ def weights_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.fit is not None and not codes:
         found["fit"] = Problem(f"--fit {args.fit} has no effect without codes; add --weights int4, or int8")
     elif args.fit is not None and not pathlib.Path(args.fit).is_file():
-        found["fit"] = Problem(f"--fit {args.fit} is no file; give a text like those of prompts")
+        found["fit"] = Problem(f"--fit {args.fit} is not a file; give a text like those of prompts")
     if find_directory_problem([found["memory"]], args.disk) == "idle":
         found["disk"] = Problem(f"--disk {args.disk} has no effect without --weights disk")
     return found
 
 
 def _parse_pair(given: str | None, *known: Sequence[str]) -> tuple[str | None, str | None, bool]:
-    """Returns a word or None of each of two kinds in an option such as "int4,disk", and whether all are known."""
+    """Splits an option such as "int4,disk" into a word of each of two kinds.
+
+    Returns:
+        The first word, the second word (None where the option has none), and whether the option is valid.
+    """
     words = [] if given is None else given.split(",")
     one, other = ([w for w in words if w in of] for of in known)
     fits = len(one) <= 1 and len(other) <= 1 and len(one) + len(other) == len(words)

@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _is_for_users(error: Exception) -> bool:
     """Returns whether an error comes from this package, with the mistake and the remedy in the message.
 
-    Errors of other packages keep the traceback, to be understood.
+    Errors of other packages are shown with the traceback.
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:

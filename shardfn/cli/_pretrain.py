@@ -236,7 +236,7 @@ def _check_settings(job: PretrainJob, out: pathlib.Path) -> None:
     now = json.loads(json.dumps(settings_of(job)))
     core.raise_all(
         ValueError,
-        f"{out} has a run with other settings. Pass the same to go on, or another [train] out:",
+        f"{out} has a run with other settings. Pass the same to continue, or another [train] out:",
         find_differences(job, before, now) if before else [],
     )
 

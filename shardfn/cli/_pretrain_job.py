@@ -250,7 +250,7 @@ def _read_toml(text: str, where: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{where} is no TOML: {error}.") from error
+        raise ValueError(f"{where} is not valid TOML: {error}.") from error
 
 
 def read_tables(tables: Mapping[str, Any]) -> tuple[PretrainJob, list[str]]:
@@ -368,7 +368,7 @@ def _find_source_problems(data: DataTable, job: PretrainJob) -> Iterator[str]:
                 yield f"[data.sources] {name}.{key} is not known.{core.did_you_mean(key, ('files', 'weight'))}"
         for path in job.files(name):
             if not os.path.isfile(path):
-                yield f"[data.sources] {name}: {path} is no file, and matches no file"
+                yield f"[data.sources] {name}: {path} is not a file, and matches no file"
     weights = [source.get("weight") for source in data.sources.values() if isinstance(source, dict)]
     if None in weights and any(weight is not None for weight in weights):
         yield "[data.sources]: all sources must have a weight, or none"

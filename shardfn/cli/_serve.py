@@ -35,7 +35,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("requests", metavar="IN", help="requests, a line of JSON each: custom_id, method, url and body")
     add("answers", metavar="OUT", help="answers, a line of JSON each, in the order in which they arrive")
-    text = "go on with an OUT of an earlier run: a request with an answer there is not sent again"
+    text = "continue with an OUT of an earlier run: a request with an answer there is not sent again"
     add("--resume", action="store_true", help=text)
     add("--at-once", type=int, default=64, metavar="N", help="the most requests in progress (default %(default)s)")
     add_serve_arguments(parser)
@@ -56,7 +56,7 @@ def parse_batch(args: argparse.Namespace) -> Callable[[], int]:
         raise ValueError(f"--at-once must be at least 1, got {args.at_once}")
     answers, requests = pathlib.Path(args.answers), read_batch(pathlib.Path(args.requests))
     if answers.exists() and not args.resume:
-        raise ValueError(f"{answers} must not exist. Write to another file, or pass --resume to go on with this file")
+        raise ValueError(f"{answers} must not exist. Write to another file, or continue this file with --resume")
     done = read_answered(answers, requests) if answers.exists() else set[str]()
     left = [request for request in requests if request.custom_id not in done]
     job, key = parse_serve(args), secrets.token_urlsafe()
@@ -116,7 +116,7 @@ def serve_command(job: ServeJob, work: Callable[[str], Coroutine[Any, Any, int]]
         all_ranks = settings.replicas * job.model.ranks
         num = torch.cuda.device_count() if settings.replicas > 1 else 0  # a single replica sees all devices
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num)))).split(",") if num else []
-        end_start()  # from here on the first rank reports
+        end_start()  # from now on the first rank reports
         return serve(
             settings,
             load_front_text,

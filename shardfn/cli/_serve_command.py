@@ -55,7 +55,7 @@ def read_trace(path: str | os.PathLike[str], vocab: int, context: int) -> ServeT
         context: most tokens of a sequence.
 
     Raises:
-        ValueError: lines are no requests, times run backwards, or a request does not fit. Lists the first lines.
+        ValueError: lines are not requests, times run backwards, or a request does not fit. Lists the first lines.
     """
     lines = [(i, line) for i, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
     if lines and '"limits"' in lines[0][1][:20]:
@@ -299,7 +299,7 @@ def replay_command(args: argparse.Namespace) -> int:
     """Makes the decisions of a log again, and returns the exit status.
 
     Raises:
-        ValueError: a decision differs, or the file is no log.
+        ValueError: a decision differs, or the file is not a log.
     """
     given = list_given(args, outside=("command", "replay"))
     raise_all(ValueError, "plan --replay is an answer without other options; leave out:", given)

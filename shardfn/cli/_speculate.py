@@ -161,7 +161,7 @@ def parse_speculate(args: argparse.Namespace) -> SpeculateJob:
     kind = detect_kind(pathlib.Path(args.model))
     problems = [str(kind)] if isinstance(kind, Problem) else []
     if not pathlib.Path(args.text).is_file():
-        problems.append(f"TEXT {args.text} is no file; give JSON lines such as {{'text': '...'}}, or a plain text")
+        problems.append(f"TEXT {args.text} is not a file; give JSON lines such as {{'text': '...'}}, or a plain text")
     for name in _COUNTS:
         value = getattr(args, name)
         if value is not None and value < 1:

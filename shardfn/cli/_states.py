@@ -310,7 +310,7 @@ def _place_leaves(
 
     # Layers of a stack are cut, gathered and reduced one by one, as layers of a list.
     experts, cut = config.experts, mesh.axis_size("tp") > 1
-    # Layers may have separate windows and rotary positions, but these are no leaves.
+    # Layers may have separate windows and rotary positions, but these are not leaves.
     one = dataclasses.replace(config, num_layers=1, stacked=False, experts=None, window=None, rope=None)
     before, block, after = ([place_leaf(*leaf) for leaf in part] for part in _list_leaves(one, cut))
     if rank:

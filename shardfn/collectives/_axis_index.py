@@ -1,6 +1,6 @@
 """Numbers that remember the axes along which they differ: `axis_index`, and results computed from it.
 
-The numbers are no `int`s or `float`s: Python computes `0.5 * i` of an `int` without asking `i`, and the axes would be
+The numbers are not `int`s or `float`s: Python computes `0.5 * i` of an `int` without asking `i`, and the axes would be
 lost.
 """
 

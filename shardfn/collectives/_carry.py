@@ -1,8 +1,8 @@
-"""Blocks along routes: `carry`, by the differentiable collectives, and `carry_all`, with several under way.
+"""Blocks along routes: `carry`, by the differentiable collectives, and `carry_all`, with several in flight.
 
 `carry` is the plainest executor of routes: one collective a hop, each waited for, nothing in place. `carry` runs in
 eager programs, in graphs that `jit` captures and inside transforms of `torch.func`, and is the reference for other
-executors. `carry_all` is for programs that need only the values: the same wire, with the next leaf's transfer under way
+executors. `carry_all` is for programs that need only the values: the same wire, with the next leaf's transfer in flight
 while the last leaf's is waited for.
 
 `start_coalesced`: one hop of several small blocks, in a single message.
@@ -111,7 +111,7 @@ RematResults = Callable[[int, core.StoredValue], core.StoredValue]
 def carry(block: Tensor, route: Route, *, move: Mover | None = None) -> Tensor:
     """Returns this rank's block at the end of a route. Collective over the axes of the hops. The mesh must be bound.
 
-    A result that all ranks hold counts once: the gradient must be the same on all ranks. If ranks go on in different
+    A result that all ranks hold counts once: the gradient must be the same on all ranks. If ranks continue in different
     ways, pass the result through `pvary`.
 
     Args:
@@ -150,13 +150,13 @@ def carry_all(
     """Returns this rank's block at the end of each route, without gradients. Collective over the bound mesh.
 
     Values and bytes are as in `carry`. Small leaves with the same hops share messages. For routes of h hops, at most h
-    + 1 blocks (or full messages of small blocks) are under way, for example 3 for routes of 2 hops.
+    + 1 blocks (or full messages of small blocks) are in flight, for example 3 for routes of 2 hops.
 
     Args:
         blocks: this rank's blocks at the starts of the routes, with blocks on disk in stored form.
         routes: routes for the bound mesh, the same on all ranks.
         send: function that starts to bring a block to another memory.
-        keep: function that is called at the end of a route, while other routes are still under way.
+        keep: function that is called at the end of a route, while other routes are still in flight.
 
     Raises:
         ValueError: a route rounds to codes.
@@ -192,7 +192,7 @@ def _group_routes(dtypes: Sequence[torch.dtype], routes: Sequence[Route]) -> lis
 def _carry_group(
     out: list[core.StoredValue], at: Sequence[int], routes: Sequence[Route], send: Sender, keep: RematResults
 ) -> Iterator[None]:
-    """Brings `out[i]` along routes of the same hops, and yields whenever something is under way."""
+    """Brings `out[i]` along routes of the same hops, and yields whenever something is in flight."""
     for step in zip(*map(_merge_hops, routes), strict=True):
         blocks, hop = [out[i] for i in at], step[0][0]
         if isinstance(hop, Move):

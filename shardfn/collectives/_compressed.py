@@ -9,7 +9,7 @@ Two phases. Rank i's part is, for rows j of its padded input x_i and errors e_i 
     all_gather:      decompress(codes of every rank) is the result, the same bits everywhere
 
 Each leaf of a tree is compressed separately, and leaves travel together: a bucket of leaves is one message a phase, and
-the next bucket is compressed while a bucket is under way.
+the next bucket is compressed while a bucket is in flight.
 
 References: Tang et al., 1-bit Adam, arXiv 2102.02888, 2021; Tang et al., APMSqueeze, arXiv 2008.11343, 2020.
 """
@@ -318,7 +318,7 @@ class _CompressedCall:
         )
 
     def _run_stages(self, leaves: list[_CompressedLeaf], decode: bool) -> Iterator[None]:
-        """Yields after each phase of a bucket, while a transfer is under way."""
+        """Yields after each phase of a bucket, while a transfer is in flight."""
         # Collective at each stop: all ranks make the same buckets of the same leaves, and therefore send in the same
         # order.
         pieces = self._make_pieces(leaves)

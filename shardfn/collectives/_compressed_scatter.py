@@ -254,7 +254,7 @@ class _Scatter:
         return (1, grid.outer * grid.columns(self.compressor.quantum)) if self.compressor.remembers else None
 
     def stages(self, jobs: list[_ScatteredLeaf]) -> Iterator[None]:
-        """Yields after each hop of a bucket, while a transfer is under way."""
+        """Yields after each hop of a bucket, while a transfer is in flight."""
         # Collective at each stop, as in `_compressed.py`: the same buckets on all ranks, one message of a bucket at a
         # time.
         blocks = [job.cut.blocks(job.x) for job in jobs]

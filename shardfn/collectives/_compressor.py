@@ -9,7 +9,7 @@
 A compressor works on `x [r, c]` in float32. The codes are tensors with a leading dim of r, so that each row can go to
 another rank. The memory from a call to the next is an error like `x`, or `()`.
 
-Compressed collectives also share checks before any message, and buckets under way while other buckets start.
+Compressed collectives also share checks before any message, and buckets in flight while other buckets start.
 """
 
 import collections
@@ -49,7 +49,7 @@ def buckets(leaves: Sequence[Any], size: int) -> list[list[Any]]:
 def staggered(runs: Sequence[Iterator[None]]) -> None:
     """Runs each iterator to the end, a stage at a time.
 
-    One more starts, then all started iterators go on, youngest first.
+    One more starts, then all started iterators continue, youngest first.
 
     So every message that can be sent is sent before any run waits only to receive.
     """
@@ -78,7 +78,7 @@ def check_leaves(op: str, leaves: Sequence[Any], paths: Sequence[str]) -> None:
     bad = [f"{path} of shape {tuple(x.shape)}" for path, x in zip(paths, leaves, strict=True) if _is_followed(x)]
     raise_all(
         NotImplementedError,
-        f"{op} is no linear function and has no derivative, nor is it mapped by vmap. Call it outside of torch.func and"
+        f"{op} is not a linear function and has no derivative, nor a vmap rule. Call it outside of torch.func and"
         " under torch.no_grad(), or pass x.detach(), for",
         bad,
     )

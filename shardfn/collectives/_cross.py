@@ -106,7 +106,7 @@ def pieces(box: Box, most: int) -> Iterator[Box]:
         yield from pieces((*box[:dim], (lo, min(lo + rows, stop)), *box[dim + 1 :]), most)
 
 
-# Bytes of a message, bytes of all messages that a rank has under way, and the number of these messages.
+# Bytes of a message, bytes of all messages that a rank has in flight, and the number of these messages.
 PIECE, WINDOW, MESSAGES = 4 << 20, 32 << 20, 256
 # Parts of fewer bytes share messages.
 SMALL = 64 << 10

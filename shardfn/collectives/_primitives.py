@@ -23,7 +23,7 @@ from ._primitive import Call, as_one, bind, recording, start
 
 
 def map_tensors(op: str, f: Callable[[Tensor], Tensor], tree: core.PyTree) -> core.PyTree:
-    """Returns the tree of `f` of each leaf.
+    """Applies `f` to each leaf, and returns the tree of results.
 
     Raises:
         TypeError: names every leaf that is not a tensor.
@@ -81,8 +81,8 @@ def all_gather(
 
     Transpose: `psum_scatter`. Each rank may use the whole in another way, so cotangents differ and are summed.
 
-    When: every rank needs the whole and goes on differently, for example with ZeRO's parameters or the sequence before
-    attention. When all ranks go on in the same way, use `all_gather_invariant`: the gradient then needs no
+    When: every rank needs the whole and continues differently, for example with ZeRO's parameters or the sequence
+    before attention. When all ranks continue in the same way, use `all_gather_invariant`: the gradient then needs no
     communication.
 
     Args:
@@ -120,7 +120,7 @@ def all_gather_invariant(
 
     Transpose: `take_own_block`, without communication: the cotangent is the same everywhere.
 
-    When: all ranks go on with the same arithmetic, for example at the end of a program, with logits, outputs or
+    When: all ranks continue with the same arithmetic, for example at the end of a program, with logits, outputs or
     metrics.
 
     Args:
@@ -277,7 +277,7 @@ def psum(x: core.PyTree, axis: core.Axes) -> core.PyTree:
     Transpose: `pvary`. The cotangent of an invariant value is invariant, and counts once: a loss that ends in `psum`
     has the gradient of the sum, not n times the gradient.
 
-    When: all ranks need the whole sum. When each rank goes on with a block, `psum_scatter` sends half the bytes.
+    When: all ranks need the whole sum. When each rank continues with a block, `psum_scatter` sends half the bytes.
 
     Args:
         x: a tensor, or a tree of tensors, of the same shape on all ranks. Booleans are counted, as by `torch.sum`
@@ -430,7 +430,7 @@ def psum_scatter(x: Shaped[Tensor, "..."], axis: core.Axes, *, dim: int = 0) -> 
     On gloo the blocks are exchanged and summed in the order of ranks, 16-bit floats in 32 bits. Other backends sum by
     their native operation.
 
-    When: each rank goes on with a block of the sum, for example ZeRO's gradients or sequence-parallel activations.
+    When: each rank continues with a block of the sum, for example ZeRO's gradients or sequence-parallel activations.
 
     Args:
         x: this rank's summand, of the same shape on all ranks. Booleans are counted (int64).
@@ -497,7 +497,7 @@ def ppermute(x: Shaped[Tensor, "..."], axis: core.Axes, perm: Sequence[tuple[int
     When: a ring (such as attention over sequence blocks), a pipeline's hand-over, a halo.
 
     Args:
-        x: of the same shape on all ranks.
+        x: tensor of the same shape on all ranks.
         axis: mesh axes, major to minor. None, a missing axis and an axis of size 1 have a single index 0: `[(0, 0)]`,
             the form of every ring there, is the identity, and `[]`, the form of every shift, gives zeros.
         perm: pairs (source, destination) of indices along `axis`. The same list on all ranks.
@@ -529,7 +529,7 @@ def ppermute_start(x: Shaped[Tensor, "..."], axis: core.Axes, perm: Sequence[tup
     In a capture the tensor is sent and waited for at once: the passes over the graph decide on overlap.
 
     Args:
-        x: of the same shape on all ranks, not to be written before the wait.
+        x: tensor of the same shape on all ranks, not to be written before the wait.
         axis: see `ppermute`.
         perm: see `ppermute`.
 
@@ -555,4 +555,6 @@ def _check_pairs(pairs: tuple[tuple[int, int], ...], n: int) -> None:
     for side, word in ((0, "source"), (1, "destination")):
         ends = [p[side] for p in pairs]
         problems += [f"{word} {i} must occur in one pair, got {ends.count(i)}" for i in set(ends) if ends.count(i) > 1]
-    core.raise_all(ValueError, f"ppermute: perm={list(pairs)} is no permutation of {n} rank{'s' * (n > 1)}:", problems)
+    core.raise_all(
+        ValueError, f"ppermute: perm={list(pairs)} is not a permutation of {n} rank{'s' * (n > 1)}:", problems
+    )

@@ -27,7 +27,7 @@ from ._global_tensor import GlobalTensor, unshard
 
 
 class Residual(NamedTuple):
-    """Errors of a leaf.
+    """Error-feedback residuals of a leaf under compressed reduction.
 
     Attributes:
         worker: error of this rank, `[1, N]`, or `()` if the compressor has no memory.

@@ -129,7 +129,7 @@ class TracedChannel:
         return Pending.of(out)
 
     def send(self, x: Tensor, to: int, tag: int) -> Pending[Tensor]:
-        """Sends a tensor: see `Channel.send`. The wait is where the result is taken."""
+        """Starts sending a tensor, see `Channel.send`. Waits when the result is read."""
         handle = _ops.send_start(x, to, tag, self._name)
 
         def finish_send() -> Tensor:
@@ -139,12 +139,12 @@ class TracedChannel:
         return Pending(finish_send)
 
     def arrival(self, like: Tensor, source: int, tag: int) -> Pending[Tensor]:
-        """Receives a tensor: see `Channel.arrival`. The wait is where the result is taken."""
+        """Starts receiving a tensor, see `Channel.arrival`. Waits when the result is read."""
         handle = _ops.receive_start(list(like.shape), like.dtype, self._device, source, tag, self._name)
         return Pending(lambda: _ops.wait(handle))
 
     def flush(self) -> None:
-        """Does nothing, as no transfer is under way."""
+        """Does nothing, as no transfer is in flight."""
 
 
 # Returns `f(*tensors)`, for a key that determines the ops of `f`.
@@ -179,7 +179,7 @@ class TracedChannels:
         return TracedChannel(self._mesh, axes)
 
     def flush(self) -> None:
-        """Does nothing, as no transfer is under way."""
+        """Does nothing, as no transfer is in flight."""
 
 
 class TracedControl:

@@ -6,7 +6,7 @@
     all_to_all_start(flat, sizes, index, axes) -> handle [ranks * sizes[index]]  block r to rank r, of all one for this
     psum_start(parts, axes)                    -> handle [sum of numels]   packs, and sums whole
     wait(handle)                               -> the value
-    pvary(x, axes)                             -> x, which is the same on all ranks and counts as varying from here on
+    pvary(x, axes)                             -> x, which is the same on all ranks and counts as varying from now on
     stop_unless(flag, carried)                 -> ends the program with `StoppedError` if the flag is false
 
 While a program is captured the sizes are written as runs, [count, size, count, size, ...], since a tracer's work on
@@ -44,9 +44,9 @@ _LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
 _LIBRARY.define("pvary(Tensor(a) x, str axes) -> Tensor(a)")
 _LIBRARY.define("stop_unless(Tensor flag, Tensor[] carried) -> ()")
 
-# By storage of the handle: the transfers under way. The handle is kept next to the transfer, so that no other tensor
+# By storage of the handle: the transfers in flight. The handle is kept next to the transfer, so that no other tensor
 # can get the address, the key, before `wait`. Graphs that run on other threads have separate maps.
-_IN_FLIGHT = core.OfProgram[dict[int, tuple[Tensor, core.Pending[Tensor]]]]("transfers between ranks under way", dict)
+_IN_FLIGHT = core.OfProgram[dict[int, tuple[Tensor, core.Pending[Tensor]]]]("transfers between ranks in flight", dict)
 _CHANNELS = core.Ambient[Any]("channels of a captured graph that runs")
 
 

@@ -326,7 +326,7 @@ class QuantizedReduce:
 
 
 class Relayed(Pending[Tensor]):
-    """Transfer in two hops, under way. The second hop starts in `done` or `result`, in the order of the first hops.
+    """Transfer in two hops, in flight. The second hop starts in `done` or `result`, in the order of the first hops.
 
     Args:
         far: the channel of the second hop, used only by relays. The hop starts when this rank finds the first hop done.
@@ -338,7 +338,7 @@ class Relayed(Pending[Tensor]):
         super().__init__()
         self._line, self._first, self._go_on = far.line, first, go_on
         self._second: Pending[Tensor] | None = None
-        # The channel has a single queue for all transfers under way, in the order in which the first hops began. Second
+        # The channel has a single queue for all transfers in flight, in the order in which the first hops began. Second
         # hops start only in this order, in any order of questions: the order is the same on all ranks, arrivals are
         # not.
         self._line.append(self)

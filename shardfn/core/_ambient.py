@@ -31,7 +31,7 @@ class Program:
         self._made: dict[str, Any] = {}
 
     def own(self, name: str, make: Callable[[], T]) -> T:
-        """Returns the program's value of a name, made at the first use."""
+        """Returns the program-wide value with a name. Calls `make` at the first use."""
         value = self._made.get(name)
         return self._made.setdefault(name, make()) if value is None else value
 

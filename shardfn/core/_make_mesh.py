@@ -39,7 +39,7 @@ def start_group(backend: str, timeout: datetime.timedelta | None) -> None:
     """Starts torch.distributed from the launcher's environment variables, in any round of the job.
 
     Raises:
-        RuntimeError: ranks did not come in time. The message names the ranks.
+        RuntimeError: ranks did not arrive in time. The message names the ranks.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend, timeout=timeout)
@@ -62,7 +62,7 @@ def round_name(store: dist.Store, rank: int, world: int, seconds: float) -> str:
         seconds: seconds to wait for the other ranks.
 
     Raises:
-        RuntimeError: some ranks did not come.
+        RuntimeError: some ranks did not arrive.
     """
     word, at = secrets.token_hex(8), "shardfn/round"
     if rank:
@@ -80,7 +80,7 @@ def round_name(store: dist.Store, rank: int, world: int, seconds: float) -> str:
             if store.check([f"{at}/has/{word}/{other}"]):
                 missing.discard(other)
         if missing and time.monotonic() > end:
-            raise RuntimeError(f"ranks {', '.join(map(str, sorted(missing)))} did not come within {seconds:g} s.")
+            raise RuntimeError(f"ranks {', '.join(map(str, sorted(missing)))} did not arrive within {seconds:g} s.")
         time.sleep(_PERIOD if missing else 0)
     return f"{at}/{word}"
 

@@ -137,7 +137,7 @@ class Mesh:
         self._at_close[name] = end
 
     def check_open(self) -> None:
-        """Refuses to go on with a mesh that is closed, or without this rank.
+        """Refuses to continue with a mesh that is closed, or without this rank.
 
         Raises:
             ValueError: the mesh is closed, or this rank is not a member.
@@ -162,7 +162,7 @@ class Mesh:
         return mine == theirs and self.ranks == other.ranks
 
     def check_member(self) -> None:
-        """Refuses to go on with a mesh without this rank.
+        """Refuses to continue with a mesh without this rank.
 
         Raises:
             ValueError: this rank is not a member.
@@ -322,7 +322,7 @@ class Mesh:
         assert mine is not None
         if dist.get_backend(mine) == "gloo" and mine.size() > 1:
             # A rank has made connections before other ranks have accepted these: if the rank failed now, and closed the
-            # connections, a slower rank would wait until the timeout. So the rank goes on when all ranks have
+            # connections, a slower rank would wait until the timeout. So the rank continues when all ranks have
             # connections.
             mine.barrier().wait()
         self.made.add(mine)

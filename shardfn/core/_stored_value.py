@@ -327,7 +327,7 @@ class StoredValue(Protocol):
 
 @runtime_checkable
 class Stored(StoredValue, Protocol):
-    """A `StoredValue` that is no tensor of its elements, for instance a value on disk. Immutable.
+    """A `StoredValue` that is not a tensor of its elements, for instance a value on disk. Immutable.
 
     Attributes:
         kind: memory kind of the place.
@@ -362,7 +362,7 @@ class Stored(StoredValue, Protocol):
 
 
 def as_stored(value: StoredValue) -> Stored | None:
-    """Returns a value that is no tensor; None for a tensor."""
+    """Returns a value that is not a tensor; None for a tensor."""
     return None if isinstance(value, Tensor) else cast(Stored, value)
 
 
@@ -377,7 +377,7 @@ def are_tensors(values: Sequence[Any]) -> TypeGuard[list[Tensor]]:
 
 
 def load(value: StoredValue) -> Tensor:
-    """Returns a value as a tensor, in the memory where it lies; reads and decodes it where it is no tensor.
+    """Returns a value as a tensor, in the memory where it lies; reads and decodes it where it is not a tensor.
 
     Example:
         >>> load(torch.ones(2))
@@ -400,13 +400,13 @@ def read_rows(value: StoredValue, lo: int = 0, hi: int | None = None, out: Tenso
 
 
 class Absent:
-    """A placeholder for a leaf of a mesh without this rank: `Stored`, with a dtype, no elements and no value.
+    """Placeholder for a leaf on a mesh without this rank. Has a dtype, but neither elements nor a value.
 
     Args:
-        ndim: of the leaf.
-        dtype: of the leaf.
-        kind: memory of the parts.
-        why: the error's text.
+        ndim: number of dims of the leaf.
+        dtype: dtype of the leaf.
+        kind: memory of the leaf on the ranks of the mesh.
+        why: text of the error that `load` raises.
     """
 
     nbytes = 0

@@ -134,7 +134,7 @@ def raise_nonfinite(title: str, found: Mapping[str, tuple[int, int]], total: int
 
     Args:
         title: words for the leaves, for example "the weights for runs/model".
-        found: by path the number of elements that are not finite, and of all elements.
+        found: path -> (number of elements that are not finite, number of all elements).
         total: number of all leaves.
 
     Raises:

@@ -175,7 +175,9 @@ def broadcast_prefix(
             problems.append(f"{path_pre} is None, but {path_sub} has leaves. Instead of `None`, did you mean `P()`?")
             return
         if _is_leaf(pre):
-            problems.append(f"{path_pre} is {_show_leaf(pre)}, which is no leaf of {names[0]}.{_example_remedy(names)}")
+            problems.append(
+                f"{path_pre} is {_show_leaf(pre)}, which is not a leaf of {names[0]}.{_example_remedy(names)}"
+            )
             return
         if _is_leaf(sub):
             problems.append(f"{path_pre} is a {type(pre).__name__}, but {path_sub} is a leaf.")

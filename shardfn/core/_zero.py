@@ -42,7 +42,7 @@ class Disk:
             raise ValueError(f"Disk({self.directory!r}): name a directory, or leave disk= out.")
 
 
-# The most bytes of parameters that a step gathers before use, and of whole gradients under way.
+# The most bytes of parameters that a step gathers before use, and of whole gradients in flight.
 PREFETCH_BYTES, IN_FLIGHT_BYTES = 32 << 20, 24 << 20
 
 
@@ -54,9 +54,9 @@ class Pace:
 
     Attributes:
         prefetch_bytes: at stage 3, the most bytes of parameters that may be gathered before their use.
-        accumulate: with gradient accumulation (`sf.accumulate`), "each" reduces the gradients of every microbatch, so
-            that gradients stay sharded. "once" reduces the local sum at the end: fewer bytes are sent, and whole
-            gradients are held.
+        accumulate: when to reduce under gradient accumulation (`sf.accumulate`). "each" reduces the gradients of every
+            microbatch, so that gradients stay sharded. "once" reduces the local sum at the end: fewer bytes are sent,
+            and whole gradients are held.
         chunk_bytes: the size of the chunks in which an offloaded optimizer state passes through the memory of the
             update.
 
@@ -99,7 +99,7 @@ class Travel:
         reduce: the format in which gradients of leaves with more than `Zero.persist_elements` elements are sent: "int8"
             or "int4" (ZeRO++'s qgZ). With `secondary_axis` gradients are summed along this axis first. None means the
             `reduce` dtype of the precision policy.
-        block_elements: with `gather` or `reduce`, the number of elements that share a scale.
+        block_elements: number of elements that share a scale, with `gather` or `reduce`.
         secondary_axis: at stage 3, the axes in `Zero.axis` that are within a node, such as "gpu" of ("node", "gpu"). A
             leaf is sent along the other axes once per step. The result is stored until the end of the step, cut along
             the secondary axes, and later gathers of the step run only along these axes (ZeRO++'s hpZ).

@@ -140,7 +140,7 @@ def checked(paths: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
     paths = [pathlib.Path(path) for path in paths]
     missing = [f"  - {str(path)!r}{' is a folder' * path.is_dir()}" for path in paths if not path.is_file()]
     if missing:
-        raise FileNotFoundError("\n".join(["these are no files; name text files:", *missing]))
+        raise FileNotFoundError("\n".join(["these are not files; name text files:", *missing]))
     if not paths:
         raise ValueError("there are no files to read. Name at least one text file.")
     return paths

@@ -34,7 +34,7 @@ def staged_step(
     Args:
         loss: `loss(params, batch[, key], *, weight)`. `weight` is b(n), a 0-d tensor, or None in the steps without the
             teacher, where the loss must not compute the teacher's forward.
-        optimizer: see `sharded_step`. Its state and its count of steps go on from the first part to the second.
+        optimizer: see `sharded_step`. Its state and its count of steps continue from the first part to the second.
         until: number of steps with the teacher. 0 is a training without the teacher.
         weight: b, a number or a schedule of `shardfn.optim`: a function of the number of the step. In captured steps
             the same graph serves all weights.

@@ -65,7 +65,7 @@ class Schedule:
     Attributes:
         prefetch: bytes of gathered leaves that may be there ahead of use.
         bucket: bytes up to which small transfers travel together.
-        reductions: bytes of whole gradients that may be under way.
+        reductions: bytes of whole gradients that may be in flight.
         reuse: limit in bytes. A gathered leaf stays in memory while at most this many bytes of other leaves are
             gathered. Default: as `prefetch`.
         budget: bytes that a step's values may take. Activations beyond the budget are computed again. None keeps all

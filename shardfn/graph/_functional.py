@@ -203,7 +203,7 @@ class _Walk:
 
 @by_identity
 def viewed(target: Any) -> int | None:
-    """Returns the argument that the results of an op are views of, or None if the results are no views."""
+    """Returns the argument that the results of an op are views of, or None if the results are not views."""
     row = find_op(target)
     if row.views is not None or row.writes:
         return row.views

@@ -16,7 +16,7 @@ def overlap_reductions(gm: GraphModule, *, limit: int) -> GraphModule:
     """Starts each sum as early as inputs allow and waits as late as possible, so that the backward covers the sum.
 
     A wait comes before the first use of the value, or, oldest first, before a start that would bring the whole
-    gradients in flight above `limit` bytes. A sum that is kept on the host, or goes on to other nodes, sets out when
+    gradients in flight above `limit` bytes. A sum that is kept on the host, or continues to other nodes, sets out when
     the next reduction starts, so that the backward covers this way, too. The reductions keep their order.
 
         f = g.view(-1)                          f = g.view(-1)

@@ -80,7 +80,7 @@ def cut(gm: GraphModule, *, min_nodes: int = 2, min_bytes: int = 1 << 16) -> lis
 
 
 def peel(node: Node) -> Node:
-    """Returns the value that `node` is a view of, or `node` if `node` is no view.
+    """Returns the value that `node` is a view of, or `node` if `node` is not a view.
 
     Example:
         >>> graph = torch.fx.Graph()

@@ -69,7 +69,7 @@ def _unpack_early(order: list[Node], memory: Memory) -> list[Node]:
 
 
 def _takes_result(node: Node, memory: Memory) -> bool:
-    """Returns whether the node takes a result of an op with several results that is no view."""
+    """Returns whether the node takes a result of an op with several results that is not a view."""
     return node.target is operator.getitem and not memory.is_view(node.all_input_nodes[0])
 
 

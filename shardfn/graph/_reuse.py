@@ -147,7 +147,7 @@ class _Recent:
     def _reuse_gather(self, start: Node, wait: Node) -> None:
         leaf, m = self._number[start], self._memory.shown(wait)[0]
         first = self._first.get(leaf)
-        # The dropped value's uses are the first value's from here on.
+        # The dropped value's uses are the first value's from now on.
         if first is not None and (leaf in self._recent or self._is_alive(first, start)):
             self.stands[wait] = first
             kept = self._memory.shown(first)[0]

@@ -257,7 +257,7 @@ def is_message(node: Node) -> bool:
 
 
 def start_of(wait: Node) -> Node:
-    """Returns the start that `wait` waits for, or `wait` if the argument is no transfer."""
+    """Returns the start that `wait` waits for, or `wait` if the argument is not a transfer."""
     node = wait.args[0]
     while isinstance(node, Node) and not is_start(node) and node.op == "call_function" and node.args:
         node = node.args[0]

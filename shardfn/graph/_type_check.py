@@ -312,9 +312,7 @@ _WIRE = torch.ops.shardfn
 _SAME = (_WIRE.loss_psum_start.default, _WIRE.loss_pmax_start.default, _WIRE.loss_all_gather_start.default)
 
 
-_HEAD = (
-    "ranks would not compute the results of one device (if they are not meant to, jit(..., check_types=False) goes on):"
-)
+_HEAD = "ranks would not compute the results of one device (if this is intended, pass check_types=False to jit):"
 
 
 def value_types(gm: GraphModule) -> dict[Node, dict[str, str]]:
@@ -402,7 +400,7 @@ def _never_summed(types: Types, found: Applications, axis: str, num: int) -> Ite
     remedy = "leave out this pvary" if name == "pvary" else "use sf.all_gather_invariant"
     yield (
         f"{where_of(found.node) or 'a line unknown'}: {name} over {axis!r}, whose uses are the same on its {num} ranks:"
-        f" their gradients are summed, and come out {num} times too large. If all ranks are to go on alike, {remedy};"
+        f" their gradients are summed, and come out {num} times too large. If all ranks must continue alike, {remedy};"
         f" if each has a part of the rest, sum the parts with sf.psum(x, {axis!r})."
     )
 

@@ -79,7 +79,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Returns the number of candidates of a step, enough for `num_beams` that go on if all others end."""
+        """Returns the number of candidates of a step, enough for `num_beams` that continue if all others end."""
         return self._factor * self.num_beams
 
     def make_sampling(self) -> Sampling:
@@ -107,7 +107,7 @@ class PromptSearch:
         rule: rule of the search.
 
     Attributes:
-        running: tokens after the prompt of each beam that goes on, the most probable first. Empty after the end.
+        running: tokens after the prompt of each beam that continues, the most probable first. Empty after the end.
 
     Example:
         >>> search = PromptSearch(BeamSearch(num_beams=2, max_tokens=2, stop_tokens=(9,)))
@@ -126,7 +126,7 @@ class PromptSearch:
 
     @property
     def running(self) -> list[tuple[int, ...]]:
-        """Returns the tokens of each beam that goes on."""
+        """Returns the tokens of each beam that continues."""
         return [beam.tokens for beam in self._beams]
 
     @property

@@ -107,8 +107,8 @@ def replay_log(path: str | os.PathLike[str]) -> Replay:
     """Returns a log after its decisions were made again by the schedule.
 
     Raises:
-        ValueError: a decision differs, or a line is no step. The message has the number of the step. A last line that
-            was not completed is passed over.
+        ValueError: a decision differs, or a line is not a step. The message has the number of the step. A last line
+            that was not completed is passed over.
     """
     lines = _read_lines(path)
     head = next(lines, None)
@@ -156,7 +156,7 @@ def _read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             try:
                 line = json.loads(text)
             except ValueError as error:
-                raise ValueError(f"{os.fspath(path)}: line {i} is no JSON: {error}.") from error
+                raise ValueError(f"{os.fspath(path)}: line {i} is not valid JSON: {error}.") from error
             if not isinstance(line, dict):
                 raise ValueError(f"{os.fspath(path)}: line {i} must be an object, got a {type(line).__name__}.")
             yield line

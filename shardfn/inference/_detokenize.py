@@ -86,7 +86,7 @@ def detokenizer(tokenizer: Any, *, special: bool = False) -> Detokenizer:
         special: whether special tokens have a text.
 
     Raises:
-        TypeError: the object is no tokenizer.
+        TypeError: the object is not a tokenizer.
 
     Example:
         >>> one = detokenizer(ByteTokenizer())

@@ -61,7 +61,7 @@ class Drafter(Protocol):
     """Proposer of tokens. Proposals depend only on the calls so far: on no clock, set, or random number of Python."""
 
     def propose(self, context: Context, most: int) -> Seq[int] | DraftTree:
-        """Returns at most `most` tokens that may follow, as a chain or a tree. An empty chain is no proposal."""
+        """Returns at most `most` tokens that may follow, as a chain or a tree. An empty chain is not a proposal."""
         ...
 
     def end(self, context: Context) -> None:

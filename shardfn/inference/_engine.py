@@ -236,7 +236,7 @@ class Engine:
             The name.
 
         Raises:
-            TypeError: a prompt is no sequence of integers, or another argument is of a wrong type.
+            TypeError: a prompt is not a sequence of integers, or another argument is of a wrong type.
             ValueError: a value is out of range, the request can never fit, or another request of this name is in
                 progress or has an embedding that was not taken, or the grammar is refused.
             ImportError: the request has a grammar, and llguidance is missing.
@@ -272,8 +272,8 @@ class Engine:
 
         Args:
             params: parameters of the layout of the engine's.
-            recompute: whether requests in progress go on at once under the new weights, with their KV cache recomputed
-                and their tokens kept. False ends requests that have begun under the old weights first.
+            recompute: whether requests in progress continue at once under the new weights, with their KV cache
+                recomputed and their tokens kept. False ends requests that have begun under the old weights first.
 
         Returns:
             The version of the new weights. Each token names the version that computed it.
@@ -320,7 +320,7 @@ class Engine:
         image_features: Sequence[Tensor | None] | None = None,
         image_grids: Sequence[Sequence[tuple[int, int]] | None] | None = None,
     ) -> list[Any]:
-        """Completes prompts. Requests in progress go on in the same steps.
+        """Completes prompts. Requests in progress continue in the same steps.
 
         Args:
             prompts: token ids of each prompt, or its embeddings, float [P, D], as the model's table has them.
@@ -469,7 +469,7 @@ class Engine:
     ) -> Float32[Tensor, "n d"]:
         """Returns embeddings of prompts: the hidden states that the head multiplies, pooled.
 
-        Requests in progress go on in the same steps. The bits of an embedding do not depend on the other prompts, if
+        Requests in progress continue in the same steps. The bits of an embedding do not depend on the other prompts, if
         the decoder is batch-invariant. A mean wants a row for each token, so that a step takes at most `Limits.running`
         tokens of a mean.
 
@@ -525,7 +525,7 @@ class Engine:
     def close(self) -> None:
         """Ends the engine: drops its weights and cache, and frees the directory on disk unless the runner was given.
 
-        Calls that step or need weights are refused from here on. A given `Runner` has a separate `close`.
+        Calls that step or need weights are refused from now on. A given `Runner` has a separate `close`.
 
         Example:
             >>> from shardfn import core

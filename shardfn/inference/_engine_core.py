@@ -154,7 +154,7 @@ class EngineCore:
         self._events.append(Clock(self._next_number, time))
 
     def drain(self) -> None:
-        """Ends requests that are added from here on as "refused". Requests in progress go on."""
+        """Ends requests that are added from now on as "refused". Requests in progress continue."""
         self._events.append(Drain(self._next_number))
 
     def update_weights(self, params: PyTree, *, recompute: bool) -> int:
@@ -189,7 +189,7 @@ class EngineCore:
             raise
 
     def close(self) -> None:
-        """Drops weights and cache. Calls that step or need weights are refused from here on."""
+        """Drops weights and cache. Calls that step or need weights are refused from now on."""
         self._closed = True
         self._versions, self._cache, self._results = {}, [], None
 

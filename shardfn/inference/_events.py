@@ -56,9 +56,9 @@ class Weights:
     Args:
         number: number of the event.
         version: version of the new parameters.
-        recompute: whether requests in progress go on under the new version at once, with their KV cache recomputed and
-            drawn tokens kept. False ends requests that have begun under the old version first. No other request begins
-            until then.
+        recompute: whether requests in progress continue under the new version at once, with their KV cache recomputed
+            and drawn tokens kept. False ends requests that have begun under the old version first. No other request
+            begins until then.
 
     Example:
         >>> Weights(3, version=1).recompute
@@ -72,7 +72,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Drain:
-    """Requests that arrive from here on end as "refused". Requests in progress go on.
+    """Requests that arrive from now on end as "refused". Requests in progress continue.
 
     Example:
         >>> Drain(4).number

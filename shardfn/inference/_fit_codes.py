@@ -142,7 +142,7 @@ def _find_sites(
     """Yields the weights that have codes by the policy and none yet, in the order of layers.
 
     Raises:
-        ValueError: lists the layers whose weights are no leaves.
+        ValueError: lists the layers whose weights are not leaves.
     """
     places: dict[str, tuple[int, int | None]] = {}
     for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):

@@ -412,13 +412,13 @@ def _head_of(function: DecodingFunction) -> str | None:
 
 
 def _record_input(seen: list[Tensor], layer: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns a layer that keeps its input for the caller."""
+    """Calls a layer and appends the input to `seen`."""
     seen.append(x)
     return layer(x, bias)
 
 
 def _adapt_layer(name: str, low: LowRank, layer: PackedWeight, run: _Run, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns a layer with the adapters' products added."""
+    """Calls a layer and adds the products of the LoRA adapters."""
     y, edge = run(x, bias), layer.edge
     return low.added(name, x, y, axis=layer.axis, joins=edge is RowEdge.LEAVE, cut=edge is RowEdge.ENTER)
 
@@ -428,7 +428,7 @@ def _check_params(params: Mapping[str, Tensor], like: Mapping[str, Tensor], spec
     mesh = current_mesh()
     for name, x in params.items():
         if name not in like:
-            problems.append(f"{name} is no parameter of the model.{did_you_mean(name, like)}")
+            problems.append(f"{name} is not a parameter of the model.{did_you_mean(name, like)}")
             continue
         own = block_slices(like[name].shape, specs[name], mesh.shape, mesh.coords)
         block = tuple(s.stop - s.start for s in own)

@@ -112,7 +112,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """Returns the largest rank of a layer."""
+        """Returns the largest LoRA rank of all layers."""
         return max(f.a.shape[0] for f in self.sites.values())
 
 
@@ -125,7 +125,7 @@ def make_adapter(lora: LoRA, tree: Mapping[str, Mapping[str, Tensor]], linear: M
         linear: layers, by the names of their weights.
 
     Raises:
-        ValueError: the tree has leaves that are no such layers, or have other shapes, or parts other than a and b. The
+        ValueError: the tree has leaves that are not such layers, or have other shapes, or parts other than a and b. The
             message lists all.
 
     Example:
@@ -176,7 +176,7 @@ def _make_factors(left: Tensor, right: Tensor, scale: float, like: Linear) -> Fa
 
 
 def _describe_unknown(path: str, linear: Mapping[str, Linear]) -> list[str]:
-    return [f"{path} is no linear layer that may have an adapter.{did_you_mean(path, linear)}"]
+    return [f"{path} is not a linear layer that may have an adapter.{did_you_mean(path, linear)}"]
 
 
 def _digest_sites(sites: Mapping[str, Factors]) -> bytes:

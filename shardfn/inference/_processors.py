@@ -61,7 +61,7 @@ class LogitsProcessors:
 
 
 def check_names(request: Request, names: Sequence[str]) -> None:
-    """Refuses a request with processors of other names.
+    """Refuses a request with unknown logits processors.
 
     Raises:
         ValueError: names the processor.

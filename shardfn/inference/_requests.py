@@ -236,7 +236,7 @@ def ids_of(prompt: Sequence[int]) -> tuple[int, ...]:
     """Returns the ids of a prompt.
 
     Raises:
-        TypeError: the prompt is no sequence of integers.
+        TypeError: the prompt is not a sequence of integers.
 
     Example:
         >>> ids_of([5, 6])
@@ -335,8 +335,8 @@ def _check_size(prompt: int, drawn: int, limits: Limits) -> None:
         )
     if prompt + drawn > limits.context:
         raise ValueError(
-            f"prompt and max_tokens must be at most {limits.context} together, the context, got {prompt} + {drawn} ="
-            f" {prompt + drawn}."
+            f"prompt and max_tokens must fit together in the context of {limits.context} tokens, got {prompt} + {drawn}"
+            f" = {prompt + drawn}."
         )
     need = limits.blocks_of(prompt + max(0, drawn - 1))  # the last drawn token is never fed
     if need > limits.usable:

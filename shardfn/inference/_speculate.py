@@ -64,7 +64,7 @@ def take_drafts(state: State, sequence: Sequence, chunk: Rows, accepted: int, dr
 
 
 def _count_spare(state: State, chunks: list[Rows]) -> int:
-    """Returns the number of drafts that the step may have."""
+    """Returns the number of draft tokens that still fit in the step."""
     limits = state.limits
     if not limits.drafts:
         return 0

@@ -1,4 +1,4 @@
-"""Drafts from texts that went on in the same way before: suffix decoding.
+"""Drafts from texts that continued in the same way before: suffix decoding.
 
 The longest suffixes of a sequence are looked up in the sequence itself, and in the texts that other requests have
 drawn. After a suffix, each token that followed is a branch, and so on. A branch has the product p of its tokens' parts
@@ -28,7 +28,7 @@ _LENGTHS = 4  # suffixes that are tried, the longest first
 
 
 class TreePlace(NamedTuple):
-    """Place in a text after which the text goes on.
+    """Place in a text after which the text continues.
 
     Attributes:
         text: tokens.
@@ -226,7 +226,7 @@ class Suffix:
 
 
 def _group_places(places: list[TreePlace], tokens: array, depth: int) -> dict[int, list[TreePlace]]:
-    """Returns the places by their tokens at a depth. The sequence's text goes on as it did since the place."""
+    """Returns the places by their tokens at a depth. The sequence's text continues as it did since the place."""
     followed: dict[int, list[TreePlace]] = {}
     for place in places:
         at = place.end + depth

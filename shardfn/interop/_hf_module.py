@@ -480,7 +480,9 @@ def module_to_hf(
     module = core.uncompiled(module)
     shapes = {name: tuple(p.shape) for name, p in core.named_parameters(module)}
     problems = [f"{n} is missing.{core.did_you_mean(n, params)}" for n in shapes if n not in params]
-    problems += [f"{n} is no parameter of the module.{core.did_you_mean(n, shapes)}" for n in params if n not in shapes]
+    problems += [
+        f"{n} is not a parameter of the module.{core.did_you_mean(n, shapes)}" for n in params if n not in shapes
+    ]
     both = [(n, tuple(params[n].shape), shape) for n, shape in shapes.items() if n in params]
     problems += [f"{n} is {here}, but {there} in the module" for n, here, there in both if here != there]
     kept = set(core.state_names(module))

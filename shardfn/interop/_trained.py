@@ -311,7 +311,7 @@ def _check_params(params: core.PyTree, shapes: Mapping[str, tuple[int, ...]], wh
         )
     problems = [f"{n} is missing.{core.did_you_mean(n, list(params))}" for n in shapes if n not in params]
     problems += [
-        f"{n} is no parameter of the module.{core.did_you_mean(n, list(shapes))}" for n in params if n not in shapes
+        f"{n} is not a parameter of the module.{core.did_you_mean(n, list(shapes))}" for n in params if n not in shapes
     ]
     both = [(n, tuple(params[n].shape), shape) for n, shape in shapes.items() if n in params]
     problems += [f"{n} is {here}, but {there} in the module" for n, here, there in both if here != there]

@@ -88,7 +88,7 @@ def check_bytes(name: str, c: int) -> None:
 
 
 def check_block(bits: int, block: int) -> None:
-    """Raises ValueError for numbers of bits, or block sizes, without support by the quantizers."""
+    """Raises ValueError if the quantizers do not support the number of bits or the block size."""
     if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, got {bits}")
     if block < 1 or (bits == 4 and block % 2):

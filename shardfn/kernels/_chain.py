@@ -65,7 +65,7 @@ def define_call(op: str, call: Callable[..., KernelCall | None]) -> None:
 
 
 def call_of(op: Any, arguments: Sequence[Any], results: Any) -> KernelCall | None:
-    """Returns the call of an op on a CPU, from the shapes, strides and dtypes of its tensors, or None for other ops.
+    """Returns the kernel call for an op on a CPU, given the shapes, strides and dtypes of the tensors. Other ops: None.
 
     Args:
         op: op of torch.

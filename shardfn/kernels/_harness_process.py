@@ -80,7 +80,7 @@ def run_apart(path: pathlib.Path, task: str, names: Sequence[str], limits: Proce
         CandidateError: for mistakes of the file or its functions.
     """
     if not path.is_file():
-        raise CandidateError("file", f"candidates must be in a Python file, got {str(path)!r}, which is no file")
+        raise CandidateError("file", f"candidates must be in a Python file, got {str(path)!r}, which is not a file")
     incoming, outgoing = os.pipe()
     wanted = [str(outgoing), str(path), task, ",".join(names), str(limits.memory_bytes), *more]
     root = str(pathlib.Path(__file__).parents[2])

@@ -305,7 +305,7 @@ def is_native(name: str) -> bool:
 
 
 def kernel_of(op: Any) -> KernelOp | None:
-    """Returns the record of an op of torch, or None for an op that is no kernel.
+    """Returns the record of an op of torch, or None for an op that is not a kernel.
 
     Example:
         >>> kernel_of(torch.ops.aten.add.Tensor) is None, kernel_of(torch.ops.shardfn_kernels.gelu.default).name

@@ -216,7 +216,7 @@ def _call_rotate(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
 
 
 def _call_add(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """Returns the call of torch's `add` and `add_`: of two tensors of equal shape, or of a tensor and a number."""
+    """Returns the kernel call for torch's `add` and `add_` of two tensors of equal shape, or a tensor and a number."""
     x, other = arguments
     if type(other) in (int, float) and abs(other) <= 1 << 53 and are_dense(x, y):
         n = x.numel()
@@ -225,7 +225,7 @@ def _call_add(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
 
 
 def _call_multiply(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """Returns the call of torch's `mul` and `mul_`: of two tensors of equal shape, or of rows and row factors."""
+    """Returns the kernel call for torch's `mul` and `mul_` of two tensors of equal shape, or rows and row factors."""
     x, by = arguments
     if not isinstance(by, Tensor) or not are_dense(x, by, y):
         return None
@@ -241,14 +241,14 @@ def _call_multiply(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
 
 
 def _call_square(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """Returns the call of torch's `pow` with an exponent of two."""
+    """Returns the kernel call for torch's `pow` with an exponent of two."""
     x, exponent = arguments
     two = type(exponent) in (int, float) and exponent == 2
     return _call_elements("multiplied", (x, x), y) if two and are_dense(x, y) else None
 
 
 def _call_inverse_root(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """Returns the call of torch's `rsqrt` and `rsqrt_`."""
+    """Returns the kernel call for torch's `rsqrt` and `rsqrt_`."""
     (x,) = arguments
     return KernelCall(_SOURCE, "inverse_root", (x, y, x.numel())) if are_dense(x, y) else None
 

@@ -248,13 +248,13 @@ def _compute_natively(
 
 
 def _call_layer(arguments: Sequence[Any], y: Tensor) -> KernelCall | None:
-    """Returns the call of `row_linear` in a chain."""
+    """Returns the kernel call for `row_linear` in a chain."""
     x, packed, num, chunks, bias = arguments
     return _call_layers((x, [packed], [num], chunks, [bias]), [y])
 
 
 def _call_layers(arguments: Sequence[Any], ys: Sequence[Tensor]) -> KernelCall | None:
-    """Returns the call of `row_linears` in a chain, if the layers are of equal kind."""
+    """Returns the kernel call for `row_linears` in a chain, if the layers are of equal kind."""
     x, packed, nums, chunks, biases = arguments
     kinds = {_KINDS.get(kind_of(w) or w.dtype) for w in packed}
     if len(kinds) != 1 or not are_dense(x, *biases) or not all(w.is_contiguous() for w in packed):

@@ -440,9 +440,9 @@ def _find_bounds(rows: int, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[in
 
 
 def with_ratio(leaves: Sequence[LeafLayout], ratio: float) -> list[LeafLayout]:
-    """Returns the layout with the optimizer state of the first leaves that fit on the device.
+    """Returns the layout with the optimizer state of the first leaves kept on the device.
 
-    1 - `ratio` of all elements.
+    The leaves on the device have at most the fraction 1 - `ratio` of all trainable elements.
 
     Raises:
         ValueError: no leaf is that small.

@@ -188,7 +188,7 @@ class LeafBook:
         watch: receives the whole tensors, which a loss must not write to.
 
     Attributes:
-        captured: in a capture, by storage, the path of its leaf, and the storage.
+        captured: storage -> (path of the leaf, storage), in a capture.
     """
 
     def __init__(self, source: LeafSource, leaves: Sequence[LeafLayout], watch: Watch | None = None) -> None:

@@ -441,7 +441,7 @@ class LoRA:
 def _find_unsuited(path: str, x: Any, rank: int) -> list[str]:
     shape = tuple(x.shape)
     if len(shape) < 2 or not x.dtype.is_floating_point:
-        return [f"{path} {shape} of {x.dtype} is no weight of two dims or more"]
+        return [f"{path} {shape} of {x.dtype} is not a weight of two dims or more"]
     return [f"{path} {shape} has a smaller side than rank={rank}"] if rank > min(shape[-2:]) else []
 
 

@@ -59,7 +59,7 @@ def save_peft(
     for path, site in lora.sites.items():
         names = _names_of(site)
         if names is None or not (site.full or names[0].endswith(".weight")):
-            problems.append(f"{path} is no weight of a module, by its name")
+            problems.append(f"{path} is not a weight of a module, by its name")
             continue
         own = [name.rpartition(".")[0] for name in names]
         modules[site.full] += own
@@ -195,7 +195,7 @@ class _Found:
         left = [name for name in self._tensors if name not in self._taken]
         modules = [re.sub(r"\.(lora_[AB]\.weight|lora_magnitude_vector|weight|bias)$", "", name) for name in left]
         problems += [
-            f"{m} is no weight of the parameters.{core.did_you_mean(m, known)}" for m in dict.fromkeys(modules)
+            f"{m} is not a weight of the parameters.{core.did_you_mean(m, known)}" for m in dict.fromkeys(modules)
         ]
         core.raise_all(ValueError, f"adapters in {place} are not of these parameters:", problems)
         return self

@@ -247,7 +247,7 @@ class DiskWriter:
             edge.missing -= len(data)
             if edge.missing:
                 return []
-            # Only the thread that brings the last byte uses the grain from here on, and writes without the lock.
+            # Only the thread that brings the last byte uses the grain from now on, and writes without the lock.
             del self._edges[at]
         return self._io.write(slot, at, edge.data, self._sums)
 

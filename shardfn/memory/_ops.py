@@ -142,7 +142,7 @@ _LIBRARY.define("wait(Tensor(a) handle) -> Tensor(a)")
 _LIBRARY.define("host_empty(int[] shape, ScalarType dtype) -> Tensor")
 
 # By storage of the handle: transfers in flight. By number: the values of tokens.
-_IN_FLIGHT = core.OfProgram[dict[int, tuple[Tensor, core.Pending[Any]]]]("transfers between memories under way", dict)
+_IN_FLIGHT = core.OfProgram[dict[int, tuple[Tensor, core.Pending[Any]]]]("transfers between memories in flight", dict)
 _NAMED: dict[int, Any] = {}
 _NUMBERS = itertools.count()
 _POOL = core.Ambient[Any]("pool that a captured program writes to")
@@ -260,7 +260,7 @@ def _write_start(writer: Tensor, lo: int, rows: Tensor) -> Tensor:
 
 
 def _finish_writer(writer: Tensor) -> Tensor:
-    # Under the number of the writer: from here on the writer's token represents the value.
+    # Under the number of the writer: from now on the writer's token represents the value.
     number = int(writer)
     _NAMED[number] = _NAMED[number].finish()
     return writer

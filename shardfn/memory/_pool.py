@@ -167,7 +167,7 @@ class Pool:
         with locked(place, *_USE, PoolInUseError) as lock:
             path, step, entries = _choose_manifest(place, step)
             pool._start_pool(place, lock, chosen)
-        # The lock is the pool's from here on: a failure closes the pool, and only closing releases the lock.
+        # The lock is the pool's from now on: a failure closes the pool, and only closing releases the lock.
         try:
             manifest.settle(place, path)
             return Opened(pool, pool._restore_entries(entries), step)

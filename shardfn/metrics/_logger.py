@@ -116,17 +116,17 @@ class Delivery:
             return
         self._warned = True
         warnings.warn(
-            f"Logger: {type(self._sink).__name__} {event} ({type(error).__name__}: {error}). Training goes on, other"
+            f"Logger: {type(self._sink).__name__} {event} ({type(error).__name__}: {error}). Training continues, other"
             " sinks are not affected, and the row is given to it again later. This is its only warning.",
             stacklevel=4,
         )
 
 
 def check_sinks(sinks: Sequence[Any]) -> None:
-    """Raises if a value is no sink. The message lists all such values.
+    """Raises if a value is not a sink. The message lists all such values.
 
     Raises:
-        TypeError: a value is no sink. The message has the remedy.
+        TypeError: a value is not a sink. The message has the remedy.
     """
     problems = []
     for i, sink in enumerate(sinks):
@@ -398,7 +398,7 @@ def _stored_id(path: pathlib.Path, start: int) -> Iterator[_RunId]:
 class WandB:
     """Logs to a run of Weights & Biases that begins and ends with the logger.
 
-    A run that resumes goes on in the same run: the id is in `wandb_run` in the logger's folder. Curves are drawn over
+    A run that resumes continues in the same run: the id is in `wandb_run` in the logger's folder. Curves are drawn over
     the steps of training, so steps that are made again are drawn twice.
 
     wandb writes and sends in a separate process. Errors there, such as a full disk, do not arrive here. Rows that wandb
@@ -421,7 +421,7 @@ class WandB:
         self._run: Any = None
 
     def open(self, folder: pathlib.Path, start: int) -> None:
-        """Begins a run, or goes on with the run that the folder names."""
+        """Begins a run, or continues with the run that the folder names."""
         (wandb,) = package("wandb", "WandB()")
         given = {"dir": str(folder)} | self._init
         with _stored_id(folder / "wandb_run", start) as known:
@@ -449,7 +449,7 @@ _OTHER = re.compile(r"[^\w\-. :/]", re.ASCII)
 class MLflow:
     """Logs to a run of MLflow that begins and ends with the logger.
 
-    A run that resumes goes on in the same run: the id is in `mlflow_run` in the logger's folder. In names of metrics,
+    A run that resumes continues in the same run: the id is in `mlflow_run` in the logger's folder. In names of metrics,
     characters that MLflow refuses become underscores.
 
     Args:
@@ -482,7 +482,7 @@ class MLflow:
         self._run = ""
 
     def open(self, folder: pathlib.Path, start: int) -> None:
-        """Begins a run, or goes on with the run that the folder names."""
+        """Begins a run, or continues with the run that the folder names."""
         mlflow, entities = package("mlflow", "MLflow()", "mlflow", "mlflow.entities")
         self._client, self._metric = mlflow.MlflowClient(self._uri), entities.Metric
         with _stored_id(folder / "mlflow_run", start) as known:
@@ -517,7 +517,7 @@ class Logger:
     The first rank of the mesh writes. On other ranks nothing happens, and no metric is copied from the device. A line
     is on disk when `write` returns, so that a run that dies leaves all lines.
 
-    A sink that raises while the run goes on, such as a sink on a full disk, does not stop the run. There is a single
+    A sink that raises while the run continues, such as a sink on a full disk, does not stop the run. There is a single
     warning, rows that the sink lacks are passed again later, and earlier rows stay.
 
     Args:
@@ -533,7 +533,7 @@ class Logger:
 
     Raises:
         ModuleNotFoundError: (on the first rank) a sink's package is not installed.
-        TypeError: a value of `sinks` is no sink.
+        TypeError: a value of `sinks` is not a sink.
 
     Example:
         >>> import tempfile, torch

@@ -154,8 +154,8 @@ class Throughput:
         if num != (peak_flops is not None) or any(x is not None and x <= 0 for x in given.values()):
             shown = ", ".join(f"{name}={x}" for name, x in given.items())
             raise ValueError(
-                f"Throughput({shown}): for 'mfu', peak_flops and one of the others must be above 0. Leave"
-                " out all to go without."
+                f"Throughput({shown}): 'mfu' needs peak_flops and one of the others, all above 0. Remove"
+                " all three for a throughput without 'mfu'."
             )
         self._per_token, self._per_step, self._peak, self._clock = flops_per_token, flops_per_step, peak_flops, clock
         # The time of the last call, or of the start: each call measures from there, and no time is counted twice.

@@ -46,8 +46,8 @@ def block(
 
     `p` has the layer's leaves. `table` has attention's arguments for positions and documents. `bias_E` counts only in
     the choice. `mask_BT` is False for padding, which gets no expert. `chosen_BTk` is a choice of experts in place of
-    the router's. With `rows_R` only these tokens go on, and the rest give only their keys and values. With `load` the
-    facts have metrics.
+    the router's. With `rows_R` only these tokens continue, and the rest give only their keys and values. With `load`
+    the facts have metrics.
     """
     k1, k2 = (None, None) if key is None else split(key).unbind()
     table = add_dropout(config, table, key, index_B)
@@ -131,7 +131,7 @@ def attention_weights(config: Config, p: Params, *, swift: bool = False) -> tupl
 
 
 def _make_head_norms(config: Config, along: Along, p: Params) -> nn.HeadNorms:
-    """Returns the norms of queries and keys, with weights whole on all ranks, for the rank's heads."""
+    """Returns the norms of queries and keys (QK-norm) for the rank's heads. The norms' weights are replicated."""
     inside = Along()
     of_queries, of_keys = (
         functools.partial(norm, config, inside, w_D=pvary(p[name], along.axis), b_D=None)

@@ -122,8 +122,8 @@ def decode(
     check_decodable(config)
     if len(bodies) != config.num_cache_layers:
         raise ValueError(
-            f"decode: {len(bodies)} bodies for {config.num_cache_layers} layers of the cache, of"
-            f" num_layers={config.num_layers}. Pass one for each."
+            f"decode: bodies must have {config.num_cache_layers} entries, one for each layer of the KV cache (of"
+            f" num_layers={config.num_layers}), got {len(bodies)}."
         )
     if config.batch_invariant:
         params = _make_batch_invariant_weights(config, params, axis, then, activations)

@@ -275,7 +275,7 @@ def _logits_of_all(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Te
     logits_BTE = _compute_logits(config, w_ED, x_BTD, along)
     if along.sequence is None:
         return logits_BTE
-    # All ranks of the block route all tokens of the block, and go on with equal choices.
+    # All ranks of the block route all tokens of the block, and continue with equal choices.
     return checkpoint_name(all_gather_invariant(logits_BTE, along.axis, dim=1, size=along.sequence), "tp_gather")
 
 

@@ -158,7 +158,7 @@ def _get_shapes(config: Config, axis: Axes) -> PyTree:
 
 
 def block_shapes(config: Config, axis: Axes) -> PyTree:
-    """Returns the shape of this rank's block of every leaf under `specs(config, tp=axis)`, of unstacked blocks."""
+    """Returns the shape of each leaf's shard on this rank under `specs(config, tp=axis)`, without stacked layers."""
     mesh = current_mesh()
     want: list[Any] = tree_leaves(_list_leaves(config))
     blocks = [block_slices(leaf.shape, leaf.spec(axis), mesh.shape, mesh.coords) for leaf in want]
@@ -167,7 +167,7 @@ def block_shapes(config: Config, axis: Axes) -> PyTree:
 
 
 def leaf_shapes(config: Config) -> PyTree:
-    """Returns the shape of each leaf, of unstacked blocks, as a tuple.
+    """Returns the shape of each leaf as a tuple, without stacked layers.
 
     Example:
         >>> leaf_shapes(Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4))["blocks"][0]["wq"]

@@ -51,10 +51,10 @@ def loss(
         batch: {"tokens": int64 [B, T + 1]}, and where dropout is on "index": int64 [B], global sample numbers. With
             "segment_ids", int64 [B, T + 1], tokens attend only to tokens of their document. Or as `shifted` and
             `cut_sequences` make it: {"tokens", "targets", "segment_ids"}, [B, T] each, of this rank's tokens. With
-            "mask", as "tokens" and False for padding after a row's tokens, padding is no target, gets no expert, takes
-            no capacity and counts in no balance. `torch.arange(T + 1) < lengths[:, None]` makes a mask of lengths. With
-            `Config(images=)`, "image_features" are [N, D], a row for each image token, row by row in order of
-            positions, and whole on ranks that cut the sequence. Image tokens are no targets.
+            "mask", as "tokens" and False for padding after a row's tokens, padding is not a target, gets no expert,
+            takes no capacity and counts in no balance. `torch.arange(T + 1) < lengths[:, None]` makes a mask of
+            lengths. "image_features", with `Config(images=)`, are [N, D], a row for each image token, row by row in
+            order of positions, and replicated on ranks that cut the sequence. Image tokens are not targets.
         key: key that turns dropout on.
         wrap: function applied to the block function.
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.

@@ -239,7 +239,7 @@ def generate(
             " (for example a start token) and a temperature of 0 or more."
         )
     if not config.causal:
-        raise ValueError("generate: a model with causal=False sees later tokens, and cannot go on with a text.")
+        raise ValueError("generate: a model with causal=False sees later tokens, and cannot continue with a text.")
     if image_features is not None and prompt_BT.shape[1] + num_tokens - 1 > config.max_len:
         raise ValueError(
             f"generate: tokens after images must be at most max_len={config.max_len}, got {prompt_BT.shape[1]} +"

@@ -143,7 +143,7 @@ class WeightUses(TorchFunctionMode):
     Attributes:
         linear: names of the weights of linear layers, and whether the weight is [inputs, outputs].
         others: names of parameters with uses in other functions, too.
-        products: names of functions that multiply matrices and are no linear layers of a parameter.
+        products: names of functions that multiply matrices and are not linear layers of a parameter.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:

@@ -68,7 +68,7 @@ class Replacement:
         return ()
 
     def running(self, run: "ModuleRun") -> AbstractContextManager[Any]:
-        """Returns a context that is open while the module runs. On an exit without error the context may raise."""
+        """Returns a context that is open while the module runs. The context may raise on exit."""
         del run
         return contextlib.nullcontext()
 
@@ -119,7 +119,7 @@ class ModuleCall:
             return forward(*args, **self.kwargs), self._current_buffers()
 
     def again(self) -> Again:
-        """Returns a context to rerun code as from here: with the same draws, and the buffers assigned so far."""
+        """Returns a context to rerun the code that follows, with the same random numbers and the current buffers."""
         assert self._placed is not None
         mark, overrides = self.draws.mark, self._placed.overrides()
         # Copies, as the forward may still write to the buffers.

@@ -151,9 +151,11 @@ class DecodingFunction:
         exchange: moe.Exchange = _LOCAL,
         images: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns logits of some tokens, [R, V], and the experts of all tokens, [T, m, k], in m modules.
+        """Returns the logits of the selected rows, [R, V], and the expert ids of all tokens, [T, m, k].
 
-        The second result is None where modules differ in the number of choices, or a module has not run.
+        m is the number of MoE modules, and k the number of experts that a router chooses for a token.
+
+        The expert ids are None if modules differ in k, or a module has not run.
 
         Args:
             params: parameters by name.
@@ -385,7 +387,7 @@ def _weight_problems(module: nn.Module, params: Mapping[str, Tensor] | None) -> 
             yield f"params[{name!r}] is {tuple(params[name].shape)}, and the model's is {shape}"
     for name in params:
         if name not in shapes:
-            yield f"params[{name!r}] is no parameter of the model.{did_you_mean(name, shapes)}"
+            yield f"params[{name!r}] is not a parameter of the model.{did_you_mean(name, shapes)}"
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Draws:
 
     @contextlib.contextmanager
     def _enter_element(self, number: int) -> Iterator[None]:
-        if number in self._begun:  # called again: numbers go on, as no mask is used twice
+        if number in self._begun:  # called again: numbers continue, as no mask is used twice
             yield
             return
         self._begun.add(number)
@@ -156,7 +156,10 @@ class Draws:
         return f" ({', '.join(found[:3])}{' and others' if len(found) > 3 else ''})" if found else ""
 
     def refuse(self, name: str, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuses a draw, except of a single number for all samples."""
+        """Raises for a random op without a key, such as `torch.rand`.
+
+        Allowed are a single number for all samples, and ops that are random only in training if training is off.
+        """
         if name in _DRAWS_IN_TRAINING and not _is_training(args, kwargs):
             return func(*args, **kwargs)
         if name == "rand" and kwargs.get("generator") is None and _is_scalar(args, kwargs):

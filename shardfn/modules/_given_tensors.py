@@ -12,7 +12,7 @@ from shardfn.collectives import GlobalTensor
 from shardfn.core import did_you_mean, named_modules, named_parameters, raise_all
 
 _LOCK = threading.Lock()
-_RUNNING: dict[int, tuple[int, int]] = {}  # by id of a running module: the thread, and the number of calls under way
+_RUNNING: dict[int, tuple[int, int]] = {}  # by id of a running module: the thread, and the number of running calls
 
 
 class TensorSlot(NamedTuple):
@@ -100,7 +100,7 @@ def resolve(parts: ModuleParts, firsts: Mapping[str, str], given: Mapping[str, T
         if name in parts.buffers:
             buffers[name] = x
         elif name not in parts.params or name not in firsts:
-            problems.append(f"{name!r} is no parameter of the module{did_you_mean(name, firsts)}")
+            problems.append(f"{name!r} is not a parameter of the module{did_you_mean(name, firsts)}")
         elif firsts[name] in leaves and leaves[firsts[name]][1] is not x:
             problems.append(f"{name!r} and {leaves[firsts[name]][0]!r} are one parameter. Give one value, or the same")
         else:

@@ -110,7 +110,7 @@ class LayerKinds(NamedTuple):
         return self.tree([{name: P(axis, *of_layers[dot + name]) for name in kind.names} for kind, dot in firsts])
 
     def stacked(self, params: Mapping[str, Tensor]) -> Any:
-        """Returns the stacks of all kinds in the form of params, from the layers' leaves by full name."""
+        """Stacks the parameters of the layers of each kind, in the form of params. `params` has full names."""
         stacks: list[dict[str, Tensor]] = []
         for kind in self.kinds:
             leaves = {

@@ -85,7 +85,7 @@ class BatchInvariantWeight(Weight):
 
         Args:
             weight: weight of two dims or more.
-            chunks: of K.
+            chunks: number of chunks of K.
 
         Example:
             >>> BatchInvariantWeight.of(torch.ones(4, 2, 3)).flatten(1).shape

@@ -98,7 +98,7 @@ class _ExactAttention(torch.autograd.Function):
 
 
 def _saved_tensors(ctx: Any) -> Any:
-    """Returns (q, k, v, y, lse), the scores, sinks and slopes. y and lse are no functions of q, k and v here."""
+    """Returns (q, k, v, y, lse), the scores, sinks and slopes. y and lse are not functions of q, k and v here."""
     found = iter(ctx.saved_tensors)
     given: list[Any] = [next(found) if there else None for there in ctx.there]
     q, k, v, sinks_H, slopes_H, y, lse = given

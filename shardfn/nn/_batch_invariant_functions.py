@@ -69,7 +69,7 @@ def batch_invariant_gated_silu(
 
 
 def softcap(x: Float[Tensor, "*shape"], bound: float, *, batch_invariant: bool = False) -> Float[Tensor, "*shape"]:
-    """Returns bound tanh(x / bound), as of the logits of Gemma 2: nearly x for small x, and never beyond the bound.
+    """Returns bound tanh(x / bound), nearly x for small x, and never beyond the bound. Gemma 2 uses it for logits.
 
     Args:
         x: any shape. With `batch_invariant`, float32 or float64.
@@ -319,7 +319,7 @@ def _sigmoid_partials(x: Tensor) -> tuple[Tensor]:
 
 
 def _compute_exponential(x: Tensor) -> Tensor:
-    """Returns e^x of x <= 0, as s / (1 - s) with the sigmoid s of x, at most 1/2."""
+    """Returns e^x for x <= 0 as s / (1 - s), where s = sigmoid(x) is at most 1/2."""
     s = _compute_sigmoid(x.clamp(min=_LEAST))
     return torch.where(x < _LEAST, 0.0, s / (1 - s))
 

@@ -244,8 +244,8 @@ class Chunked:
         refuse_gradients(how)
         if q_BTHK.shape[1] != k_BSGK.shape[1]:
             raise ValueError(
-                f"Chunked attention of {q_BTHK.shape[1]} queries over {k_BSGK.shape[1]} keys: a chunk has the same"
-                " number of both. Use Blockwise()."
+                f"Chunked needs equal numbers of queries and keys, got {q_BTHK.shape[1]} queries over"
+                f" {k_BSGK.shape[1]} keys. Use Blockwise()."
             )
         if how.sinks_H is not None:
             raise ValueError("Chunked attention does not support sinks. Use Ulysses(), Ring() or Blockwise().")

@@ -32,7 +32,7 @@ class OnlineScores(NamedTuple):
 
     Attributes:
         mask: mask of the counted pairs.
-        scale: of q k. None is 1 / sqrt(K).
+        scale: factor of q k. None: 1 / sqrt(K).
         slopes_H: ALiBi's slopes of the query heads, or None.
         sinks_H: score of an additional key of each query head, with the value 0, or None.
         softcap: bound c of c tanh(score / c), applied to scale q k, or None.

@@ -142,9 +142,9 @@ def merged(one: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor]) -> t
 
 
 def rectangles(queries: Rows, keys: Rows, how: OnlineScores, block: int) -> Iterator[tuple[Span, Span, Rectangle]]:
-    """Yields pairs of stretches of queries and keys with a counted pair.
+    """Yields the tiles of queries and keys that the mask does not exclude.
 
-    The rows of both, and the kernel's rectangle.
+    Each tile is (rows of the queries, rows of the keys, rectangle for the kernel).
     """
     whole = sum(stop - start for start, stop in (*queries, *keys)) or 1
     for query in tiles(queries, whole):

@@ -103,7 +103,7 @@ def multiply_rounded(x: Tensor, w: Tensor) -> Tensor | None:
     """Returns `x w^T` by the rounding of the loss that runs, or None without a rounding.
 
     Raises:
-        ValueError: inputs, or with rounded gradients outputs, are no multiple of 32.
+        ValueError: inputs, or with rounded gradients outputs, are not a multiple of 32.
     """
     policy = _ROUNDING.innermost()
     if policy is None:

@@ -49,7 +49,7 @@ def scan(
         AxisTypeError: `f` makes a leaf of the carry vary along an axis along which `init` is the same on all ranks, as
             in JAX. The message lists all leaves. Pass `sf.pvary` of the leaf in `init`.
         ValueError: leaves of `xs` differ in length, or there is nothing to scan over. The message lists all leaves.
-        CaptureError: (in a captured step) `f` does not do the same for all layers.
+        CaptureError: (in a captured step) `f` does not run the same operations for all layers.
 
     Example:
         >>> import torch

@@ -58,12 +58,12 @@ class Pieces(NamedTuple):
 
 
 class ChunkedStep(NamedTuple):
-    """One step of an optimizer in pieces.
+    """Step of an optimizer that is applied to parts of the tree in turn.
 
     Attributes:
-        rule: the rule for parts of the tree, in this step.
-        old: the counters before the step.
-        new: counters after the step, or None if the measures are not known.
+        rule: optimizer to apply to each part in this step.
+        old: counters before the step.
+        new: counters after the step, or None while measures such as the global norm are unknown.
     """
 
     rule: base.GradientTransformation

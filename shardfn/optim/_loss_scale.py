@@ -177,7 +177,7 @@ def dynamic_loss_scale(
             raise FloatingPointError(
                 f"gradients overflow although the loss scale is at its floor {min_scale}: the loss or its gradient is"
                 " not finite, or too large for the compute dtype. Look for the first op that gives inf or nan, lower"
-                " the learning rate, compute in bfloat16, or pass a lower min_scale (raise_at_min=False goes on)."
+                " the learning rate, compute in bfloat16, or pass a lower min_scale (raise_at_min=False continues)."
             )
 
     return LossScale(init_fn, update_fn, check_state)

@@ -126,7 +126,7 @@ class _MasterWeights:
     def _leaf_columns(
         self, state: base.OptState, ps: list[Tensor], treedef: Any
     ) -> tuple[list[Tensor | None], list[Tensor]]:
-        """Returns the copy or None, by leaf, and the parameters of the inner rule."""
+        """Returns the master copy of each leaf (or None), and the parameters that the inner optimizer receives."""
         check_state("master_weights", state, MasterState)
         narrow = [self._is_narrow(p.dtype) for p in ps]
         like = core.tree_structure(core.tree_unflatten(treedef, [0 if n else None for n in narrow]))

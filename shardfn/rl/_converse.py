@@ -1,6 +1,6 @@
 """Rollouts of several turns.
 
-An answer calls a tool, whose tokens go into the answer, and the model goes on behind them.
+An answer calls a tool, whose tokens go into the answer, and the model continues behind them.
 
 The rollout has the places of the tokens that the model drew, so that every loss of this room learns only from these
 tokens, and sees the tool's tokens as it sees a prompt's.
@@ -221,7 +221,7 @@ def _ids_below(vocab: int) -> Callable[[Any], list[int]]:
 def _draw_answers(
     engine: Engine, talks: list[_Talk], going: list[int], sampling: Sampling, call_tokens: Sequence[int], length: int
 ) -> None:
-    """Lets the model go on in each conversation, up to a call or its end."""
+    """Lets the model continue in each conversation, up to a call or its end."""
     each = [
         dataclasses.replace(
             sampling,
@@ -248,7 +248,7 @@ def _read_arguments(talk: _Talk) -> tuple[list[int], list[int]]:
 
 
 def _put_outcome(talk: _Talk, outcome: Outcome, failed: Sequence[int], length: int) -> bool:
-    """Puts a result behind the call, and returns whether the model goes on."""
+    """Puts a result behind the call, and returns whether the model continues."""
     _, kind, value = outcome
     result: Sequence[int] = failed if kind else value
     talk.calls += 1

@@ -84,7 +84,7 @@ def sample(
         key: key of this iteration.
         start: number of the first prompt, where ranks or calls have different prompts.
         length: L, the same on all ranks. Default: the engine's context.
-        since: number added to the engine's versions, which begin at 0: a run that is resumed goes on counting.
+        since: number added to the engine's versions, which begin at 0: a run that is resumed continues counting.
             `check_versions` then takes `since + engine.update_weights(...)`.
 
     Returns:
@@ -93,7 +93,7 @@ def sample(
     Raises:
         ValueError: answers would be drawn from another distribution. A prompt is empty, or too long, with its tokens
             and the limit.
-        RuntimeError: an answer did not come to its end, such as for logits that are not finite.
+        RuntimeError: an answer did not finish, such as for logits that are not finite.
 
     Example:
         >>> from shardfn import core, inference
@@ -206,7 +206,7 @@ def put_routes(out: Rollout, row: int, one: inference.Completion) -> None:
 
 
 def check_end(who: str, row: int, one: inference.Completion) -> None:
-    """Refuses an answer that did not come to its end.
+    """Refuses an answer that did not finish.
 
     Raises:
         RuntimeError: names the row, and the reason of the end.

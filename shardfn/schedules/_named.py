@@ -114,8 +114,8 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> P
     check_numbers("interleaved", p, m)
     if v < 1 or m % p:
         raise ValueError(
-            f"the interleaved schedule sends microbatches through its chunks {p} at a time, the number of ranks: {m}"
-            f" microbatches and {v} chunks do not fit. Use {-(-m // p) * p} microbatches, or '1f1b'."
+            f"the interleaved schedule needs at least 1 chunk and a multiple of {p} microbatches, the number of ranks,"
+            f" got {m} microbatches and {v} chunks. Use {-(-m // p) * p} microbatches, or '1f1b'."
         )
     rows = []
     for rank in range(p):
@@ -178,7 +178,7 @@ def _find_turn(kind: Kind, i: int, p: int, v: int) -> Action:
 
 
 class _RankList:
-    """Rank's list while being written: each kind of action of a chunk takes the microbatches in order."""
+    """Builds the list of a rank's actions. Each kind of action of a chunk takes the microbatches in order."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []

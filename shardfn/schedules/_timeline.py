@@ -116,7 +116,7 @@ def check_complete(schedule: PipelineSchedule) -> None:
         problems += [f"rank {rank}: {a} is there {n} times" for a, n in counts.items() if a.kind == "weights" and n > 1]
         problems += [f"rank {rank}: {a} is of no microbatch or chunk" for a in counts if a not in known]
     if problems:
-        raise ScheduleError("\n  - ".join([f"the schedule {schedule.name} is no step:", *problems]))
+        raise ScheduleError("\n  - ".join([f"the schedule {schedule.name} is not a step:", *problems]))
 
 
 class _PaperRun:

@@ -277,7 +277,7 @@ class MessageWriter:
         return self._list("content_block_delta", delta={"type": f"{name}_delta", name: text})
 
     def _close(self) -> Events:
-        """Returns the event of the end of the open block. Arguments that are no object stay text."""
+        """Returns the event of the end of the open block. Arguments that are not an object stay text."""
         if not self._open:
             return []
         if self._open == "call":

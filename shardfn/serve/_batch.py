@@ -41,7 +41,7 @@ def read_batch(path: pathlib.Path) -> list[BatchRequest]:
             takes them.
 
     Raises:
-        ValueError: lines are no such requests. The message has the first ten lines, with the reason for each.
+        ValueError: lines are not such requests. The message has the first ten lines, with the reason for each.
         OSError: the file cannot be read.
 
     Example:
@@ -74,7 +74,7 @@ def read_batch(path: pathlib.Path) -> list[BatchRequest]:
 
 
 def _parse_line(line: bytes) -> BatchRequest | str:
-    """Returns the request of a line, or the reason why the line is no request."""
+    """Returns the request of a line, or the reason why the line is not a request."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -104,7 +104,7 @@ def read_answered(path: pathlib.Path, requests: Sequence[BatchRequest]) -> set[s
         requests: requests of the batch.
 
     Raises:
-        ValueError: a line is no answer to one of the requests.
+        ValueError: a line is not an answer to one of the requests.
     """
     data = path.read_bytes()
     if not data.endswith(b"\n"):

@@ -232,7 +232,7 @@ def read_json(data: bytes) -> dict[str, Any]:
 
     Raises:
         ApiError: the body is not JSON as RFC 8259 has it, or not an object. Or an object in the body has a field twice,
-            or a name that is no Unicode.
+            or a name that is not valid Unicode.
 
     Example:
         >>> read_json(b'{"n": 1}')

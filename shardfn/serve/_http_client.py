@@ -17,7 +17,7 @@ async def read_answer(url: str, key: str, body: bytes) -> "AsyncGenerator[tuple[
 
     Raises:
         OSError: the server cannot be reached.
-        h11.ProtocolError: the answer is no HTTP.
+        h11.ProtocolError: the answer is not valid HTTP.
     """
     import h11
 

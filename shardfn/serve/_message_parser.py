@@ -44,7 +44,7 @@ class MessageParser:
 
     Attributes:
         num_calls: number of calls so far.
-        malformed: whether a call was not as its format has it, for example with arguments that are no JSON object.
+        malformed: whether a call was not as its format has it, for example with arguments that are not a JSON object.
 
     Example:
         >>> from shardfn.serve._message_formats import TOOL_FORMATS
@@ -214,7 +214,7 @@ class MessageParser:
         self._is_open, self._held = False, ""
 
     def _fail(self, form: ToolFormat) -> bool:
-        """Returns False, for a text that is no call. After a marker such a text is malformed."""
+        """Returns False, for a text that is not a call. After a marker such a text is malformed."""
         self.malformed |= bool(form.begin) or self._is_open
         if self._is_open:
             self._is_open, self._held = False, ""

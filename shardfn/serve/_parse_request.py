@@ -147,14 +147,14 @@ def parse_chat(body: Mapping[str, Any], model: Model) -> ParsedRequest:
     if top is None and given.get("top_logprobs", 0) != 0:
         raise ApiError(400, "top_logprobs has no effect without logprobs: true. Leave it out.", "top_logprobs")
     if "max_completion_tokens" in given and "max_tokens" in given:
-        raise ApiError(400, "max_tokens is given beside max_completion_tokens. Give one of them.", "max_tokens")
+        raise ApiError(400, "max_tokens cannot be combined with max_completion_tokens. Give one of them.", "max_tokens")
     tools = read_tools(given, model)
     prompt = read_chat(given, model, () if tools is None else tools.listed)
     # An expression is the language of the whole text, so that there are neither calls nor reasoning.
     rules = MessageRules(tools, model.reasoning, prompt.inside, given.get("include_reasoning", True))
     if "regex" in given:
         if tools is not None:
-            raise ApiError(400, "regex is given beside tools. Give one of them.", "regex")
+            raise ApiError(400, "regex cannot be combined with tools. Give one of them.", "regex")
         rules = MessageRules()
     rest = max(1, model.limits.context - len(model.place_prompt(prompt.ids)["prompt"]))
     most = given.get("max_completion_tokens", given.get("max_tokens", rest))
@@ -229,7 +229,7 @@ def _has_special_markers(rules: MessageRules, model: Model) -> bool:
 
 
 def _list_stops(given: str | list[str]) -> tuple[str, ...]:
-    """Returns the stop strings. An empty string in their place is no stop string."""
+    """Returns the stop strings. An empty string in their place is not a stop string."""
     return ((given,) if given else ()) if isinstance(given, str) else tuple(given)
 
 
@@ -285,11 +285,11 @@ def _make_grammar(
     """Returns the field and the language of the text, compiled once, so that no wrong grammar is admitted."""
     schema = _get_schema(given["response_format"]) if "response_format" in given else None
     if schema is not None and "regex" in given:
-        raise ApiError(400, "regex is given beside response_format. Give one of them.", "regex")
+        raise ApiError(400, "regex cannot be combined with response_format. Give one of them.", "regex")
     tools = None if rules is None else rules.tools
     field = "regex" if "regex" in given else "response_format" if schema is not None else "tools"
     if tools is not None and not tools.form.begin and schema is not None and not tools.forced:
-        text = f"response_format is given beside tools, and calls in the format {tools.form.name!r} have no marker."
+        text = f"response_format cannot be combined with tools whose calls have no marker (format {tools.form.name!r})."
         raise ApiError(400, f"{text} Give one of them.", field)
     if schema is None and "regex" not in given and not (tools is not None and (tools.forced or tools.strict)):
         return field, None

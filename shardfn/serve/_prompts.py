@@ -12,7 +12,7 @@ from ._model import Model
 from ._tools import read_calls
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-# Arguments of a chat function that are no variables of its template.
+# Arguments of a chat function that are not variables of its template.
 _OPTIONS = frozenset(
     "conversation messages tools documents chat_template add_generation_prompt continue_final_message tokenize padding"
     " truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
@@ -142,7 +142,7 @@ def _read_options(given: Mapping[str, Any], model: Model, messages: list[dict[st
     continues = given.get("continue_final_message", False)
     if continues:
         if given.get("add_generation_prompt"):
-            text = "add_generation_prompt is given beside continue_final_message. Give one of them."
+            text = "add_generation_prompt cannot be combined with continue_final_message. Give one of them."
             raise ApiError(400, text, "add_generation_prompt")
         if messages[-1]["role"] != "assistant":
             text = "continue_final_message needs a last message of role assistant, got"

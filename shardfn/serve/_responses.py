@@ -98,7 +98,7 @@ def _make_row(token: Spelled) -> dict[str, Any]:
 
 
 def _name_token(token: Spelled) -> str:
-    """Returns the text of a token, or its bytes as OpenAI writes them where the bytes are no text."""
+    """Returns the text of a token, or its bytes as OpenAI writes them where the bytes are not valid text."""
     try:
         return token.text if token.data is None else token.data.decode() and token.text
     except UnicodeDecodeError:

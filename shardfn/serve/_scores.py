@@ -63,7 +63,7 @@ def parse_score(body: Mapping[str, Any], model: Model) -> PooledRequest:
     left, right = ("queries", "documents") if "queries" in given or "documents" in given else ("text_1", "text_2")
     for name in ("text_1", "text_2"):
         if left == "queries" and name in given:
-            raise ApiError(400, f"{name} is given beside {left} and {right}. Give text_1 and text_2.", name)
+            raise ApiError(400, f"{name} cannot be combined with {left} and {right}. Give text_1 and text_2.", name)
     lefts, rights = (_list_texts(asked, name) for name in (left, right))
     if len(lefts) not in (1, len(rights)):
         text = f"{left} must have one entry, or one for each entry of {right}, got {len(lefts)} and {len(rights)}."
@@ -115,7 +115,7 @@ def parse_classify(body: Mapping[str, Any], model: Model) -> PooledRequest:
     classes = model.classes
     if "messages" in given:
         if "input" in given:
-            raise ApiError(400, "messages is given beside input. Give one of them.", "messages")
+            raise ApiError(400, "messages cannot be combined with input. Give one of them.", "messages")
         prompts, field = [read_chat({"add_generation_prompt": False, **given}, model).ids], "messages"
     else:
         for name in ("add_generation_prompt", "chat_template_kwargs"):

@@ -1,4 +1,4 @@
-"""The front: the process that clients reach. The front has no tensors, and goes on when a rank ends, to report the end.
+"""The front: the process that clients connect to. It has no tensors, and outlives the ranks, to report their end.
 
 clients -- HTTP -- front -- pairs of sockets -- ranks
 """
@@ -244,7 +244,7 @@ def serve(
         threads: threads of each rank's computation. None leaves the number.
         environment: function from the number of a replica to variables of its ranks' environment.
         report: function that takes lines for the user, also lines that the ranks write to stderr. The function is
-            called in a thread. It may wait or fail, and the server goes on.
+            called in a thread. It may wait or fail, and the server continues.
         work: function from the server's address to work of this process, which begins when the model is ready, and
             whose end is the server's end.
 

@@ -148,7 +148,7 @@ def read_calls(calls: list[Any], at: str) -> list[dict[str, Any]]:
     """Returns the calls of an assistant's message, with arguments as objects, as chat templates read them.
 
     Raises:
-        ApiError: names the field that is wrong, for example arguments that are no JSON object.
+        ApiError: names the field that is wrong, for example arguments that are not a JSON object.
     """
     made = list[dict[str, Any]]()
     for i, call in enumerate(calls):

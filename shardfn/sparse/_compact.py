@@ -69,7 +69,7 @@ def compact(groups: WeightGroups, tree: core.PyTree, alive: Alive) -> core.PyTre
 
     Returns:
         A tree of the same structure, with the leaves of `tree` where a leaf has no group. `GlobalTensor`s keep mesh and
-        spec, on the device. So a state goes on in a step of the smaller model.
+        spec, on the device. So a state continues in a step of the smaller model.
 
     Raises:
         ValueError: lists leaves with the path of a leaf of the groups and with another shape, such as factored moments,

@@ -1,7 +1,7 @@
 """A speculator as a drafter of an engine: chains of drafts, or trees.
 
 A tree has, after each of its K most probable chains, the token drawn there and the K most probable tokens. The K most
-probable of all longer chains go on, and so on for n tokens. A proposal has the most probable entries under the
+probable of all longer chains continue, and so on for n tokens. A proposal has the most probable entries under the
 speculator, as many as asked for. A chain is never more probable than its beginning, so parents come first.
 
 B sequences, K branches, N = B K chains, M entries of a tree, V vocabulary.

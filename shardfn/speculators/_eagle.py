@@ -174,7 +174,7 @@ def split_heads(config: EagleConfig | MTPConfig, y: Tensor) -> Tensor:
 
 
 def repeat_heads(config: EagleConfig | MTPConfig, x_G: Tensor) -> Tensor:
-    """Returns keys or values [*, G, K] for each head of queries, [*, H, K]."""
+    """Repeats key or value heads [*, G, K] for the query heads, [*, H, K]."""
     return x_G.repeat_interleave(config.num_heads // x_G.shape[-2], -2)
 
 

@@ -182,7 +182,7 @@ def fetch(value: StoredValue, kind: MemoryKind, device: torch.device) -> Tensor:
 
 
 def copy_value(value: StoredValue, kind: MemoryKind) -> StoredValue:
-    """Returns a value of the same elements, for an update to consume; of a value that is no tensor, itself."""
+    """Returns a value of the same elements, for an update to consume; of a value that is not a tensor, itself."""
     if not isinstance(value, Tensor):
         return value
     with in_memory(kind):
@@ -362,7 +362,7 @@ def layers_of(value: StoredValue) -> Sequence[StoredValue]:
 
 
 def slices_of(value: StoredValue, shapes: Sequence[torch.Size]) -> Sequence[StoredValue]:
-    """Returns the parts of these shapes that lie in sequence in a value that is no tensor."""
+    """Returns the parts of these shapes that lie in sequence in a value that is not a tensor."""
     flat, sizes = _read_stored(value).flat(), [shape.numel() for shape in shapes]
     return [StoredSlice(flat, sum(sizes[:k]), shape) for k, shape in enumerate(shapes)]
 

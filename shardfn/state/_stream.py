@@ -76,7 +76,7 @@ class _ChunkStream:
         for k, owner in enumerate(update.owners):
             if owner is not None:
                 self._owned.setdefault(owner, []).append(k)
-        # New values under way, by the column's address: the update holds its columns as long as this lives.
+        # New values in flight, by the column's address: the update holds its columns as long as this lives.
         self._successors: dict[int, Successor] = {}
         self._places: dict[int, MemoryKind] = {}
         self._columns: dict[int, list[UpdateOperand]] = {}

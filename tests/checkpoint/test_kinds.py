@@ -1,4 +1,4 @@
-"""Covers shardfn/checkpoint/_restore.py: states of an optimizer that go on where it has other rules around them."""
+"""Covers shardfn/checkpoint/_restore.py: states of an optimizer that continue where it has other rules around them."""
 
 import logging
 import pathlib
@@ -66,7 +66,7 @@ def test_moments_go_on_behind_a_new_clip(world: int, tmp_path: pathlib.Path) -> 
     sf.checkpoint.save(tmp_path, state, step=3)
     clipped = optim.chain(optim.clip_by_global_norm(1e-2), optim.adamw(optim.constant_schedule(3e-2), weight_decay=0.2))
     step = _step(clipped, mesh)
-    told = r"opt_state\[1\]\[0\] goes on with opt_state\[0\], opt_state\[1\]\[2\] \(count\) begins anew"
+    told = r"opt_state\[1\]\[0\] continues with opt_state\[0\], opt_state\[1\]\[2\] \(count\) begins anew"
     with pytest.raises(
         ValueError, match=rf"rename=checkpoint\.ByKind\(\) reads the states that both sides have: {told}"
     ):
@@ -87,7 +87,7 @@ WRAPPED: dict[str, tuple[Any, Any, str]] = {
     "rules are in another order": (
         optim.chain(optim.trace(0.9), ADAM),
         optim.chain(optim.scale_by_adam(), optim.trace(0.9), optim.scale_by_learning_rate(0.1)),
-        r"opt_state\[0\] goes on with opt_state\[1\]\[0\], opt_state\[1\] goes on with opt_state\[0\]",
+        r"opt_state\[0\] continues with opt_state\[1\]\[0\], opt_state\[1\] continues with opt_state\[0\]",
     ),
 }
 

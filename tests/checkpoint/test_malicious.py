@@ -133,7 +133,7 @@ CRAFTED: dict[str, tuple[Callable[[Any], object], str]] = {
         "in two ranges or in none",
     ),
     "a dtype that is code": (lambda b: _leaf(b).update(dtype="__import__('os')"), "is not known"),
-    "another kind of file": (lambda b: b.update(kind="pickle"), "is no manifest of a checkpoint"),
+    "another kind of file": (lambda b: b.update(kind="pickle"), "is not a manifest of a checkpoint"),
 }
 
 
@@ -167,7 +167,7 @@ def test_files_that_are_links_pipes_or_cut(tmp_path: pathlib.Path) -> None:
         checkpoint.restore(place, like())
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(DamagedError, match="is no file"):
+    with pytest.raises(DamagedError, match="is not a file"):
         checkpoint.restore(place, like())
     path.unlink()
     path.write_bytes(data[:-1])

@@ -92,7 +92,7 @@ def test_a_trace_is_that_of_its_seed() -> None:
         ("--rate 0", "--rate must be above 0, got 0.0"),
         ("--vocab 1", "--vocab must be at least 2, got 1"),
         ("--rates 1 0", "--rates must be above 0, got 0.0"),
-        ("--rate 1 --rates 1", "--rate is given beside --rates"),
+        ("--rate 1 --rates 1", "--rate cannot be combined with --rates"),
         ("--slo p95_itl=50ms", "--slo has no effect without --rates"),
         ("--rates 1 --slo p95_tpot=50ms", "--slo must be a percentile, one of ttft, itl, e2e"),
         ("--rates 1 --slo p0_itl=50ms", "--slo must be a percentile"),

@@ -102,7 +102,7 @@ def test_places_that_have_no_such_checkpoint(run: pathlib.Path, said: Said, tmp_
     out = ["out"] if what == "export" else []
     for words, text in (
         ([tmp_path / "nowhere"], "nowhere, which does not exist"),
-        ([tmp_path / "file"], "file, which is no directory"),
+        ([tmp_path / "file"], "file, which is not a directory"),
         ([tmp_path / "empty"], "empty, which has none"),
         ([tmp_path / "begun"], "has no complete one: step_000004.tmp-0a is being written, or its job ended"),
         ([tmp_path / "begun" / "step_000004.tmp-0a"], "is a checkpoint that is being written, or whose job ended"),

@@ -328,7 +328,7 @@ def test_killed_and_started_again_it_has_the_same_losses(
     while not (log.exists() and len(log.read_text().splitlines()) >= 5) and time.monotonic() < deadline:
         assert child.poll() is None
         time.sleep(0.01)
-    # torchrun's workers have sessions of their own: without their parent they would go on.
+    # torchrun's workers have sessions of their own: without their parent they would continue.
     workers = pathlib.Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
     for pid in (child.pid, *map(int, workers)):
         os.kill(pid, signal.SIGKILL)
@@ -379,7 +379,7 @@ def test_every_bad_argument_is_named_before_anything_is_loaded(
         ): "takes 2 ranks, and there are 1; start it by torchrun --nproc-per-node 2 -m shardfn finetune",
         ("--mesh", "pp=2"): "axis 'pp' is not one of dp, tp",
         ("--mesh", "dp"): "dp needs a size, as in dp=2",
-        ("--validation", str(lost)): f"--validation {lost} is no file",
+        ("--validation", str(lost)): f"--validation {lost} is not a file",
         ("--validation", str(empty)): "empty.jsonl has no lines",
         (
             "--validation",
@@ -395,14 +395,15 @@ def test_every_bad_argument_is_named_before_anything_is_loaded(
     bare = words(given, tmp_path / "out")
     assert main([bare[0], "meta/llama", str(lost), *bare[3:]]) == 2
     error = capsys.readouterr().err  # all at once
-    assert "MODEL meta/llama is no directory; fetch one first: hf download meta/llama" in error
-    assert f"TRAIN {lost} is no file" in error
+    assert "MODEL meta/llama is not a directory; fetch one first: hf download meta/llama" in error
+    assert f"TRAIN {lost} is not a file" in error
     toml = tmp_path / "run.toml"
     toml.write_text('stepz = 3\nlr = "fast"\n')
     assert main([*bare, "--config", str(toml)]) == 2
     error = capsys.readouterr().err
     assert (
-        "'stepz' is no option. Did you mean 'steps'?" in error and "lr = 'fast' is of type str; write a float" in error
+        "'stepz' is not an option. Did you mean 'steps'?" in error
+        and "lr = 'fast' is of type str; write a float" in error
     )
 
 
@@ -414,7 +415,8 @@ def test_a_run_that_goes_on_keeps_its_settings(
     capsys.readouterr()
     assert main(words(given, tmp_path, "--steps", "2", "--lr", "0.5")) == 2
     assert (
-        "has a run with lr=0.03, and now it is 0.5: pass the same to go on, or another --out" in capsys.readouterr().err
+        "has a run with lr=0.03, and now it is 0.5: pass the same to continue, or another --out"
+        in capsys.readouterr().err
     )
 
 
@@ -539,7 +541,7 @@ def test_other_data_in_the_same_file_is_refused(
     capsys.readouterr()
     assert main(asked) == 2
     error = capsys.readouterr().err
-    assert "has a run on other data: pass its TRAIN to go on, or another --out" in error
+    assert "has a run on other data: pass its TRAIN to continue, or another --out" in error
     assert "examples must be 20, as in the saved position, got 21" in error and "Traceback" not in error
     assert (tmp_path / "out/run.json").read_text() == settings
 
@@ -598,7 +600,7 @@ def test_an_interrupted_run_of_an_earlier_version_is_not_continued_with_other_la
     (tmp_path / "run.json").write_text(json.dumps(record))
     capsys.readouterr()
     assert main(asked) == 2
-    assert "which learnt all tokens of messages: pass --learn everything to go on" in capsys.readouterr().err
+    assert "which learnt all tokens of messages: pass --learn everything to continue" in capsys.readouterr().err
     assert main([*asked, "--learn", "everything"]) == 0
 
 
@@ -646,7 +648,7 @@ def test_wrong_mixtures_are_refused(
         ([f"{train}:2", str(given / "val.jsonl")], "all files of TRAIN must have a weight, or none"),
         ([f"{train}:-1", f"{given}/val.jsonl:1"], "the weight must be above 0, and finite"),
         ([f"{train}:1", f"{train}:2"], "each file of TRAIN must be given once"),
-        ([f"{train}:x", f"{given}/val.jsonl:1"], "train.jsonl:x is no file"),
+        ([f"{train}:x", f"{given}/val.jsonl:1"], "train.jsonl:x is not a file"),
     ):
         assert main([*told[:2], *files, *told[3:]]) == 2
         assert text in capsys.readouterr().err

@@ -166,7 +166,7 @@ def test_unknown_names_and_types(name: str) -> None:
         (["model.num_heads=5"], r"\[model\][\s\S]*num_heads"),
         (["mesh.tp=2"], r"must have as many ranks as the program, 1"),
         (['model.attention="ring"'], r"sp and \[model\] attention"),
-        (['data.sources={a={files="none.txt"}}'], r"none.txt is no file, and matches no file"),
+        (['data.sources={a={files="none.txt"}}'], r"none.txt is not a file, and matches no file"),
         (["data.sources={}"], r"at least one source"),
         (["experts.top_k=2"], r"must have num"),
         (["train.steps"], r"--set must be TABLE.KEY=VALUE"),

@@ -245,7 +245,7 @@ def test_a_rank_stopped_while_others_read_its_buffer_is_named_and_the_state_is_i
         stops[0] = False
     if rank == 0:
         os.kill(pids[1], signal.SIGCONT)
-    told = "rank 1 came to" if rank == 0 else "given up waiting for this one, rank 1"
+    told = "rank 1 reached" if rank == 0 else "given up waiting for this one, rank 1"
     assert told in str(caught.value) and "slow, stopped" in str(caught.value), str(caught.value)
     assert all(torch.equal(x.full_tensor(), y) for x, y in zip(state.params.values(), want, strict=True))
     again, _ = step(state, x)

@@ -72,4 +72,4 @@ def test_a_limit_on_the_size_of_files_is_warned_of(tmp_path: pathlib.Path) -> No
 @pytest.mark.nightly
 def test_containers_on_one_network_have_processes_of_the_same_numbers(tmp_path: pathlib.Path) -> None:
     told = _ranks(tmp_path / "meets", "unshare", "--uts", "--pid", "--fork", "--mount-proc")
-    _by_gloo(told, "is another process's memory", "cannot be opened", "is no memfd")
+    _by_gloo(told, "is another process's memory", "cannot be opened", "is not a memfd")

@@ -25,5 +25,5 @@ def test_ranks_of_a_round_have_a_name_that_no_other_round_has() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     store = dist.HashStore()
     _round(store, 3)  # their entries do not belong to this round
-    with pytest.raises(RuntimeError, match=r"ranks 1, 2 did not come within 0.2 s"):
+    with pytest.raises(RuntimeError, match=r"ranks 1, 2 did not arrive within 0.2 s"):
         round_name(store, 0, 3, 0.2)

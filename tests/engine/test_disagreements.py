@@ -260,10 +260,10 @@ def test_a_rank_that_does_not_come_to_a_call_is_named_after_the_limit_of_agreeme
     step = sf.sharded_step(_loss, sf.optim.adamw(0.1), mesh=mesh, zero=3, donate=False)
     state = step.init(_params())
     if mesh.rank == 0:
-        with pytest.raises(sf.RankError, match=r"rank 1 did not come to step 0; .*make_mesh\(agreement_timeout=0.5\)"):
+        with pytest.raises(sf.RankError, match=r"rank 1 did not reach step 0; .*make_mesh\(agreement_timeout=0.5\)"):
             step(state, torch.ones(2, 6))
         # Alone, it makes no group; when the other rank has come, both make theirs.
-        with pytest.raises(sf.RankError, match=r"ranks 1 did not come within 0.5 s"):
+        with pytest.raises(sf.RankError, match=r"ranks 1 did not arrive within 0.5 s"):
             step(state, torch.ones(2, 6))
     dist.barrier()
     if mesh.rank == 1:

@@ -39,8 +39,8 @@ def _with_aux(aux: Any) -> Any:
 
 _NOT_A_LOSS = "the loss must return a 0-d tensor or a WeightedMean, got "
 _AT = r"cannot be called as this step calls it, "
-_WEIGHT = "the weight of the loss's WeightedMean is "
-_ORDER = "at least 0: return WeightedMean(total, weight), in this order"
+_WEIGHT = "the weight of the loss's WeightedMean must be at least 0, got "
+_ORDER = "Return WeightedMean(total, weight), in this order"
 _MEET = ", and the parameters are torch.float32; where they meet"
 _CAST = "write batch['x'].to(torch.float32)"
 _DRAWS = "the loss draws from torch's generator"

@@ -147,7 +147,7 @@ ON_STAGES = [
     Mistake("the layers are not cut", lambda: _begun(specs={"blocks": P(), "scale": P()}),
             ValueError, "params['blocks']['w'] has spec P()", "cut dim 0, its layers: P('pp')"),
     Mistake("a leaf of all stages is cut", lambda: _begun(specs=P("pp")),
-            ValueError, "params['scale'] has spec P('pp'), but is no layer", "leave 'pp' out"),
+            ValueError, "params['scale'] has spec P('pp'), but is not a layer", "leave 'pp' out"),
     Mistake("there are fewer layers than stages", lambda: _begun(params=_params(1)),
             ValueError, "of 2 stages along 'pp' ... params['blocks']['w'] has 1", "stack more layers"),
     Mistake("the rule is along the axis of stages", lambda: _begun(zero=Zero(stage=3, axis="pp", persist_elements=0)),

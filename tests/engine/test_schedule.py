@@ -169,7 +169,7 @@ def test_accumulation() -> None:
     ],
 )
 def test_a_list_that_is_no_step_is_refused(text: str, told: str) -> None:
-    with pytest.raises(ValueError, match=f"(?s)the schedule {text} is no step of 2 microbatches.*{told}"):
+    with pytest.raises(ValueError, match=f"(?s)the schedule {text} is not a step of 2 microbatches.*{told}"):
         check_schedule(_schedule(text), 2)
 
 

@@ -58,7 +58,7 @@ def test_a_rank_that_is_late_is_called_late_and_no_rank_dead(world: int) -> None
         if where == "stops" and rank == 0:
             os.kill(pids[late], signal.SIGCONT)
         slow["how"] = ""
-        did = "did not come to" if where == "comes late" else "came to"
+        did = "did not reach" if where == "comes late" else "reached"
         assert f"rank {late} {did} step {n}" in said and f"; {others} waited for 2 s. The process is there" in said, (
             said
         )
@@ -83,7 +83,7 @@ def test_a_rank_that_does_not_come_to_the_first_step_is_waited_for_no_longer_tha
         return
     said = _error(_step(mesh).init, {"w": torch.ones(5, 3)})
     assert (
-        "make the communicators of Mesh(dp=2; rank 0 on cpu)" in said and "ranks 1 did not come within 2 s" in said
+        "make the communicators of Mesh(dp=2; rank 0 on cpu)" in said and "ranks 1 did not arrive within 2 s" in said
     ), said
     assert "slow, at another call, or gone" in said and "died" not in said
 

@@ -231,7 +231,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"k_proj\.weight is in the values alone"):
         one.adapters.add("c", (description, {**values, "k_proj.weight": {}}))
     head = LoRA.of(params, [r"lm_head"], rank=2)
-    with pytest.raises(ValueError, match=r"lm_head.weight is no linear layer that may have an adapter"):
+    with pytest.raises(ValueError, match=r"lm_head.weight is not a linear layer that may have an adapter"):
         one.adapters.add("c", (head, {"lm_head.weight": {"a": torch.ones(2, 24), "b": torch.ones(13, 2)}}))
     dora = LoRA.of(params, [r"0.self_attn.q_proj"], rank=2, dora=True)
     with pytest.raises(ValueError, match="a request's adapter has a and b alone: merge this one"):

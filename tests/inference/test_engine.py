@@ -221,7 +221,7 @@ def test_weights_with_a_nan_end_requests_as_errors() -> None:
     [
         ([], {}, "prompt must have from 1 to 27 tokens, got 0"),
         ([1] * 28, {}, "prompt must have from 1 to 27 tokens, got 28"),
-        ([1] * 20, {"max_tokens": 9}, "must be at most 28 together, the context, got 20 \\+ 9 = 29"),
+        ([1] * 20, {"max_tokens": 9}, "must fit together in the context of 28 tokens, got 20 \\+ 9 = 29"),
         ([1, 13], {}, r"prompt\[1\] must be an integer from 0 to 12.*got 13"),
         ([1], {"temperature": math.nan}, "temperature must be .*got nan"),
         ([1], {"top_p": 0.0}, "top_p must be .*got 0.0"),

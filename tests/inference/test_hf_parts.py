@@ -186,7 +186,9 @@ def test_weights_that_are_not_those_of_the_model_are_named(tmp_path: pathlib.Pat
     ) as error:
         hf_decoder(module, params=params)
     assert "params has no lm_head.weight. Did you mean 'lm_head.wieght'?" in str(error.value)
-    assert "params['lm_head.wieght'] is no parameter of the model. Did you mean 'lm_head.weight'?" in str(error.value)
+    assert "params['lm_head.wieght'] is not a parameter of the model. Did you mean 'lm_head.weight'?" in str(
+        error.value
+    )
 
 
 def rewritten(folder: pathlib.Path, changes: Mapping[str, Tensor]) -> None:

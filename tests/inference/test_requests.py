@@ -42,7 +42,7 @@ REQUEST: list[tuple[str, Any, str]] = [
     ("prompt", (1, 2.0), r"prompt\[1\] must be .*got 2.0"),
     ("prompt", [1, 2], "prompt must be a tuple.*got a list"),
     ("prompt", (1,) * 16, "prompt must have from 1 to 15 tokens, got 16: the context has 16"),
-    ("prompt", (1,) * 15, "prompt and max_tokens must be at most 16 together, the context, got 15 \\+ 2 = 17"),
+    ("prompt", (1,) * 15, "prompt and max_tokens must fit together in the context of 16 tokens, got 15 \\+ 2 = 17"),
     ("prompt", (1,) * 12, "must need at most 3 blocks of 4 tokens, .* got 4 for 12 \\+ 2 tokens"),
     ("deadline", 1.5, "deadline must be an integer.*got 1.5"),
     ("salt", "x", "salt must be bytes.*got 'x'"),

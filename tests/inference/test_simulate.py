@@ -109,7 +109,7 @@ def test_a_changed_log_is_refused(run, tmp_path: Path):
     with pytest.raises(ValueError, match="the first line of a log of decisions has the limits"):
         replay_log(bad)
     bad.write_text(lines[0] + "\nno json\n")
-    with pytest.raises(ValueError, match="line 2 is no JSON"):
+    with pytest.raises(ValueError, match="line 2 is not valid JSON"):
         replay_log(bad)
     bad.write_text("\n".join(lines[:9]) + "\n" + lines[9][:20])  # an engine that was killed
     assert len(replay_log(bad).steps) == 8

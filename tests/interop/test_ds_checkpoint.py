@@ -159,7 +159,7 @@ def test_a_pickle_that_would_run_something_is_not_opened(tmp_path: pathlib.Path,
     with pytest.raises(ValueError, match=rf"{which} has objects that are not tensors, posix.mkdir"):
         interop.read_deepspeed(str(tmp_path))
     path.write_bytes(pickle.dumps(Harm(tmp_path / "done")))
-    with pytest.raises(ValueError, match="is no file of a checkpoint"):
+    with pytest.raises(ValueError, match="is not a file of a checkpoint"):
         interop.read_deepspeed(str(tmp_path))
     assert not (tmp_path / "done").exists()
 
@@ -202,7 +202,7 @@ def test_missing_weights_and_weights_that_do_not_fit(tmp_path: pathlib.Path) -> 
     with pytest.raises(FileNotFoundError, match=r"ranks \[1\]"):
         interop.read_deepspeed(str(tmp_path))
     one.write_bytes(saved[: len(saved) // 2])
-    with pytest.raises(ValueError, match="is no file of a checkpoint"):
+    with pytest.raises(ValueError, match="is not a file of a checkpoint"):
         interop.read_deepspeed(str(tmp_path))
     one.write_bytes(saved)
     last = tmp_path / "tag" / "zero_pp_rank_2_mp_rank_00_optim_states.pt"

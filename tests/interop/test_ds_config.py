@@ -85,7 +85,7 @@ def test_every_typo_of_a_letter_is_found() -> None:
     for key in [k for k in KEYS if len(k) > 4]:
         at = draw.randrange(len(key))
         wrong = key[:at] + key[at + 1 :]
-        with pytest.raises(ValueError, match=rf"{wrong} is no key of DeepSpeed. Did you mean"):
+        with pytest.raises(ValueError, match=rf"{wrong} is not a key of DeepSpeed. Did you mean"):
             interop.from_deepspeed_config({wrong: 1})
 
 
@@ -158,13 +158,13 @@ def test_all_mistakes_are_listed_at_once() -> None:
         "gradient_allreduce_op = 'sum' has no counterpart",
         "amp = {'enabled': True} has no counterpart",
         "only one of them can be true",
-        "lr = 'fast' is no number",
-        "params.beta is no argument of AdamW. Did you mean 'betas'?",
+        "lr = 'fast' is not a number",
+        "params.beta is not an argument of AdamW. Did you mean 'betas'?",
         "amsgrad = True has no counterpart",
         "Clip by gradient_clipping",
-        "params.warmup_steps is no argument of WarmupDecayLR. Did you mean",
+        "params.warmup_steps is not an argument of WarmupDecayLR. Did you mean",
         "total_num_steps is missing",
-        "warmup_num_steps = 0 is no number of steps",
+        "warmup_num_steps = 0 is not a number of steps",
         "Did you mean 'overlap_comm'?",
         "zenflow = {'topk_ratio': 0.1} has no counterpart",
         "offload_param wants stage 3, not 2",
@@ -314,7 +314,7 @@ def test_experts_that_have_no_counterpart_are_named() -> None:
         r"score_func = 'sigmoid' has no counterpart: the module's own router",
         "expert_tensor_parallel_size = 2",
         "load_balance_coeff = 0.1",
-        "autoep_sise is no key",
+        "autoep_sise is not a key",
         r"autoep_size = 3: give experts an axis of their own .* axis=\('dp', 'ep'\)",
         "autoep_size = 3 does not divide 8 ranks",
     ):

@@ -207,7 +207,7 @@ def test_a_job_that_the_state_does_not_fit_is_refused_by_name(tmp_path: pathlib.
     sums = {"grad_accum_dtype": "fp32"}
     refused("another format", config_of(1, bf16={"enabled": True}, data_types=sums))
     refused("exp_avg: the optimizer has no such state there", config_of(2) | {"optimizer": {"type": "SGD"}})
-    refused(r"(?s)scale is trained, and in no group.*fixed is frozen.*sale is no parameter.*Did you mean 'scale'",
+    refused(r"(?s)scale is trained, and in no group.*fixed is frozen.*sale is not a parameter.*Did you mean 'scale'",
             groups=[TWO[0], {"params": [*TWO[1]["params"][1:], "fixed", "sale"]}])  # fmt: skip
     refused("emb.weight is there 2 times", groups=[*TWO, TWO[0]])
     net = Net()
@@ -218,7 +218,7 @@ def test_a_job_that_the_state_does_not_fit_is_refused_by_name(tmp_path: pathlib.
     refused("scale has exp_avg here, and is frozen there", net=net)
     net = Net()
     net.blocks.append(torch.nn.Linear(5, 3))
-    refused(r"(?s)blocks.weight is no parameter of the module.*blocks.3.bias is not in the state", net=net)
+    refused(r"(?s)blocks.weight is not a parameter of the module.*blocks.3.bias is not in the state", net=net)
     with torch.device("meta"):
         net = Net()
     refused("buffer kept of the module is on meta", net=net)

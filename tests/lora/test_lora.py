@@ -354,7 +354,7 @@ def test_leaves_that_cannot_be_adapted_are_refused() -> None:
         "  - the target 'upp' is found in no path",
         "  - blocks.g (3, 6) has a smaller side than rank=5",
         "  - head (4, 6) has a smaller side than rank=5",
-        "  - ids (3, 3) of torch.int64 is no weight of two dims or more",
+        "  - ids (3, 3) of torch.int64 is not a weight of two dims or more",
     ]
     with pytest.raises(ValueError, match="rank=0 is not 1 or more"):
         LoRA.of(params, ["up"], rank=0)

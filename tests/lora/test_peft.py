@@ -98,13 +98,13 @@ def test_files_of_another_kind_are_refused(tmp_path: pathlib.Path) -> None:
     save_file(
         {k: v for k, v in whole.items() if k != one} | {"base_model.model.lm_hea.lora_A.weight": whole[one]}, tensors
     )
-    with pytest.raises(ValueError, match=r"(?s)q_proj.lora_A.weight is missing.*lm_hea is no weight.*Did you mean"):
+    with pytest.raises(ValueError, match=r"(?s)q_proj.lora_A.weight is missing.*lm_hea is not a weight.*Did you mean"):
         load_peft(tmp_path, params)
     save_file(whole | {one: whole[one][:, :5].contiguous()}, tensors)
     with pytest.raises(ValueError, match=r"q_proj.weight, a: \(2, 5\) in the file, \(2, 8\) wanted"):
         load_peft(tmp_path, params)
     odd = LoRA.of({"w": torch.ones(4, 4)}, ["w"], rank=2)
-    with pytest.raises(ValueError, match="w is no weight of a module, by its name"):
+    with pytest.raises(ValueError, match="w is not a weight of a module, by its name"):
         save_peft(tmp_path, odd, odd.init(sf.key(0)))
 
 

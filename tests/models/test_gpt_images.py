@@ -115,7 +115,7 @@ def test_packed_rows_equal_separate_rows() -> None:
     separate = {"tokens": tokens, "targets": tokens, "image_features": seen}
     got, want = (gpt.loss(config, params, x) for x in (packed, separate))
     torch.testing.assert_close(got.total, want.total, rtol=1e-12, atol=0)
-    assert got.weight == want.weight == 2 * T - 6  # image tokens are no targets
+    assert got.weight == want.weight == 2 * T - 6  # image tokens are not targets
 
 
 def test_stages_equal_the_loss() -> None:

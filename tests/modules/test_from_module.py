@@ -99,7 +99,7 @@ def test_names_are_checked() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     params, apply = sf.from_module(module)
     x = torch.ones(1, 3)
-    with pytest.raises(ValueError, match=r"'0\.wieght' is no parameter of the module Did you mean '0\.weight'"):
+    with pytest.raises(ValueError, match=r"'0\.wieght' is not a parameter of the module Did you mean '0\.weight'"):
         apply({"0.wieght": params["0.weight"]}, x)
     frozen = {name: p * 0 for name, p in params.items() if name.startswith("1")}  # the others are the module's own
     assert torch.equal(apply(frozen, x), torch.zeros(1, 3))

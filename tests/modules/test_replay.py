@@ -128,7 +128,7 @@ def test_choices_that_do_not_fit_are_refused() -> None:
         apply.replaying(given.expand(4, 7, 2, 2))
     with pytest.raises(TypeError, match=r"chosen must be numbers of experts.*got torch.float32"):
         apply.replaying(given.float())
-    with pytest.raises(ValueError, match=r"mlp.experts: 28 numbers in chosen are no expert: there are 3"):
+    with pytest.raises(ValueError, match=r"mlp.experts: 28 numbers in chosen are not experts: there are 3"):
         apply.replaying(torch.stack([given[..., 0], given[..., 0] + 3], -1))
     with pytest.raises(ValueError, match=r"mlp.experts has 28 tokens with 2 choices each, and chosen has 14.*cut over"):
         apply.replaying(given[:2])(params, input_ids=TOKENS)

@@ -157,7 +157,7 @@ def test_refusals(tmp_path: Any) -> None:
         with pytest.raises(ValueError, match=r"or on 'disk' with pool=memory.Pool\(path\)"):
             nn.Chunked(**wrong)
     attend = functools.partial(nn.attention, impl=nn.Chunked(2))
-    with pytest.raises(ValueError, match="6 queries over 5 keys: a chunk has the same number of both"):
+    with pytest.raises(ValueError, match="equal numbers of queries and keys, got 6 queries over 5 keys"):
         attend(q, q[:, :5], q[:, :5], mask=nn.Full())
     for told, f in (
         ("vmap", lambda: torch.func.vmap(lambda q: attend(q, q, q))(torch.stack([q, q]))),

@@ -149,7 +149,7 @@ def test_refusals_of_layouts() -> None:
         getattr(layouts, n) for n in ("dense", "fixed", "variable", "bigbird", "bslongformer", "local_window")
     ):
         refused(
-            r"100 tokens in blocks of 16, which do not divide.*padded=True.*or pad the sequence to 112",
+            r"100 tokens in blocks of 16.*padded=True.*or pad the sequence to 112",
             make,
             100,
             block=16,

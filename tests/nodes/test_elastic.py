@@ -116,7 +116,7 @@ def test_a_rank_that_hangs_is_named_with_its_call_and_the_job_goes_on(tmp_path: 
     with _ending(agent):
         _finish([agent], place)
     for told in _told(place, {0, 1, 2} - {victim}):
-        assert f"rank {victim} did not come to step 3" in told and "for 12 s" in told
+        assert f"rank {victim} did not reach step 3" in told and "for 12 s" in told
     _assert_undisturbed(place, _undisturbed(tmp_path / "one", 6))
 
 

@@ -92,7 +92,7 @@ def test_a_mask_of_another_tree_is_refused(make: Any) -> None:
     params = make_params()
     with pytest.raises(ValueError, match=r"mask\['nrom'\] has no leaf in params. Did you mean 'norm'"):
         step(make({"w": True, "nrom": False}), params, params, False)
-    with pytest.raises(ValueError, match=r"mask\['w'\] is 1, a int, which is no leaf of mask"):
+    with pytest.raises(ValueError, match=r"mask\['w'\] is 1, a int, which is not a leaf of mask"):
         step(make({"w": 1, "norm": False}), params, params, False)
 
 

@@ -75,7 +75,7 @@ def test_gpipe_and_1f1b(make: Callable[[int, int], PipelineSchedule], costs: Cos
 def test_interleaved(v: int) -> None:
     for p, m in PAIRS:
         if m % p:
-            with pytest.raises(ValueError, match=f"{m} microbatches and {v} chunks do not fit. Use"):
+            with pytest.raises(ValueError, match=f"{m} microbatches and {v} chunks. Use"):
                 interleaved(p, m, v)
             continue
         run = timeline(interleaved(p, m, v), UNEQUAL)

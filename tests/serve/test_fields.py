@@ -35,7 +35,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 129}, "n", ", got 129"),
     ({"n": 1.0}, "n", "n must be an integer, got 1.0"),
     ({"max_tokens": 0}, "max_tokens", ", got 0."),
-    ({"max_tokens": CONTEXT}, "prompt", f"at most {CONTEXT} together, the context"),
+    ({"max_tokens": CONTEXT}, "prompt", f"fit together in the context of {CONTEXT} tokens"),
     ({"stop": 1}, "stop", "must be a string or a list of strings"),
     ({"stop": ["a", 1]}, "stop", "must be a string or a list of strings"),
     ({"stop_token_ids": [256]}, "stop_token_ids", "stop_token_ids[0] must be an integer from 0 to 255, got 256"),

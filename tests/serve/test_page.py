@@ -143,7 +143,7 @@ def test_a_browser(start: Callable[..., Running], browser: Browser) -> None:
     choose(browser, kind="prompt", most=4000, text="ab")
     browser.run("document.getElementById('send').click()")
     shown = browser.wait_for("document.querySelector('#answer .error')?.textContent")
-    assert "must be at most 512 together, the context" in shown
+    assert "must fit together in the context of 512 tokens" in shown
 
 
 @pytest.mark.nightly

@@ -210,7 +210,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name", "tools has 'find'"),
     ({"tool_choice": {"type": "mcp"}}, "tool_choice.type", "must be 'function'"),
     ({"tool_choice": 1}, "tool_choice", "must be a string, or an object"),
-    ({"regex": "a"}, "regex", "regex is given beside tools"),
+    ({"regex": "a"}, "regex", "regex cannot be combined with tools"),
     (assistant(arguments="{"), "messages[0].tool_calls[0].function.arguments", "the text of a JSON object, got '{'"),
     (assistant(arguments="[1]"), "messages[0].tool_calls[0].function.arguments", "the text of a JSON object"),
     (assistant(name=None), "messages[0].tool_calls[0].function.name", "is missing"),

@@ -55,7 +55,7 @@ def test_missing_and_additional_leaves() -> None:
         step.update(state, grads | {"b": None})
     with pytest.raises(ValueError, match=r"grads\['frozen'\] is of a leaf that the step does not train; leave None"):
         step.update(state, grads | {"frozen": grads["b"]})
-    with pytest.raises(ValueError, match=r"grads\['other'\] is no leaf of the parameters"):
+    with pytest.raises(ValueError, match=r"grads\['other'\] is not a leaf of the parameters"):
         step.update(state, grads | {"other": grads["b"]})
     step.update(state, grads)
 

@@ -203,7 +203,7 @@ def leaking(p, x):
 
 
 REFUSED = {
-    "does not do the same for all layers": impure,
+    "must run the same operations for all layers": impure,
     "a tensor that the function of a scan has made is used outside of the function": leaking,
 }
 

@@ -131,7 +131,7 @@ def test_lists_that_do_not_fit_are_refused() -> None:
     specs = tree_map(lambda _: P(), params) | {"embed": P("pp")}
     mesh = sf.make_mesh({"pp": 2}, abstract=True)
     step = sf.sharded_step(_loss(), optim.sgd(0.1), mesh=mesh, specs=specs, batch=P("dp"))
-    with pytest.raises(ValueError, match=r"params\['embed'\] has spec P\('pp'\), but is no layer; leave 'pp' out"):
+    with pytest.raises(ValueError, match=r"params\['embed'\] has spec P\('pp'\), but is not a layer; leave 'pp' out"):
         step.lower(params, x)
     many = sf.make_mesh({"pp": 6}, abstract=True)
     with pytest.raises(ValueError, match="a pipeline of 6 stages along 'pp' must have a function for each, got 5"):

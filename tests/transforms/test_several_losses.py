@@ -264,7 +264,7 @@ def test_a_loss_that_trains_nothing() -> None:
 def test_batches_that_are_not_those_of_the_losses() -> None:
     step = _step()
     state = step.init(_gan())
-    with pytest.raises(ValueError, match=r"'generator' has no batch\n.*'other' is no loss; there are"):
+    with pytest.raises(ValueError, match=r"'generator' has no batch\n.*'other' is not a loss; there are"):
         step(state, {"critic": _gan_batch(0), "other": _gan_batch(0)})
     with pytest.raises(ValueError, match="takes a dict with a batch for each"):
         step.gradients(state, torch.ones(3))

@@ -63,7 +63,7 @@ class Calls:
 
     @property
     def at(self) -> tuple[int, int] | None:
-        """Returns the place of the call under way, or None between two calls."""
+        """Returns the place of the current call, or None between two calls."""
         return self._at if self.inside else None
 
     def as_text(self) -> str:
@@ -124,7 +124,7 @@ class CallWatch:
         self._stopped.set()
 
     def look(self) -> None:
-        """Compares the call under way if the call has lasted for a while. Prints the recorder if a rank has asked."""
+        """Compares the current call if the call has lasted for a while. Prints the recorder if a rank has asked."""
         if self._flight is not None and (why := self._board.get(FLIGHT)):
             self._flight.write(why)
         at, now = self._calls.at, time.monotonic()

@@ -340,7 +340,7 @@ class Channel:
             return self._finish_when_done([self.group.send([as_raw(x)], to, tag)], lambda: x)
 
     def receive(self, into: Tensor, source: int, tag: int) -> Pending[Tensor]:
-        """Receives a rank's message of the same tag, different from all other tags under way between the two."""
+        """Receives a rank's message of the same tag, different from all other tags in flight between the two."""
         if self._flight is not None:  # a message counts where it is sent
             self._begun = self._flight.add("receive", self.axes, self.ranks, into)
         if self._lanes is not None:
@@ -361,7 +361,7 @@ class Channel:
         self._sends.clear()
 
     def close(self) -> None:
-        """Ends the channel. Transfers under way fail, here and on the other ranks."""
+        """Ends the channel. Transfers in flight fail, here and on the other ranks."""
         self.end_memory()
         if self.group is not None and not isinstance(self.group, EndedGroup):
             if self._owns_group:
@@ -371,7 +371,7 @@ class Channel:
         self._made.unwatch(self._sends)
 
     def end_memory(self) -> None:
-        """Ends the way through memory. Transfers under way there fail, here and on the other ranks."""
+        """Ends the way through memory. Transfers in flight there fail, here and on the other ranks."""
         lanes: Lanes | None = vars(self).get("_lanes")
         if lanes is not None:
             lanes.close()
@@ -494,7 +494,7 @@ class Channels:
             channel.flush()
 
     def close(self) -> None:
-        """Ends all channels for good. Transfers under way fail, here and on the other ranks."""
+        """Ends all channels for good. Transfers in flight fail, here and on the other ranks."""
         for channel in self._made.values():
             channel.close()
 

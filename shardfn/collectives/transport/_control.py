@@ -234,7 +234,7 @@ class Control:
         """Waits for all ranks, before groups are made: making a group is a wait from which no rank can be woken.
 
         Raises:
-            RankError: a rank has left the call, or does not come within `agreement_timeout`.
+            RankError: a rank has left the call, or does not arrive within `agreement_timeout`.
         """
         if self._group is None or isinstance(self._group, EndedGroup):
             return
@@ -361,7 +361,7 @@ class Control:
         name, limit = ("timeout", self._timeout) if self._met else ("agreement_timeout", self._agreement_timeout)
         seconds = "" if limit is None else f" for {limit.total_seconds():g} s"
         more = "" if limit is None else f", now make_mesh({name}={limit.total_seconds():g})"
-        did = "came to {0}, but did not go on in it" if self._met else "did not come to {0}"
+        did = "reached {0}, but did not continue" if self._met else "did not reach {0}"
         return (
             f"{_name_ranks(absent)} {did.format(self.calls.last)}; {here} waited{seconds}. The process is there: it is"
             " slow, stopped, cut off, or at another call; `py-spy dump --pid` on its host shows where. If it is slow,"

@@ -24,10 +24,10 @@ _FIRST, _LONGEST = 0.001, 0.05
 
 
 def absent_from(mesh: Mesh, epoch: int) -> list[int]:
-    """Waits for all ranks to begin an epoch. Returns the ranks that have not come within `agreement_timeout`.
+    """Waits for all ranks to begin an epoch. Returns the ranks that have not arrived within `agreement_timeout`.
 
     Ranks meet in rounds. A rank that gives up ends the round for all ranks, unless the last rank has come first. The
-    other ranks go on to the next round.
+    other ranks continue to the next round.
     """
     if mesh.size == 1 or dist.get_backend() == "fake":
         return []

@@ -119,7 +119,7 @@ class Board:
 
 
 def close(group: "dist.ProcessGroup | None") -> None:
-    """Ends a communicator: transfers under way fail at once, here and on the ranks at the other end.
+    """Ends a communicator: transfers in flight fail at once, here and on the ranks at the other end.
 
     gloo has no call for an end (`abort` and `shutdown` do nothing), but closes every connection of a communicator in
     which a wait times out. Other backends, and communicators that have ended, are not touched.

@@ -211,7 +211,7 @@ class Lanes:
         self._ends.channel = Address(made)
 
     def close(self) -> None:
-        """Ends the channel. Transfers under way fail, here and on the other ranks."""
+        """Ends the channel. Transfers in flight fail, here and on the other ranks."""
         self._closing()
 
     def all_gather(self, own: Tensor, blocks: Blocks) -> "LaneOp":
@@ -303,7 +303,7 @@ class Lanes:
 
 
 class LaneOp:
-    """Transfer under way. Tensors are kept alive until the engine no longer touches their memory.
+    """Transfer in flight. Tensors are kept alive until the engine no longer touches their memory.
 
     Attributes:
         op: number in the engine, or None before the start, and once the memory is no longer touched.

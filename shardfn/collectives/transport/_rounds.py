@@ -177,7 +177,7 @@ class Rounds:
             most, least, told = x.tolist()
             least = -least
             self._notice.told = max(self._notice.told, told)
-        # The greatest and the least, on all ranks: all go on in the same way.
+        # The greatest and the least, on all ranks: all continue in the same way.
         if most >> _BITS != least >> _BITS:
             raise self._mismatch([str(x) for x in self._gather_values(_pack_value(self._call()))])
         return (most & _MASK) - _ZERO, (least & _MASK) - _ZERO, [(x & _MASK) - _ZERO for x in values]

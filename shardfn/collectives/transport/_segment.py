@@ -97,7 +97,7 @@ class Reader:
         self.view = memoryview(self._map)[_HEAD:]
 
     def close(self) -> None:
-        """Ends the reading. No view may be left."""
+        """Unmaps the shared memory. All views must have been released."""
         self.view.release()
         self._map.close()
 
@@ -118,7 +118,7 @@ def _map_segment(fd: int, offer: Offer, path: str) -> mmap.mmap:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise NotSharedError(f"{path} is no memfd: {error.strerror}") from error
+        raise NotSharedError(f"{path} is not a memfd: {error.strerror}") from error
     if seals & _size_seals() != _size_seals():
         raise NotSharedError(f"{path} may change its size: its seals are {seals}, not {_size_seals()}")
     size = os.fstat(fd).st_size - _HEAD

@@ -72,7 +72,7 @@ def comms_of(mesh: Mesh) -> Comms:
     epoch = 0 if comms is None else comms.epoch + 1
     limit = mesh.agreement_timeout.total_seconds()
     if absent := absent_from(mesh, epoch):
-        raise _not_all(mesh, f"did not come within {limit:g} s: ", absent)
+        raise _not_all(mesh, f"did not arrive within {limit:g} s: ", absent)
     try:
         control = Control(mesh)
     except RankError:

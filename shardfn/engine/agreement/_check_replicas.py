@@ -197,7 +197,7 @@ def _check_free(plan: Plan, batch: core.PyTree, seen: Sequence[_SeenBatch], free
     core.raise_all(
         core.RankError,
         f"ranks along {free} must pass the same batch, for it is cut along {cut or 'no axis'}. Give the ranks of {free}"
-        " the same rows; or, if they are no axes of the model and each rank has rows of its own, pass"
+        " the same rows; or, if they are not axes of the model and each rank has rows of its own, pass"
         f" batch={core.P(names[0] if len(names) == 1 else names)!r}:",
         problems,
     )

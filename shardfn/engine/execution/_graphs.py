@@ -102,13 +102,13 @@ class Graphs:
         """Returns the graph of a signature. If some rank does not have it, all ranks capture it, which is collective.
 
         Args:
-            comms: the communicators.
-            key: the signature. `signature` makes its first part.
-            capture: makes the program.
+            comms: communicators of the mesh.
+            key: signature of the call. `signature` makes the first part.
+            capture: function that captures the program.
             name: name in the log.
-            batch: whose shapes the log shows.
-            everywhere: whether each rank has the graph of its own signature. Some may have it and others not, as shapes
-                of batches and strides may differ.
+            batch: arguments of the call. The log shows the shapes.
+            everywhere: whether all ranks have a graph for the call. Ranks may differ, since shapes and strides of
+                batches may differ.
             expected: whether the caller has asked for a graph of this signature, so that no warning is due.
         """
         if everywhere:

@@ -392,7 +392,7 @@ def _check_arguments(arguments: Sequence[Argument], mesh: Mesh) -> None:
     away = {a.path for a in arguments if a.away}
     raise_all(
         DonatedError,
-        "these leaves were consumed by an earlier call; go on from its result, or leave their argument out of donate=:",
+        "these leaves were consumed by an earlier call; use the call's result, or leave the argument out of donate=:",
         [path for path, x, _ in sharded if x.donated],
     )
     raise_all(

@@ -253,7 +253,7 @@ class Performer:
         self._course.close()
         check_capture(plan, blocks, self._book, "the loss", named_leaves(model_state, "model_state"))
         if not comms.meets and comms.mesh.axis_size(plan.sharing_axes) < comms.mesh.size:
-            # A group of ranks does not go on to the update while another one, which shares no leaves with it, has
+            # A group of ranks does not continue to the update while another one, which shares no leaves with it, has
             # failed.
             self._idle = all(comms.control.exchange(int(self._idle)))
         if self._idle and not plan.captured:  # ranks that capture agree on it afterwards

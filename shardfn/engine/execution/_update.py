@@ -1,8 +1,8 @@
 """The update: runs the optimizer on this rank's rows, and then gathers resident parameters again.
 
-`early` chooses the leaves that are updated while the backward goes on: leaves whose state is on disk, where the update
-takes long; whose rule needs only their own gradient, and whose new values can be kept next to the old values at little
-cost in memory, on disk or in the gradient's memory.
+`early` chooses the leaves that are updated while the backward continues: leaves whose state is on disk, where the
+update takes long; whose rule needs only their own gradient, and whose new values can be kept next to the old values at
+little cost in memory, on disk or in the gradient's memory.
 """
 
 import collections
@@ -107,7 +107,7 @@ def update_in(
     """
     # Before anything is written, as it may raise.
     model_state = finished(finish, model_state)
-    # First: its thread reads the state, which is written to from here on.
+    # First: its thread reads the state, which is written to from now on.
     done = UpdatedLeaves() if ahead is None else ahead.finish()
     with write as (params, opt_state, kept), torch.no_grad():
         blocks, opt_state = update_blocks(plan, channels, optimizer, tree_leaves(params), opt_state, take, scale, done)

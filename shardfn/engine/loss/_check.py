@@ -78,7 +78,7 @@ def _leaf_remedy(path: str, x: Any) -> str:
     if isinstance(x, nn.Module):
         return ". For a module write params, apply = sf.from_module(module)"
     if isinstance(x, Mapping):
-        return f", a mapping that is no dict. Write dict({path})"
+        return f", a mapping that is not a dict. Write dict({path})"
     if callable(x):
         return ". Unpack the result of from_module: params, apply = sf.from_module(module)"
     if hasattr(x, "__iter__"):

@@ -53,7 +53,7 @@ def noting_leaves(params: core.PyTree, batch: tuple[core.PyTree, ...]) -> Iterat
         batch: the batch, or nothing.
 
     Raises:
-        ValueError: in place of torch's error about a write to a parameter, as at all stages of ZeRO. The message names
+        ValueError: the loss writes to a parameter. Replaces torch's error, at all stages of ZeRO. The message names
             the parameter.
     """
     try:

@@ -463,7 +463,7 @@ def leaf_signature(x: Any) -> Any:
     if isinstance(x, Tensor):
         return tuple(x.shape), x.stride(), x.dtype, x.device
     if isinstance(x, GlobalTensor):
-        # A block that is no tensor is loaded, and then contiguous.
+        # A block that is not a tensor is loaded, and then contiguous.
         own = leaf_signature(x.held) if isinstance(x.held, Tensor) else (tuple(x.held.shape), x.dtype, x.quantization)
         return tuple(x.shape), x.spec, x.mesh, x.memory_kind, own
     # 1, 1.0 and True are equal, and so are 0.0 and -0.0.

@@ -45,7 +45,7 @@ class Unfit(Exception):
 
 
 def stand_in() -> Any:
-    """Marks a node, as target, as the placeholder of an argument."""
+    """Is the target of nodes that are placeholders of arguments."""
 
 
 def fetched(position: int, leaf: int) -> Any:
@@ -68,8 +68,8 @@ class Template:
     Attributes:
         inputs: the placeholders of carry and x.
         steps: the steps of the forward.
-        outs: by leaf that the body returns: "carry" or "x" and a position for the same tensor, or "value" and a
-            position.
+        outs: source of each leaf that the body returns: "carry" or "x" and a position for the same tensor, or "value"
+            and a position.
         values: the nodes of the returned values.
         differentiable: whether each value has a gradient.
         saved: the nodes of the forward that the backward needs.
@@ -254,7 +254,7 @@ class Template:
 
 
 def check_same(one: Template, other: Template) -> None:
-    """Refuses layers that do not do the same.
+    """Refuses layers that do not run the same operations.
 
     Raises:
         CaptureError: layers differ. The message names the first different op, by line.
@@ -267,7 +267,7 @@ def check_same(one: Template, other: Template) -> None:
     pairs |= zip(a.cotangents, b.cotangents, strict=False)
     differing(a.steps, b.steps, pairs, a.grads, b.grads)
     if not (one.outs == other.outs and one.differentiable == other.differentiable):
-        raise CaptureError(f"{_DIFFERS} They return different things.")
+        raise CaptureError(f"{_DIFFERS} Two layers return different values.")
 
 
 def differing(
@@ -297,7 +297,7 @@ def differing(
         longer = max(first, second, key=len)
         raise CaptureError(_differ(longer[min(len(first), len(second))], None))
     if len(ends) != len(others) or any(pairs.get(x, x) is not y for x, y in zip(ends, others, strict=True)):
-        raise CaptureError(f"{_DIFFERS} They return different things.")
+        raise CaptureError(f"{_DIFFERS} Two layers return different values.")
 
 
 def without_data(
@@ -310,8 +310,8 @@ def without_data(
 
 
 _DIFFERS = (
-    "the function of a scan does not do the same for all layers, while a capture writes down its operations for one."
-    " It must be pure, and values that differ between layers must be in xs."
+    "the function of a scan must run the same operations for all layers, since a capture records them for one layer."
+    " The function must be pure, and values that differ between layers must be in xs."
 )
 
 

@@ -74,7 +74,7 @@ def naming_used_up() -> Iterator[None]:
     """Explains, for the derivative of a loss, why the graph may be gone.
 
     Raises:
-        ValueError: in place of torch's error, the cause.
+        ValueError: the cause of torch's error.
     """
     try:
         yield
@@ -128,8 +128,9 @@ def refuse_negative(weight: Tensor | float | None) -> None:
     """
     if weight is not None and float(weight) < 0:
         raise ValueError(
-            f"the weight of the loss's WeightedMean is {float(weight):g}. It is the number of terms in the total, or"
-            " the sum of their weights, and so at least 0: return WeightedMean(total, weight), in this order."
+            f"the weight of the loss's WeightedMean must be at least 0, got {float(weight):g}. The weight is the number"
+            " of terms in the total, or the sum of the terms' weights. Return WeightedMean(total, weight), in this"
+            " order."
         )
 
 
@@ -190,8 +191,8 @@ def varying_along(name: str, x: Tensor, axes: tuple[str, ...] = (), otherwise: s
         raise AxisTypeError(
             f"{name} varies along {named}{mode.origin(x)}, and must be the same on all ranks there, which have the"
             f" same rows. Sum the ranks' parts where they are complete, with sf.psum(x, {named}), before"
-            " anything that is not linear. Use sf.all_gather_invariant where all ranks go on alike with the gathered"
-            f" values, and no sf.pvary.{otherwise}"
+            " anything that is not linear. Use sf.all_gather_invariant where all ranks use the gathered values in the"
+            f" same way, and no sf.pvary.{otherwise}"
         )
     return mode.cast(x, (*mode.batch, *axes))
 

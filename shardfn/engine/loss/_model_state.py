@@ -236,7 +236,7 @@ def check_returned(before: PyTree, after: PyTree, who: str) -> None:
     named = list(zip(tree_paths(before, "model_state"), old, new, strict=True))
     raise_all(
         TypeError,
-        f"{who} returns leaves of the model state that are no tensors:",
+        f"{who} returns leaves of the model state that are not tensors:",
         [f"{path} is a {type(y).__name__}" for path, _, y in named if not isinstance(y, Tensor)],
     )
     raise_all(

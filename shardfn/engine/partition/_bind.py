@@ -21,10 +21,10 @@ from ._partitioned import Partitioned
 
 
 class StageFunction(NamedTuple):
-    """Part of a pipelined loss that a rank runs, as a loss that `partition` takes.
+    """Wraps one method of a pipelined loss as a loss that `partition` accepts.
 
     Attributes:
-        of: loss.
+        of: pipelined loss.
         part: name of the method to call.
         place: place of the layers, or None for parts without layers.
     """
@@ -193,6 +193,6 @@ def _check_apart(parted: Partitioned, staged: Pipelined) -> None:
     if staged.axis in parted.axes:
         raise ValueError(
             f"partition(axes={parted.axes!r}) and a pipeline along {staged.axis!r}: ranks along"
-            f" {staged.axis!r} have separate layers, which are no blocks of a whole. The axes must differ:"
+            f" {staged.axis!r} have separate layers, which are not blocks of a whole. The axes must differ:"
             " name another axis."
         )

@@ -128,7 +128,7 @@ class PartitionProgram:
         inputs: slot of each input.
         constants: slot -> tensor, for tensors that the program closes over.
         steps: steps in order.
-        outputs: slots, or values that are no tensors.
+        outputs: slots, or values that are not tensors.
         num_slots: number of slots.
         sections: section noted by the capture for the op of each step.
         passages: steps by section, in order.

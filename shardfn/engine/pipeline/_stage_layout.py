@@ -83,7 +83,7 @@ def check_stages(plan: Plan, of: Pipelined) -> list[list[int]]:
         if i in inside and leaf.compute.dim_axes(0) != (of.axis,):
             problems.append(f"{leaf.path} has spec {leaf.compute!r}; cut dim 0, its layers: P({of.axis!r})")
         elif i not in inside and of.axis in leaf.compute.axes:
-            problems.append(f"{leaf.path} has spec {leaf.compute!r}, but is no layer; leave {of.axis!r} out")
+            problems.append(f"{leaf.path} has spec {leaf.compute!r}, but is not a layer; leave {of.axis!r} out")
     raise_all(ValueError, f"a pipeline along {of.axis!r} cuts its stacked layers along it, and no others:", problems)
     if num > 1 and of.axis in plan.batch_axes:
         raise ValueError(

@@ -70,7 +70,7 @@ def check_has_rows(batch: PyTree, *, even: bool) -> None:
         return
     raise_all(
         ValueError,
-        "the batch is empty on every rank, and the mean of no rows is no number. Skip it, or end the epoch there; a"
+        "the batch is empty on every rank, and the mean of no rows is not a number. Skip it, or end the epoch there; a"
         " loader's last batch may have fewer rows than ranks (drop_last=True). Its leaves are:",
         [f"{path} of shape {tuple(x.shape)}" for path, x in zip(tree_paths(batch, "batch"), leaves, strict=True)],
     )

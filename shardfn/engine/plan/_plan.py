@@ -144,7 +144,7 @@ class _StagesSeen:
 
     Attributes:
         ends: the kinds of values that the last stage returns.
-        between: by the shapes of a batch, the tensors that travel between stages.
+        between: shapes of a batch -> the tensors that are sent between stages.
     """
 
     ends: Any = None
@@ -421,7 +421,7 @@ class Plan:
 
     @functools.cached_property
     def first_layers(self) -> list[int]:
-        """Returns the number of its first layer, by leaf: a leaf that is no stack is a layer itself."""
+        """Returns the number of its first layer, by leaf: a leaf that is not a stack is a layer itself."""
         return [0, *itertools.accumulate(1 if self.whole else len(x.layers) or 1 for x in self.leaves)][:-1]
 
     def guessed_order(self, used: UseOrder) -> list[int]:
@@ -467,7 +467,7 @@ class Plan:
 
     @functools.cached_property
     def units_by_norm(self) -> list[tuple[str, ...]]:
-        """Returns the axes along which the pieces of its leaves are disjoint for each unit of reduction."""
+        """Returns, for each reduction unit, the mesh axes along which ranks have disjoint pieces of the gradients."""
         return [self.norm_axes(self.layers[unit.leaves[0]]) for unit in self.reduce_units]
 
     @functools.cached_property

@@ -137,10 +137,10 @@ class ReshardRequest:
         """Returns a `Transit` for each global tensor of the tree.
 
         Args:
-            pure: whether it is to be done by functions that torch differentiates and records.
+            pure: whether to use only functions that torch can differentiate and capture.
 
         Raises:
-            ValueError: lists every leaf that cannot go there, and options without effect.
+            ValueError: lists every leaf that cannot be resharded, and options without effect.
             DonatedError: lists every leaf that was donated.
         """
         rows = self._rows()
@@ -148,7 +148,7 @@ class ReshardRequest:
         gone += [
             f"{into_path(path)} of shape {tuple(y.shape)}" for path, _, _, y in rows if y is not None and y.donated
         ]
-        raise_all(DonatedError, "reshard: a step has consumed these leaves; go on from the state it returned:", gone)
+        raise_all(DonatedError, "reshard: a step has consumed these leaves; continue from the state it returned:", gone)
         out = [self._make_transit(*row) for row in rows]
         problems = [
             f"{_name_transit(t)}: {why}"
@@ -231,7 +231,7 @@ def _find_problems(t: Transit, *, pure: bool) -> Iterator[str]:
     if t.asked.quantization is not None:
         yield "a GlobalTensor holds elements, no codes; leave out quantization="
     if t.asked.unreduced:
-        yield "a GlobalTensor is no sum that is still to be taken; leave out unreduced="
+        yield "a GlobalTensor is not a sum that is still to be taken; leave out unreduced="
     if t.mesh.closed:
         yield "the mesh is closed; make another one"
     if t.x.stacked and not pure:
@@ -240,7 +240,7 @@ def _find_problems(t: Transit, *, pure: bool) -> Iterator[str]:
     if missing and t.into is None and not t.stays:
         yield "on which disk? Pass pool=sf.memory.Pool('/path/to/a/fast/disk'), with a directory for each rank"
     if pure and any(map(is_disk, (t.src.memory_kind, t.asked.memory_kind))):
-        yield "a block on disk is no tensor, so neither jit nor a gradient gets there; call this outside, detached"
+        yield "a block on disk is not a tensor, so neither jit nor a gradient gets there; call this outside, detached"
     if pure and not t.on_one_mesh:
         yield "between meshes there is no graph and no derivative; call this outside of jit and torch.func, detached"
 

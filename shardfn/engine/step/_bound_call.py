@@ -158,7 +158,7 @@ class BoundCall:
         ready: the graph.
         mesh: the function's mesh.
         given: the arguments.
-        results: for each leaf of the result, its layout, or None where it is passed on.
+        results: layout of each leaf of the result, or None where it is passed on.
         check_every: the number of calls from one agreement of ranks to the next; 0 = none.
     """
 

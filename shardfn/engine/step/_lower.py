@@ -49,7 +49,7 @@ class Lowered:
         gm: the scheduled graph, a `torch.fx.GraphModule`.
         mesh: the mesh it is for, seen from this rank; an abstract one from rank 0 or the rank that it names.
         schedule: the options with which it was scheduled.
-        pipeline: for a step over stages of a pipeline, the actions of each rank, else None. The graph is that of the
+        pipeline: actions of each rank in a step over stages of a pipeline, else None. The graph is that of the
             stages of a single rank, `mesh`'s own.
         choice: under `jit(cluster=...)` the schedules that were compared, with their scores, else None.
     """

@@ -111,7 +111,7 @@ def batches_of(names: Sequence[str], batch: PyTree) -> dict[str, PyTree]:
             f" {type(batch).__name__}."
         )
     problems = [f"{name!r} has no batch" for name in names if name not in batch]
-    problems += [f"{name!r} is no loss; there are {list(names)}" for name in batch if name not in names]
+    problems += [f"{name!r} is not a loss; there are {list(names)}" for name in batch if name not in names]
     raise_all(ValueError, "a step over several losses takes a dict with a batch for each:", problems)
     return {name: batch[name] for name in names}
 

@@ -306,7 +306,7 @@ class StepCalls:
         then: Callable[[Comms, Plan, FoundGradients], Any],
         end: Callable[[Comms, Plan, Any], Any],
     ) -> Any:
-        """Makes a call that begins with the gradients of all losses, and goes on with `then` and `end`.
+        """Makes a call that begins with the gradients of all losses, and continues with `then` and `end`.
 
         Args:
             state: state.
@@ -372,7 +372,7 @@ class StepCalls:
     def _compare_end(
         self, comms: Comms, plan: Plan, new: TrainState, passed: UpdateArgs, metrics: Mapping[str, Tensor]
     ) -> None:
-        """Compares model states that this update has finished, the first time."""
+        """Checks in the first update that `finish=` returned equal model states on all ranks."""
         if passed.finish(self.admission.parts) is not None and not bool(metrics["skipped"]):
             compare_first_end(plan, new.model_state, comms.control)
 

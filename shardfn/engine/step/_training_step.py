@@ -129,7 +129,7 @@ class ShardedStep(Transform):
                 `args`. Random draws of `shardfn` inside the function are deferred, so that each rank draws only its
                 own blocks.
             *args: arguments of the function.
-            model_state: with `has_state`, the initial model state: a tree of tensors, the same on all ranks.
+            model_state: initial model state, with `has_state`: a tree of tensors, the same on all ranks.
 
         Raises:
             TypeError: a leaf is not a tensor.
@@ -176,12 +176,12 @@ class ShardedStep(Transform):
         return self._states.resume(plan, model_state)
 
     def adopt(self, state: TrainState, *, opt_state: str = "keep") -> TrainState:
-        """Returns the state of another step, to go on with this one.
+        """Returns the state of another step, to continue with this one.
 
         With other frozen leaves, ZeRO stage, mesh or optimizer.
 
-        Parameters (their master copies, where there are some), step number, key, model state and loss scale go on. So
-        does the optimizer's state of parameters that both steps train, with its counters. Parameters that only this
+        Parameters (their master copies, where there are some), step number, key, model state and loss scale continue.
+        So does the optimizer's state of parameters that both steps train, with its counters. Parameters that only this
         step trains start with the state of `init`: zero moments. `optim.per_leaf` gives these counters of their own.
         Collective.
 
@@ -402,8 +402,8 @@ class ShardedStep(Transform):
             state: the state.
             grads: a tree as `gradients` returns it: the same leaves, in the same layout, memory and dtype. A leaf on
                 disk may have a block in host memory: `g.with_block(f(g.local))` reads it.
-            model_state: with `has_state`, the new one, which is copied, after `finish=` if the step has one. Default:
-                that of the state stays, and is not finished.
+            model_state: new model state with `has_state`, which is copied, after `finish=` if the step has one.
+                Default: that of the state stays, and is not finished.
             finite: `metrics["finite"]` of `gradients`, where a step that is not finite is skipped: a loss may overflow
                 while its gradients do not. The same on all ranks.
 
@@ -450,7 +450,7 @@ class ShardedStep(Transform):
             params: a state's params.
             batch: this rank's rows.
             *rest: the key, if the loss takes a key, and with `count` the number of the step, both passed on unchanged.
-            model_state: with `has_state`, a state's. The new one is dropped.
+            model_state: model state of a state, with `has_state`. The new model state is dropped.
 
         Returns:
             A 0-d tensor.

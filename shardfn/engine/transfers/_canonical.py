@@ -158,7 +158,7 @@ class JoinedNodes(Pending[Tensor]):
     """This rank's part of the sum over all chunks, joined from the arriving nodes of all ranks.
 
     Args:
-        arriving: by use, and by number of a node among its rank's, the parts that all ranks have for the node, in rank
+        arriving: (use, number of a node on its rank) -> the parts that all ranks have for the node, in rank
             order. Empty for a use of another rank.
         chunks: chunks of this rank.
         separate: whether the result has a row for each use, else the sum.

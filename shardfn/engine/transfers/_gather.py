@@ -200,11 +200,12 @@ class Gatherer:
         return all(w == IDLE for w in wants)
 
     def fail(self, what: str) -> None:
-        """Sends the other ranks word that this one cannot go on. They raise `RankError` at their next agreement."""
+        """Sends the other ranks word that this one cannot continue. They raise `RankError` at their next agreement."""
         if self._phase < 0:
             self.begin_phase()
         self._catch_up()
-        # At the point where the others ask: their next round receives it, and all go on to the gather with the reason.
+        # At the point where the others ask: their next round receives it, and all continue to the gather with the
+        # reason.
         wants = self._rounds.exchange(FAILED)
         self._rounds.gather((self._rounds.rank, what if FAILED in wants else ""))
 

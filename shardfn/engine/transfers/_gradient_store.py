@@ -126,7 +126,7 @@ class LocalSums:
 
 
 # Bytes of shares that may be on their way: the device holds them until they are on the host, which holds those that
-# go on to the disk until they are there.
+# continue to the disk until they are there.
 LEAVING_BYTES = IN_FLIGHT_BYTES
 _ON_DEVICE = Placement()
 
@@ -161,7 +161,8 @@ class GradientStore:
         self._stay = [x.is_plain for x in homes]
         self._members, self._dtypes = members, [own[0].dtypes.accum for own in members]
         # A unit that is kept elsewhere than on the device is in `_coming` (with the sum so far in `_at`, if there is
-        # a sum), then in `_writing` if it goes on to disk, then in `_at`. A unit that the update has taken early is in
+        # a sum), then in `_writing` if it continues to disk, then in `_at`. A unit that the update has taken early is
+        # in
         # `_taken` only. `_leaving` are the bytes that the way of each still holds, the oldest first. The thread of an
         # update touches none of them: it gets its gradients by `OverlappedUpdate.take`.
         self._at: dict[int, StoredValue] = {}
@@ -263,7 +264,7 @@ class GradientStore:
         """Cuts the sums into the parts of leaves that the optimizer takes: this rank's rows, or the whole block.
 
         Args:
-            order: of units, the same on all ranks.
+            order: order of the units, the same on all ranks.
             is_made_here: whether the memory of a layer's sum was made on this rank, for the layer alone.
         """
         for u in order:

@@ -129,7 +129,9 @@ def check_schedule(schedule: Sequence[Action], num_microbatches: int) -> None:
         f, b = Action("forward", k), Action("backward", k)
         if f in at and b in at and at[b] < at[f]:
             problems.append(f"{b} comes before {f}")
-    raise_all(ValueError, f"the schedule {as_text(schedule)} is no step of {num_microbatches} microbatches:", problems)
+    raise_all(
+        ValueError, f"the schedule {as_text(schedule)} is not a step of {num_microbatches} microbatches:", problems
+    )
 
 
 # From a microbatch's loss and its weight to the cotangent of the loss.
@@ -390,7 +392,7 @@ def _check_structure(plan: Plan, grads: PyTree) -> None:
     problems += [
         f"{path} is of a leaf that the step does not train; leave None there"
         if path in frozen
-        else f"{path} is no leaf of the parameters"
+        else f"{path} is not a leaf of the parameters"
         for path in there
         if path not in needed
     ]

@@ -78,7 +78,7 @@ def reduce_purely(plan: Plan, grads: dict[int, Tensor]) -> dict[int, Tensor]:
 
     Args:
         plan: the layout.
-        grads: by trainable leaf, this rank's own gradient of the whole.
+        grads: trainable leaf -> this rank's gradient of the whole leaf.
     """
     out: dict[int, Tensor] = {}
     for unit in plan.reduce_units:

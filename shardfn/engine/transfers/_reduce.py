@@ -30,7 +30,7 @@ from shardfn.engine.plan import Chunks, Plan
 from ._canonical import ChunkSums, Use
 from ._gradient_store import GradientStore, LocalSums
 
-# Seconds that a step may spend waiting for gradients under way, so that they are at most `IN_FLIGHT_BYTES`.
+# Seconds that a step may spend waiting for gradients in flight, so that they are at most `IN_FLIGHT_BYTES`.
 PATIENCE = 2.0
 
 Start = Callable[[int], tuple[Pending[Tensor], int]]
@@ -62,7 +62,7 @@ class SendQueue:
 
     Attributes:
         seen: the order in which units became complete in the last backward.
-        in_flight: bytes under way that are let go on arrival.
+        in_flight: bytes in flight, whose memory is released on arrival.
         patience: the seconds that are left of `PATIENCE`.
     """
 
@@ -157,7 +157,7 @@ class Reducer:
         late_axes: axes whose ranks run backwards of their own, so that the gradients of shared leaves are summed along
             them when each has run its last one.
         chunks: this rank's chunks, if each backward is of one and they are summed by their tree, else None.
-        uses: with chunks, the uses of layers that several functions use.
+        uses: uses of layers that several functions use, with chunks.
 
     Attributes:
         stage: stage.

@@ -59,20 +59,20 @@ class ExpertLayout(NamedTuple):
         return found is not None and found[1] in self.numbers
 
     def local(self, name: str) -> tuple[int, str]:
-        """Returns the experts' rank of an expert's tensor, and the name on this rank."""
+        """Returns the expert-parallel rank that has an expert's tensor, and the tensor's local name on the rank."""
         layer, number, rest = _name_parts(name)
         rank, local = divmod(number, self.numbers[layer] // self.ranks)
         return rank, _NAME.format(layer, local, rest)
 
     def on(self, rank: int, name: str) -> str:
-        """Returns the name of the tensor that an experts' rank has under a local name."""
+        """Returns the global name of the tensor with a local name on an expert-parallel rank."""
         if not self.has(name):
             return name
         layer, number, rest = _name_parts(name)
         return _NAME.format(layer, rank * (self.numbers[layer] // self.ranks) + number, rest)
 
     def everywhere(self, name: str) -> set[str]:
-        """Returns the names of the tensors that all ranks together have under a local name."""
+        """Returns the global names of the tensors with a local name, over all expert-parallel ranks."""
         return {self.on(rank, name) for rank in range(self.ranks)}
 
     def at(self, name: str) -> tuple[int, int]:

@@ -227,7 +227,7 @@ def read_keys(config: Any, known: dict[str, Any] = KEYS, at: str = "") -> tuple[
     for key, value in config.items():
         path, kind = f"{at}{key}", known.get(key)
         if kind is None:
-            problems.append(f"{path} is no key of DeepSpeed.{did_you_mean(key, known)}")
+            problems.append(f"{path} is not a key of DeepSpeed.{did_you_mean(key, known)}")
         elif value == "auto" and key in BATCH:
             continue  # derived from the other sizes
         elif value == "auto" and _is_needed(kind):
@@ -291,5 +291,5 @@ class Reading:
         if value is None or (isinstance(value, kind) and not isinstance(value, bool) and value >= 0):
             return value
         if value != "auto":  # which is reported already
-            self.problems.append(f"{at}{key} = {value!r} is no number")
+            self.problems.append(f"{at}{key} = {value!r} is not a number")
         return otherwise

@@ -348,7 +348,7 @@ def _check_groups(owners: Sequence[Sequence[str]], trained: Sequence[str], known
     odd = [name for name in counts if name not in trained]
     problems += [f"{name} is frozen, or empty" for name in odd if name in known]
     problems += [
-        f"{name} is no parameter of the module.{core.did_you_mean(name, known)}" for name in odd if name not in known
+        f"{name} is not a parameter of the module.{core.did_you_mean(name, known)}" for name in odd if name not in known
     ]
     problems += [f"group {i} has no parameters" for i, names in enumerate(owners) if not names]
     core.raise_all(

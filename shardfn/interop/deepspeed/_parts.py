@@ -115,7 +115,9 @@ def place_leaves(
         elif layers := _find_layers(part.name, shape, cut.shapes) or _find_layers(own[part], shape, cut.shapes, names):
             out += [PlacedPart(part._replace(name=layer), x, i) for i, layer in enumerate(layers)]
         else:
-            problems.append(f"{part.name} is no parameter of the module.{core.did_you_mean(part.name, [*cut.shapes])}")
+            problems.append(
+                f"{part.name} is not a parameter of the module.{core.did_you_mean(part.name, [*cut.shapes])}"
+            )
     core.raise_all(ValueError, "the state is not one of this job's module:", problems + _check_states(out, cut))
     return out
 
@@ -146,7 +148,7 @@ def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     kept = zip(core.state_names(module), module.state_dict().values(), strict=True)
     rest = {name: x for name, x in kept if name not in weights}
     odd = [name for name, x in rest.items() if not isinstance(x, Tensor)]
-    core.raise_all(ValueError, "the module saves values that are no tensors, which the state lacks:", odd)
+    core.raise_all(ValueError, "the module saves values that are not tensors, which the state lacks:", odd)
     return rest
 
 

@@ -105,7 +105,7 @@ def load_file(path: pathlib.Path) -> Any:
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as problem:
-        raise ValueError(f"{path} is no file of a checkpoint: {str(problem).splitlines()[0]}") from problem
+        raise ValueError(f"{path} is not a file of a checkpoint: {str(problem).splitlines()[0]}") from problem
     odd = [x for x in names if x not in _INERT]
     if odd:
         raise ValueError(f"{path} has objects that are not tensors, {', '.join(odd)}, so the file is not opened.")
@@ -113,7 +113,7 @@ def load_file(path: pathlib.Path) -> Any:
         with torch.serialization.safe_globals([(_Inert, x) for x in names]):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as problem:
-        raise ValueError(f"{path} is no file of a checkpoint: {str(problem).splitlines()[0]}") from problem
+        raise ValueError(f"{path} is not a file of a checkpoint: {str(problem).splitlines()[0]}") from problem
 
 
 def load_optimizers(place: pathlib.Path) -> list[dict[str, Any]]:
@@ -348,7 +348,7 @@ def _read_state(path: pathlib.Path, shape: torch.Size | None) -> Tensor:
     found = load_file(path)
     tensor = found["param"] if isinstance(found, dict) and "param" in found else found
     if not isinstance(tensor, Tensor):
-        raise ValueError(f"{path} has a {type(tensor).__name__}, and is to have a tensor.")
+        raise ValueError(f"{path} must have a tensor, got a {type(tensor).__name__}.")
     if tensor is not found:
         return tensor.float().clone()
     if shape is None:

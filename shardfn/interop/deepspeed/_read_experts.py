@@ -286,9 +286,9 @@ def _param_numbers(
     fits = len(names) == len(numbers) and len(plain) == 1 and len(plain[0]) == len(dense)
     if not fits or any(b not in (None, a) for a, b in zip(shapes, kept, strict=True)):
         raise ValueError(
-            f"{path} has {[len(x) for x in plain]} parameters in groups, and {[len(x) for x in moe]} in those of"
-            f" experts, by number; {len(dense)} and {len(own)} in the module's order would have names. Save it at stage"
-            " 1 or 2, where they have names."
+            f"the parameters of {path} have numbers in place of names, and do not match the module: expected"
+            f" {len(dense)} dense and {len(own)} expert parameters, got groups of {[len(x) for x in plain]} and"
+            f" {[len(x) for x in moe]}. Save at stage 1 or 2, where parameters have names."
         )
     return dict(zip(names, numbers, strict=True))
 

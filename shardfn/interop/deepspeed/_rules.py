@@ -66,17 +66,17 @@ def read_optimizer(
             clip = " Clip by gradient_clipping." if key == "max_grad_norm" else ""
             problems.append(f"optimizer.params.{key} = {value!r} has no counterpart.{clip}")
         elif key not in known and key not in _ONLY and key not in _IDLE:
-            problems.append(f"optimizer.params.{key} is no argument of {kind}.{did_you_mean(key, known)}")
+            problems.append(f"optimizer.params.{key} is not an argument of {kind}.{did_you_mean(key, known)}")
     had = known | {k: v for k, v in params.items() if k in known}
     numbers = {k: v for k, v in had.items() if k not in ("betas", "adam_w_mode", "nesterov")}
     problems += [
-        f"optimizer.params.{k} = {v!r} is no number"
+        f"optimizer.params.{k} = {v!r} is not a number"
         for k, v in numbers.items()
         if isinstance(v, bool) or not isinstance(v, int | float)
     ]
     betas = had.get("betas", (0.9, 0.999))
     if not isinstance(betas, list | tuple) or len(betas) != 2:
-        problems.append(f"optimizer.params.betas = {betas!r} is no pair")
+        problems.append(f"optimizer.params.betas = {betas!r} is not a pair")
     if had.get("dampening"):
         problems.append(f"optimizer.params.dampening = {had['dampening']!r} has no counterpart.")
     if problems:
@@ -143,7 +143,7 @@ def read_schedule(kind: str, params: Mapping[str, Any], lr: float) -> tuple[Sche
         more = " It moves the betas as well, which are constant here." if kind == "OneCycle" else ""
         return None, [f"scheduler.type {kind!r} has no counterpart.{more}{did_you_mean(kind, SCHEDULERS)}"]
     problems = [
-        f"scheduler.params.{k} is no argument of {kind}.{did_you_mean(k, known)}"
+        f"scheduler.params.{k} is not an argument of {kind}.{did_you_mean(k, known)}"
         for k in params
         if k not in known and k != "last_batch_iteration"
     ]
@@ -151,7 +151,7 @@ def read_schedule(kind: str, params: Mapping[str, Any], lr: float) -> tuple[Sche
     problems += [f"scheduler.params.{k} is missing, which {kind} needs" for k, x in had.items() if x is ...]
     for k, x in had.items():
         if k.endswith(("_steps", "_size")) and x is not ... and (not isinstance(x, int) or x < 1):
-            problems.append(f"scheduler.params.{k} = {x!r} is no number of steps")
+            problems.append(f"scheduler.params.{k} = {x!r} is not a number of steps")
     if had.get("warmup_type", "log") not in ("log", "linear"):
         problems.append(f"scheduler.params.warmup_type = {had['warmup_type']!r} is neither 'log' nor 'linear'")
     if problems:

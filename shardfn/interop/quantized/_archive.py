@@ -123,7 +123,7 @@ def find_weights(archive: Archive, config: Mapping[str, Any]) -> tuple[dict[str,
 
 
 def can_decode(settings: Mapping[str, Any] | None) -> bool:
-    """Returns whether a `quantization_config` has a format of this room."""
+    """Returns whether the format of a `quantization_config` is supported, for example GPTQ or AWQ."""
     return settings is not None and settings.get("quant_method") in _METHODS
 
 
@@ -143,7 +143,7 @@ class CodedArchive(Protocol):
 
     Attributes:
         directory: path of the files.
-        codes: by name, the codes of the kernels that hold a weight without any change of a value. Other weights are
+        codes: name -> the codes of the kernels that hold a weight without any change of a value. Other weights are
             only read decoded.
     """
 

@@ -52,7 +52,7 @@ class QuantizedWeight(NamedTuple):
     groups: Callable[[Span], Groups]
 
     def decode(self, rows: Span, cols: Span) -> Tensor:
-        """Returns the values of a part, float32."""
+        """Returns the dequantized values of some rows and columns, in float32."""
         return torch.cat([self._decode_rows(some, cols) for some in _split_rows(rows)])
 
     def _decode_rows(self, rows: Span, cols: Span) -> Tensor:

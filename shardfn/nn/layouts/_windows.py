@@ -36,11 +36,11 @@ def num_blocks(length: int, block: int, padded: bool = False) -> int:
         2
     """
     if block < 1 or length < 1:
-        raise ValueError(f"a layout of {length} tokens in blocks of {block}: both must be 1 or more.")
+        raise ValueError(f"length and block must be at least 1, got {length} tokens in blocks of {block}.")
     if length % block and not padded:
         raise ValueError(
-            f"a layout of {length} tokens in blocks of {block}, which do not divide them: pass padded=True for a"
-            f" shorter last block, or pad the sequence to {-(-length // block) * block} tokens."
+            f"the block size must divide the number of tokens, got {length} tokens in blocks of {block}: pass"
+            f" padded=True for a shorter last block, or pad the sequence to {-(-length // block) * block} tokens."
         )
     return -(-length // block)
 

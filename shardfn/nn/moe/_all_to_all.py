@@ -97,14 +97,14 @@ class _RowGroups(NamedTuple):
 
 
 class _RowHop(NamedTuple):
-    """Hop of rows.
+    """Exchange of rows (tokens) along some mesh axes.
 
     Attributes:
         axis: mesh axes.
         sizes: rows from each index to each, [n, n], or for a gather the rows of each index, [R].
-        arriving: rows that come to each of the s ranks.
-        rows: number of rows of the result. None is exactly the rows that come.
-        groups: groups of rows before the hop, to be sorted by the rank to which the rows go. None leaves the order.
+        arriving: number of rows that each of the s ranks receives.
+        rows: number of rows of the result. None: exactly the received rows.
+        groups: groups of rows before the exchange, to be sorted by the destination rank. None leaves the order.
     """
 
     axis: Axes
@@ -114,7 +114,7 @@ class _RowHop(NamedTuple):
     groups: _RowGroups | None = None
 
     def send(self, x: Tensor) -> Tensor:
-        """Returns the rows that come."""
+        """Sends rows, and returns the received rows."""
         move = all_gather_rows if self.sizes.ndim == 1 else exchange_rows
         return move(x, self.sizes, self.axis, rows=self.rows)
 

@@ -56,7 +56,7 @@ def grouped(
 
     Raises:
         TypeError: dtypes differ or are not floating point.
-        ValueError: shapes do not fit. On a CPU, the counts are no sizes of groups of the rows.
+        ValueError: shapes do not fit. On a CPU, the counts are not sizes of groups of the rows.
 
     Example:
         >>> import torch

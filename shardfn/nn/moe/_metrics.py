@@ -26,7 +26,7 @@ def load(
 
     A loss returns the metrics next to the value, as `{name: sf.WeightedMean(*pair) for name, pair in
     load(...).items()}`. The step adds up sums and weights over microbatches and ranks, in the message of the other
-    metrics. So `entropy` and `dropped` hold for the whole batch. `max_load` and `dead` are no means: both are averages
+    metrics. So `entropy` and `dropped` hold for the whole batch. `max_load` and `dead` are not means: both are averages
     over the ranks' rows, or with `axes` hold for the whole microbatch.
 
     Args:

@@ -189,8 +189,8 @@ def check_chosen(chosen: Tensor, size: int, k: int, num_experts: int, name: str)
     num = "some" if isinstance(outside, FakeTensor) or _is_batched(outside) else int(outside)
     refuse(
         outside,
-        f"{name}: {num} numbers in chosen are no expert: there are {num_experts}, from 0 on, and -1 is a choice without"
-        f" an expert. Replay the choices of a router of {num_experts} experts.",
+        f"{name}: {num} numbers in chosen are not experts: there are {num_experts}, from 0 on, and -1 means no"
+        f" expert. Replay the choices of a router of {num_experts} experts.",
     )
 
 

@@ -26,7 +26,7 @@ MISTAKES = [
     Mistake("a mask of another batch", lambda: moe.top_k(X, 2, mask=torch.ones(2, 3, dtype=torch.bool)),
             ValueError, "moe: mask is torch.bool of shape (2, 3) for 6 tokens", "mask.flatten()"),
     Mistake("a choice of other experts", lambda: moe.top_k(X, 1, chosen=torch.tensor([[0], [1], [2], [3], [4], [5]])),
-            ValueError, "moe: 2 numbers in chosen are no expert: there are 4", "a router of 4 experts"),
+            ValueError, "moe: 2 numbers in chosen are not experts: there are 4", "a router of 4 experts"),
     Mistake("a choice of another k", lambda: moe.switch_top1(X, chosen=ROUTING.experts),
             ValueError, "chosen is torch.int64 of shape (6, 2), but 6 tokens with k=1", "int64 of shape (6, 1)"),
     Mistake("noise without numbers of tokens", lambda: moe.gshard_top2(X, key=sf.key(0)),
@@ -98,6 +98,6 @@ def test_a_captured_step_refuses_a_choice_of_other_experts() -> None:
     chosen = torch.zeros(len(X), 1, dtype=torch.int64)
     state, _ = step(step.init(torch.tensor(1.0)), chosen)
     with pytest.raises(
-        ValueError, match=r"some numbers in chosen are no expert: there are 4, .* a router of 4 experts"
+        ValueError, match=r"some numbers in chosen are not experts: there are 4, .* a router of 4 experts"
     ):
         step(state, chosen + 4)
