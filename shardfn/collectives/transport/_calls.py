@@ -10,6 +10,8 @@ prints the recorder of a rank that does not return from a call.
 """
 
 import collections
+import contextlib
+import copy
 import dataclasses
 import datetime
 import json
@@ -111,6 +113,8 @@ class CallWatch:
         flight: "FlightRecorder | None" = None,
     ) -> None:
         self._calls, self._board, self._rank, self._report, self._flight = calls, board, rank, report, flight
+        # A copy: a store that is held by another wait for long must not silence the board of failures.
+        self._flight_board = copy.copy(board)
         self._stopped = threading.Event()
         # The call that was seen last, the time of the call's next comparison, and the next pause.
         self._seen: tuple[int, int] | None = None
@@ -125,7 +129,7 @@ class CallWatch:
 
     def look(self) -> None:
         """Compares the current call if the call has lasted for a while. Prints the recorder if a rank has asked."""
-        if self._flight is not None and (why := self._board.get(FLIGHT)):
+        if self._flight is not None and (why := self._flight_board.get(FLIGHT)):
             self._flight.write(why)
         at, now = self._calls.at, time.monotonic()
         if at is None or at != self._seen:
@@ -258,7 +262,8 @@ class FlightRecorder:
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = [] if main is None else [x for x in traceback.extract_stack(main) if not x.filename.startswith(_OWN)]
         places = "".join(traceback.format_list(stack[-_LINES:]))
-        print(f"{title}\n{self}\nThe program is at:\n{places}", end="", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # stderr is closed
+            print(f"{title}\n{self}\nThe program is at:\n{places}", end="", file=sys.stderr, flush=True)
 
 
 _RECORDERS: PerMesh[FlightRecorder] = PerMesh()
