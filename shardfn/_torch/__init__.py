@@ -55,6 +55,7 @@ from ._names import (
     graph_break as graph_break,
     exported_scan as exported_scan,
     has_kernel_for_dispatch_key as has_kernel_for_dispatch_key,
+    write_package as write_package,
     inductor as inductor,
     is_profiled as is_profiled,
     is_stashed as is_stashed,

@@ -248,3 +248,10 @@ def exported_scan(f: Callable[..., Any], init: list[Any], xs: list[Any], more: t
     from torch._higher_order_ops.scan import scan_op
 
     return list(scan_op(f, init, xs, more))
+
+
+def write_package(program: Any, path: str) -> None:
+    """Compiles an exported program into a package of AOTInductor."""
+    from torch._inductor import aoti_compile_and_package
+
+    aoti_compile_and_package(program, package_path=path)

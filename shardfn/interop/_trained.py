@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfn import core
+from shardfn._torch import write_package
 from shardfn.interop.leaves import gather_leaf, is_writer, parameter_names
 from shardfn.state import TrainState, check_alive, check_passed, widest
 
@@ -267,12 +268,22 @@ def _write_program(
                 f" got {type(error).__name__}: {error}"
             ) from error
         if format == "aoti":
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(file))
+            _compile_package(exported, file)
             return
         names = [f"input_{i}" for i in range(len(inputs))]
         made = torch.onnx.export(exported, dynamo=True, input_names=names, output_names=["output"], verbose=False)
         assert made is not None
         made.save(str(file))
+
+
+def _compile_package(exported: Any, file: pathlib.Path) -> None:
+    try:
+        write_package(exported, str(file))
+    except RuntimeError as error:
+        raise ValueError(
+            "export_program: AOTInductor must compile the function, and compiles no loop over a dynamic length, got"
+            f" {type(error).__name__}: {error}. Pass dynamic=('batch',) or dynamic=(), or format='onnx'"
+        ) from error
 
 
 def _changed_buffers(state: TrainState, own: Mapping[str, Tensor]) -> dict[str, Any]:

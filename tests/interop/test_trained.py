@@ -189,7 +189,7 @@ def test_a_program_of_onnx_has_the_logits(name: str, tmp_path: pathlib.Path) -> 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["gpt", "lstm"])
+@pytest.mark.parametrize("name", ["gpt"])
 def test_a_package_of_aotinductor_has_the_logits(name: str, tmp_path: pathlib.Path) -> None:
     params, apply = _program(name)
     path = tmp_path / "model.pt2"
