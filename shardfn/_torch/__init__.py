@@ -57,6 +57,7 @@ from ._names import (
     has_kernel_for_dispatch_key as has_kernel_for_dispatch_key,
     write_package as write_package,
     inductor as inductor,
+    is_batched as is_batched,
     is_profiled as is_profiled,
     is_stashed as is_stashed,
     is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,

@@ -179,6 +179,15 @@ def forward_level() -> int:
     return forward_ad._current_level
 
 
+def is_batched(x: torch.Tensor) -> bool:
+    """Returns whether a vmap of `torch.func` runs over the tensor, also inside other transforms."""
+    while is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
 def is_profiled() -> bool:
     """Returns whether torch's profiler records."""
     return profiler._is_profiler_enabled

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardfn._torch import FakeTensor, check_tensor_all, functorch, is_functorch_wrapped_tensor
+from shardfn._torch import FakeTensor, check_tensor_all, is_batched
 from shardfn.core import raise_all
 
 
@@ -59,7 +59,7 @@ def check_lengths(who: str, width: int, **named: Tensor) -> None:
         if isinstance(outside_B, FakeTensor):
             text = f"{who}: a length in {name} is not from 0 to T = {width} of the other tensors; {remedy}"
             check_tensor_all(~outside_B, lambda text=text: text)
-        elif not _is_batched(outside_B) and outside_B.any():  # vmap has no branch on a value
+        elif not is_batched(outside_B) and outside_B.any():  # vmap has no branch on a value
             row = int(outside_B.nonzero()[0])
             raise ValueError(
                 f"{who}: {name}[{row}] is {int(lengths_B[row])}, and the other tensors have T = {width} tokens;"
@@ -107,7 +107,7 @@ def check_negative(who: str, **named: Tensor) -> None:
         if isinstance(wrong_B, FakeTensor):
             text = f"{who}: a number in {name} is not below 0; {remedy}"
             check_tensor_all(~wrong_B, lambda text=text: text)
-        elif not _is_batched(wrong_B) and wrong_B.any():  # vmap has no branch on a value
+        elif not is_batched(wrong_B) and wrong_B.any():  # vmap has no branch on a value
             row = int(wrong_B.nonzero()[0])
             raise ValueError(f"{who}: {name}[{row}] is {float(x_B[row])}; {remedy}")
 
@@ -150,21 +150,13 @@ def check_places(
     )
     if isinstance(outside_B, FakeTensor):
         check_tensor_all(~outside_B, lambda: text)
-    elif not _is_batched(outside_B) and outside_B.any():  # vmap has no branch on a value
+    elif not is_batched(outside_B) and outside_B.any():  # vmap has no branch on a value
         raise ValueError(text)
 
 
 def has_values(x: Tensor) -> bool:
     """Returns whether a branch may depend on the values of `x`: not in a captured step, nor under vmap."""
-    return not isinstance(x, FakeTensor) and not _is_batched(x)
-
-
-def _is_batched(x: Tensor) -> bool:
-    while is_functorch_wrapped_tensor(x):
-        if functorch.is_batchedtensor(x):
-            return True
-        x = functorch.get_unwrapped(x)
-    return False
+    return not isinstance(x, FakeTensor) and not is_batched(x)
 
 
 _CLIP = "epsilon={value!r}, and epsilon_high= if the distance above 1 differs"

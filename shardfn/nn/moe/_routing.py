@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from shardfn._torch import FakeTensor, check_tensor_all, functorch, is_functorch_wrapped_tensor
+from shardfn._torch import FakeTensor, check_tensor_all, is_batched
 from shardfn.collectives import current_mesh
 from shardfn.nn import batch_invariant_softmax, batch_invariant_sum
 
@@ -98,7 +98,7 @@ def check_finite(x: Tensor, name: str, noun: str = "weights") -> None:
         >>> check_finite(torch.ones(3, 2), "layers.0")
     """
     rows = (~x.detach().isfinite()).any(-1).sum()
-    if _is_batched(rows):
+    if is_batched(rows):
         return  # vmap has no branch on a value
     if isinstance(rows, FakeTensor):
         # Each rank captures a separate graph. In a graph a message is a constant, without a number of rows.
@@ -116,16 +116,8 @@ def refuse(wrong: Tensor, text: str) -> None:
     """
     if isinstance(wrong, FakeTensor):
         check_tensor_all(wrong == 0, lambda: text)
-    elif not _is_batched(wrong) and wrong != 0:
+    elif not is_batched(wrong) and wrong != 0:
         raise ValueError(text)
-
-
-def _is_batched(x: Tensor) -> bool:
-    while is_functorch_wrapped_tensor(x):
-        if functorch.is_batchedtensor(x):
-            return True
-        x = functorch.get_unwrapped(x)
-    return False
 
 
 def _not_finite(noun: str, rows: str, where: str) -> str:
@@ -186,7 +178,7 @@ def check_chosen(chosen: Tensor, size: int, k: int, num_experts: int, name: str)
         )
     outside = ((chosen < -1) | (chosen >= num_experts)).sum()
     # In a graph a message is a constant, without a number of choices.
-    num = "some" if isinstance(outside, FakeTensor) or _is_batched(outside) else int(outside)
+    num = "some" if isinstance(outside, FakeTensor) or is_batched(outside) else int(outside)
     refuse(
         outside,
         f"{name}: {num} numbers in chosen are not experts: there are {num_experts}, from 0 on, and -1 means no"
