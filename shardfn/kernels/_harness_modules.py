@@ -92,7 +92,8 @@ def experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Te
     y = torch.zeros_like(x)
     for e in range(gate_up.shape[0]):
         own = (weights * (index == e)).sum(-1, keepdim=True).to(x.dtype)
-        y = y + own * gated_mlp(x, *gate_up[e].chunk(2), down[e], act)
+        gate, up = gate_up[e].chunk(2)
+        y = y + own * gated_mlp(x, gate, up, down[e], act)
     return y
 
 

@@ -219,10 +219,11 @@ def test_mistakes_in_programs_are_named(tmp_path: pathlib.Path) -> None:
     def apply(p: Any, x: Any) -> Any:
         return x @ p["w"]
 
-    for path, how, said in (
+    wrong: list[tuple[str, Any, str]] = [
         ("a.onnx", {"format": "gguf"}, r"format must be 'onnx' or 'aoti', got 'gguf'"),
         ("a.onnx", {"format": "aoti"}, r"of format 'aoti' must end in '.pt2', got 'a.onnx'"),
-    ):
+    ]
+    for path, how, said in wrong:
         with pytest.raises(ValueError, match=said):
             sf.interop.export_program(params, apply, inputs, tmp_path / path, **how)
     with pytest.raises(ValueError, match=r"inputs\[0\] of shape \(1, 3\) must have 2 or more along dim 0 \(batch\)"):
