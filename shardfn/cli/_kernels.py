@@ -87,7 +87,7 @@ def kernels_command(args: argparse.Namespace) -> int:
     print("\n".join(map(str, reports)))
     passed = [report.name for report in reports if report.passed]
     if args.action == "bench" and passed:
-        steps = [STEPS.get(name, name) for name in args.steps]
+        steps = [STEPS[name] if name in STEPS else name for name in args.steps]
         print("\n".join(map(str, measure_file(args.file, passed, limits, rounds=args.rounds, steps=steps))))
     return _find_status(reports)
 
