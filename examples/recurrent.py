@@ -68,7 +68,7 @@ def main():
 
 
 def remove_units(config, training, held_out, args, mesh):
-    """The dense model, the model of which the units at 0 are removed, and a model that begins as small."""
+    """The dense model, the model with the units at 0 removed, and a model that begins as small."""
     groups, loss = recurrent.units(config), functools.partial(recurrent.loss, config)
     curves, rows = {}, []
     dense, curves["dense"] = train_once("dense", loss, config, training, held_out, args, mesh)

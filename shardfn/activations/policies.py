@@ -156,7 +156,7 @@ def offload_dot_with_no_batch_dims(offload_dst: Action = "host") -> SavePolicy:
 
 
 def names_of(policy: SavePolicy) -> tuple[str, ...]:
-    """Returns the names that a policy such as `save_only_these_names` keeps. Other policies have none.
+    """Returns the names that a policy such as `save_only_these_names` keeps. Other policies keep no names.
 
     Example:
         >>> names_of(save_only_these_names("attn_out")), names_of(everything_saveable)

@@ -147,7 +147,7 @@ def _parse_pair(given: str | None, *known: Sequence[str]) -> tuple[str | None, s
     """Splits an option such as "int4,disk" into a word of each of two kinds.
 
     Returns:
-        The first word, the second word (None where the option has none), and whether the option is valid.
+        The first word, the second word (None where it is missing), and whether the option is valid.
     """
     words = [] if given is None else given.split(",")
     one, other = ([w for w in words if w in of] for of in known)

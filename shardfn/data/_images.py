@@ -217,7 +217,7 @@ def _read_file(url: str, root: str | os.PathLike[str] | None, max_bytes: int) ->
     parsed = urllib.parse.urlsplit(url)
     path = urllib.parse.unquote(parsed.path)
     if root is None:
-        raise ValueError("a file: URL needs a directory of images, and there is none. Send data:image/png;base64,...")
+        raise ValueError("a file: URL needs a directory of images, but none was given. Send data:image/png;base64,...")
     top = os.path.realpath(root)
     outside = f"a file: URL must be a file below the directory of images, got {url[:60]!r}."
     parts = path.removeprefix(top.rstrip("/") + "/").split("/")

@@ -12,7 +12,7 @@ There is no state between batches: resuming at batch n needs only n, and any ran
 
     g = n B + i,   epoch, k = divmod(g, N),   example = permute(k, N, seed, epoch)
 
-`Mixture`: one endless sequence of numbered examples, of which row g is determined by (seed, g). Rows come in blocks of
+`Mixture`: one endless sequence of numbered examples, with row g determined by (seed, g). Rows come in blocks of
 M = 65,536. Each block has c_s rows of source s, the apportionment of M by the weights, in an order that a keyed
 permutation determines. Within a source rows are consecutive:
 

@@ -165,7 +165,7 @@ def _find_spans(begins: np.ndarray, rule: ImageRule, grids: Sequence[Grid] | Non
 
 
 def _find_shifts(num: int, begins: np.ndarray, spans: list[tuple[int, Grid]]) -> np.ndarray:
-    """Returns the shifts of Qwen2-VL's positions: an image of h x w takes as many positions as its longer side."""
+    """Returns the shifts of Qwen2-VL's positions: an image of h x w takes the positions of its longer side."""
     at, out = np.arange(num, dtype=np.int32), np.zeros((3, num + 1), dtype=np.int32)
     delta = 0
     for first, (h, w) in spans:

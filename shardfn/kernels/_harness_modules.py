@@ -242,7 +242,7 @@ class ArchitectureCoverage(NamedTuple):
     problem: str = ""
 
 
-class _ModuleCall(NamedTuple):
+class _RecordedCall(NamedTuple):
     """A recorded call: what was called, the op's arguments to try, and the result."""
 
     what: str
@@ -292,7 +292,7 @@ def _cover(model_type: str) -> ArchitectureCoverage:
     return ArchitectureCoverage(model_type, dict(sorted(counts.items())), tuple(sorted(missed)))
 
 
-def _find_match(call: _ModuleCall) -> str:
+def _find_match(call: _RecordedCall) -> str:
     for name, args in call.proposals:
         try:
             got = MODULE_OPS[name].reference(*args)
@@ -312,12 +312,12 @@ def _is_close(got: Any, wanted: Any) -> bool:
     return bool((got - wanted).abs().max() <= 1e-4 * wanted.abs().max().clamp(min=1e-3))
 
 
-def _record_calls(model_type: str) -> list[_ModuleCall]:
+def _record_calls(model_type: str) -> list[_RecordedCall]:
     import transformers
 
     torch.manual_seed(0)
     config = _make_small(transformers.CONFIG_MAPPING[model_type])
-    calls: list[_ModuleCall] = []
+    calls: list[_RecordedCall] = []
     with _attention_recorded(calls) as attention_name:
         try:
             model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention_name)
@@ -332,15 +332,15 @@ def _record_calls(model_type: str) -> list[_ModuleCall]:
         for handle in handles:
             handle.remove()
     loss = model.loss_function(logits=logits, labels=tokens, vocab_size=logits.shape[-1])
-    return [*calls, _ModuleCall(f"loss {model.loss_type}", [("causal_loss", (logits, tokens))], loss)]
+    return [*calls, _RecordedCall(f"loss {model.loss_type}", [("causal_loss", (logits, tokens))], loss)]
 
 
-def _hook(calls: list[_ModuleCall]) -> Callable[..., None]:
+def _hook(calls: list[_RecordedCall]) -> Callable[..., None]:
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if tensors:
             proposals = [*_propose_norms(module, *tensors), *_propose_mlps(module, *tensors)]
-            calls.append(_ModuleCall(type(module).__name__, proposals, result))
+            calls.append(_RecordedCall(type(module).__name__, proposals, result))
 
     return record
 
@@ -383,7 +383,7 @@ def _propose_mlps(module: nn.Module, x: Tensor, *rest: Tensor) -> _Proposals:
 
 
 @contextlib.contextmanager
-def _attention_recorded(calls: list[_ModuleCall]) -> Iterator[str]:
+def _attention_recorded(calls: list[_RecordedCall]) -> Iterator[str]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -392,7 +392,9 @@ def _attention_recorded(calls: list[_ModuleCall]) -> Iterator[str]:
         given = given or ALL_ATTENTION_FUNCTIONS["sdpa"]
         result = given(module, q, k, v, mask, scaling=scaling, **more)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        calls.append(_ModuleCall(f"{type(module).__name__} Attention", [("attention", (q, k, v, mask, scale))], result))
+        calls.append(
+            _RecordedCall(f"{type(module).__name__} Attention", [("attention", (q, k, v, mask, scale))], result)
+        )
         return result
 
     name = "shardfn_recorded"
@@ -402,12 +404,12 @@ def _attention_recorded(calls: list[_ModuleCall]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _rotary_recorded(calls: list[_ModuleCall], modeling: Any) -> Iterator[None]:
+def _rotary_recorded(calls: list[_RecordedCall], modeling: Any) -> Iterator[None]:
     given = getattr(modeling, "apply_rotary_pos_emb", None)
 
     def record(*args: Any, **kwargs: Any) -> Any:
         result = given(*args, **kwargs)  # type: ignore[misc]
-        calls.append(_ModuleCall("rotary", [("rotary", args[:4])], result))
+        calls.append(_RecordedCall("rotary", [("rotary", args[:4])], result))
         return result
 
     if given is not None:

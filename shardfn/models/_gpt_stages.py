@@ -100,7 +100,7 @@ def for_each_layer(config: Config, make: Callable[[int], Callable[..., Any]]) ->
 def stages_and_seen(
     config: Config, axis: Axes = None, sequence: bool = False, loss: LogitsLoss | None = None
 ) -> Stages:
-    """Returns the parts of `stages`, of which `block(p, h, key, bias_E, layer)` is of all layers.
+    """Returns the parts of `stages`, with a `block(p, h, key, bias_E, layer)` for all layers.
 
     The function also returns the facts of its router, or None. `layer` is the number of the first layer of `p`, and 0
     for stacked layers.

@@ -196,7 +196,7 @@ class RewardSignal(NamedTuple):
     warning.
 
     Attributes:
-        patience: number of rollouts in a row without a signal after which there is a warning, and again after as many.
+        patience: number of rollouts in a row without a signal before a warning, and before each further warning.
         waited: number of rollouts since the last signal.
 
     Example:

@@ -67,7 +67,7 @@ def list_other_weights(known: Mapping[str, LeafDigest], found: Mapping[str, Leaf
 def find_shared(decoder: Decoder, params: PyTree) -> dict[str, Tensor]:
     """Returns the embedding and the head of a model, "embed" and "head", in float32, where they are found by name.
 
-    A model without a head has the embedding as head. Codes, and leaves of which this rank has only a part, are left
+    A model without a head has the embedding as head. Codes, and leaves with only a part on this rank, are left
     out.
 
     Args:

@@ -146,7 +146,7 @@ def _gpt_program() -> Any:
 
 
 def _recurrent_program(kind: Any) -> Any:
-    """A model of which units were removed."""
+    """A model with units removed."""
     config = recurrent.Config(vocab_size=64, d_model=16, hidden=(24, 20), kind=kind)
     groups, params = recurrent.units(config), recurrent.init(config, sf.key(0))
     alive = {name: torch.arange(0, family.size, 2) for name, family in groups.families.items()}

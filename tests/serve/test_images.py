@@ -236,7 +236,7 @@ def data_url(content: bytes, kind: str = "png") -> str:
         (data_url(make_animation("PNG")), "must have 1 frame, got 3 frames"),
         (data_url(make_animation("WEBP"), "webp"), "must have 1 frame, got 3 frames"),
         ("data:image/png;base64," + "A" * 40_000, "must have at most 20,000 bytes, got 30,000"),
-        ("file:///etc/passwd", "needs a directory of images, and there is none"),
+        ("file:///etc/passwd", "needs a directory of images, but none was given"),
     ],
 )
 def test_images_that_are_refused(shared: Running, url: str, text: str) -> None:
