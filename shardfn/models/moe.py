@@ -218,7 +218,7 @@ def layer_states(config: gpt.Config) -> list[Any]:
     Example:
         >>> config = deepseek_v3_like(num_layers=4)
         >>> [len(x) for x in layer_states(config)]
-        [0, 2, 2, 2]
+        [0, 0, 0, 2]
     """
     state, where = init_state(config), config.expert_layers
     rows = [{name: x[n] for name, x in state.items()} for n in range(len(where))]

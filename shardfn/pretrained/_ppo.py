@@ -118,8 +118,8 @@ def make_ppo(
 
     The state has the branches "actor", "critic", "reference" and perhaps "reward". The reference is a copy of the actor
     in host memory, unless it is given. With adapters, "actor" and "critic" are {"base", "lora"}, and the base of the
-    actor is the reference. The value of a critic or of a model of rewards is the first logit of a head that
-    is not tied (`dataclasses.replace(config, tie_embeddings=False)`).
+    actor is the reference. The value of a critic or of a model of rewards is the first logit of a head that is not tied
+    (`dataclasses.replace(config, tie_embeddings=False)`).
 
     Args:
         models: models by the names of branches. "actor" and "critic" are needed.
@@ -181,7 +181,7 @@ def make_ppo(
         specs[name] = specs[name] if adapted is None else adapted.specs
     ppo = _make_losses(configs, adapters, ptx_coef, losses or {})
     step = sharded_step(
-        ppo.objectives(learns),
+        ppo.objectives(learns, learns),
         multi_transform(rules, {name: "critic" if name == "critic" else "actor" for name in configs}),
         mesh=mesh,
         specs=specs,

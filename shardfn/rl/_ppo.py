@@ -111,16 +111,19 @@ class PPO:
                 " the loss of a text and a weight above 0, or neither."
             )
 
-    def objectives(self, branches: Iterable[str] | Mapping[str, PyTree] = _BRANCHES) -> dict[str, Objective]:
+    def objectives(
+        self, branches: Iterable[str] = _BRANCHES, trainable: Mapping[str, PyTree] | None = None
+    ) -> dict[str, Objective]:
         """Returns the losses of a step with `has_aux=True`: "actor", "critic", and with `ptx` also "ptx".
 
         "actor" and "critic" take an `Experience` as their batch, and "ptx" a batch of the text.
 
         Args:
-            branches: names of all branches of the state. A mapping also has the leaves that learn in each branch, for
-                example `LoRA.trainable`, in the form of `Objective.trainable`.
+            branches: names of all branches of the state.
+            trainable: leaves that learn in each branch, in the form of `Objective.trainable`, for example
+                `LoRA.trainable`. None: all leaves.
         """
-        learns: Mapping[str, PyTree] = branches if isinstance(branches, Mapping) else dict.fromkeys(branches, True)
+        learns = dict.fromkeys(branches, True) if trainable is None else trainable
 
         def train_only(learning: str) -> PyTree:
             return {name: x if name == learning else False for name, x in learns.items()}

@@ -118,8 +118,14 @@ def _leaf(body: Any) -> Any:
 
 
 CRAFTED: dict[str, tuple[Callable[[Any], object], str]] = {
-    "a file outside": (lambda b: _leaf(b)["chunks"][0].update(file="../../x.safetensors"), "no name of a file"),
-    "an absolute file": (lambda b: _leaf(b)["chunks"][0].update(file="/etc/passwd"), "no name of a file"),
+    "a file outside": (
+        lambda b: _leaf(b)["chunks"][0].update(file="../../x.safetensors"),
+        "is not the name of a checkpoint file",
+    ),
+    "an absolute file": (
+        lambda b: _leaf(b)["chunks"][0].update(file="/etc/passwd"),
+        "is not the name of a checkpoint file",
+    ),
     "a chunk outside of the leaf": (lambda b: _leaf(b)["chunks"][0].update(offset=[1, 0]), "is outside"),
     "bytes outside of the file": (lambda b: _leaf(b)["chunks"][0].update(start=1 << 40), "are outside of"),
     "a huge shape": (lambda b: _leaf(b).update(shape=[1 << 40, 1 << 40]), "overlap or leave a part out"),

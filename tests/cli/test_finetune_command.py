@@ -600,7 +600,7 @@ def test_an_interrupted_run_of_an_earlier_version_is_not_continued_with_other_la
     (tmp_path / "run.json").write_text(json.dumps(record))
     capsys.readouterr()
     assert main(asked) == 2
-    assert "which learnt all tokens of messages: pass --learn everything to continue" in capsys.readouterr().err
+    assert "which learnt all tokens of messages: pass --learn everything to" in capsys.readouterr().err
     assert main([*asked, "--learn", "everything"]) == 0
 
 

@@ -70,7 +70,7 @@ def test_files_pipes_and_unsealed_memory_are_refused_at_once(tmp_path):
     there, back = os.pipe()
     plain = os.memfd_create("plain")
     file = os.open(tmp_path / "x", os.O_CREAT | os.O_RDWR)
-    for fd, message in ((there, "no memfd"), (file, "no memfd"), (plain, "change its size")):
+    for fd, message in ((there, "is not a memfd"), (file, "is not a memfd"), (plain, "change its size")):
         with pytest.raises(NotSharedError, match=message):
             Reader(Offer(os.getpid(), fd, 10, b"0" * 16))
     for fd in (there, back, plain, file):

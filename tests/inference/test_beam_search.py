@@ -94,5 +94,5 @@ def test_wrong_rules() -> None:
         BeamSearch(early_stopping="always")  # type: ignore[arg-type]
     config = gpt.Config(VOCAB, 1, 16, 2, max_len=12)
     engine = Engine(decoder(config), gpt.init(config, key(0)), eager_steps=10_000)
-    with pytest.raises(ValueError, match=r"prompt and max_tokens must be at most 12 together"):
+    with pytest.raises(ValueError, match=r"prompt and max_tokens must fit together in the context of 12 tokens, got 3"):
         engine.beam_search([[1, 2, 3]], BeamSearch(2, 10))

@@ -135,7 +135,7 @@ def test_deep_headers(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     "where",
     [
-        "safetensors_header",
+        "shardfn.checkpoint.safetensors_header",
         pytest.param("as_bytes", marks=pytest.mark.nightly),
         pytest.param("os.fsync", marks=pytest.mark.nightly),
         "pathlib.Path.rename",

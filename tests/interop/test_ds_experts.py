@@ -250,7 +250,7 @@ def test_states_by_number_get_names_where_groups_determine_them(tmp_path: pathli
     assert all(torch.equal(found.moments["exp_avg"][name], x + 1) for name, x in found.params.items())
     for i, (groups, moe_groups) in enumerate((([[0], [1, 2]], [experts]), ([[0, 1, 2]], [experts[:-1]]))):
         write_numbered(tmp_path / str(i) / "tag", groups, moe_groups)
-        with pytest.raises(ValueError, match="Save it at stage 1 or 2, where they have names"):
+        with pytest.raises(ValueError, match="Save at stage 1 or 2, where parameters have names"):
             interop.read_deepspeed_experts(str(tmp_path / str(i)))
     write(tmp_path / "none" / "tag", param_shapes=None)
     with pytest.raises(ValueError, match="no states of a plain optimizer"):

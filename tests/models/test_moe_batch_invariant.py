@@ -190,12 +190,12 @@ def changed(**changes: Any) -> Experts:
     "experts, said",
     [
         (changed(capacity=1.5), r"capacity=1\.5 drops a token's choices for those of other tokens"),
-        (changed(route=moe.sinkhorn), "route=sinkhorn takes no batch_invariant=True; use moe.top_k"),
+        (changed(route=moe.sinkhorn), "route=sinkhorn takes no batch_invariant=True. Use moe.top_k"),
         (
             changed(exchange=moe.AllReduce("tp")),
             r"adds results in the order of ranks. Use AllReduce\(axis='tp', in_order=True\)",
         ),
-        (changed(exchange=moe.AllToAll("ep", 4, "drop")), r'drops choices; use overflow="error"'),
+        (changed(exchange=moe.AllToAll("ep", 4, "drop")), r'drops choices. Use overflow="error"'),
     ],
 )
 def test_settings_that_are_not_exact_are_refused(experts: Experts, said: str) -> None:

@@ -154,7 +154,7 @@ def test_refusals_of_layouts() -> None:
             100,
             block=16,
         )
-        refused("must be 1 or more", make, 16, block=0)
+        refused("must be at least 1, got 16 tokens in blocks of 0", make, 16, block=0)
         assert (
             make is layouts.dense
             or refused("'both' is not one of 'bidirectional', 'unid", make, attention="both") is None

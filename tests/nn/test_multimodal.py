@@ -90,9 +90,8 @@ def test_rows_without_images_have_the_bits_of_causal_attention(impl: Any, dtype:
 
 def test_image_rows_reach_only_themselves() -> None:
     qkv, w, images = case(9, 3)
-    y, *grads = differentiated(
-        lambda *x: nn.multimodal_attention(*x, images_BT=images), qkv, w * images[..., None, None]
-    )
+    w = w * images[..., None, None]
+    y, *grads = differentiated(lambda *x: nn.multimodal_attention(*x, images_BT=images), qkv, w)
     assert torch.equal(y[images], qkv[2].repeat_interleave(2, 2)[images])
     assert not grads[0].any()
     assert not grads[1].any()

@@ -85,7 +85,7 @@ def test_a_loss_of_logits_needs_all_of_them() -> None:
 
 def test_a_cross_entropy_takes_no_positions_and_routes() -> None:
     params = gpt.init(EXPERTS, sf.key(0))
-    with pytest.raises(ValueError, match=r"has 'at' and 'routes', and the mean cross entropy.*pass stages\(loss=\)"):
+    with pytest.raises(ValueError, match=r"has 'at' and 'routes', and the mean cross entropy.*Pass stages\(loss=\)"):
         gpt.stages(EXPERTS).first(params, routed())
     other = routed() | {"routes": routed()["routes"][:, :, :2]}
     with pytest.raises(ValueError, match=r"chosen has shape \(8, 10, 2, 2\).* must be \(8, 10, 4, 2\)"):

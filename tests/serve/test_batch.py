@@ -116,7 +116,7 @@ def test_all_bad_lines_are_named(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "must not exist. Write to another file, or pass --resume"),
+        ([], "must not exist. Write to another file, or continue this file with --resume"),
         (["--resume", "--port", "1"], "a batch has no clients but itself, got --port"),
         (["--resume", "--at-once", "0"], "--at-once must be at least 1, got 0"),
     ],

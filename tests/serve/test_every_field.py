@@ -63,7 +63,17 @@ TABLES: dict[str, dict[Path, Mapping[str, FieldKind]]] = {
     "/classify": {(): _fields.CLASSIFY},
 }
 PLACES = [(route, at) for route, tables in TABLES.items() for at in tables]
-PARTS = {"_KINDS", "_NEUTRAL", "_POOLED", "_CLASSIFIED", "COMMON", "SAMPLING", "TEMPLATE"}  # tables within tables
+PARTS = {
+    "_KINDS",
+    "_NEUTRAL",
+    "_POOLED",
+    "_CLASSIFIED",
+    "COMMON",
+    "SAMPLING",
+    "TEMPLATE",
+    "IMAGE",
+    "IMAGE_PART",
+}  # tables within tables
 
 VALUES = [True, False, 0, -1, 1.5, 2**70, -1e308, "", "x", "1", [], [1], [1.5], ["x"], [None], [[]], [{}], {}, {"a": 1}]
 # Values that are wrong where a field takes several types.

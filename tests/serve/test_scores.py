@@ -131,11 +131,11 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("/classify", {"input": "a"}, "model", "has no classification head"),
     ("/v1/score", {"text_1": "a", "text_2": "b", "use_activation": True}, "use_activation", "no effect on cosines"),
     ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "got 2 and 1"),
-    ("/v1/score", {"text_1": "a", "queries": "b", "documents": "c"}, "text_1", "beside queries"),
+    ("/v1/score", {"text_1": "a", "queries": "b", "documents": "c"}, "text_1", "combined with queries"),
     ("/v1/score", {"text_1": "a", "text_2": "b", "choices": ["c"]}, "text_2", "no effect beside choices"),
     ("/v1/score", {"text_1": ["a", "b"], "choices": [["c"]]}, "choices", "for each entry of text_1"),
     ("/v1/score", {"text_1": "a" * 500, "choices": ["c" * 20]}, "choices", "the context has 512"),
-    ("/classify", {"input": "a", "messages": [{"role": "user", "content": "a"}]}, "messages", "beside input"),
+    ("/classify", {"input": "a", "messages": [{"role": "user", "content": "a"}]}, "messages", "combined with input"),
     ("/classify", {"input": "a", "add_generation_prompt": True}, "add_generation_prompt", "is a field of chats"),
 ]
 

@@ -76,7 +76,7 @@ def test_mistakes(server: Running) -> None:
         ([97] * (SOURCE + 1), {}, "prompt", f"must have from 1 to {SOURCE} tokens, got {SOURCE + 1}"),
         ("", {}, "prompt", f"must have from 1 to {SOURCE} tokens, got 0"),
         ("a", {"echo": True}, "echo", "is an encoder-decoder model, whose prompt is no part of its text"),
-        ("a", {"max_tokens": 20}, "prompt", "at most 20 together, the context"),
+        ("a", {"max_tokens": 20}, "prompt", "together in the context of 20 tokens"),
     ):
         answer = ask(server, prompt, **more)
         assert (answer.status, answer.error["param"]) == (400, param), answer.data
