@@ -49,7 +49,7 @@ def tool_text(messages: list[dict[str, Any]], tools: Any = (), **options: Any) -
     shown = "".join(f"tool: {tool['function']['name']}\n" for tool in tools)
     for m in messages:
         calls = [one["function"] for one in m.get("tool_calls", ())]
-        shown += "".join(f"call: {one['name']} {one['arguments']['a']}\n" for one in calls)
+        shown += "".join(f"call: {one['name']} {one['arguments'].get('a')}\n" for one in calls)
     return shown + chat_text(messages, **options)
 
 
