@@ -1,11 +1,7 @@
 """Covers the model of lm-evaluation-harness: its answers are the engine's, with the harness or a stand-in of it."""
 
-import importlib
 import importlib.machinery
-import json
 import math
-import pathlib
-import random
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -18,10 +14,8 @@ from shardfn.core import key
 from shardfn.data import ByteTokenizer
 from shardfn.inference import Engine, Sampling, decoder, limits_of
 from shardfn.models import gpt
-from shardfn.pretrained import LLM, evaluate_tasks
 from shardfn.pretrained._harness import make_harness_model
 from shardfn.pretrained._text import wrap_data_tokenizer
-from tests.cli.test_generate import WORDS, tokenizer_of
 
 CONFIG = gpt.Config.llama_like(
     vocab_size=256, num_layers=1, d_model=32, num_heads=2, d_ff=None, max_len=48, batch_invariant=True
@@ -125,68 +119,3 @@ def test_a_wrong_batch_size(harness: str, llm: Any) -> None:
         make_harness_model(llm, batch_size=0)
     with pytest.raises(ValueError, match="no chat template"):
         make_harness_model(llm).apply_chat_template([{"role": "user", "content": "a"}])
-
-
-TASKS = {
-    "choose": """output_type: multiple_choice
-doc_to_text: "{{q}}"
-doc_to_choice: "{{c}}"
-doc_to_target: a
-metric_list: [{metric: acc}, {metric: acc_norm}]""",
-    "roll": """output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{q}}"
-metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]""",
-    "write": """output_type: generate_until
-doc_to_text: "{{q}}"
-doc_to_target: "{{w}}"
-generation_kwargs: {until: ["zig"], max_gen_toks: 6, do_sample: false}
-metric_list: [{metric: exact_match}]""",
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore")
-def test_results_are_those_of_the_back_end_of_transformers(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three tasks of the harness itself, on a model of transformers in float32."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    pytest.importorskip("lm_eval")
-    transformers = pytest.importorskip("transformers")
-    evaluator, tasks = (importlib.import_module(f"lm_eval.{name}") for name in ("evaluator", "tasks"))
-    peer = importlib.import_module("lm_eval.models.huggingface").HFLM
-    tokenizer_of(WORDS).save_pretrained(tmp_path)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"vocab_size": 3 + len(WORDS), "max_position_embeddings": 48}
-    transformers.set_seed(4)
-    config = transformers.LlamaConfig(bos_token_id=1, eos_token_id=2, initializer_range=0.3, **sizes)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    draw = random.Random(0)
-
-    def say(least: int, most: int) -> str:
-        return " ".join(draw.choice(WORDS) for _ in range(draw.randrange(least, most)))
-
-    rows = [{"q": say(4, 24), "c": [say(1, 5) for _ in range(4)], "a": draw.randrange(4)} for _ in range(12)]
-    llm = LLM(str(tmp_path), running=8, buckets=(16,), context=48, eager_steps=10_000)
-    for row in rows:  # a right answer in half of the documents
-        row["w"] = llm.generate(row["q"], Sampling(max_tokens=6, temperature=0.0))[0].text if row["a"] < 2 else "none"
-    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
-    for name, text in TASKS.items():
-        head = f"task: {name}\ndataset_path: json\ntest_split: test\n"
-        files = f"dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.json}}}}\n"
-        (tmp_path / f"{name}.yaml").write_text(head + files + text)
-    theirs = evaluator.simple_evaluate(
-        peer(pretrained=str(tmp_path), device="cpu", dtype="float32", batch_size=4, max_length=47),
-        tasks=[*TASKS],
-        task_manager=tasks.TaskManager(include_path=str(tmp_path), include_defaults=False),
-        bootstrap_iters=0,
-    )["results"]
-    own = evaluate_tasks(llm, [*TASKS], include_path=str(tmp_path))["results"]
-    compared = 0
-    for name in TASKS:
-        for metric, value in theirs[name].items():
-            if isinstance(value, float):
-                assert own[name][metric] == pytest.approx(value, rel=1e-6, abs=1e-6), (name, metric)
-                compared += 1
-    assert compared >= 5 and 0 < own["choose"]["acc,none"] < 1 and own["write"]["exact_match,none"] > 0
