@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -44,8 +44,6 @@ if sys.version_info < (3, 12):
 
 # The oracles of collectives and optimizers, in an environment of their own.
 JAX = ["jax==0.10.2", "optax==0.2.8"]
-# Clients of servers, in an environment of their own.
-CLIENTS = ["openai>=3,<4", "anthropic", "langchain-openai", "litellm", "instructor"]
 
 # Must precede the first import of shardfn. The rooms of graphs and of the command line have no tensors in their
 # signatures; checking every call there takes minutes.
@@ -129,27 +127,17 @@ def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
 @pytest.fixture(scope="session")
 def jax_python() -> str:
     """A Python that has jax and optax: `$JAX_PYTHON`, or one that the first test to need it installs from PyPI."""
-    return os.environ.get("JAX_PYTHON") or _install_python("jax", JAX)
-
-
-@pytest.fixture(scope="session")
-def client_python() -> str:
-    """A Python that has the clients of servers: `$CLIENT_PYTHON`, or one as that of `jax_python`."""
-    return os.environ.get("CLIENT_PYTHON") or _install_python("client", CLIENTS)
-
-
-def _install_python(name: str, packages: Sequence[str]) -> str:
-    """The Python of an environment with packages, made once."""
-    venv = pathlib.Path(tempfile.gettempdir()) / f"shardfn-{name}-{os.getuid()}"
+    given = os.environ.get("JAX_PYTHON")
+    if given:
+        return given
+    venv = pathlib.Path(tempfile.gettempdir()) / f"shardfn-jax-{os.getuid()}"
     python = venv / "bin" / "python"
     with open(f"{venv}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # processes of one run of the tests share the environment
         if not (venv / "complete").exists():
-            make = [[sys.executable, "-m", "venv", str(venv)], [str(python), "-m", "pip", "install", "-q", *packages]]
+            make = [[sys.executable, "-m", "venv", str(venv)], [str(python), "-m", "pip", "install", "-q", *JAX]]
             for command in make:
                 if subprocess.run(command, capture_output=True, check=False).returncode:
-                    pytest.skip(
-                        f"{' '.join(packages)} cannot be installed: set {name.upper()}_PYTHON to a Python of them"
-                    )
+                    pytest.skip(f"{' '.join(JAX)} cannot be installed: set JAX_PYTHON to a Python that has them")
             (venv / "complete").touch()
     return str(python)
