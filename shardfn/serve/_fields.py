@@ -304,9 +304,10 @@ def check_text(value: Any, at: str) -> None:
     Raises:
         ApiError: names the field.
     """
-    texts = value if isinstance(value, list) else [value]
-    for text in texts:
-        if isinstance(text, str) and not text.isascii():
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, list):
+            check_text(text, at)
+        elif isinstance(text, str) and not text.isascii():
             try:
                 text.encode()
             except UnicodeEncodeError as error:
@@ -326,8 +327,9 @@ def _shorten_text(text: str) -> str:
 
 def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
-    for name in made:
+    for name, value in made.items():  # of objects at any depth
         check_text(name, ascii(_shorten_text(name)))
+        check_text(value, name)
     if len(made) < len(pairs):
         seen = set[str]()
         name = next(name for name, _ in pairs if name in seen or seen.add(name))

@@ -147,8 +147,13 @@ def test_a_rank_that_is_killed_is_an_error_of_the_others(tmp_path: pathlib.Path)
 @distributed(world=[2, 3])
 def test_steps_of_experts_in_each_layout(world: int, kind: str) -> None:
     """Experts are cut by number beside all tokens, get tokens, or are gathered: tokens and experts are the same."""
-    changes, limits = KINDS[kind]
-    changes = changes | {"num_heads": 6, "num_kv_heads": 6, "d_model": 48, "chunks": 24 if world == 3 else 8}
+    given, limits = KINDS[kind]
+    changes: dict[str, Any] = given | {
+        "num_heads": 6,
+        "num_kv_heads": 6,
+        "d_model": 48,
+        "chunks": 24 if world == 3 else 8,
+    }
     experts = replace(changes["experts"], exchange=moe.AllReduce("tp", in_order=True))
     one, cut, mesh = model(**changes), model("tp", **changes | {"experts": experts}), make_mesh({"tp": world})
     prompts, how = [[1, 2, 3], [5, 2] * 6, [4] * 9], Sampling(max_tokens=6, temperature=0.9, seed=3)

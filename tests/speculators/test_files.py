@@ -170,7 +170,7 @@ def rebuild(config: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return tensors["lm_head.weight"] @ norm("norm.weight", g[-1])
 
     def mtp_logits(states: torch.Tensor, tokens: list[int], chain: list[int]) -> torch.Tensor:
-        g, known = states, [*tokens, *chain]
+        g, known, own, head = states, [*tokens, *chain], dict[str, torch.Tensor](), ""
         for i in range(len(chain) + 1):
             head = f"model.layers.{4 + i}."
             own = {name.removeprefix(head): x for name, x in tensors.items() if name.startswith(head)}
@@ -244,5 +244,6 @@ def test_a_vocabulary_for_drafts_is_not_trained() -> None:
     batch = {"hidden": torch.zeros(1, 9, 48), "tokens": torch.zeros(1, 9, dtype=torch.int64)}
     with pytest.raises(ValueError, match=r"draft_vocab must be None for a training, got 11"):
         loss(config, init(config, core.key(0)), batch)
+    wrong: Any = HEADS | {"num_kv_heads": 3}
     with pytest.raises(ValueError, match=r"num_kv_heads=3 must divide num_heads=4"):
-        EagleConfig(31, 16, 4, 16, (1, 2), **HEADS | {"num_kv_heads": 3})
+        EagleConfig(31, 16, 4, 16, (1, 2), **wrong)
