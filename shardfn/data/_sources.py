@@ -80,7 +80,10 @@ class TokenFile:
             ValueError: an id is not below `vocab_size`, or a range leaves the file.
         """
         if starts.size and not 0 <= int(starts.min()) <= int(starts.max()) <= self.num_tokens - count:
-            raise ValueError(f"{str(self.path)!r} has {self.num_tokens} ids. {count} from {starts.max()} on leave it.")
+            raise ValueError(
+                f"{count} ids from each start must lie in the {self.num_tokens} ids of {str(self.path)!r}, got starts"
+                f" from {starts.min()} to {starts.max()}. Read the file that the starts were made for."
+            )
         tokens = self.tokens
         out = np.empty((len(starts), count), np.int64)
         for row, start in zip(out, starts, strict=True):

@@ -139,7 +139,7 @@ class _WeightSite(NamedTuple):
 def _find_sites(
     paths: Sequence[str], leaves: Sequence[Tensor], linear: Mapping[str, Linear], policy: QuantizationPolicy
 ) -> Iterator[_WeightSite]:
-    """Yields the weights that have codes by the policy and none yet, in the order of layers.
+    """Yields the weights that the policy quantizes and that are not quantized yet, in the order of layers.
 
     Raises:
         ValueError: lists the layers whose weights are not leaves.

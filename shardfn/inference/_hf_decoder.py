@@ -194,7 +194,7 @@ def hf_decoder(
     check_activations(activations, "hf_decoder", batch_invariant is not False)
     if activations is not None and quantization is None:
         raise ValueError(
-            f"hf_decoder: activations={activations!r} must have weights in codes. Pass quantization='int8' or 'int4'."
+            f"hf_decoder: activations={activations!r} needs quantized weights. Pass quantization='int8' or 'int4'."
         )
     if quantization is not None:
         if batch_invariant is False:

@@ -133,7 +133,9 @@ def _describe_compiler() -> tuple[str, ...]:
     """Returns the compiler and the system: with sources and flags these determine the machine code."""
     compiler = cxx_compiler()
     if os.name != "posix" or sys.byteorder != "little":
-        raise NoCompilerError("the C++ of shardfn is not written for this system")
+        raise NoCompilerError(
+            f"the C++ of shardfn needs a POSIX system and little-endian numbers, got {os.name!r} and {sys.byteorder!r}"
+        )
     if compiler is None:
         raise NoCompilerError("there is no C++ compiler (c++, g++ or clang++)")
     return compiler, platform.machine(), *platform.libc_ver()

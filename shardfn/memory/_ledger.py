@@ -85,7 +85,7 @@ class TimelineRecorder:
         self._open: list[Section] = []
 
     def named(self, name: str) -> str:
-        """Returns the name of a piece: the leaf if a message of leaves is being made, else phase and operation."""
+        """Returns the name of an allocation: the leaf while leaves are packed to be sent, else phase and operation."""
         inner = self._open[-1] if self._open else None
         if inner is None:
             return name or "other"

@@ -217,9 +217,9 @@ def _route_tokens(
     options: dict[str, Any],
     load: bool,
 ) -> tuple[moe.Routing, Seen]:
-    """Returns the choices of all tokens that the ranks of a block have.
+    """Returns the routing of all tokens of the ranks that share a block, and the facts of the router.
 
-    The counts of a load are sent only where they are asked for.
+    Counts of each expert's tokens are sent between ranks only with `load`.
     """
     mask = options["mask"]
     by: dict[str, Any] = {"axes": experts.axes} | ({} if mask is None else {"mask": mask})

@@ -51,10 +51,10 @@ def resolve_per_leaf(prefix: Any, kind: type | tuple[type, ...], name: str) -> C
 
 @dataclass(frozen=True)
 class Resolved:
-    """The values of a prefix for the leaves of a whole tree, for parts of the tree with `None` for absent leaves.
+    """Values of a prefix tree, broadcast to the leaves of a whole tree. In a part of the tree absent leaves are None.
 
     Attributes:
-        says: values by path, for each leaf and each None of the whole tree, in order.
+        says: value of each leaf and each None of the whole tree, by path and in order.
     """
 
     says: dict[str, Any]

@@ -344,7 +344,10 @@ class _ZeroOneAdam(Phased):
     def _begin_local_steps(
         self, rows: "_LocalRows", leaves: CompressedSplit, state: ZeroOneAdamState
     ) -> ZeroOneAdamState:
-        """Returns the state at the first local step. Errors are reset, because sums are sent instead of gradients."""
+        """Returns the state at the first local step.
+
+        The residuals of error feedback are reset, because from here sums of local updates are sent, not gradients.
+        """
         for p, start in zip(rows.ps, leaves.pick(leaves.treedef.flatten_up_to(state.start)), strict=True):
             start.copy_(p)
         one = torch.ones_like(state.local_interval.steps)

@@ -40,7 +40,7 @@ _LEAST_TEMPERATURE = 1e-5  # of a draw that is not greedy
 
 
 class Speculator:
-    """Drafter that guesses by a speculator from the last hidden states of the model.
+    """Drafter that proposes the draft tokens of a trained speculator, from the last hidden states of the model.
 
     All sequences of a step are a single batch. A draft is drawn as the engine draws the token of the same
     place, by the same key, position, temperature and filters. Each rank has the whole speculator, and sends nothing.
@@ -50,7 +50,8 @@ class Speculator:
         params: parameters as from `init`, whole and equal on all ranks.
         digest: digest of the model that the speculator was trained for (`Decoder.digest`). Empty: any model of the
             sizes in `config`.
-        branches: number K of guesses of a place that have guesses after them. 1 proposes chains, and more trees.
+        branches: number K of draft tokens of a position that are expanded by further draft tokens. 1 proposes a chain,
+            and a larger number a tree.
 
     Raises:
         ValueError: leaves are missing, unknown, or of another shape, or `branches` is not from 1 to the vocabulary.

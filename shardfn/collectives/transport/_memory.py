@@ -31,10 +31,10 @@ _NUMBERS = ("segment_bytes", "op_state", "op_wait", "why")
 
 
 class TransportEngine:
-    """Functions of `_memory.cpp`, and the thread that drives all lanes of this process. Never ended.
+    """Functions of `_memory.cpp`, and the thread that drives all connections of this process. The thread never ends.
 
     Attributes:
-        bell: the number of the pipe that wakes the thread when another process writes.
+        bell: file descriptor of the pipe that wakes the thread when another process writes.
 
     Raises:
         NotSharedError: the library cannot be built, no more files may be open, or no thread can be started.

@@ -258,7 +258,7 @@ class Packing:
         return out
 
     def _split_by_run(self, message: Tensor) -> Iterator[tuple[Stretch, list[Tensor]]]:
-        """Yields, for each run, each leaf's pieces [ranks, *shape of a piece]."""
+        """Yields, for neighbouring ranks with pieces of equal sizes, the pieces of each leaf [ranks, *shape]."""
         begin = 0
         for run in self.runs:
             width = sum(run.sizes)
@@ -281,7 +281,7 @@ class EvenPacking(Packing):
         return torch.cat([_pad_piece(leaf, x).reshape(-1) for leaf, x in zip(self.leaves, pieces, strict=True)])
 
     def unpack(self, message: Tensor) -> list[Tensor]:
-        """Returns the wholes, from [ranks * elements of a rank]."""
+        """Returns the whole leaves, from a message of all ranks' pieces [ranks * elements of a rank]."""
         grid = message.reshape(len(self.leaves[0].bounds), -1)
         columns = grid.split([_padded_size(leaf) for leaf in self.leaves], 1)
         pairs = zip(self.leaves, columns, strict=True)

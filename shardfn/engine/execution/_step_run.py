@@ -175,7 +175,7 @@ class StepRun:
             )
 
     def gradients(self) -> tuple[Blocks, PyTree, Metrics]:
-        """Returns the gradients with the factor that they lack, the new model state, and the metrics."""
+        """Returns the gradients times the factor of `measure`, the new model state, and the metrics."""
         out = self.differentiate()
         metrics, scale = self.measure(out)
         del metrics["skipped"]

@@ -144,12 +144,12 @@ def pass_count(loss: Loss) -> Loss:
 
 
 class Unwrapped(NamedTuple):
-    """Loss in the order of a step's run, and the transforms that were around the loss.
+    """Loss with its transforms in the order in which a step runs them.
 
     Attributes:
-        loss: loss, accumulated, of mixed precision, of the plain loss.
-        jitted: the jit of the whole step.
-        mixed: the precision, taken over by the layout.
+        loss: `accumulate` of `mixed_precision` of the plain loss, as far as the loss has these transforms.
+        jitted: the `jit` of the whole step, or None.
+        mixed: the `mixed_precision`, with the dtypes of leaves and messages, or None.
     """
 
     loss: Loss
