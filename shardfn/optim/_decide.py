@@ -51,7 +51,7 @@ def resolve_per_leaf(prefix: Any, kind: type | tuple[type, ...], name: str) -> C
 
 @dataclass(frozen=True)
 class Resolved:
-    """Values of a prefix tree, broadcast to the leaves of a whole tree. In a part of the tree absent leaves are None.
+    """Values of a prefix tree, broadcast to the leaves of a whole tree. Parts have None in place of absent leaves.
 
     Attributes:
         says: value of each leaf and each None of the whole tree, by path and in order.
