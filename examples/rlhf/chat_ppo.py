@@ -230,7 +230,7 @@ def options():
     add("--lr", type=float, default=3e-4, help="of the actor; twice as much for the critic (%(default)s)")
     add("--beta", type=float, default=1.0, help="least weight of the divergence (%(default)s)")
     add("--target", type=float, default=0.25, help="divergence of a token (%(default)s)")
-    add("--ptx", type=float, default=0.5, help="weight of the loss of the text; 0 has none (%(default)s)")
+    add("--ptx", type=float, default=0.5, help="weight of the loss of the text; 0 leaves it out (%(default)s)")
     add("--ema", type=float, default=0.98, help="decay of the average of the actor (%(default)s)")
     add("--save-every", type=int, default=5, help="rollouts between checkpoints of stage 3 (%(default)s)")
     add("--zero", type=int, default=3, help="stage (%(default)s)")

@@ -191,7 +191,7 @@ def _parse_ranks(mesh: str) -> int | str:
 
 
 def num_places() -> int:
-    """Returns the number of this machine's devices, or of its cores where it has none."""
+    """Returns the number of this machine's devices, or of its cores on a machine without devices."""
     return torch.cuda.device_count() or num_processors()
 
 

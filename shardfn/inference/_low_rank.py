@@ -222,7 +222,7 @@ def make_low_rank(
 
     Args:
         sequences: sequence of each token.
-        adapters: digest of each sequence's adapter, or empty. Padding has none.
+        adapters: digest of each sequence's adapter, or empty. Padding has no adapter.
         slots: place of each adapter in the stacks.
         sites: stacks.
     """

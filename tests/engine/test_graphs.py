@@ -118,7 +118,7 @@ def test_the_least_recently_used_graph_is_evicted() -> None:
     assert "a" in cache
     cache.keep("d", "D", "f", {})
     assert _kept(cache, "abcd") == "cd"
-    # A graph that is made again, as another rank has none, takes the place of the old one, and is used.
+    # A graph that is made again, as another rank has no graph, takes the place of the old one, and is used.
     cache.keep("c", "new", "f", {})
     assert cache.counts.evictions == 2 and cache.find("d") == "D" and cache.find("c") == "new"
     cache.keep("e", "E", "f", {})

@@ -83,7 +83,7 @@ def test_rows_without_images_have_the_bits_of_causal_attention(impl: Any, dtype:
             lambda *x, o=options: nn.multimodal_attention(*x, images_BT=images, impl=impl, **o), qkv, w
         )
         want = differentiated(lambda *x, o=options: nn.attention(*x, impl=impl, **o), qkv, w)
-        assert torch.equal(got[0][0], want[0][0])  # images[0] has none
+        assert torch.equal(got[0][0], want[0][0])  # images[0] has no image
         for a, b in zip(got[1:], want[1:], strict=True):
             close(a[0].double(), b[0].double(), rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
 
