@@ -299,13 +299,13 @@ def _check_value(value: Any, kind: FieldKind, at: str) -> None:
 
 
 def check_text(value: Any, at: str) -> None:
-    """Checks that a text is Unicode: JSON can write half of a surrogate pair.
+    """Checks that the texts of a value are Unicode, at any depth: JSON can write half of a surrogate pair.
 
     Raises:
         ApiError: names the field.
     """
-    for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, list):
+    for text in value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]:
+        if isinstance(text, list | dict):
             check_text(text, at)
         elif isinstance(text, str) and not text.isascii():
             try:
@@ -327,9 +327,8 @@ def _shorten_text(text: str) -> str:
 
 def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
-    for name, value in made.items():  # of objects at any depth
+    for name in made:
         check_text(name, ascii(_shorten_text(name)))
-        check_text(value, name)
     if len(made) < len(pairs):
         seen = set[str]()
         name = next(name for name, _ in pairs if name in seen or seen.add(name))
