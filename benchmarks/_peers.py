@@ -183,42 +183,33 @@ def _along_tp(loss: Callable[..., Any], world: int, size: Size, jit: str) -> Ste
     return step
 
 
-def adamw() -> Any:
-    """The optimizer of every shardfn peer."""
+def _make_rule(name: str, **more: Any) -> Any:
+    """Returns an optimizer of shardfn with the numbers of `ADAMW`."""
     import shardfn as sf
 
     b1, b2 = ADAMW["betas"]
-    return sf.optim.adamw(ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"])
+    how = {"b1": b1, "b2": b2, "eps": ADAMW["eps"], "weight_decay": ADAMW["weight_decay"]}
+    return getattr(sf.optim, name)(ADAMW["lr"], **how, **more)
+
+
+def adamw() -> Any:
+    """The optimizer of every shardfn peer."""
+    return _make_rule("adamw")
 
 
 def onebit_adam() -> Any:
     """1-bit Adam with the same numbers, compressed from the third step on."""
-    import shardfn as sf
-
-    b1, b2 = ADAMW["betas"]
-    decay = ADAMW["weight_decay"]
-    return sf.optim.onebit_adam(
-        ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=decay, freeze_step=FREEZE_STEP, axis="dp"
-    )
+    return _make_rule("onebit_adam", freeze_step=FREEZE_STEP, axis="dp")
 
 
 def lamb() -> Any:
     """LAMB with the same numbers."""
-    import shardfn as sf
-
-    b1, b2 = ADAMW["betas"]
-    return sf.optim.lamb(ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"])
+    return _make_rule("lamb")
 
 
 def onebit_lamb() -> Any:
     """1-bit LAMB with the same numbers, compressed from the third step on."""
-    import shardfn as sf
-
-    b1, b2 = ADAMW["betas"]
-    decay = ADAMW["weight_decay"]
-    return sf.optim.onebit_lamb(
-        ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=decay, freeze_step=FREEZE_STEP, axis="dp"
-    )
+    return _make_rule("onebit_lamb", freeze_step=FREEZE_STEP, axis="dp")
 
 
 OPTIMIZERS = {"adamw": adamw, "onebit_adam": onebit_adam, "lamb": lamb, "onebit_lamb": onebit_lamb}

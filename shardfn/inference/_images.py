@@ -234,10 +234,19 @@ def _check_features(features: Tensor, width: int) -> Tensor:
             f"image_features must have shape [N, {width}], a row for each image token, got {tuple(features.shape)}."
             f" Give the projector {width} outputs."
         )
-    features = features.detach().to("cpu", torch.float32).contiguous()
-    if not bool(features.isfinite().all()):
-        raise ValueError("image_features must be finite numbers, got inf or nan. Look at the tower's input.")
-    return features
+    return _widen_rows("image_features", features, "the tower's input")
+
+
+def _widen_rows(name: str, rows: Tensor, source: str) -> Tensor:
+    """Returns rows as float32 on the CPU.
+
+    Raises:
+        ValueError: numbers are not finite. The message names the argument, and the place where they come from.
+    """
+    rows = rows.detach().to("cpu", torch.float32).contiguous()
+    if not bool(rows.isfinite().all()):
+        raise ValueError(f"{name} must be finite numbers, got inf or nan. Look at {source}.")
+    return rows
 
 
 def make_request_images(
@@ -312,9 +321,7 @@ class ImageInputs:
             raise ValueError(
                 f"prompt_embeds must have shape [P, {width}], a row for each token, got {[*prompt.shape]}."
             )
-        prompt = prompt.detach().to("cpu", torch.float32).contiguous()
-        if not bool(prompt.isfinite().all()):
-            raise ValueError("prompt_embeds must be finite numbers, got inf or nan. Look at their source.")
+        prompt = _widen_rows("prompt_embeds", prompt, "their source")
         self._embedded = True
         return (0,) * len(prompt), place_embeddings(prompt)
 

@@ -18,10 +18,9 @@ References:
 T tokens of all sequences, H query heads, G key and value heads, K head dim.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -92,7 +91,7 @@ def make_sequence_layout(
         exchange: exchange of tokens and experts.
     """
     config = _exchange_by(config, exchange)
-    flat = dataclasses.replace(config, stacked=False)
+    flat = replace(config, stacked=False)
 
     def compute_outputs(
         weights: PyTree,
@@ -140,7 +139,7 @@ def _exchange_by(config: gpt.Config, exchange: moe.Exchange) -> gpt.Config:
     return replace(config, experts=replace(config.experts, exchange=exchange))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _HeadExchange(nn.Local):
     """Attention that exchanges parts of the tokens for parts of the heads, and back.
 

@@ -398,9 +398,12 @@ def _attention_recorded(calls: list[_RecordedCall]) -> Iterator[str]:
         return result
 
     name = "shardfn_recorded"
-    ALL_ATTENTION_FUNCTIONS.register(name, record)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, eager_mask)
-    yield name
+    ALL_ATTENTION_FUNCTIONS[name] = record
+    ALL_MASK_ATTENTION_FUNCTIONS[name] = eager_mask
+    try:
+        yield name
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name], ALL_MASK_ATTENTION_FUNCTIONS[name]
 
 
 @contextlib.contextmanager

@@ -241,7 +241,6 @@ def _linear(x: Tensor, w: AnyWeight, b: Tensor | None) -> Tensor:
     if isinstance(w, BatchInvariantWeight):
         raise ValueError("rounded operands: layers must not be batch-invariant. Use Config(batch_invariant=False).")
     y = multiply_rounded(x, w)
-    assert y is not None
     return y if b is None else y + b
 
 

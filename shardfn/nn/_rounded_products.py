@@ -50,7 +50,7 @@ def rounding_products(policy: RoundingPolicy | None) -> AbstractContextManager[o
         10.0
     """
     if policy is None:
-        return _ROUNDING.hidden()
+        return _ROUNDING.hidden() if _ROUNDING else contextlib.nullcontext()
     stack = contextlib.ExitStack()
     stack.enter_context(_ROUNDING.bound(policy))
     stack.enter_context(rebind_in_checkpoints())
@@ -92,22 +92,23 @@ def round_operand(x: Float[Tensor, "*batch k"], rounding: Rounding) -> Float[Ten
         return ((blocks / scale).round().clamp(-127, 127) * scale).flatten(-2)
     if rounding not in ("fp8", "mxfp8"):
         raise ValueError(f"rounding must be 'int8', 'int4', 'fp8' or 'mxfp8', got {rounding!r}.")
-    exponent = torch.frexp(_avoid_zero(largest)).exponent - 1 - _TOP
-    power = torch.ldexp(torch.ones_like(largest), exponent)
-    scale = power if rounding == "mxfp8" else _avoid_zero(largest / _LARGEST)
+    if rounding == "mxfp8":
+        exponent = torch.frexp(_avoid_zero(largest)).exponent - 1 - _TOP
+        scale = torch.ldexp(torch.ones_like(largest), exponent)
+    else:
+        scale = _avoid_zero(largest / _LARGEST)
     values = (blocks / scale).clamp(-_LARGEST, _LARGEST)
     return (values.to(torch.float32).to(_FP8).to(x.dtype) * scale).flatten(-2)
 
 
-def multiply_rounded(x: Tensor, w: Tensor) -> Tensor | None:
-    """Returns `x w^T` by the rounding of the loss that runs, or None without a rounding.
+def multiply_rounded(x: Tensor, w: Tensor) -> Tensor:
+    """Returns `x w^T` by the rounding of the loss that runs, which `is_rounding` has found.
 
     Raises:
         ValueError: inputs, or with rounded gradients outputs, are not a multiple of 32.
     """
     policy = _ROUNDING.innermost()
-    if policy is None:
-        return None
+    assert policy is not None
     _check_size("the inputs of a layer on each rank", w.shape[1])
     if policy.grads is not None:
         _check_size("the outputs of a layer on each rank", w.shape[0])

@@ -170,10 +170,8 @@ def make_ppo(
     rules = {name: optimizers[name] for name in _LEARNING}
     if ema is not None:
         rules["actor"] = average_params(rules["actor"], ema)
-    specs, learns = (
-        {name: gpt.specs(config) for name, config in configs.items()},
-        dict[str, PyTree](dict.fromkeys(configs, False)),
-    )
+    specs = {name: gpt.specs(config) for name, config in configs.items()}
+    learns = dict[str, PyTree](dict.fromkeys(configs, False))
     if not lora:
         specs["reference"] = tree_map(lambda spec: Sharding(spec, memory_kind="host"), specs["reference"])
     for name, adapted in adapters.items():
@@ -181,7 +179,7 @@ def make_ppo(
         specs[name] = specs[name] if adapted is None else adapted.specs
     ppo = _make_losses(configs, adapters, ptx_coef, losses or {})
     step = sharded_step(
-        ppo.objectives(learns, learns),
+        ppo.objectives(configs, learns),
         multi_transform(rules, {name: "critic" if name == "critic" else "actor" for name in configs}),
         mesh=mesh,
         specs=specs,

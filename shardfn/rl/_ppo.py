@@ -120,10 +120,10 @@ class PPO:
 
         Args:
             branches: names of all branches of the state.
-            trainable: leaves that learn in each branch, in the form of `Objective.trainable`, for example
-                `LoRA.trainable`. None: all leaves.
+            trainable: leaves that learn in some branches, in the form of `Objective.trainable`, for example
+                `LoRA.trainable`. All leaves of other branches learn.
         """
-        learns = dict.fromkeys(branches, True) if trainable is None else trainable
+        learns = dict.fromkeys(branches, True) | dict(trainable or {})
 
         def train_only(learning: str) -> PyTree:
             return {name: x if name == learning else False for name, x in learns.items()}

@@ -215,12 +215,12 @@ def read_published(
     if is_eagle:
         L, n = decoder.depth, 4
         layers = about.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids") or (2, L // 2, L - 3)
-        own = {f"{leaf}": name for leaf, name in _EAGLE.items()}
-        known, tensors = {*own.values(), "d2t", "t2d"}, _read_tensors(place, "")
+        own = dict(_EAGLE)
+        known, tensors = {*own.values(), "d2t", "t2d"}, _read_tensors(place, ("",))
     else:
         layers, L, n = (), int(about["num_hidden_layers"]), int(about["num_nextn_predict_layers"])
         own = {f"{i}.{leaf}": f"model.layers.{L + i}.{name}" for i in range(n) for leaf, name in _MODULE.items()}
-        tensors = {name: x for i in range(n) for name, x in _read_tensors(place, f"model.layers.{L + i}.").items()}
+        tensors = _read_tensors(place, tuple(f"model.layers.{L + i}." for i in range(n)))
         copies = {leaf: [f"model.layers.{L + i}.{name}" for i in range(n)] for leaf, name in _SHARED.items()}
         known = {*own.values(), *(name for names in copies.values() for name in names)}
         for leaf, names in copies.items():
@@ -262,15 +262,15 @@ def _read_published(place: pathlib.Path) -> dict[str, Any] | None:
     return about if isinstance(about, dict) and "format" not in about and any(x in about for x in names) else None
 
 
-def _read_tensors(place: pathlib.Path, head: str) -> dict[str, Tensor]:
-    """Returns the tensors whose names begin with `head`."""
+def _read_tensors(place: pathlib.Path, heads: tuple[str, ...]) -> dict[str, Tensor]:
+    """Returns the tensors whose names begin with any of `heads`."""
     files, found = sorted(place.glob("*.safetensors")), dict[str, Tensor]()
     if not files and (place / "pytorch_model.bin").is_file():
         found = torch.load(place / "pytorch_model.bin", map_location="cpu", weights_only=True)
     for path in files:
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys() if name.startswith(head)}
-    return {name: x for name, x in found.items() if name.startswith(head)}
+            found |= {name: file.get_tensor(name) for name in file.keys() if name.startswith(heads)}
+    return {name: x for name, x in found.items() if name.startswith(heads)}
 
 
 def _list_other_settings(about: Mapping[str, Any]) -> list[str]:

@@ -213,10 +213,8 @@ class FlightRecorder:
 
     def __init__(self, mesh: Mesh) -> None:
         self.entries: collections.deque[FlightEntry] = collections.deque(maxlen=mesh.flight_recorder)
-        self._name, self._counts = (
-            f"rank {mesh.rank} of {mesh.size}",
-            collections.Counter[tuple[str, tuple[str, ...]]](),
-        )
+        self._name = f"rank {mesh.rank} of {mesh.size}"
+        self._counts = collections.Counter[tuple[str, tuple[str, ...]]]()
         self._printed = 0  # number of collectives at the last print
         self._printing = threading.Lock()
 
