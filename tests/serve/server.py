@@ -71,11 +71,12 @@ PROCESSORS = {"even": lambda output, logits: logits + (torch.arange(len(logits))
 
 
 @functools.cache
-def parts() -> tuple[Any, Any, Any, Runner]:
+def parts(context: int = CONTEXT) -> tuple[Any, Any, Any, Runner]:
     """The model, and its graphs, which all servers of this process share."""
-    made = decoder(CONFIG)
-    limits = limits_of(made, running=3, buckets=(1, 4), cache_bytes=1 << 20)
-    return made, gpt.init(CONFIG, core.key(0)), limits, Runner(made, limits)
+    config = dataclasses.replace(CONFIG, max_len=context)
+    made = decoder(config)
+    limits = limits_of(made, running=3, buckets=(1, 4), cache_bytes=context << 11)
+    return made, gpt.init(config, core.key(0)), limits, Runner(made, limits)
 
 
 @functools.cache
@@ -93,8 +94,8 @@ def read_adapter(path: str) -> Any:
     return adapter(parts()[1], text.split(), 2, seed=5)
 
 
-def new_engine() -> Engine:
-    made, params, limits, runner = parts()
+def new_engine(context: int = CONTEXT) -> Engine:
+    made, params, limits, runner = parts(context)
     return Engine(
         made,
         params,
