@@ -97,7 +97,9 @@ def test_completions_and_responses_of_litellm(litellm: Any, talks: Running) -> N
 def test_structured_output_of_litellm(litellm: Any, talks: Running) -> None:
     pytest.importorskip("llguidance")
     form = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
-    given = lite(talks, messages=said('{"a": []}'), response_format=form, extra_body=SAYS, max_tokens=150, temperature=0)
+    given = lite(
+        talks, messages=said('{"a": []}'), response_format=form, extra_body=SAYS, max_tokens=150, temperature=0
+    )
     text = litellm.completion(**given).choices[0].message.content
     assert 0 <= json.loads(text)["a"] <= 99
 
