@@ -64,9 +64,8 @@ def main():
     rows, curves, models = [], {}, {}
     for rule in args.rules:
         config = make_config(args, rule)
-        models[rule], curves[rule], seconds = train(config, tower, look, args, mesh)
-        accuracies = measure(config, look, models[rule], args)
-        rows.append({"rule": rule, "steps": args.steps, "loss": curves[rule][-1][1], **accuracies, "seconds": seconds})
+        models[rule], row, curves[rule] = train_once(config, tower, look, args, mesh)
+        rows.append(row)
     if mesh.rank == 0:
         report(rows, named, args)
         for rule in args.rules:
@@ -118,22 +117,23 @@ class Chats:
 
     Args:
         rounds: rounds of each chat.
+        least: least images of a round.
         most: most images of a round.
         seed: other seeds have other rows.
         variants: first and last variant of the drawings.
     """
 
-    def __init__(self, rounds, most, seed, variants=(0, 99)):
-        self.rounds, self.most, self.seed, self.variants = rounds, most, seed, variants
+    def __init__(self, rounds, least, most, seed, variants=(0, 99)):
+        self.rounds, self.least, self.most, self.seed, self.variants = rounds, least, most, seed, variants
 
     def __len__(self):
         return 1 << 20
 
     def __getitem__(self, i):
-        draw = random.Random(f"{self.seed} {self.rounds} {self.most} {i}")
+        draw = random.Random(f"{self.seed} {self.rounds} {self.least} {self.most} {i}")
         tokens, labels, images, seen = [], [], [], []
         for _ in range(self.rounds):
-            for _ in range(draw.randint(1, self.most) if len(seen) < len(PLACES) else 0):
+            for _ in range(draw.randint(self.least, self.most) if len(seen) < len(PLACES) else 0):
                 if len(seen) < len(PLACES):
                     seen.append((draw.choice(list(COLOURS)), draw.choice(SHAPES)))
                     images.append(draw_image(*seen[-1], draw.randint(*self.variants)))
@@ -155,7 +155,8 @@ def ask(seen, draw):
     return (kind, PLACES[one]), seen[one][kind == "shape"]
 
 
-SOURCES = {"one image": (1, 1), "several images": (1, 4), "several rounds": (3, 2)}
+SOURCES = {"one image": (1, 1, 1), "several images": (1, 1, 4), "several rounds": (3, 1, 2)}
+KINDS = {"one image": (1, 1, 1), "two images": (1, 2, 2), "several images": (1, 3, 4), "several rounds": (3, 1, 2)}
 collate = data.pad_images((3, SIZE, SIZE), 64, image_token=IDS["<image>"], count=TOKENS)
 
 
@@ -221,6 +222,21 @@ def init(config, tower, seed):
     return {"gpt": gpt.init(config, sf.key(seed)), "tower": tower, "projector": projector}
 
 
+def train_once(config, tower, look, args, mesh):
+    """Returns parameters, a row of the report, and losses, also of an earlier run of these sizes in --out."""
+    sizes = args.layers, args.width, args.batch, args.lr, args.steps, args.tower_steps, args.held_out, args.seed
+    where = args.out / "trained" / "-".join(map(str, (config.images.rule, *sizes)))
+    own = init(config, tower, args.seed)
+    if sf.checkpoint.steps(where):
+        found = sf.checkpoint.restore(where, own, at="params")
+        return found.tree, found.user["row"], found.user["curve"]
+    params, curve, seconds = train(config, tower, look, args, mesh)
+    row = {"rule": config.images.rule, "steps": args.steps, "loss": curve[-1][1]}
+    row |= measure(config, look, params, args) | {"seconds": seconds}
+    sf.checkpoint.save(where, params, args.steps, at="params", user={"row": row, "curve": curve})
+    return params, row, curve
+
+
 def train(config, tower, look, args, mesh):
     """Returns the parameters, the losses, and the seconds of the steps."""
     schedule = sf.optim.warmup_cosine_decay_schedule(0.0, args.lr, args.steps // 20 + 1, args.steps + 1, args.lr / 10)
@@ -255,15 +271,17 @@ def answer(config, look, params, batch):
 
 def measure(config, look, params, args):
     """The share of right answers by kind of chat, over chats that training has not seen."""
-    found = {}
-    for name, kind in SOURCES.items():
+    found, compared = {}, []
+    for name, kind in KINDS.items():
         chats, right = Chats(*kind, f"held out {args.seed}", UNSEEN), []
         for first in range(0, args.held_out, 64):
             batch = collate([chats[i] for i in range(first, min(first + 64, args.held_out))])
             asked = (batch["labels"] != data.IGNORED) & (batch["labels"] != IDS["<end>"])
-            right.append((answer(config, look, params, batch) == batch["labels"])[asked])
+            correct = answer(config, look, params, batch) == batch["labels"]
+            right.append(correct[asked])
+            compared.append(correct[asked & (batch["tokens"].roll(5, 1) == IDS["same"])])  # "same colour first third ?"
         found[name] = torch.cat(right).float().mean().item()
-    return found
+    return found | {"comparisons": torch.cat(compared).float().mean().item()}
 
 
 # The files.
@@ -301,9 +319,10 @@ def save_images(directory):
 
 
 def report(rows, named, args):
-    kinds = list(SOURCES)
+    kinds = [*KINDS, "comparisons"]
     lines = [
-        f"The frozen tower names {named:.1%} of single shapes. Right answers in {args.held_out} unseen chats each:",
+        f"The frozen tower names {named:.1%} of single shapes. Right answers in {args.held_out} unseen chats each, and",
+        "of questions that compare two images in any of these chats:",
         "",
         "| rule of attention | steps | loss | " + " | ".join(kinds) + " | seconds |",
         "|---" * (4 + len(kinds)) + "|",

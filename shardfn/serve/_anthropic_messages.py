@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._dialects import Events, Usage, rename_fields
+from ._dialects import Events, Usage, make_image_part, pop_image_places, rename_fields
 from ._errors import ApiError
 from ._fields import (
     ANY,
@@ -52,7 +52,13 @@ _BLOCKS: Mapping[str, Mapping[str, FieldKind]] = {
     "tool_use": {**_CACHED, "type": TEXT, "id": TEXT, "name": TEXT, "input": OBJECT},
     "tool_result": {**_CACHED, "type": TEXT, "tool_use_id": TEXT, "content": ANY, "is_error": ignored_kind(FLAG)},
     "thinking": {"type": TEXT, "thinking": TEXT, "signature": ignored_kind(TEXT)},
+    "image": {**_CACHED, "type": TEXT, "source": OBJECT},
 }
+_SOURCES: Mapping[str, Mapping[str, FieldKind]] = {
+    "base64": {"type": TEXT, "media_type": TEXT, "data": TEXT},
+    "url": {"type": TEXT, "url": TEXT},
+}
+_MEDIA = ("image/jpeg", "image/png", "image/gif", "image/webp", "image/bmp")
 _MESSAGE: Mapping[str, FieldKind] = {"role": TEXT, "content": ANY}
 _TOOL: Mapping[str, FieldKind] = {
     **_CACHED,
@@ -82,11 +88,7 @@ def parse_messages(body: Mapping[str, Any], model: Model) -> tuple[ParsedRequest
     chat = _make_chat(given, model)
     chat["max_completion_tokens"] = get_required(given, "max_tokens")
     chat["stop"] = given.get("stop_sequences", [])
-    try:
-        asked = parse_chat(chat, model)
-    except ApiError as error:
-        raise rename_fields(error, _RENAMED) from error
-    return asked, MessageWriter(given["model"])
+    return _parse_chat(chat, model), MessageWriter(given["model"])
 
 
 def count_tokens(body: Mapping[str, Any], model: Model) -> dict[str, int]:
@@ -96,8 +98,17 @@ def count_tokens(body: Mapping[str, Any], model: Model) -> dict[str, int]:
         ApiError: names the field that is wrong.
     """
     chat = _make_chat(read_fields(body, COUNTED), model)
-    asked = parse_chat({**chat, "max_completion_tokens": 1}, model)
+    asked = _parse_chat({**chat, "max_completion_tokens": 1}, model)
     return {"input_tokens": len(asked.requests[0].given)}
+
+
+def _parse_chat(chat: Mapping[str, Any], model: Model) -> ParsedRequest:
+    """Returns the meaning of a chat's body. Errors have the names of Anthropic's fields."""
+    names = {**pop_image_places(chat["messages"]), **_RENAMED}
+    try:
+        return parse_chat(chat, model)
+    except ApiError as error:
+        raise rename_fields(error, names) from error
 
 
 def _make_chat(given: Mapping[str, Any], model: Model) -> dict[str, Any]:
@@ -106,7 +117,7 @@ def _make_chat(given: Mapping[str, Any], model: Model) -> dict[str, Any]:
     system = "".join(x["text"] for x in _read_blocks(given.get("system", []), "system", ("text",)))
     chat["messages"] = [{"role": "system", "content": system}] if system else []
     for i, message in enumerate(get_required(given, "messages")):
-        chat["messages"] += _read_message(message, f"messages[{i}]")
+        chat["messages"] += _read_message(message, f"messages[{i}]", model.text.images is not None)
     chat["tools"] = [_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(given.get("tools", []))]
     choice = read_fields(given.get("tool_choice", {"type": "auto"}), _CHOICE, "tool_choice")
     kind = get_required(choice, "type", "tool_choice")
@@ -131,7 +142,7 @@ def _make_chat(given: Mapping[str, Any], model: Model) -> dict[str, Any]:
     return chat
 
 
-def _read_message(message: Any, at: str) -> list[dict[str, Any]]:
+def _read_message(message: Any, at: str, has_images: bool) -> list[dict[str, Any]]:
     """Returns the messages of a chat that have the blocks of a message."""
     if not isinstance(message, dict):
         raise ApiError(400, f"{at} must be an object with role and content.", at)
@@ -139,22 +150,24 @@ def _read_message(message: Any, at: str) -> list[dict[str, Any]]:
     role = get_required(given, "role", at)
     if role not in ("user", "assistant"):
         raise ApiError(400, f"{at}.role must be 'user' or 'assistant', got {role[:60]!r}.", f"{at}.role")
-    kinds = ("text", "tool_result") if role == "user" else ("text", "tool_use", "thinking")
+    shown = ("text", "image") if has_images else ("text",)
+    kinds = (*shown, "tool_result") if role == "user" else ("text", "tool_use", "thinking")
     blocks = _read_blocks(get_required(given, "content", at), f"{at}.content", kinds)
-    texts = [{"type": "text", "text": x["text"]} for x in blocks if x["type"] == "text"]
+    parts = _list_parts(blocks, f"{at}.content")
     if role == "user":
         results = [
             {
                 "role": "tool",
                 "tool_call_id": get_required(x, "tool_use_id", f"{at}.content[{i}]"),
-                "content": "".join(
-                    y["text"] for y in _read_blocks(x.get("content", ""), f"{at}.content[{i}].content", ("text",))
+                "content": _list_parts(
+                    _read_blocks(x.get("content", ""), f"{at}.content[{i}].content", shown),
+                    f"{at}.content[{i}].content",
                 ),
             }
             for i, x in enumerate(blocks)
             if x["type"] == "tool_result"
         ]
-        return results + ([{"role": "user", "content": texts}] if texts or not results else [])
+        return results + ([{"role": "user", "content": parts}] if parts or not results else [])
     calls = [
         {
             "id": get_required(x, "id", f"{at}.content[{i}]"),
@@ -168,7 +181,33 @@ def _read_message(message: Any, at: str) -> list[dict[str, Any]]:
     ]
     thoughts = "".join(x.get("thinking", "") for x in blocks if x["type"] == "thinking")
     more = {**({"tool_calls": calls} if calls else {}), **({"reasoning_content": thoughts} if thoughts else {})}
-    return [{"role": "assistant", "content": texts, **more}]
+    return [{"role": "assistant", "content": parts, **more}]
+
+
+def _list_parts(blocks: Sequence[Mapping[str, Any]], at: str) -> list[dict[str, Any]]:
+    """Returns the parts of a chat's message that have the texts and images of blocks."""
+    return [
+        {"type": "text", "text": x["text"]} if x["type"] == "text" else _read_image(x, f"{at}[{i}]")
+        for i, x in enumerate(blocks)
+        if x["type"] in ("text", "image")
+    ]
+
+
+def _read_image(block: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """Returns the part of a chat's message that has the image of a block."""
+    source, at = get_required(block, "source", at), f"{at}.source"
+    kind = get_required(source, "type", at)
+    if not isinstance(kind, str) or kind not in _SOURCES:
+        text = f"{at}.type must be one of {', '.join(map(repr, _SOURCES))}, got {kind!r:.60}."
+        raise ApiError(400, text, f"{at}.type", "unsupported_parameter")
+    given = read_fields(source, _SOURCES[kind], at)
+    if kind == "url":
+        return make_image_part(get_required(given, "url", at), f"{at}.url")
+    media = get_required(given, "media_type", at)
+    if media not in _MEDIA:
+        text = f"{at}.media_type must be one of {', '.join(map(repr, _MEDIA))}, got {media[:60]!r}."
+        raise ApiError(400, text, f"{at}.media_type")
+    return make_image_part(f"data:{media};base64,{get_required(given, 'data', at)}", f"{at}.data")
 
 
 def _read_blocks(content: Any, at: str, kinds: Sequence[str]) -> list[dict[str, Any]]:

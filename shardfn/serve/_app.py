@@ -348,7 +348,7 @@ class App:
 
 def _is_slow(data: bytes) -> bool:
     """Returns whether a body is long, or may have an image, so that short bodies do not wait for its reading."""
-    return len(data) > _SHORT or b"image_url" in data
+    return len(data) > _SHORT or b"image_url" in data or b'"image"' in data
 
 
 async def _wait_end(call: ClientRequest) -> None:

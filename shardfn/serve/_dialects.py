@@ -111,6 +111,28 @@ def _encode_events(events: Events) -> bytes:
     return "".join(lines).encode()
 
 
+def make_image_part(url: str, at: str) -> dict[str, Any]:
+    """Returns an image as a part of a chat's message, with the place of its address in the body."""
+    return {"type": "image_url", "image_url": {"url": url}, "place": at}
+
+
+def pop_image_places(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Removes the places of images from messages. Returns them by the fields of a chat that have the addresses.
+
+    Example:
+        >>> messages = [{"role": "user", "content": [make_image_part("data:...", "input[3].content[0].image_url")]}]
+        >>> pop_image_places(messages)
+        {'messages[0].content[0].image_url.url': 'input[3].content[0].image_url'}
+    """
+    return {
+        f"messages[{i}].content[{j}].image_url.url": part.pop("place")
+        for i, message in enumerate(messages)
+        if isinstance(content := message.get("content"), list)
+        for j, part in enumerate(content)
+        if "place" in part
+    }
+
+
 def rename_fields(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """Returns the error of a chat with the field's name in another interface.
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._dialects import Events, Usage, rename_fields
+from ._dialects import Events, Usage, make_image_part, pop_image_places, rename_fields
 from ._errors import ApiError
 from ._fields import (
     ANY,
@@ -63,6 +63,7 @@ _PART: Mapping[str, FieldKind] = {
     **{"annotations": ignored_kind(LIST), "logprobs": ignored_kind(LIST)},
 }
 _PARTS = ("input_text", "output_text", "reasoning_text", "text")
+_IMAGE: Mapping[str, FieldKind] = {"type": TEXT, "image_url": TEXT, "detail": ignored_kind(TEXT)}
 _TOOL: Mapping[str, FieldKind] = {
     **{"type": TEXT, "name": TEXT, "description": TEXT},
     **{"parameters": OBJECT, "strict": FLAG},
@@ -91,7 +92,9 @@ def parse_responses(body: Mapping[str, Any], model: Model) -> tuple[ParsedReques
     """
     given = read_fields(body, BODY)
     chat = {name: given[name] for name in (*_SAME, *_SAMPLED) if name in given}
-    chat["messages"] = _read_input(get_required(given, "input"), given.get("instructions"))
+    has_images = model.text.images is not None
+    chat["messages"] = _read_input(get_required(given, "input"), given.get("instructions"), has_images)
+    names = {**pop_image_places(chat["messages"]), **_RENAMED}
     if "max_output_tokens" in given:
         chat["max_completion_tokens"] = given["max_output_tokens"]
     chat["tools"] = [_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(given.get("tools", []))]
@@ -110,11 +113,11 @@ def parse_responses(body: Mapping[str, Any], model: Model) -> tuple[ParsedReques
     try:
         asked = parse_chat(chat, model)
     except ApiError as error:
-        raise rename_fields(error, _RENAMED) from error
+        raise rename_fields(error, names) from error
     return asked, ResponseWriter(given, body.get("metadata") or {})
 
 
-def _read_input(given: Any, instructions: str | None) -> list[dict[str, Any]]:
+def _read_input(given: Any, instructions: str | None, has_images: bool) -> list[dict[str, Any]]:
     """Returns the messages of items. The items of one answer are one message."""
     messages = list[dict[str, Any]]()
     if instructions:
@@ -124,7 +127,7 @@ def _read_input(given: Any, instructions: str | None) -> list[dict[str, Any]]:
     if not isinstance(given, list):
         raise ApiError(400, "input must be a string, or a list of items.", "input")
     for i, item in enumerate(given):
-        message = _read_item(item, f"input[{i}]")
+        message = _read_item(item, f"input[{i}]", has_images)
         last = messages[-1] if messages else {}
         if message["role"] == last.get("role") == "assistant" and not ("content" in message and "content" in last):
             calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
@@ -134,7 +137,7 @@ def _read_input(given: Any, instructions: str | None) -> list[dict[str, Any]]:
     return messages
 
 
-def _read_item(item: Any, at: str) -> dict[str, Any]:
+def _read_item(item: Any, at: str, has_images: bool) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise ApiError(400, f"{at} must be an object with a type, or with role and content.", at)
     kind = item.get("type") or "message"
@@ -147,29 +150,33 @@ def _read_item(item: Any, at: str) -> dict[str, Any]:
         call = {"id": get_required(given, "call_id", at), "type": "function", "function": function}
         return {"role": "assistant", "tool_calls": [call]}
     if kind == "function_call_output":
-        output = _read_content(get_required(given, "output", at), f"{at}.output")
+        output = _read_content(get_required(given, "output", at), f"{at}.output", has_images)
         return {"role": "tool", "tool_call_id": get_required(given, "call_id", at), "content": output}
     if kind == "reasoning":
         text = "".join(part["text"] for part in _read_content(given.get("content", []), f"{at}.content"))
         return {"role": "assistant", "reasoning_content": text}
-    content = _read_content(get_required(given, "content", at), f"{at}.content")
+    content = _read_content(get_required(given, "content", at), f"{at}.content", has_images)
     return {"role": get_required(given, "role", at), "content": content}
 
 
-def _read_content(content: Any, at: str) -> Any:
+def _read_content(content: Any, at: str, has_images: bool = False) -> Any:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ApiError(400, f"{at} must be a string, or a list of parts.", at)
-    return [_read_part(part, f"{at}[{i}]") for i, part in enumerate(content)]
+    return [_read_part(part, f"{at}[{i}]", has_images) for i, part in enumerate(content)]
 
 
-def _read_part(part: Any, at: str) -> dict[str, str]:
+def _read_part(part: Any, at: str, has_images: bool) -> dict[str, Any]:
     if not isinstance(part, dict):
         raise ApiError(400, f"{at} must be an object with type and text.", at)
     kind = get_required(part, "type", at)
+    if kind == "input_image" and has_images:
+        url = get_required(read_fields(part, _IMAGE, at), "image_url", at)
+        return make_image_part(url, f"{at}.image_url")
     if kind not in _PARTS:
-        text = f"{at}.type is {kind!r:.60}; only parts of text are served."
+        known = "text and of type 'input_image'" if has_images else "text"
+        text = f"{at}.type is {kind!r:.60}; only parts of {known} are served."
         raise ApiError(400, text, f"{at}.type", "unsupported_parameter")
     return {"type": "text", "text": get_required(read_fields(part, _PART, at), "text", at)}
 

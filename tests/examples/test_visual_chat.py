@@ -26,7 +26,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_chats_have_right_answers(example: Any) -> None:
-    for kind in example.SOURCES.values():
+    for kind in example.KINDS.values():
         chats = example.Chats(*kind, "a test")
         for i in range(20):
             chat = chats[i]

@@ -299,8 +299,122 @@ def test_image_tokens_of_other_routes(shared: Running) -> None:
     assert shared.send("/v1/completions", {"model": NAME, "prompt": "ab", "max_tokens": 1}).status == 200
 
 
+def make_block(url: str) -> dict[str, Any]:
+    """An image as Anthropic has it: base64 with its type, or the address of a file."""
+    if url.startswith("file:"):
+        return {"type": "image", "source": {"type": "url", "url": url}}
+    kind, _, data = url.removeprefix("data:").partition(";base64,")
+    return {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}
+
+
+def make_item(url: str) -> dict[str, Any]:
+    return {"type": "input_image", "image_url": url, "detail": "auto"}
+
+
+def test_other_interfaces_have_the_answers_of_chats(start: Callable[..., Running], tmp_path: pathlib.Path) -> None:
+    """Images between texts, in two rounds, and in the result of a tool."""
+    Image.new("RGB", (5, 3), "blue").save(tmp_path / "blue.png")
+    urls = [make_url(1), (tmp_path / "blue.png").as_uri(), make_url(4)]
+    server = start(**read_images(root=tmp_path))
+
+    def make_rounds(image: Callable[[str], Any], text: Callable[[str], Any], result: list[dict[str, Any]]) -> Any:
+        first = [text("a"), image(urls[0]), text("b"), image(urls[1])]
+        return [{"role": "user", "content": first}, {"role": "assistant", "content": "yes"}, *result]
+
+    how = {"model": NAME, "temperature": 0, "ignore_eos": True}
+    shown = [{"role": "tool", "tool_call_id": "t", "content": [show(urls[2]), say("?")]}]
+    chat = {**how, "messages": make_rounds(show, say, shown), "max_tokens": 5}
+    # The template has no calls, so the call that the result answers is left out.
+    found = server.send("/v1/chat/completions", chat).json
+    wanted = (found["choices"][0]["message"]["content"], found["usage"]["prompt_tokens"])
+
+    def write(text: str) -> dict[str, Any]:
+        return {"type": "input_text", "text": text}
+
+    output = [{"type": "function_call_output", "call_id": "t", "output": [make_item(urls[2]), write("?")]}]
+    body: Any = {**how, "input": make_rounds(make_item, write, output), "max_output_tokens": 5}
+    made = server.send("/v1/responses", body).json
+    assert (made["output"][0]["content"][0]["text"], made["usage"]["input_tokens"]) == wanted
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [make_block(urls[2]), say("?")]}
+    rounds = make_rounds(make_block, say, [{"role": "user", "content": [result]}])
+    rounds[0]["content"][1]["cache_control"] = {"type": "ephemeral"}
+    message: Any = {**how, "messages": rounds, "max_tokens": 5}
+    made = server.send("/v1/messages", message).json
+    assert (made["content"][0]["text"], made["usage"]["input_tokens"]) == wanted
+    counted = server.send("/v1/messages/count_tokens", {"model": NAME, "messages": rounds}).json
+    assert counted == {"input_tokens": wanted[1]}
+
+
+def test_images_by_openais_client(shared: Running) -> None:
+    openai, items = pytest.importorskip("openai"), [make_item(make_url(1)), {"type": "input_text", "text": "a"}]
+    with openai.OpenAI(base_url=shared.url, api_key="none", max_retries=0) as client:
+        made = client.responses.create(model=NAME, input=[{"role": "user", "content": items}], max_output_tokens=2)
+    assert made.usage.input_tokens == len("user: " + "a\nassistant: ") + count_features(make_url(1))
+
+
+def test_images_by_anthropics_client(shared: Running) -> None:
+    anthropic, blocks = pytest.importorskip("anthropic"), [make_block(make_url(1)), say("a")]
+    with anthropic.Anthropic(base_url=shared.url.removesuffix("/v1"), api_key="none", max_retries=0) as client:
+        made = client.messages.create(model=NAME, messages=[{"role": "user", "content": blocks}], max_tokens=2)
+    assert made.usage.input_tokens == len("user: " + "a\nassistant: ") + count_features(make_url(1))
+
+
+def count_features(url: str) -> int:
+    return len(encode(read_image(base64.b64decode(url.partition(",")[2]))).features)
+
+
+ITEM, BLOCK = "input[1].content[1].image_url", "messages[0].content[1].source"
+IMAGES_OF_OTHERS: list[tuple[str, Any, str, str]] = [
+    ("responses", make_item("https://example.com/a.png"), ITEM, "No address of a network is opened"),
+    ("responses", make_item(data_url(b"hello")), ITEM, "must be an image in one of"),
+    ("responses", make_item(data_url(make_bomb(60_000, 60_000))), ITEM, "at most 10,000 pixels, got"),
+    ("responses", make_item("file:///etc/passwd"), ITEM, "needs a directory of images"),
+    ("responses", {"type": "input_image", "image_url": {"url": "x"}}, ITEM, "must be a string, got an object"),
+    ("responses", {"type": "input_image"}, ITEM, "is missing"),
+    ("responses", {"type": "input_image", "file_id": "f"}, "input[1].content[1].file_id", "is not known"),
+    ("responses", show("x"), "input[1].content[1].type", "only parts of text and of type 'input_image' are served"),
+    ("responses", {"type": "input_text", "text": "<image>"}, "input", "input: a prompt must have the text '<image>'"),
+    ("messages", make_block(data_url(b"hello")), f"{BLOCK}.data", "must be an image in one of"),
+    ("messages", make_block(data_url(make_bomb(101, 100))), f"{BLOCK}.data", "got 101 x 100 = 10,100"),
+    ("messages", make_block("data:image/png;base64,???"), f"{BLOCK}.data", "must be base64"),
+    ("messages", make_block("data:text/html;base64,aGk="), f"{BLOCK}.media_type", "got 'text/html'"),
+    ("messages", {"type": "image", "source": {"type": "url", "url": "http://a/b.png"}}, f"{BLOCK}.url", "No address"),
+    ("messages", {"type": "image", "source": {"type": "file", "file_id": "f"}}, f"{BLOCK}.type", "got 'file'"),
+    ("messages", {"type": "image", "source": {"type": "base64", "data": "a"}}, f"{BLOCK}.media_type", "is missing"),
+    ("messages", {"type": "image", "source": {"type": "base64", "media_type": "image/png"}}, BLOCK, "data is missing"),
+    ("messages", {"type": "image", "source": "x"}, BLOCK, "must be an object"),
+    ("messages", {"type": "image"}, BLOCK, "is missing"),
+    ("messages", say("<image>"), "messages", "got 1 of them and 0 images"),
+]
+
+
+@pytest.mark.parametrize(("route", "part", "place", "text"), IMAGES_OF_OTHERS)
+def test_images_of_other_interfaces_that_are_refused(
+    shared: Running, route: str, part: Any, place: str, text: str
+) -> None:
+    """The place is that of the client's body, also where a chat has other numbers of messages."""
+    body: dict[str, Any] = {"system": "be", "max_tokens": 1}
+    body |= {"messages": [{"role": "user", "content": [say("a"), part]}]}
+    if route == "responses":
+        words = {"type": "input_text", "text": "a"}
+        items = [{"type": "reasoning", "content": []}, {"role": "user", "content": [words, part]}]
+        body = {"instructions": "be", "max_output_tokens": 1, "input": items}
+    answer = shared.send(f"/v1/{route}", {"model": NAME, **body})
+    assert answer.status == 400, answer.data
+    error = answer.json["error"]
+    assert text in error["message"] and error["message"].startswith(place), error
+    assert route == "messages" or error["param"] == place
+
+
 def test_a_model_of_text_names_its_parts(start: Callable[..., Running]) -> None:
     content = [show(make_url(1))]
     chat = {"model": NAME, "messages": [{"role": "user", "content": content}]}
-    error = start().send("/v1/chat/completions", chat).error
+    server = start()
+    error = server.send("/v1/chat/completions", chat).error
     assert "only parts of type 'text' are served" in error["message"]
+    items = [{"role": "user", "content": [make_item(make_url(1))]}]
+    error = server.send("/v1/responses", {"model": NAME, "input": items}).error
+    assert "only parts of text are served" in error["message"]
+    rounds = [{"role": "user", "content": [make_block(make_url(1))]}]
+    error = server.send("/v1/messages", {"model": NAME, "messages": rounds, "max_tokens": 1}).json["error"]
+    assert "must be one of 'text', 'tool_result', got 'image'" in error["message"]
