@@ -25,6 +25,7 @@ from shardfn.inference import Decoder, Drafter, Engine, MultiBlockJacobi, Ngram,
 from shardfn.optim import adamw, chain, clip_by_global_norm
 from shardfn.pretrained import LoadedModel, ModelSettings, Problem, detect_kind, load_model
 from shardfn.speculators import (
+    EagleConfig,
     ForcingConfig,
     HiddenRows,
     Kind,
@@ -104,6 +105,7 @@ class SpeculateJob:
         kind: kind of the speculator.
         width: width of the speculator, or None for the model's.
         drafts: number of guessed tokens.
+        window: most positions that EAGLE-3 and MTP attend to, or None for the kind's default.
         steps: number of steps.
         batch: rows of a step.
         length: tokens of a row.
@@ -119,6 +121,7 @@ class SpeculateJob:
     kind: Kind | Literal["jacobi"]
     width: int | None = None
     drafts: int = 4
+    window: int | None = None
     steps: int = 1000
     batch: int = 16
     length: int = 128
@@ -128,7 +131,8 @@ class SpeculateJob:
     png: str | None = None
 
 
-_COUNTS = ("drafts", "steps", "batch", "length", "tokens", "width")
+_WINDOWED = ("eagle3", "mtp")  # kinds that attend to several states
+_COUNTS = ("drafts", "window", "steps", "batch", "length", "tokens", "width")
 
 
 def add_speculate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,6 +147,8 @@ def add_speculate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, metavar="DIR", help="the directory for the speculator, for --speculator DIR")
     add("--drafts", type=int, default=of.drafts, metavar="N", help="guessed tokens (default %(default)s)")
     add("--width", type=int, metavar="N", help="the width of the speculator (default: the model's)")
+    window = f"the most positions that eagle3 and mtp attend to (default {EagleConfig.window})"
+    add("--window", type=int, metavar="N", help=window)
     add("--steps", type=int, default=of.steps, metavar="N", help="(default %(default)s)")
     add("--batch", type=int, default=of.batch, metavar="N", help="rows of a step (default %(default)s)")
     add("--length", type=int, default=of.length, metavar="N", help="tokens of a row (default %(default)s)")
@@ -168,6 +174,8 @@ def parse_speculate(args: argparse.Namespace) -> SpeculateJob:
             problems.append(f"--{name} must be at least 1, got {value}")
     if args.length < args.drafts + 2:
         problems.append(f"--length must be at least {args.drafts + 2}, --drafts and two more, got {args.length}")
+    if args.window is not None and args.kind not in _WINDOWED:
+        problems.append(f"--window is only for {' and '.join(_WINDOWED)}, got --kind {args.kind}; leave --window out")
     if not args.learning_rate > 0:
         problems.append(f"--lr must be above 0, got {args.learning_rate}")
     if args.png is not None and (args.kind == _JACOBI or importlib.util.find_spec("matplotlib") is None):
@@ -200,7 +208,8 @@ def speculate(job: SpeculateJob) -> int:
         with progress(total=job.steps, desc="training", unit="step") as bar:
             print(force_model(job, served, rows[:-held], rows[-held:][:_PROMPTS], lambda *_: bar.update() and None))
         return 0
-    config = speculators.config_of(made, job.kind, d_inner=job.width, num_drafts=job.drafts)
+    sizes = {"d_inner": job.width, "num_drafts": job.drafts, "window": job.window or EagleConfig.window}
+    config = speculators.config_of(made, job.kind, **sizes)
     training, prompts = rows[:-held], rows[-held:][:_PROMPTS, : job.length // 2].tolist()
     hidden = None if job.kind == "owl" else _compute_hidden(made, served.params, training, config.layers)
     losses = list[float]()
@@ -217,7 +226,7 @@ def speculate(job: SpeculateJob) -> int:
 
         states = HiddenRows(hidden, training)
         how: dict[str, Any] = {"batch_size": job.batch, "learning_rate": job.learning_rate, "seed": job.seed}
-        if job.kind in ("eagle3", "mtp"):  # of the model's width, a layer learns what the model's head multiplies
+        if job.kind in _WINDOWED:  # of the model's width, a layer learns what the model's head multiplies
             how["shared"] = speculators.find_shared(made, served.params)
         if job.kind == "owl" and made.config is not None:
             how["of_batch"] = functools.partial(speculators.owl_loss, made.config, config, unshard(served.params))

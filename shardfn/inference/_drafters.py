@@ -153,8 +153,6 @@ def find_wanted_layers(drafter: Drafter | None) -> tuple[int, ...]:
         >>> find_wanted_layers(Ngram())
         ()
     """
-    if drafter is None:  # Python compares the attributes of a protocol at each call, in each step of an engine
-        return ()
     return tuple(drafter.wants_hidden) if isinstance(drafter, HiddenStateDrafter) else ()
 
 

@@ -12,7 +12,6 @@ from shardfn.engine import comms_of, losing_no_peer
 
 from ._decision_log import DecisionLog
 from ._digest import field_digests, first_difference
-from ._drafters import find_wanted_layers
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights, check_time
 from ._hooks import EngineHooks, Place, list_active, list_new_tokens
 from ._plan import StepPlan
@@ -222,7 +221,7 @@ class EngineCore:
     def _launch_plan(self, plan: StepPlan) -> None:
         self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
         columns = {k: v for f in self._active["columns"] for k, v in f(self._state, plan).items()}
-        columns |= {"states": find_wanted_layers(self._state.drafter), "buffers": self._buffers}
+        columns |= {"states": self._state.wanted_layers, "buffers": self._buffers}
         self._results = self._runner.run(self._versions[plan.version], self._cache, plan, **columns)
         self._cache = self._results.cache
         for ran in self._active["ran"]:

@@ -9,6 +9,7 @@ beyond only padding rows. A drafter that computes proposes none there, as propos
 import itertools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from typing import cast
 
 from ._draft_tree import NO_DRAFTS, DraftTree
 from ._drafters import BatchDrafter, Context, RejectionDrafter
@@ -33,9 +34,8 @@ def add_drafts(state: State, chunks: list[Rows], cut: Permit | None = None) -> l
     if state.spec_tokens:  # a draft needs three rows: the draft, and two [SPEC] tokens
         able = dict(itertools.islice(able.items(), spare // 3))
         spare = (spare - len(able)) // 2
-    found = (_propose_at_once if isinstance(state.drafter, BatchDrafter) else _propose_in_turn)(
-        state, chunks, able, spare
-    )
+    propose = _propose_at_once if state.drafts_at_once else _propose_in_turn
+    found = propose(state, chunks, able, spare)
     found = found if cut is None else _cut_excluded(chunks, found, cut)
     if state.spec_tokens:
         found = {i: found.get(i, NO_DRAFTS).add_spec_tokens(state.limits.vocab) for i in able}
@@ -56,8 +56,8 @@ def take_drafts(state: State, sequence: Sequence, chunk: Rows, accepted: int, dr
     if drafted:
         state.speculation = state.speculation.add(drafted, accepted)
         sequence.draft_length = sequence.draft_length.after(drafted, accepted, num_tokens=num, height=height)
-    if state.draft_block and isinstance(state.drafter, RejectionDrafter):
-        state.drafter.take_rejected(sequence.context, chunk.drafts.find_rejected(drawn))
+    if state.draft_block:
+        cast("RejectionDrafter", state.drafter).take_rejected(sequence.context, chunk.drafts.find_rejected(drawn))
     needed = state.limits.blocks_of(num)
     state.pool.release(sequence.blocks[needed:])
     del sequence.blocks[needed:]
@@ -69,7 +69,7 @@ def _count_spare(state: State, chunks: list[Rows]) -> int:
     if not limits.drafts:
         return 0
     rows, wanted = sum(chunk.num for chunk in chunks), sum(len(chunk.positions) for chunk in chunks)
-    padded = 0 if isinstance(state.drafter, BatchDrafter) else limits.bucket_of(rows)
+    padded = 0 if state.drafts_at_once else limits.bucket_of(rows)
     room = max(padded, limits.drafts + 1) - rows
     return min(room, limits.budget - rows, limits.wanted(limits.budget) - wanted)
 
@@ -108,13 +108,13 @@ def _propose_in_turn(state: State, chunks: list[Rows], able: Mapping[int, int], 
 
 def _propose_at_once(state: State, chunks: list[Rows], able: Mapping[int, int], spare: int) -> _Found:
     """Returns proposals of all sequences at once. Each may have an equal part of the rows, and unclaimed rows."""
-    assert isinstance(state.drafter, BatchDrafter)
+    drafter = cast("BatchDrafter", state.drafter)
     mosts: dict[int, int] = {}
     for left, (i, most) in zip(range(len(able), 0, -1), sorted(able.items(), key=lambda one: one[1]), strict=True):
         mosts[i] = min(most, spare // left)
         spare -= mosts[i]
     asks = {i: (chunks[i].sequence.context, mosts[i]) for i in able if mosts[i]}
-    proposals = state.drafter.propose_all(list(asks.values())) if asks else []
+    proposals = drafter.propose_all(list(asks.values())) if asks else []
     found = {i: _check_proposal(state, one, mosts[i]) for i, one in zip(asks, proposals, strict=True)}
     return {i: drafts for i, drafts in found.items() if len(drafts)}
 

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ._draft_tree import NO_DRAFTS, DraftTree
-from ._drafters import Context, Drafter, RejectionDrafter, find_hidden_window, wants_spec_token
+from ._drafters import (
+    BatchDrafter,
+    Context,
+    Drafter,
+    RejectionDrafter,
+    find_hidden_window,
+    find_wanted_layers,
+    wants_spec_token,
+)
 from ._limits import Limits
 from ._pool import BlockContent, BlockPool, PrefixScope, extend_contents
 from ._requests import Request
@@ -229,6 +237,8 @@ class State:
         hidden_window: most hidden states of a sequence that are kept for the drafter.
         draft_block: number of drafts of each step for a drafter that sees rejected rows. 0: by `DraftLength`.
         spec_tokens: whether steps have [SPEC] tokens for the drafter.
+        wanted_layers: layers that the drafter wants hidden states after.
+        drafts_at_once: whether the drafter proposes for all sequences at once, not beyond `Limits.drafts`.
     """
 
     limits: Limits
@@ -257,6 +267,8 @@ class State:
     hidden_window: int = 1
     draft_block: int = 0
     spec_tokens: bool = False
+    wanted_layers: tuple[int, ...] = ()
+    drafts_at_once: bool = False
 
     @property
     def idle(self) -> bool:
@@ -433,7 +445,9 @@ def start(limits: Limits, tokenizer: bytes = b"", drafter: Drafter | None = None
     block = drafter.block if isinstance(drafter, RejectionDrafter) else 0
     pool, sources = BlockPool(limits.blocks), BlockPool(max(limits.source_blocks, 1))
     how: Any = {"hidden_window": window, "draft_block": block, "sources": sources}
-    how["spec_tokens"] = wants_spec_token(drafter)
+    # Here only once: Python compares all names of a protocol at each call of `isinstance`.
+    how |= {"spec_tokens": wants_spec_token(drafter), "wanted_layers": find_wanted_layers(drafter)}
+    how["drafts_at_once"] = isinstance(drafter, BatchDrafter)
     return State(limits, pool, tokenizer, drafter, chain=chain, **how)
 
 

@@ -34,7 +34,8 @@ from ._row_codes import block_bytes as block_bytes, dequantize_blocks as dequant
 from ._row_codes import quantize_blocks as quantize_blocks, pack_blocks as pack_blocks
 from ._row_codes import take_rows as take_rows, packed_shape as packed_shape, unpack_rows as unpack_rows
 from ._fit_blocks import fit_blocks as fit_blocks
-from ._pointwise import gated_silu as gated_silu, gated_silu_gradient as gated_silu_gradient
+from ._pointwise import gated_sigmoid as gated_sigmoid, gated_silu as gated_silu
+from ._pointwise import gated_silu_gradient as gated_silu_gradient
 from ._pointwise import gelu as gelu, rotate as rotate
 from ._row_norm import row_norm as row_norm
 from ._ragged_attention import cache_row as cache_row, encode_rows as encode_rows, decode_rows as decode_rows

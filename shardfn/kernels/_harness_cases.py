@@ -213,6 +213,7 @@ CASES: dict[str, OpCases] = {
     "integer_linears": OpCases(lambda s: _linears(s, "int8"), (0,)),
     "ragged_attention": OpCases(_pages, (0, 1, 2, 4, 5, 6)),
     "gated_silu": OpCases(lambda s: (s.normal(s.rows, s.width), s.normal(s.rows, s.width, seed=1)), (0, 1)),
+    "gated_sigmoid": OpCases(lambda s: (s.normal(s.rows, s.width), s.normal(s.rows, s.width, seed=1)), (0, 1)),
     "gelu": OpCases(lambda s: (s.normal(s.rows, s.width),), (0,)),
     "gated_silu_gradient": OpCases(lambda s: (s.normal(s.rows, 2 * s.width), s.normal(s.rows, s.width, seed=1))),
     "gated_silu_gradient_": OpCases(lambda s: (s.normal(s.rows, 2 * s.width), s.normal(s.rows, s.width, seed=1))),

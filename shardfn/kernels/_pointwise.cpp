@@ -33,6 +33,15 @@ struct GatedSilu {
     }
 };
 
+// up / (1 + e^-gate)
+struct GatedSigmoid {
+    static constexpr int operands = 2;
+    template <class L>
+    static INLINE typename L::V of(typename L::V gate, typename L::V up) {
+        return by_sigmoid<L>(up, gate);
+    }
+};
+
 // x / (1 + e^-a), a = x (c + 0.044715 c x^2), c = 2 sqrt(2 / pi)
 struct Gelu {
     static constexpr int operands = 1;
@@ -109,6 +118,10 @@ void gated_silu(const float* gate, const float* up, float* y, int64_t n, int64_t
     run<GatedSilu>({gate, up, y, n}, threads);
 }
 
+void gated_sigmoid(const float* gate, const float* up, float* y, int64_t n, int64_t threads) {
+    run<GatedSigmoid>({gate, up, y, n}, threads);
+}
+
 void rotate(const float* x, const float* cos, const float* sin, float* y, int64_t tokens, int64_t heads, int64_t dim) {
     for (int64_t t = 0; t < tokens; ++t, cos += dim, sin += dim)
         for (int64_t h = 0; h < heads; ++h, x += dim, y += dim) turned_row<Here>(x, cos, sin, y, dim / 2);
@@ -158,6 +171,7 @@ void gelu(const float* x, float* y, int64_t n, int64_t threads) {
 }  // extern "C"
 
 CHAINED(gated_silu)
+CHAINED(gated_sigmoid)
 CHAINED(rotate)
 CHAINED(gelu)
 CHAINED(added)

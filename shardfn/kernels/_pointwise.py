@@ -49,6 +49,28 @@ def gated_silu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> 
     return GATED_SILU(gate, up)
 
 
+def gated_sigmoid(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> Float[Tensor, "*shape"]:
+    """Returns `up / (1 + e^-gate)`, each element by the same fixed expression: a gate of an LSTM times a vector.
+
+    Args:
+        gate: the argument of the sigmoid, float32 or float64.
+        up: the factor, of the same dtype and shape.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: shapes differ.
+        NotImplementedError: in a backward.
+
+    Example:
+        >>> gated_sigmoid(torch.tensor([0.0, 100.0]), torch.tensor([2.0, 3.0]))
+        tensor([1., 3.])
+    """
+    GATED_SIGMOID.check_dtype("gate", gate)
+    check_dtype("up", up, gate.dtype)
+    check_shape("up", up, tuple(gate.shape), "that of gate")
+    return GATED_SIGMOID(gate, up)
+
+
 def gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Returns GELU in GPT-2's form with tanh, as `x / (1 + e^-a)`, a = x (c + 0.044715 c x^2), c = 2 sqrt(2 / pi).
 
@@ -131,6 +153,10 @@ def gated_silu_gradient(x: Float[Tensor, "*rows i"], dy: Float[Tensor, "*rows f"
 
 def _gate_by_torch(gate: Tensor, up: Tensor) -> Tensor:
     return _multiply_sigmoid(gate, gate) * up
+
+
+def _gate_up_by_torch(gate: Tensor, up: Tensor) -> Tensor:
+    return _multiply_sigmoid(up, gate)
 
 
 def _gelu_by_torch(x: Tensor) -> Tensor:
@@ -301,18 +327,25 @@ def _define(
 
 
 _REMEDY = "use nn.{} with nn.BatchInvariantWeight.of(weight, chunks), or detach its arguments."
-GATED_SILU, GELU = (
+GATED_SILU, GATED_SIGMOID, GELU = (
     _define(
         schema,
         reference,
         functools.partial(_run_elements, name),
         functools.partial(_call_elements, name),
-        no_derivative=_REMEDY.format(layer),
+        no_derivative=remedy,
         mapped=num,
     )
-    for name, schema, reference, layer, num in (
-        ("gated_silu", "gated_silu(Tensor gate, Tensor up) -> Tensor", _gate_by_torch, "swiglu", 2),
-        ("gelu", "gelu(Tensor x) -> Tensor", _gelu_by_torch, "mlp", 1),
+    for name, schema, reference, remedy, num in (
+        ("gated_silu", "gated_silu(Tensor gate, Tensor up) -> Tensor", _gate_by_torch, _REMEDY.format("swiglu"), 2),
+        (
+            "gated_sigmoid",
+            "gated_sigmoid(Tensor gate, Tensor up) -> Tensor",
+            _gate_up_by_torch,
+            "use torch.sigmoid(gate) * up, or detach its arguments.",
+            2,
+        ),
+        ("gelu", "gelu(Tensor x) -> Tensor", _gelu_by_torch, _REMEDY.format("mlp"), 1),
     )
 )
 ROTATE = _define(

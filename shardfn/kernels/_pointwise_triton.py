@@ -19,6 +19,13 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
+def gated_sigmoid(gate: Tensor, up: Tensor) -> Tensor:
+    """Maps fp32 to fp32 of the same shape."""
+    y = torch.empty_like(gate)
+    launch(_gated_sigmoid, ceil(y.numel(), WIDTH), y.device, gate, up, y, y.numel(), WIDTH=WIDTH)
+    return y
+
+
 def gelu(x: Tensor) -> Tensor:
     """Maps fp32 to fp32 of the same shape."""
     y = torch.empty_like(x)
@@ -60,6 +67,15 @@ def _gated_silu(gate, up, y, n, WIDTH: tl.constexpr):
     x = tl.load(gate + at, mask=at < n, other=0.0)
     factor = tl.load(up + at, mask=at < n, other=0.0)
     tl.store(y + at, _multiply_sigmoid(x, x) * factor, mask=at < n)
+
+
+@triton.jit
+@no_type_check
+def _gated_sigmoid(gate, up, y, n, WIDTH: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    x = tl.load(gate + at, mask=at < n, other=0.0)
+    factor = tl.load(up + at, mask=at < n, other=0.0)
+    tl.store(y + at, _multiply_sigmoid(factor, x), mask=at < n)
 
 
 @triton.jit

@@ -28,13 +28,13 @@ from shardfn.engine import BoundCall, sharded
 from shardfn.inference import Context, Decoder, DraftTree, Guess, Limits, Sampling
 from shardfn.transforms import jit
 
-from ._config import SpeculatorConfig, list_misfits
-from ._eagle import start_eagle
-from ._inputs import DraftInputs, make_inputs
+from ._config import EagleConfig, MTPConfig, RecurrentConfig, SpeculatorConfig, list_misfits
+from ._eagle import pack_layers, start_eagle
+from ._inputs import DraftInputs, DraftSteps, make_inputs
 from ._loss import Params, check_params
 from ._mtp import start_mtp
 from ._owl import add_spec_token
-from ._recurrent import start_recurrent
+from ._recurrent import pack_recurrent, start_recurrent
 
 _LEAST_TEMPERATURE = 1e-5  # of a draw that is not greedy
 
@@ -86,10 +86,11 @@ class Speculator:
             content.update(x.cpu().contiguous().numpy().tobytes())
         self._content = content.digest()
         self._spec = params.get("spec")
-        packed = {name: kernels.pack_rows(params[name]) for name in config.products}
+        is_recurrent = isinstance(config, RecurrentConfig)
+        packed = pack_recurrent(config, params) if is_recurrent else pack_layers(config, params)
         run = functools.partial(_run_drafts, config, branches)
         self._program = sharded(jit(run, backend="graph"), mesh=make_mesh({}, alone=True))
-        self._held = self._program.init(params | packed)
+        self._held = self._program.init(packed)
         self._bound: dict[int, BoundCall] = {}  # by the number of sequences
 
     @property
@@ -204,53 +205,68 @@ class TreeEntries(NamedTuple):
     scores: list[float]
 
 
-def _run_drafts(
-    config: SpeculatorConfig, branches: int, params: Params, inputs: DraftInputs
-) -> tuple[Int64[Tensor, "b m"], Int64[Tensor, "b m"], Float64[Tensor, "b m"]]:
+_Drafts = tuple[Int64[Tensor, "b m"], Int64[Tensor, "b m"], Float64[Tensor, "b m"]]
+
+
+def _run_drafts(config: SpeculatorConfig, branches: int, params: Params, inputs: DraftInputs) -> _Drafts:
     """Returns tokens, parents and scores of all entries of each sequence's tree, see `TreeEntries`."""
+    if isinstance(config, EagleConfig):
+        steps = start_eagle(config, params, inputs)
+    elif isinstance(config, MTPConfig):
+        steps = start_mtp(config, params, inputs)
+    else:
+        steps = start_recurrent(config, params, inputs)
+    if (ids := params.get("draft_tokens")) is not None:
+        steps = steps._replace(find_tokens=lambda found: torch.where(found < 0, found, ids[found.clamp(min=0)]))
+    run = _run_chain if branches == 1 else functools.partial(_run_tree, branches)
+    return run(config.num_drafts, steps, inputs)
 
-    def multiply(name: str, x: Tensor) -> Tensor:
-        return kernels.row_linear(x, params[name], config.shapes[name][0])
 
-    start = {"eagle3": start_eagle, "mtp": start_mtp}.get(config.kind, start_recurrent)
-    state, advance, select = start(config, params, multiply, inputs)
-    B, tokens_N = len(inputs.keys), inputs.last_B
+def _run_chain(num: int, steps: DraftSteps, inputs: DraftInputs) -> _Drafts:
+    """Returns a chain for each sequence."""
+    state, tokens_B, found = steps.state, inputs.last_B, list[tuple[Tensor, Tensor]]()
+    for i, uniforms_B in enumerate(inputs.draw_uniforms(num)):
+        state, logits_BV = steps.advance(i, state, tokens_B)
+        drawn_B, logprobs_B = inputs.draw(uniforms_B, logits_BV)
+        tokens_B = steps.find_tokens(drawn_B)
+        found.append((tokens_B, logprobs_B))
+    tokens_BM, logprobs_BM = (torch.stack(each, 1) for each in zip(*found, strict=True))
+    parents_BM = torch.arange(-1, num - 1, device=tokens_BM.device).expand_as(tokens_BM)
+    return tokens_BM, parents_BM, logprobs_BM.double().cumsum(1)
+
+
+def _run_tree(branches: int, num: int, steps: DraftSteps, inputs: DraftInputs) -> _Drafts:
+    """Returns the entries of a tree for each sequence, with `branches` chains of every length."""
+    state, B, tokens_N = steps.state, len(inputs.keys), inputs.last_B
     parents_BK, scores_BK = tokens_N.new_full((B, 1), -1), tokens_N.new_zeros(B, 1, dtype=torch.float64)
     found, first = list[tuple[Tensor, Tensor, Tensor]](), 0
-    for i in range(config.num_drafts):
-        state, logits_NV = advance(i, state, tokens_N)
-        tokens_NC, logprobs_NC = _pick_tokens(i, branches, inputs, logits_NV)
-        if (ids := params.get("draft_tokens")) is not None:
-            tokens_NC = torch.where(tokens_NC < 0, tokens_NC, ids[tokens_NC.clamp(min=0)])
-        C = tokens_NC.shape[1]
+    for i, uniforms_B in enumerate(inputs.draw_uniforms(num)):
+        state, logits_NV = steps.advance(i, state, tokens_N)
+        tokens_NC, logprobs_NC = _pick_tokens(branches, inputs, uniforms_B, logits_NV)
+        C, tokens_BM = tokens_NC.shape[1], steps.find_tokens(tokens_NC).view(B, -1)
         scores_BM = (scores_BK.flatten()[:, None] + logprobs_NC).view(B, -1)
-        tokens_BM = tokens_NC.view(B, -1)
         found.append((tokens_BM, parents_BK.repeat_interleave(C, 1), scores_BM))
-        num = scores_BM.shape[1]
-        best_BK = torch.sort(scores_BM.nan_to_num(-math.inf), dim=-1, descending=True, stable=True).indices[
-            :, :branches
-        ]
+        order_BM = torch.sort(scores_BM.nan_to_num(-math.inf), dim=-1, descending=True, stable=True).indices
+        best_BK, count = order_BM[:, :branches], scores_BM.shape[1]
         tokens_N, scores_BK = tokens_BM.gather(1, best_BK).flatten(), scores_BM.gather(1, best_BK)
-        if branches > 1 and i + 1 < config.num_drafts:
-            offsets_B1 = torch.arange(B, device=best_BK.device)[:, None] * (num // C)
-            state = select(state, (offsets_B1 + best_BK // C).flatten())
-        parents_BK, first = best_BK + first, first + num
+        if i + 1 < num:
+            offsets_B1 = torch.arange(B, device=best_BK.device)[:, None] * (count // C)
+            state = steps.select(state, (offsets_B1 + best_BK // C).flatten())
+        parents_BK, first = best_BK + first, first + count
     tokens, parents, scores = (torch.cat(each, 1) for each in zip(*found, strict=True))
     return tokens, parents, scores
 
 
 def _pick_tokens(
-    i: int, branches: int, inputs: DraftInputs, logits_NV: Tensor
+    branches: int, inputs: DraftInputs, uniforms_B: Tensor, logits_NV: Tensor
 ) -> tuple[Int64[Tensor, "n c"], Float64[Tensor, "n c"]]:
-    """Returns the tokens of draft i after each chain: the drawn token, then others by probability for a tree.
+    """Returns the drawn token of a draft after each chain, and then others by probability.
 
     The model draws by the same random number, so that it draws the same token more often than by the token's
-    probability p. At a temperature sqrt(p) is taken for the drawn token in a tree, and p' / (1 + sqrt(p)) for a token
-    of probability p'. These add up to 1 as well.
+    probability p. At a temperature sqrt(p) is taken for the drawn token, and p' / (1 + sqrt(p)) for a token of
+    probability p'. These add up to 1 as well.
     """
-    drawn_N, logprobs_N = inputs.draw(i, logits_NV)
-    if branches == 1:
-        return drawn_N[:, None], logprobs_N[:, None].double()
+    drawn_N, logprobs_N = inputs.draw(uniforms_B, logits_NV)
     tokens_NK, others_NK = kernels.top_logprobs(logits_NV, branches)
     others_NK = others_NK.masked_fill(tokens_NK == drawn_N[:, None], -math.inf).double()
     own_N1 = logprobs_N[:, None].double()

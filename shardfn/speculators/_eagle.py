@@ -53,10 +53,29 @@ def torch_functions(config: EagleConfig | MTPConfig, params: Params) -> LayerFun
     return LayerFunctions(lambda name, x: F.linear(x, params[name]), norm, lambda gate, up: F.silu(gate) * up)
 
 
-def batch_invariant_functions(
-    config: EagleConfig | MTPConfig, multiply: Callable[[str, Tensor], Tensor]
-) -> LayerFunctions:
-    """Returns the functions of a layer with these products, in the form that is batch-invariant."""
+def pack_layers(config: EagleConfig | MTPConfig, params: Params) -> Params:
+    """Returns the parameters of `start_eagle` and `start_mtp`: panels in place of weights, and rotary tables.
+
+    The tables, "cos" and "sin", have the places of all states of a proposal and of the drafts.
+    """
+    packed = {name: kernels.pack_rows(params[name]) for name in config.products}
+    places = torch.arange(config.hidden_window + config.num_drafts, device=params["embed"].device)
+    tables = nn.batch_invariant_rope_table(places, config.head_dim, base=config.rope_base)
+    return params | packed | dict(zip(("cos", "sin"), tables, strict=True))
+
+
+def batch_invariant_functions(config: EagleConfig | MTPConfig, params: Params, prefix: str = "") -> LayerFunctions:
+    """Returns the functions of a layer with these weights, in the form that is batch-invariant.
+
+    Args:
+        config: shape.
+        params: parameters as from `pack_layers`.
+        prefix: beginning of the names of the layer's leaves, for example "1.".
+    """
+
+    def multiply(name: str, x: Tensor) -> Tensor:
+        return kernels.row_linear(x, params[prefix + name], config.shapes[prefix + name][0])
+
     norm = functools.partial(nn.batch_invariant_rms_norm, eps=config.norm_eps)
     return LayerFunctions(multiply, norm, kernels.gated_silu)
 
@@ -106,17 +125,15 @@ class EagleState(NamedTuple):
     last_N: Tensor
 
 
-def start_eagle(
-    config: EagleConfig, params: Params, multiply: Callable[[str, Tensor], Tensor], inputs: DraftInputs
-) -> DraftSteps:
+def start_eagle(config: EagleConfig, params: Params, inputs: DraftInputs) -> DraftSteps:
     """Returns the drafts of B sequences, by batch-invariant kernels: the function of `apply_eagle`.
 
     Each chain has a block of a KV cache for only this call.
     """
-    functions = batch_invariant_functions(config, multiply)
+    functions = batch_invariant_functions(config, params)
+    multiply, cos, sin = functions.multiply, params["cos"], params["sin"]
     (B, W), device = inputs.tokens_BW.shape, inputs.tokens_BW.device
     room, count = W + config.num_drafts, {"dtype": torch.int32, "device": device}
-    cos, sin = nn.batch_invariant_rope_table(torch.arange(room, device=device), config.head_dim, base=config.rope_base)
 
     def attend(x: Tensor, row_x: Tensor, at: Tensor, slots: Tensor, of: Tensor, state: EagleState, *rows: Any) -> Any:
         row_at, row = rows
@@ -127,7 +144,7 @@ def start_eagle(
         return kernels.ragged_attention(q, k, v, state.cache, slots, at, of, tables, rows=row)[0]
 
     def embed(tokens: Tensor) -> Tensor:
-        return params["embed"][tokens.clamp(min=0)]
+        return params["embed"][tokens]
 
     def finish(state: EagleState, g_NE: Tensor, y_NHK: Tensor) -> tuple[EagleState, Tensor]:
         g_NE = finish_layer(params, functions, g_NE, y_NHK)

@@ -23,11 +23,13 @@ class DraftSteps(NamedTuple):
         advance: function `advance(i, state, tokens_N)` -> state, and logits [N, V] of draft i of each chain. The tokens
             are the last of each chain.
         select: function `select(state, index_M)` -> state of M chains, copies of the chains with these numbers.
+        find_tokens: function from numbers of logits to tokens, for a head with fewer tokens than the vocabulary.
     """
 
     state: Any
     advance: Callable[[int, Any, Tensor], tuple[Any, Tensor]]
     select: Callable[[Any, Tensor], Any]
+    find_tokens: Callable[[Tensor], Tensor] = lambda numbers: numbers
 
 
 class DraftInputs(NamedTuple):
@@ -60,15 +62,20 @@ class DraftInputs(NamedTuple):
         """Returns the last drawn token of each sequence."""
         return self.tokens_BW.take_along_dim(self.counts_B[:, None] - 1, 1)[:, 0]
 
-    def draw(self, i: int, logits_NV: Tensor) -> tuple[Int64[Tensor, " n"], Float[Tensor, " n"]]:
-        """Returns draft i of each chain, drawn as the engine draws that place, and the log probabilities.
+    def draw_uniforms(self, num: int) -> list[Float64[Tensor, " b"]]:
+        """Returns the random numbers of the draws of `num` drafts, by which the engine draws these places, too."""
+        places = torch.cat([self.places + i for i in range(num)])
+        return [*kernels.draw_uniforms(self.keys.repeat(num), places).view(num, -1)]
+
+    def draw(self, uniforms_B: Tensor, logits_NV: Tensor) -> tuple[Int64[Tensor, " n"], Float[Tensor, " n"]]:
+        """Returns a draft of each chain, drawn as the engine draws that place, and the log probabilities.
 
         N is a multiple of B. The chains of a sequence follow one another.
         """
         chains = len(logits_NV) // len(self.keys)
-        keys, places, *how = (x.repeat_interleave(chains) if chains > 1 else x for x in self[3:])
-        named = dict(zip(self._fields[5:], how, strict=True))
-        return kernels.draw(logits_NV, kernels.draw_uniforms(keys, places + i), **named)
+        given = uniforms_B, *self[5:]
+        uniforms_N, *how = (x.repeat_interleave(chains) for x in given) if chains > 1 else given
+        return kernels.draw(logits_NV, uniforms_N, **dict(zip(self._fields[5:], how, strict=True)))
 
 
 def make_inputs(contexts: Sequence[Context], size: int, window: int, device: torch.device) -> DraftInputs:

@@ -19,7 +19,6 @@ References:
     DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, https://arxiv.org/abs/2412.19437, section 2.2
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -82,28 +81,27 @@ class MTPState(NamedTuple):
     at_NR: Tensor  # below 0 is padding
 
 
-def start_mtp(
-    config: MTPConfig, params: Params, multiply: Callable[[str, Tensor], Tensor], inputs: DraftInputs
-) -> DraftSteps:
+def start_mtp(config: MTPConfig, params: Params, inputs: DraftInputs) -> DraftSteps:
     """Returns the drafts of B sequences, by batch-invariant kernels: the function of `apply_mtp`.
 
     The states are those at the last R positions. Module k computes only the positions that the modules after k attend
     to: R - (k + 1) (W - 1). The KV cache is for only this call, and its block 0 takes the keys of padding.
     """
     R, device = inputs.tokens_BW.shape[1], inputs.tokens_BW.device
-    table = nn.batch_invariant_rope_table(torch.arange(R, device=device), config.head_dim, base=config.rope_base)
+    table = params["cos"][:R], params["sin"][:R]
 
     def advance(i: int, state: MTPState, tokens_N: Tensor) -> tuple[MTPState, Tensor]:
         tokens_NR = torch.cat([state.tokens_NR, tokens_N[:, None]], 1) if i else state.tokens_NR
         own, N, before = _take_module(params, i), len(tokens_N), config.window - 1
-        functions = batch_invariant_functions(config, lambda name, x: multiply(f"{i}.{name}", x))
-        e_NRE = params["embed"][tokens_NR.clamp(min=0)]
+        functions = batch_invariant_functions(config, params, f"{i}.")
+        e_NRE = params["embed"][tokens_NR]
         x_NRE = functions.multiply("project", join_inputs(own, functions, e_NRE, state.g_NRE).flatten(0, 1))
         y_NRE = functions.rms_norm(x_NRE, own["first_norm_w"])
         kept = x_NRE.unflatten(0, (N, -1))[:, before:]
         heads = _attend_last(config, functions, y_NRE, state.at_NR, table)
         g_NRE = finish_layer(own, functions, kept.flatten(0, 1), heads).unflatten(0, (N, -1))
-        logits_NV = multiply("head", functions.rms_norm(g_NRE[:, -1], own["last_norm_w"]))
+        last_NE = functions.rms_norm(g_NRE[:, -1], own["last_norm_w"])
+        logits_NV = kernels.row_linear(last_NE, params["head"], config.vocab_size)
         return MTPState(g_NRE, tokens_NR[:, before + 1 :], state.at_NR[:, before:]), logits_NV
 
     def select(state: MTPState, index_M: Tensor) -> MTPState:

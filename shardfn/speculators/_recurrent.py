@@ -21,7 +21,7 @@ References:
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from shardfn import nn
+from shardfn import kernels, nn
 from shardfn.core import Axes
 
 from ._config import RecurrentConfig
@@ -43,7 +43,7 @@ class CellState(NamedTuple):
 
     Attributes:
         h: hidden state [*, E], or [*, D] before the first head.
-        c: cell of an LSTM [*, E], or zeros [*, 1] before the first head, and for "mlp".
+        c: cell of an LSTM [*, E]. Zeros before the first head, and for "mlp".
     """
 
     h: Tensor
@@ -56,15 +56,14 @@ class CellFunctions(NamedTuple):
     rms_norm: Callable[..., Tensor]
     layer_norm: Callable[..., Tensor]
     gelu: Callable[[Tensor], Tensor]
-    sigmoid: Callable[[Tensor], Tensor]
+    gate: Callable[[Tensor, Tensor], Tensor]  # sigmoid of the first times the second
 
 
-TORCH = CellFunctions(nn.rms_norm, nn.layer_norm, functools.partial(F.gelu, approximate="tanh"), torch.sigmoid)
+TORCH = CellFunctions(
+    nn.rms_norm, nn.layer_norm, functools.partial(F.gelu, approximate="tanh"), lambda gate, x: torch.sigmoid(gate) * x
+)
 BATCH_INVARIANT = CellFunctions(
-    nn.batch_invariant_rms_norm,
-    nn.batch_invariant_layer_norm,
-    nn.batch_invariant_gelu,
-    nn.batch_invariant_sigmoid,
+    nn.batch_invariant_rms_norm, nn.batch_invariant_layer_norm, nn.batch_invariant_gelu, kernels.gated_sigmoid
 )
 
 
@@ -76,36 +75,56 @@ def apply_recurrent(
     axis: Axes = None,
 ) -> list[Float[Tensor, "b t v"]]:
     """Returns the logits of each head after each position."""
-    state, logits = _start_state(TORCH, hidden_BTD), []
+    state, logits = _start_state(config, TORCH, hidden_BTD), []
     for i, tokens_BT in enumerate(tokens_BTN.unbind(-1)):
         z_BTE = nn.embedding(tokens_BT, params["embed"], vocab_size=config.vocab_size, axis=axis)
         y_BTN = F.linear(state.h, params["later" if i else "first"])
-        state = _advance_state(config, params, TORCH, y_BTN, state.c, z_BTE * scale_of(config))
+        y_E = y_BTN.chunk(config.num_gates, -1)
+        state = _advance_state(config, params, TORCH, y_E, state.c, z_BTE * scale_of(config))
         logits.append(nn.column_linear(state.h, params["head"], features=config.vocab_size, axis=axis))
     return logits
 
 
-def start_recurrent(
-    config: RecurrentConfig, params: Params, multiply: Callable[[str, Tensor], Tensor], inputs: DraftInputs
-) -> DraftSteps:
-    """Returns the drafts of B sequences, by batch-invariant kernels: the function of `apply_recurrent`."""
+def pack_recurrent(config: RecurrentConfig, params: Params) -> Params:
+    """Returns the parameters of `start_recurrent`: embeddings times `scale_of(config)`, and panels of each gate.
+
+    So a draft has only kernels and sums of equal shapes, and the graph makes a single chain of them.
+    """
+    weights = {"head": params["head"]}
+    for name in ("first", "later"):
+        weights |= {f"{name}.{i}": x for i, x in enumerate(params[name].chunk(config.num_gates))}
+    others = {name: x for name, x in params.items() if name not in config.products}
+    packed = {name: kernels.pack_rows(x) for name, x in weights.items()}
+    return others | packed | {"embed": params["embed"] * scale_of(config)}
+
+
+def start_recurrent(config: RecurrentConfig, params: Params, inputs: DraftInputs) -> DraftSteps:
+    """Returns the drafts of B sequences, by batch-invariant kernels: the function of `apply_recurrent`.
+
+    Args:
+        config: shape.
+        params: parameters as from `pack_recurrent`.
+        inputs: states and tokens of the sequences.
+    """
 
     def advance(i: int, state: CellState, tokens_N: Tensor) -> tuple[CellState, Tensor]:
-        z_NE = params["embed"][tokens_N.clamp(min=0)] * scale_of(config)
-        projected = multiply("later" if i else "first", state.h)
+        name, z_NE = "later" if i else "first", params["embed"][tokens_N]
+        weights = [params[f"{name}.{j}"] for j in range(config.num_gates)]
+        projected = [kernels.row_linear(state.h, w, config.d_inner) for w in weights]
         state = _advance_state(config, params, BATCH_INVARIANT, projected, state.c, z_NE)
-        return state, multiply("head", state.h)
+        return state, kernels.row_linear(state.h, params["head"], config.vocab_size)
 
     def select(state: CellState, index_M: Tensor) -> CellState:
         return CellState(state.h[index_M], state.c[index_M])
 
-    return DraftSteps(_start_state(BATCH_INVARIANT, inputs.hidden_BWN[:, 0]), advance, select)
+    return DraftSteps(_start_state(config, BATCH_INVARIANT, inputs.hidden_BWN[:, 0]), advance, select)
 
 
-def _start_state(functions: CellFunctions, hidden_D: Float[Tensor, "*batch d"]) -> CellState:
+def _start_state(config: RecurrentConfig, functions: CellFunctions, hidden_D: Float[Tensor, "*batch d"]) -> CellState:
     """Returns the state before the first head."""
     scale_D = hidden_D.new_full(hidden_D.shape[-1:], 0.5**0.5)
-    return CellState(functions.rms_norm(hidden_D, scale_D), hidden_D.new_zeros((*hidden_D.shape[:-1], 1)))
+    c_E = hidden_D.new_zeros((*hidden_D.shape[:-1], config.d_inner))
+    return CellState(functions.rms_norm(hidden_D, scale_D), c_E)
 
 
 def scale_of(config: RecurrentConfig) -> float:
@@ -118,7 +137,7 @@ def _advance_state(
     config: RecurrentConfig,
     params: Params,
     functions: CellFunctions,
-    projected: Float[Tensor, "*batch n"],
+    projected: Sequence[Float[Tensor, "*batch e"]],
     c_E: Float[Tensor, "..."],
     z_E: Float[Tensor, "*batch e"],
 ) -> CellState:
@@ -128,15 +147,15 @@ def _advance_state(
         config: shape.
         params: parameters. Only norms are read.
         functions: functions of a cell.
-        projected: product of h with "first" for the first head, and with "later" for all later heads.
+        projected: product of h with each gate's part of "first" for the first head, and of "later" for all later heads.
         c_E: cell of the state before.
         z_E: embedding of the head's token, times `scale_of(config)`.
     """
-    y_GE = projected.unflatten(-1, (config.num_gates, config.d_inner)) + z_E[..., None, :]
-    g_E = functions.gelu(functions.layer_norm(y_GE[..., -1, :], params["norm_w"], params["norm_b"]))
+    *gates, y_E = [y_E + z_E for y_E in projected]
+    g_E = functions.gelu(functions.layer_norm(y_E, params["norm_w"], params["norm_b"]))
     if config.kind == "mlp":
         return CellState(g_E, c_E)
-    f_E, i_E, o_E = functions.sigmoid(y_GE[..., :-1, :]).unbind(-2)
-    c_E = f_E * c_E + i_E * g_E
+    f_E, i_E, o_E = gates
+    c_E = functions.gate(f_E, c_E) + functions.gate(i_E, g_E)
     out_E = functions.gelu(functions.layer_norm(c_E, params["cell_norm_w"], params["cell_norm_b"]))
-    return CellState(o_E * out_E, c_E)
+    return CellState(functions.gate(o_E, out_E), c_E)

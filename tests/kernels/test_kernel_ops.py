@@ -77,6 +77,7 @@ CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = 
      (X, [kernels.pack_rows(torch.randn(5, 16), "int4")] * 2, [5, 3], 8, [torch.ones(5), None])),
     ("ragged_attention", kernels.ragged_attention, PAGES, (*PAGES, 0.5, None, None, None, torch.ones(2), None, None)),
     ("gated_silu", kernels.gated_silu, (X, ERROR), (X, ERROR)),
+    ("gated_sigmoid", kernels.gated_sigmoid, (X, ERROR), (X, ERROR)),
     ("gelu", kernels.gelu, (X,), (X,)),
     ("gated_silu_gradient", kernels.gated_silu_gradient, (X, X[:, :8]), (X, X[:, :8])),
     ("row_norm", lambda x, w: kernels.row_norm(x, w, centered=True), (X, ERROR[0]), (X, ERROR[0], X[0], 1e-5, False)),

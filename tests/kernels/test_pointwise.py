@@ -1,4 +1,4 @@
-"""Covers kernels.gated_silu and kernels.gelu: the bits of their definition on every processor, those of a row alone.
+"""Covers kernels.gated_silu, gated_sigmoid and gelu: the bits of their definition on every processor, those of a row alone.
 
 And the gradient of the first, with the bits of torch's operations.
 """
@@ -22,7 +22,7 @@ ODD = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e30, -1e30, 88.7,
 
 
 def _of(name: str, x: Tensor) -> Tensor:
-    return kernels.gelu(x) if name == "gelu" else kernels.gated_silu(x, x.cos().nan_to_num() + 2)
+    return kernels.gelu(x) if name == "gelu" else getattr(kernels, name)(x, x.cos().nan_to_num() + 2)
 
 
 def _drawn(*shape: int) -> Tensor:
@@ -58,7 +58,7 @@ def test_the_exponential_is_within_a_unit() -> None:
 
 
 @pytest.mark.usefixtures("generation")
-@pytest.mark.parametrize("name", ["gated_silu", "gelu"])
+@pytest.mark.parametrize("name", ["gated_silu", "gated_sigmoid", "gelu"])
 def test_every_processor_has_the_bits_of_the_definition(name: str) -> None:
     x = torch.cat([_drawn(9001), ODD])
     got = _of(name, x)
@@ -66,14 +66,14 @@ def test_every_processor_has_the_bits_of_the_definition(name: str) -> None:
         want = _of(name, x)
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got.view(torch.int32)[~got.isnan()], want.view(torch.int32)[~got.isnan()])
-    assert got.isnan().sum() == 2  # of NaN, and of minus infinity, as torch's
+    assert got.isnan().sum() == 2 - (name == "gated_sigmoid")  # of NaN, and of x = -inf times 0, as torch's
 
 
 @pytest.mark.day("x86-64-v4-gated_silu-77-1", "x86-64-v3-gelu-77-1")
 @pytest.mark.usefixtures("generation")
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=NIGHTLY)])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["gated_silu", "gelu"])
+@pytest.mark.parametrize("name", ["gated_silu", pytest.param("gated_sigmoid", marks=NIGHTLY), "gelu"])
 def test_a_row_has_its_bits_alone(name: str, width: int, threads: int) -> None:
     x = _drawn(2000, width)
     before = torch.get_num_threads()
@@ -91,11 +91,12 @@ def test_values_are_those_of_torch() -> None:
     x = _drawn(3, 500)
     torch.testing.assert_close(kernels.gelu(x), gelu(x, approximate="tanh"))
     torch.testing.assert_close(kernels.gated_silu(x, x.sin()), silu(x) * x.sin())
+    torch.testing.assert_close(kernels.gated_sigmoid(x, x.sin()), x.sigmoid() * x.sin())
     assert kernels.gelu(x[:0]).shape == (0, 500)
 
 
 @pytest.mark.day("gated_silu")
-@pytest.mark.parametrize("name", ["gated_silu", "gelu"])
+@pytest.mark.parametrize("name", ["gated_silu", pytest.param("gated_sigmoid", marks=NIGHTLY), "gelu"])
 def test_triton_has_the_bits_of_a_row_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

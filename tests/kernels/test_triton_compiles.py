@@ -72,6 +72,7 @@ CASES += [
 ]
 CASES += [
     (pointwise._gated_silu, "*fp32 *fp32 *fp32 i64", dict(WIDTH=1024)),
+    (pointwise._gated_sigmoid, "*fp32 *fp32 *fp32 i64", dict(WIDTH=1024)),
     (pointwise._gelu_kernel, "*fp32 *fp32 i64", dict(WIDTH=1024)),
     (pointwise._rotate_kernel, "*fp32 *fp32 *fp32 *fp32 i64 i64 i64", dict(WIDTH=1024)),
 ]
