@@ -1,4 +1,4 @@
-"""Covers kernels.gated_silu, gated_sigmoid and gelu: the bits of their definition on every processor, those of a row alone.
+"""Covers kernels.gated_silu, gated_sigmoid and gelu: bits of the definition on every processor, those of a row alone.
 
 And the gradient of the first, with the bits of torch's operations.
 """
