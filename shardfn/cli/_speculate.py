@@ -64,13 +64,13 @@ def force_model(job: Any, served: LoadedModel, rows: Tensor, held: Tensor, repor
     config, before = ForcingConfig(block=block), unshard(served.params)
     prompts = rows[:_TEXTS, :prompt].tolist()
     found = list(draw_trajectories(made, before, prompts, block=block, num_blocks=num_blocks))
-    batch = make_forcing_batch(config, found)
+    noises = [make_forcing_batch(config, found, shift=shift) for shift in range(config.window)]
     optimizer = chain(clip_by_global_norm(1.0), adamw(job.learning_rate))
     step = sharded_step(functools.partial(forcing_loss, made.config, config), optimizer)
     state, drawn = step.init(tree_map(torch.clone, before)), torch.Generator().manual_seed(job.seed)
     for i in range(job.steps):
         own = torch.randint(len(found), (job.batch,), generator=drawn)
-        state, metrics = step(state, {name: x[own] for name, x in batch.items()})
+        state, metrics = step(state, {name: x[own] for name, x in noises[i % config.window].items()})
         report(i, float(metrics["loss"]))
     params = tree_map(unshard, state.params)
     out = pathlib.Path(job.out)

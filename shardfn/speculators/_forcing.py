@@ -7,7 +7,9 @@ the logits of all blocks after noisy and after clean text. The loss is
     10 CE(prompt, l_0, l_1, ..) + tau^2 / J sum over i of softmax(l_j,i / tau) . -log softmax(k_j,i / tau)
 
 with the mean of the second part over the places i of all blocks from the first wrong guess on, and no gradient through
-the logits of l. Block j has a noise near ratio j mod w of w ratios, from few to many wrong guesses.
+the logits of l. Block j has a noise near ratio j mod w of w ratios, from few to many wrong guesses. On later passes
+over the same trajectories block j has ratio (j + shift) mod w. With the same noise on each pass, a model learns these
+states by heart, and draws few right tokens from other states.
 
 B rows, P tokens of the prompt, J blocks, n tokens of a block, w blocks of a window, T = P + 2 J n tokens of a row, V
 vocabulary.
@@ -118,12 +120,16 @@ def find_divergence(state: Sequence[int], clean: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(state, clean, strict=True)) if a != b), len(clean))
 
 
-def make_forcing_batch(config: ForcingConfig, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+def make_forcing_batch(
+    config: ForcingConfig, trajectories: Sequence[Trajectory], *, shift: int = 0
+) -> dict[str, Tensor]:
     """Returns the batch of `forcing_loss`: {"prompt": [B, P], "noisy": [B, J, n], "clean": [B, J, n]}, int64.
 
     Args:
         config: settings.
         trajectories: trajectories with prompts of one length and one number of blocks.
+        shift: number added to each block's number, to choose its noise. Another shift on each pass, from 0 to
+            `config.window - 1`, shows each block with each noise.
 
     Raises:
         ValueError: there are no trajectories, or they differ in length, or blocks have another number of tokens.
@@ -140,7 +146,7 @@ def make_forcing_batch(config: ForcingConfig, trajectories: Sequence[Trajectory]
             "make_forcing_batch: trajectories must have one length of prompts and one number of blocks of"
             f" {config.block} tokens, got {sorted(sizes)} and blocks of {sorted(blocks)} tokens."
         )
-    noisy = [[pick_noise(config, states, j) for j, states in enumerate(one.states)] for one in trajectories]
+    noisy = [[pick_noise(config, states, j + shift) for j, states in enumerate(one.states)] for one in trajectories]
     clean = [[states[-1] for states in one.states] for one in trajectories]
     found = {"prompt": [one.prompt for one in trajectories], "noisy": noisy, "clean": clean}
     return {name: torch.tensor(x) for name, x in found.items()}

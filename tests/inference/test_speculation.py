@@ -199,11 +199,14 @@ def test_long_stories_of_engines_with_drafters_in_turn(kind: str, part: int) -> 
         hold(story, one, graphs, limits, names[i % len(names)])
 
 
-def tell_on_ranks(world: int, number: int) -> None:
-    one = model("tp", **KINDS["gpt2"][0])
-    graphs = Runner(one.decoder, SIZES, mesh=make_mesh({"tp": world}))
-    for i, story in enumerate(drawn_stories(SIZES, number)):
-        hold(story, one, graphs, SIZES, list(DRAFTERS)[i % len(DRAFTERS)])
+def tell_on_ranks(world: int, number: int, kind: str = "gpt2") -> None:
+    one, limits = model("tp", **KINDS[kind][0]), SIZES if kind == "gpt2" else ENGINES[kind]
+    graphs = Runner(one.decoder, limits, mesh=make_mesh({"tp": world}))
+    # The first drafters are of Jacobi decoding. Trained speculators are of a model of two layers, and of no other.
+    names = [name for name in DRAFTERS if "trained" not in name or one.config.num_layers == 2]
+    names.sort(key=lambda name: not name.startswith("jacobi"))
+    for i, story in enumerate(drawn_stories(limits, number)):
+        hold(story, one, graphs, limits, names[i % len(names)])
 
 
 @pytest.mark.nightly
@@ -216,6 +219,12 @@ def test_stories_with_drafters_on_ranks(world: int) -> None:
 @distributed(world=2, timeout=600)
 def test_many_stories_with_drafters_on_ranks(world: int) -> None:
     tell_on_ranks(world, MANY // 10)
+
+
+@pytest.mark.nightly
+@distributed(world=2, timeout=600)
+def test_stories_of_swift_kv_with_drafters_on_ranks(world: int) -> None:
+    tell_on_ranks(world, max(4, MANY // 20), "swift")
 
 
 @pytest.mark.parametrize("name", ["random", "bush"])

@@ -177,6 +177,9 @@ def test_noise_grows_over_a_window() -> None:
     assert [pick_noise(config, states, j) for j in range(4)] == [states[4], states[2], states[0], states[4]]
     narrow = ForcingConfig(block=4, window=2, least=0.25, most=0.7)
     assert [pick_noise(narrow, states, j) for j in range(2)] == [states[3], states[1]]
+    text = [Trajectory([7], [states, states])]
+    noisy = [make_forcing_batch(config, text, shift=shift)["noisy"][0].tolist() for shift in range(3)]
+    assert noisy == [[states[4], states[2]], [states[2], states[0]], [states[0], states[4]]]
 
 
 def test_files_know_the_weights(tmp_path: pathlib.Path) -> None:
@@ -220,7 +223,11 @@ def test_bad_sizes_are_refused() -> None:
 
 @pytest.mark.nightly
 def test_a_trained_model_needs_fewer_steps() -> None:
-    """On texts in which each token follows from the place in a line of digits."""
+    """On texts in which each token follows from the place in a line of digits: 1.3 tokens a step, plain 1.0.
+
+    The trajectories are of the weights so far, and each block has another noise in each step. With one noise for each
+    block the model learns the noisy rows by heart, and has fewer than 1.25 tokens a step after as many steps.
+    """
     config = dataclasses.replace(MODELS["llama"], d_model=32, batch_invariant=True)
     made, drafter, settings = decoder(config), MultiBlockJacobi(4), ForcingConfig(block=4, window=3)
     lines = torch.stack([torch.arange(i, i + 33) % 11 for i in range(11)])
@@ -231,12 +238,16 @@ def test_a_trained_model_needs_fewer_steps() -> None:
     params = core.tree_map(sf.unshard, state.params)
     prompts, how = [line[:3].tolist() for line in lines], Sampling(24, temperature=0.0)
     before = measure_acceptance(Engine(made, params, drafter=drafter), prompts, how)
-    batch = make_forcing_batch(settings, list(draw_trajectories(made, params, prompts, block=4, num_blocks=6)))
     forcing = sf.sharded_step(functools.partial(forcing_loss, config, settings), sf.optim.adamw(3e-3))
     state = forcing.init(params)
-    for _ in range(150):
-        state, _ = forcing(state, batch)
+    for _ in range(3):
+        params = core.tree_map(sf.unshard, state.params)
+        found = list(draw_trajectories(made, params, prompts, block=4, num_blocks=6))
+        batches = [make_forcing_batch(settings, found, shift=shift) for shift in range(3)]
+        for i in range(50):
+            state, _ = forcing(state, batches[i % 3])
     params = core.tree_map(sf.unshard, state.params)
     guessing, plain = Engine(made, params, drafter=drafter), Engine(made, params)
     assert guessing.generate(prompts, how) == plain.generate(prompts, how)
-    assert measure_acceptance(guessing, prompts, how) > before + 0.3
+    after = measure_acceptance(guessing, prompts, how)
+    assert before < 0.1 and after > before + 0.3
