@@ -52,6 +52,7 @@ def check_decoder(decoder: Decoder, limits: Limits, mesh: Mesh, weights_axis: Ax
     problems = list_misfits(decoder, limits)
     if heads % ranks:
         problems.append(f"{ranks} ranks of {decoder.cache.axis!r} do not divide the {heads} key heads of the model")
+    problems += decoder.list_misfits(mesh)
     kept = {*P(weights_axis).axes}
     if kept - mesh.shape.keys():
         problems.append(f"weights_axis={weights_axis!r} must be an axis of the mesh, which has {[*mesh.shape]}")

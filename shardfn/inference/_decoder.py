@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardfn import nn
 from shardfn.collectives import unshard
-from shardfn.core import P, PyTree, QuantizationPolicy, named_leaves, tree_leaves
+from shardfn.core import Axes, Mesh, P, PyTree, QuantizationPolicy, named_leaves, tree_leaves
 from shardfn.kernels import Activations
 from shardfn.models import gpt
 from shardfn.nn import moe
@@ -72,6 +72,7 @@ class Decoder:
             `ImageRule.grid` its positions are int32 [3, T].
         embed_size: width of the embeddings of tokens, which prompts may give through `images=`, or 0 without such
             prompts.
+        list_misfits: function from a mesh to what the mesh cannot cut, as lines of a message.
     """
 
     vocab: int
@@ -95,6 +96,7 @@ class Decoder:
     config: gpt.Config | None = None
     images: ImageRule | None = None
     embed_size: int = 0
+    list_misfits: Callable[[Mesh], list[str]] = lambda mesh: []
 
     @property
     def embeds(self) -> bool:
@@ -138,6 +140,7 @@ def decoder(
     config: gpt.Config,
     *,
     tp: str | None = None,
+    sp: str | None = None,
     quantization: QuantizationPolicy = None,
     activations: Activations | None = None,
 ) -> Decoder:
@@ -148,6 +151,10 @@ def decoder(
         tp: mesh axis that cuts heads, features and vocabulary. The axis divides the number of key heads. A
             batch-invariant config then also has the layout "sp", which cuts the tokens of a step along the axis. A
             config with experts, whose exchange is `moe.AllReduce(tp, in_order=True)`, has "ep" as well.
+        sp: further mesh axis, of a batch-invariant model without experts (shift parallelism). The layout "tp" cuts
+            heads, features and vocabulary along both axes. The layout "sp" cuts them along `tp`, and the tokens of a
+            step along `sp`. Both read one copy of the weights, a rank's block of `tp`. The ranks of both axes divide
+            the number of key heads.
         quantization: "int8" or "int4" for the weights of linear layers, or codes by regular expressions found in names
             such as "blocks.0.wq" and "embed", for example `{"embed|head": "int8", "": "int4"}`. Logits equal the logits
             of the rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or
@@ -157,8 +164,8 @@ def decoder(
             logits of `gpt.apply`.
 
     Raises:
-        ValueError: tokens of the model look ahead, or its masks need whole sequences, or codes or rounded activations
-            of layers that are not exact.
+        ValueError: tokens of the model look ahead, or its masks need whole sequences, or codes, rounded activations or
+            `sp` of layers that are not exact, or `sp` of a model with experts or images.
 
     Example:
         >>> decoder(gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4)).cache
@@ -170,12 +177,15 @@ def decoder(
             f"decoder: quantization={quantization!r} needs batch-invariant layers. Use Config(batch_invariant=True)."
         )
     check_activations(activations, "decoder", config.batch_invariant)
+    if sp is not None:
+        _check_shift(config, tp, sp)
+    axes = tp if sp is None else (*P(tp).axes, sp)
     flat = dataclasses.replace(config, stacked=False)
     linear = {name: Linear(*sizes) for name, sizes in gpt.linear_sizes(flat).items()} if config.batch_invariant else {}
 
     def add_low_rank(low: LowRank, name: str) -> nn.Then:
         rows = name.endswith((".wo", ".w_down"))  # inputs are cut, and outputs of all other layers
-        return functools.partial(low.added, name, axis=tp, joins=rows, cut=not rows)
+        return functools.partial(low.added, name, axis=axes, joins=rows, cut=not rows)
 
     def compute_outputs(
         weights: PyTree,
@@ -187,16 +197,17 @@ def decoder(
         images: tuple[Tensor, Tensor] | None = None,
     ) -> Outputs:
         added = {} if low is None else {name: add_low_rank(low, name) for name in low.sites}
-        how: Any = {"axis": tp, "then": added, "activations": activations, "images": images}
+        how: Any = {"axis": axes, "shared": sp, "then": added, "activations": activations, "images": images}
         return make_outputs(gpt.decode(flat, weights, tokens_T, positions_T, rows_R, bodies, **how))
 
     def pack(params: PyTree) -> PyTree:
-        return check_coded(gpt.pack(config, params, axis=tp, quantization=quantization), activations, "decoder")
+        packed = gpt.pack(config, params, axis=tp, shared=sp, quantization=quantization)
+        return check_coded(packed, activations, "decoder")
 
     return Decoder(
         vocab=config.vocab_size,
         context=config.max_len,
-        cache=CacheLayout(config.num_cache_layers, config.kv_heads, config.head_dim, tp),
+        cache=CacheLayout(config.num_cache_layers, config.kv_heads, config.head_dim, axes),
         specs=gpt.served_specs(config, tp=tp),
         outputs=compute_outputs,
         pack=pack,
@@ -208,12 +219,48 @@ def decoder(
         digest=_digest_config(config),
         linear=linear,
         expert_shape=(0, 0) if config.experts is None else (len(config.expert_layers), config.experts.top_k),
-        more_layouts=_list_more(config, tp, quantization, activations),
+        more_layouts=(
+            _list_more(config, tp, quantization, activations)
+            if sp is None
+            else {"sp": make_sequence_layout(config, sp, quantization, activations, tp=tp, pack=pack)}
+        ),
         name_weights=functools.partial(_name_weights, config),
         config=config,
         images=None if config.images is None else ImageRule(config.images.token, config.images.rule),
         embed_size=config.d_model,
+        list_misfits=functools.partial(_list_uncut, config, axes),
     )
+
+
+def _check_shift(config: gpt.Config, tp: str | None, sp: str) -> None:
+    """Refuses a model whose layouts over two axes would not share the weights."""
+    parts = ("experts", config.experts is not None), ("images", config.images is not None)
+    if not config.batch_invariant:
+        raise ValueError(f"decoder: sp={sp!r} needs batch-invariant layers. Use Config(batch_invariant=True).")
+    if found := [name for name, has in parts if has]:
+        raise ValueError(f"decoder: sp={sp!r} must be of a model without {' and '.join(found)}. Leave it out.")
+    if tp == sp:
+        raise ValueError(
+            f"decoder: tp and sp must be different axes, got {sp!r} twice. Leave sp out for both over one."
+        )
+
+
+def _list_uncut(config: gpt.Config, axes: Axes, mesh: Mesh) -> list[str]:
+    """Returns what the ranks of a mesh cannot cut of a batch-invariant model, whose sums go by one tree."""
+    ranks = mesh.axis_size(axes)
+    num, rest = divmod(config.chunks, ranks)
+    if ranks == 1 or not config.batch_invariant:
+        return []
+    problems = []
+    if rest or num & (num - 1):
+        problems.append(
+            f"{ranks} ranks of {axes!r} do not divide the {config.chunks} chunks of the sums into powers of two each;"
+            f" use Config(chunks={ranks * max(1, 8 // ranks)})"
+        )
+    has_mlp = config.experts is None or config.experts.shared or config.experts.residual
+    if has_mlp and config.ff_dim % ranks:
+        problems.append(f"{ranks} ranks of {axes!r} do not divide the {config.ff_dim} features of the MLP (d_ff)")
+    return problems
 
 
 def _name_weights(config: gpt.Config, params: PyTree) -> list[tuple[str, Any]]:

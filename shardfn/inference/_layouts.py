@@ -6,6 +6,9 @@ The heads are those of the layout "tp", so that both layouts share one KV cache.
 place of the gathers of "tp", which pays for many tokens. Rows of a batch-invariant model do not depend on other rows,
 so logits have the bits of a single device.
 
+With a separate axis for the tokens ("tp", "sp"), both layouts also share the weights: each rank keeps the block of its
+place along "tp", and "tp" over both axes reads a part of the block in place (shift parallelism).
+
 Of a model with experts, "sp" has all experts on all ranks, and "ep" has a part of the experts on each rank and sends
 tokens to their experts. With `Engine(weights_axis=)`, "sp" gathers the experts of a layer while the layer before
 computes (AsyncEP).
@@ -26,7 +29,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.collectives import all_gather_invariant, all_to_all, take_own_block
+from shardfn.collectives import all_gather_invariant, all_to_all, axis_size, take_own_block
 from shardfn.core import Axes, P, PyTree, QuantizationPolicy
 from shardfn.kernels import Activations
 from shardfn.models import gpt
@@ -62,7 +65,8 @@ class Layout(NamedTuple):
         outputs: function `outputs(weights, tokens, positions, rows, bodies, adapters)` of this rank's blocks of
             `weights`, with a body of attention for each layer, with results equal on all ranks.
         specs: compute specs of the parameters.
-        pack: function from this rank's blocks of the parameters to the weights that `outputs` takes.
+        pack: function from this rank's blocks of the parameters to the weights that `outputs` takes. Layouts with the
+            same function share one copy of the weights.
         packed: specs of the result of `pack`, a prefix tree.
         tokens: mesh axis that cuts the tokens of a step, or None where each rank computes all tokens.
     """
@@ -80,15 +84,20 @@ def make_sequence_layout(
     quantization: QuantizationPolicy = None,
     activations: Activations | None = None,
     exchange: moe.Exchange = _LOCAL,
+    *,
+    tp: Axes = None,
+    pack: Callable[[PyTree], PyTree] | None = None,
 ) -> Layout:
     """Returns the layout "sp", or "ep" with an exchange of tokens.
 
     Args:
         config: shape of the model, batch-invariant.
-        axis: mesh axis that cuts the tokens, and the heads of the cache.
+        axis: mesh axis that cuts the tokens, and within the blocks of `tp` the heads of the cache.
         quantization: see `decoder`.
         activations: see `decoder`.
         exchange: exchange of tokens and experts.
+        tp: mesh axes that cut heads, features and vocabulary.
+        pack: function of a layout with the same specs, to share the weights, or None.
     """
     config = _exchange_by(config, exchange)
     flat = replace(config, stacked=False)
@@ -104,21 +113,21 @@ def make_sequence_layout(
         assert low is None, "steps with adapters have the first layout"
         T = len(tokens_T)
         rank_tokens, rank_positions = (take_own_block(x, axis, dim=0) for x in (tokens_T, positions_T))
-        exchanged = [_HeadExchange(body, axis, T, config.num_heads) for body in bodies]
+        exchanged = [_HeadExchange(body, axis, T, config.num_heads // axis_size(tp)) for body in bodies]
         gather = functools.partial(all_gather_invariant, axis=axis, dim=0, size=T)
         cut = functools.partial(take_own_block, axis=axis, dim=0)
         join = functools.partial(all_gather_invariant, axis=axis, dim=0, size=len(rows_R))
         parts = gpt.TokenParts(T, gather, cut, join, cut(positions_T[rows_R]))
-        how: Any = {"parts": parts, "activations": activations}
+        how: Any = {"parts": parts, "activations": activations, "axis": tp}
         counted = _exchange_by(flat, replace(exchange, tokens=T)) if isinstance(exchange, moe.AllToAll) else flat
         found = gpt.decode(counted, weights, rank_tokens, rank_positions, rows_R, exchanged, **how)
         return make_outputs(found, gather)
 
     return Layout(
         outputs=compute_outputs,
-        specs=gpt.served_specs(config),
-        pack=lambda params: gpt.pack(config, params, quantization=quantization),
-        packed=gpt.packed_specs(config),
+        specs=gpt.served_specs(config, tp=tp),
+        pack=pack or functools.partial(gpt.pack, config, axis=tp, quantization=quantization),
+        packed=gpt.packed_specs(config, tp=tp),
         tokens=axis,
     )
 
@@ -147,7 +156,7 @@ class _HeadExchange(nn.Local):
         inner: attention over all tokens, of this rank's heads.
         axis: mesh axis.
         num: number of tokens T on all ranks.
-        heads: number of heads H on all ranks.
+        heads: number of heads H on all ranks of the axis.
         num_queries: number of queries on all ranks, or None where each token has a query.
     """
 

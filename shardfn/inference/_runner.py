@@ -161,9 +161,15 @@ class Runner:
         # The work of a batch-invariant decoder is in kernels.
         self._threads = kernels.threads_for_kernels if decoder.batch_invariant else contextlib.nullcontext
         self._layouts = find_layouts(decoder, limits)
-        if self._by_leaf and len(self._layouts) > 1:
+        # Layouts that pack alike share one copy of the weights: the name of the first such layout.
+        packs = {x.pack: name for name, x in reversed(self._layouts.items())}
+        self._source = {name: packs[x.pack] for name, x in self._layouts.items()}
+        if self._by_leaf and len(packs) > 1:
             kept = f"weights={weights!r}" if weights_axis is None else f"weights_axis={weights_axis!r}"
-            raise ValueError(f"engine: weights with {kept} are served in one layout, got {[*self._layouts]}.")
+            raise ValueError(
+                f"engine: weights with {kept} are served in layouts of one copy, got {[*self._layouts]}. Pass one of"
+                " them, or a decoder with sp=."
+            )
         self._pack = {
             name: sharded(x.pack, mesh=mesh, specs=x.specs, out_specs=x.packed) for name, x in self._layouts.items()
         }
@@ -233,7 +239,11 @@ class Runner:
                 parameters have other leaves than `like`, the served form of earlier parameters.
         """
         check_cache(self._decoder, self.limits, tree_leaves(params))
-        return {x: self._pack_layout(x, params, None if like is None else like[x]) for x in self._layouts}
+        made = {
+            x: self._pack_layout(x, params, None if like is None else like[x])
+            for x in dict.fromkeys(self._source.values())
+        }
+        return {x: made[source] for x, source in self._source.items()}
 
     def _pack_layout(self, layout: str, params: PyTree, like: PyTree | None) -> PyTree:
         leaves, pack = tree_leaves(params), self._pack[layout]
@@ -330,7 +340,8 @@ class Runner:
                 "plan_memory: weights and cache must be on the device. Make a Runner without weights=, cache=."
             )
         sources = {x: WeightSource(y, params, self._pack[x].specs(params), self.mesh) for x, y in self._layouts.items()}
-        weights: Weights = {x: abstract_weights(source) for x, source in sources.items()}
+        made = {x: abstract_weights(sources[x]) for x in dict.fromkeys(self._source.values())}
+        weights: Weights = {x: made[source] for x, source in self._source.items()}
         cache = self._decoder.cache.make_abstract(self.limits, self.mesh)
         layout, padding = self.limits.layout_of(self.limits.budget), make_padding(self.limits.budget, self.limits)
         step = make_tensors(padding, self.limits, self.mesh.device, images=self._pad_images(self.limits.budget))
@@ -347,8 +358,9 @@ class Runner:
 
     def held_memory(self, weights: Weights, cache: Cache) -> MemoryPlan:
         """Returns the bytes between steps, without a capture."""
-        held, cached = count_bytes(weights, "device", "host"), count_bytes(cache, "device", "host")
-        return MemoryPlan(held, cached, 0, count_bytes((weights, cache), "host"))
+        copies = [weights[x] for x in dict.fromkeys(self._source.values())]
+        held, cached = count_bytes(copies, "device", "host"), count_bytes(cache, "device", "host")
+        return MemoryPlan(held, cached, 0, count_bytes((copies, cache), "host"))
 
     def run(
         self,

@@ -31,7 +31,7 @@ from ._row_linear import row_linear as row_linear, row_linears as row_linears
 from ._integer_linear import Activations as Activations, integer_linears as integer_linears, linears as linears
 from ._row_codes import BLOCK_BYTES as BLOCK_BYTES, GROUP as GROUP, Quantization as Quantization
 from ._row_codes import block_bytes as block_bytes, dequantize_blocks as dequantize_blocks
-from ._row_codes import quantize_blocks as quantize_blocks, pack_blocks as pack_blocks
+from ._row_codes import quantize_blocks as quantize_blocks, pack_blocks as pack_blocks, slice_panels as slice_panels
 from ._row_codes import take_rows as take_rows, packed_shape as packed_shape, unpack_rows as unpack_rows
 from ._fit_blocks import fit_blocks as fit_blocks
 from ._pointwise import gated_sigmoid as gated_sigmoid, gated_silu as gated_silu

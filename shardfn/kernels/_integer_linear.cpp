@@ -233,12 +233,12 @@ void multiply_coded_rows(const Job<float, W>& o) {
 #endif
 }
 
-// Codes of W [panels, groups], bias [N] or null -> y [M, N].
+// Codes of W [panels, groups], bias [N] or null -> y [M, N]. A panel begins `apart` records after the panel before.
 struct Layer {
     const void* w;
     const float* bias;
     float* y;
-    int64_t N, kind;  // int8 (0) or int4 (1)
+    int64_t N, apart, kind;  // int8 (0) or int4 (1)
 
     int64_t panels() const { return (N + PANEL - 1) / PANEL; }
 };
@@ -248,7 +248,7 @@ constexpr int64_t ROWS = 504, ROUNDED = 16;  // rows of a part
 template <typename W>
 void run_panel(const Layer& layer, const Rounded* x, int64_t row, int64_t rows, int64_t panel, int64_t groups, int64_t chunks) {
     const int64_t column = panel * PANEL;
-    multiply_coded_rows<W>({(const float*)(x + row * groups), (const W*)layer.w + panel * groups,
+    multiply_coded_rows<W>({(const float*)(x + row * groups), (const W*)layer.w + panel * layer.apart,
                             layer.bias ? layer.bias + column : nullptr, layer.y + row * layer.N + column,
                             groups * FLOATS, FLOATS, 0, layer.N, rows, groups, chunks, layer.N - column});
 }
@@ -279,7 +279,7 @@ void integer_linears(const float* x, const void* given, int64_t num, int64_t M, 
     });
 }
 
-// The same; its layers come last, each as its five fields.
+// The same; its layers come last, each as its six fields.
 int64_t integer_linears_chained(const int64_t* from) {
     integer_linears((const float*)from[0], from + 6, from[1], from[2], from[3], from[4], from[5]);
     return 0;

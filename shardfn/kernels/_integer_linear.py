@@ -31,7 +31,7 @@ from ._build import function
 from ._chain import KernelCall, are_dense
 from ._fixed_bits import multiply_add
 from ._op import KernelOp
-from ._row_codes import GROUP, kind_of, packed_shape, split_codes
+from ._row_codes import GROUP, densify_panels, has_dense_panels, kind_of, packed_shape, rows_apart, split_codes
 from ._row_linear import LEVELS, compute_layers, map_layers, row_linears, sum_chunks
 
 # Rounding of a layer's inputs.
@@ -189,7 +189,7 @@ def _compute_layers(
 
 def _list_layers(packed: Sequence[Tensor], biases: Sequence[Tensor | None], ys: Sequence[Tensor]) -> list[Any]:
     layers = zip(packed, biases, ys, strict=True)
-    return [part for w, bias, y in layers for part in (w, bias, y, y.shape[-1], int(kind_of(w) == "int4"))]
+    return [p for w, bias, y in layers for p in (w, bias, y, y.shape[-1], rows_apart(w), int(kind_of(w) == "int4"))]
 
 
 def _compute_natively(
@@ -198,7 +198,7 @@ def _compute_natively(
     run = function(_SOURCE, "integer_linears", "pp" + "i" * 5)
     m, k = x.shape[:-1].numel(), x.shape[-1]
     ys = [x.new_empty(*x.shape[:-1], num) for num in nums]
-    kept = [w.contiguous() for w in packed], [None if bias is None else bias.contiguous() for bias in biases]
+    kept = [densify_panels(w) for w in packed], [None if bias is None else bias.contiguous() for bias in biases]
     parts = _list_layers(*kept, ys)
     layers = array("q", [0 if p is None else p.data_ptr() if isinstance(p, Tensor) else p for p in parts])
     threads = threads_for(m * k * sum(nums), FEW)
@@ -209,7 +209,7 @@ def _compute_natively(
 def _call_layers(arguments: Sequence[Any], ys: Sequence[Tensor]) -> KernelCall | None:
     """Returns the call in a chain."""
     x, packed, nums, chunks, biases = arguments
-    if not are_dense(x, *biases) or not all(w.is_contiguous() for w in packed):
+    if not are_dense(x, *biases) or not all(map(has_dense_panels, packed)):
         return None
     m, k = x.shape[:-1].numel(), x.shape[-1]
     layers = _list_layers(packed, biases, ys)

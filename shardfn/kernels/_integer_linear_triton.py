@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._integer_linear import round_rows
-from ._row_codes import GROUP, PANEL, kind_of
+from ._row_codes import GROUP, PANEL, kind_of, rows_apart
 from ._row_linear import compute_layers, sum_chunks
 from ._triton import ceil, launch
 
@@ -25,7 +25,7 @@ def _compute_rows(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor
     q, scale, total = (part.contiguous() for part in round_rows(x))
     parts, tiles = x.new_empty(chunks, m, panels * PANEL), ceil(m, ROWS)
     views = packed, packed.view(torch.float16)
-    sizes = m, groups, chunks, panels, tiles
+    sizes = m, groups, chunks, panels, tiles, rows_apart(packed)
     code = {"BITS": 8 if kind_of(packed) == "int8" else 4, "GROUP": GROUP, "RECORD": record}
     inputs, num_programs = (q, scale, total, *views, parts), chunks * panels * tiles
     launch(_whole_chain, num_programs, x.device, *inputs, *sizes, ROWS=ROWS, N=PANEL, **code)
@@ -39,7 +39,7 @@ integer_linears = functools.partial(compute_layers, compute=_compute_rows)
 @triton.jit
 @no_type_check
 def _whole_chain(
-    q, scales, totals, w, halves, parts, m, groups, chunks, panels, tiles,
+    q, scales, totals, w, halves, parts, m, groups, chunks, panels, tiles, apart,
     ROWS: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -50,7 +50,7 @@ def _whole_chain(
         place = row * groups + g
         left = tl.load(q + place[:, None] * GROUP + inner[None, :], mask=row[:, None] < m, other=0)
         scale = tl.load(scales + place, mask=row < m, other=0.0)
-        record = (panel * groups + g) * RECORD
+        record = (panel * apart + g) * RECORD
         weight_scale = tl.load(halves + record // 2 + column).to(tl.float32)
         if BITS == 8:
             at = w + record + 2 * N + (inner[:, None] // 4 * N + column[None, :]) * 4 + inner[:, None] % 4

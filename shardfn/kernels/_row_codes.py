@@ -163,6 +163,47 @@ def packed_shape(packed: Tensor, num: int, k: int) -> tuple[int, int, int]:
     return -(-num // PANEL), -(-k // GROUP), packed.shape[-1]
 
 
+def slice_panels(packed: Tensor, outputs: tuple[int, int], inputs: tuple[int, int]) -> tuple[Tensor, int]:
+    """Returns the panels of a part of a weight, as a view, and the number of their outputs before the part's first.
+
+    `row_linear` reads such a view in place.
+
+    Args:
+        packed: packed from `pack_rows` or `pack_blocks`.
+        outputs: start and stop of the part's outputs.
+        inputs: start and stop of the part's inputs. In codes the start is a multiple of 32.
+
+    Example:
+        >>> part, skipped = slice_panels(torch.ones(3, 8, 64), (70, 100), (4, 8))
+        >>> part.shape, skipped
+        (torch.Size([1, 4, 64]), 6)
+    """
+    each = 1 if kind_of(packed) is None else GROUP
+    first, skipped = divmod(outputs[0], PANEL)
+    return packed[first : -(-outputs[1] // PANEL), inputs[0] // each : -(-inputs[1] // each)], skipped
+
+
+def has_dense_panels(packed: Tensor) -> bool:
+    """Returns whether each panel is contiguous. Between panels there may be further inputs of a larger weight.
+
+    Example:
+        >>> has_dense_panels(torch.ones(2, 8, 64)[:, 4:]), has_dense_panels(torch.ones(2, 8, 128)[..., :64])
+        (True, False)
+    """
+    _, rows, record = packed.stride()
+    return record == 1 and (rows == packed.shape[2] or packed.shape[1] < 2) and packed.stride(0) % packed.shape[2] == 0
+
+
+def densify_panels(packed: Tensor) -> Tensor:
+    """Returns a packed weight whose panels are contiguous, as a copy if they are not."""
+    return packed if has_dense_panels(packed) else packed.contiguous()
+
+
+def rows_apart(packed: Tensor) -> int:
+    """Returns the rows, or records of codes, from the beginning of a panel to the beginning of the next panel."""
+    return packed.stride(0) // packed.shape[2]
+
+
 def check_codes(quantization: str) -> None:
     """Refuses unknown codes.
 

@@ -15,7 +15,19 @@ from ._build import function
 from ._chain import KernelCall, are_dense
 from ._fixed_bits import multiply_add
 from ._op import EXACT, KernelOp
-from ._row_codes import GROUP, PANEL, Quantization, kind_of, pack_blocks, packed_shape, quantize_blocks, unpack_rows
+from ._row_codes import (
+    GROUP,
+    PANEL,
+    Quantization,
+    densify_panels,
+    has_dense_panels,
+    kind_of,
+    pack_blocks,
+    packed_shape,
+    quantize_blocks,
+    rows_apart,
+    unpack_rows,
+)
 
 # Largest number of levels of the tree that adds up chunks.
 LEVELS = 16
@@ -190,7 +202,7 @@ def compute_layers(
     """Returns [*, num] of each layer, of x [*, k]."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
     layers = zip(packed, nums, biases, strict=True)
-    return [compute(rows, w.contiguous(), n, chunks, bias).view(*x.shape[:-1], n) for w, n, bias in layers]
+    return [compute(rows, densify_panels(w), n, chunks, bias).view(*x.shape[:-1], n) for w, n, bias in layers]
 
 
 def sum_chunks(chains: Sequence[Tensor]) -> Tensor:
@@ -233,14 +245,15 @@ def _compute_natively(
     m, x = math.prod(lead), x.contiguous()
     ys = [x.new_empty((*lead, num)) for num in nums]
     kinds = [_KINDS[kind_of(w) or w.dtype] for w in packed]
-    packed = [w.contiguous() for w in packed]
+    packed = [densify_panels(w) for w in packed]
     biases = [None if bias is None else bias.contiguous() for bias in biases]
     start = 0
     for kind, same in itertools.groupby(kinds):
         end = start + len(list(same))
         layers = array("q")
         for w, bias, y in zip(packed[start:end], biases[start:end], ys[start:end], strict=True):
-            layers.extend((w.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr(), y.shape[-1]))
+            address = 0 if bias is None else bias.data_ptr()
+            layers.extend((w.data_ptr(), address, y.data_ptr(), y.shape[-1], rows_apart(w)))
         threads = threads_for(m * k * sum(nums[start:end]), FEW)
         run(x.data_ptr(), layers.buffer_info()[0], end - start, m, k, chunks, kind, threads)
         start = end
@@ -257,10 +270,11 @@ def _call_layers(arguments: Sequence[Any], ys: Sequence[Tensor]) -> KernelCall |
     """Returns the kernel call for `row_linears` in a chain, if the layers are of equal kind."""
     x, packed, nums, chunks, biases = arguments
     kinds = {_KINDS.get(kind_of(w) or w.dtype) for w in packed}
-    if len(kinds) != 1 or not are_dense(x, *biases) or not all(w.is_contiguous() for w in packed):
+    if len(kinds) != 1 or not are_dense(x, *biases) or not all(map(has_dense_panels, packed)):
         return None
     m, k = x.shape[:-1].numel(), x.shape[-1]
-    layers = [part for w, bias, y in zip(packed, biases, ys, strict=True) for part in (w, bias, y, y.shape[-1])]
+    each = zip(packed, biases, ys, strict=True)
+    layers = [part for w, bias, y in each for part in (w, bias, y, y.shape[-1], rows_apart(w))]
     threads = threads_for(m * k * sum(nums), FEW)
     return KernelCall(_SOURCE, "row_linears", (x, len(packed), m, k, chunks, *kinds, threads, *layers))
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._row_codes import GROUP, PANEL, kind_of
+from ._row_codes import GROUP, PANEL, kind_of, rows_apart
 from ._row_linear import compute_layers, sum_chunks
 from ._triton import ceil, launch
 
@@ -24,7 +24,7 @@ def _compute_rows(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor
     (m, k), panels = x.shape, packed.shape[0]
     parts = x.new_empty(chunks, m, panels * PANEL)
     tiles = ceil(m, ROWS)
-    sizes = m, k, chunks, panels, tiles
+    sizes = m, k, chunks, panels, tiles, rows_apart(packed)
     if (kind := kind_of(packed)) is None:
         launch(_chain_kernel, chunks * panels * tiles, x.device, x, packed, parts, *sizes, ROWS=ROWS, N=PANEL)
     else:
@@ -45,14 +45,14 @@ def row_linear(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor | 
 
 @triton.jit
 @no_type_check
-def _chain_kernel(x, w, parts, m, k, chunks, panels, tiles, ROWS: tl.constexpr, N: tl.constexpr):
+def _chain_kernel(x, w, parts, m, k, chunks, panels, tiles, apart, ROWS: tl.constexpr, N: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     tile, panel, chunk = program % tiles, program // tiles % panels, program // (tiles * panels)
     row, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, N)
     total = tl.full((ROWS, N), 0.0, tl.float32)
     for at in range(chunk * k // chunks, (chunk + 1) * k // chunks):
         left = tl.load(x + row * k + at, mask=row < m, other=0.0)
-        right = tl.load(w + (panel * k + at) * N + column).to(tl.float32)
+        right = tl.load(w + (panel * apart + at) * N + column).to(tl.float32)
         total = tl.fma(tl.broadcast_to(left[:, None], (ROWS, N)), tl.broadcast_to(right[None, :], (ROWS, N)), total)
     where = (chunk * m + row[:, None]) * (panels * N) + panel * N + column[None, :]
     tl.store(parts + where, total, mask=row[:, None] < m)
@@ -61,17 +61,16 @@ def _chain_kernel(x, w, parts, m, k, chunks, panels, tiles, ROWS: tl.constexpr, 
 @triton.jit
 @no_type_check
 def _coded_chain(
-    x, w, halves, parts, m, k, chunks, panels, tiles,
+    x, w, halves, parts, m, k, chunks, panels, tiles, apart,
     ROWS: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     tile, panel, chunk = program % tiles, program // tiles % panels, program // (tiles * panels)
     row, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, N)
     total = tl.full((ROWS, N), 0.0, tl.float32)
-    groups = (k + GROUP - 1) // GROUP
     for at in range(chunk * k // chunks, (chunk + 1) * k // chunks):
         left = tl.load(x + row * k + at, mask=row < m, other=0.0)
-        record, inner = (panel * groups + at // GROUP) * RECORD, at % GROUP
+        record, inner = (panel * apart + at // GROUP) * RECORD, at % GROUP
         scale = tl.load(halves + record // 2 + column).to(tl.float32)
         if BITS == 8:
             code = tl.load(w + record + 2 * N + (inner // 4 * N + column) * 4 + inner % 4).to(tl.int8, bitcast=True)

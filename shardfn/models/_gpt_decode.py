@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.collectives import all_gather_invariant, axis_size
+from shardfn.collectives import all_gather_invariant, axis_size, pvary
 from shardfn.core import Axes, P, PyTree, QuantizationPolicy, check_policy, find_quantization, named_leaves, raise_all
-from shardfn.kernels import GROUP, Activations, Quantization, pack_blocks, pack_rows, rotate
+from shardfn.kernels import GROUP, Activations, Quantization, pack_blocks, pack_rows, rotate, slice_panels
 
 from ._gpt_block import Along, block, causal_mask, norm, rope_table, score_arguments
 from ._gpt_config import Config
@@ -74,6 +74,7 @@ def decode(
     bodies: Sequence[nn.AttentionBackend],
     *,
     axis: Axes = None,
+    shared: Axes = None,
     then: Mapping[str, nn.Then] = MappingProxyType({}),
     parts: TokenParts = _WHOLE,
     activations: Activations | None = None,
@@ -93,6 +94,8 @@ def decode(
         rows_R: tokens whose logits are wanted.
         bodies: bodies of attention, one for each layer of the KV cache (`Config.num_cache_layers`).
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
+        shared: last axes of `axis`, along which the leaves are not cut: a rank reads its part of each leaf, as a view.
+            For a batch-invariant config.
         then: functions for weights of a batch-invariant config, by names such as "blocks.0.wq". Each is a
             `BatchInvariantWeight.then`.
         parts: parts of the tokens on ranks. `rows_R` counts all tokens, and the rest of the arguments are of this
@@ -126,7 +129,7 @@ def decode(
             f" num_layers={config.num_layers}), got {len(bodies)}."
         )
     if config.batch_invariant:
-        params = _make_batch_invariant_weights(config, params, axis, then, activations)
+        params = _make_batch_invariant_weights(config, params, axis, shared, then, activations)
     config = drop_losses(config)
     along = Along(axis)
     x_TD = look_up_tokens(config, params, tokens_T, along)
@@ -252,7 +255,14 @@ def _rotate_heads(x_1THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     return rotate(x_1THK[0], cos_TK, sin_TK)[None]
 
 
-def pack(config: Config, params: Params, *, axis: Axes = None, quantization: QuantizationPolicy = None) -> Params:
+def pack(
+    config: Config,
+    params: Params,
+    *,
+    axis: Axes = None,
+    shared: Axes = None,
+    quantization: QuantizationPolicy = None,
+) -> Params:
     """Returns parameters as `decode` takes them.
 
     Separate layers, with the weights of batch-invariant layers as `row_linear` reads them.
@@ -266,6 +276,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, quantization: Qua
         params: parameters as from `init`, or this rank's blocks of them. For experts with `bias_rate` also the leaf
             "expert_bias", as from `models.moe.add_biases`.
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
+        shared: further axes along which `decode` reads a part of each leaf.
         quantization: codes to which the weights of linear layers are rounded. Logits equal the logits of the rounded
             weights, bit for bit. "int8", "int4", or codes by regular expressions found in names such as "blocks.0.wq"
             and "embed", of which the first that fits counts, for example `{"embed|head": "int8", "": "int4"}`.
@@ -305,6 +316,7 @@ def pack(config: Config, params: Params, *, axis: Axes = None, quantization: Qua
     _check_quantization(config, {name: x for name, x in params.items() if name != "blocks"}, axis, quantization)
     if not config.batch_invariant:
         return params
+    _check_shared(config, params, axis, shared, quantization)
     shapes: Any = block_shapes(config, axis)
     blocks = [
         {
@@ -360,6 +372,21 @@ def _check_quantization(config: Config, leaves: Params, axis: Axes, policy: Quan
         )
 
 
+def _check_shared(config: Config, params: Params, axis: Axes, shared: Axes, policy: QuantizationPolicy) -> None:
+    """Refuses codes whose groups of inputs would lie on several ranks that share a leaf."""
+    if axis_size(shared) == 1:
+        return
+    shapes: Any = block_shapes(config, (*P(axis).axes, *P(shared).axes), shared)
+    problems = []
+    for i, (p, own) in enumerate(zip(params["blocks"], shapes["blocks"], strict=True)):
+        for kind in [x for x in _BY_INPUTS if x in p]:
+            name, inputs = f"blocks.{i}.{kind}", math.prod(own[kind].shape[1:])
+            coded = p[kind].dtype == torch.uint8 or find_quantization(policy, name) is not None
+            if coded and inputs % GROUP:
+                problems.append(f"{name}: each of {axis_size(shared)} ranks of {shared!r} has {inputs} of the inputs")
+    raise_all(ValueError, f"pack: {GROUP} inputs of a weight in codes share a scale. Use fewer ranks:", problems)
+
+
 def served_specs(config: Config, *, tp: Axes = None) -> PyTree:
     """Returns the specs of the parameters that `pack` takes: `specs`, and the specs of the biases of experts."""
     biased = config.experts is not None and config.experts.bias_rate > 0
@@ -403,29 +430,60 @@ _BY_INPUTS = ("wo", "w_down")
 
 def pack_weight(name: str, weight: Tensor, shape: tuple[int, ...], quantization: Quantization | None) -> Tensor:
     """Returns the panels of a weight, whose dims of heads count as one."""
-    rows = 1 if name == "wo" else weight.ndim - 1
+    rows = _count_output_dims(name, weight.shape)
     matrix = weight.flatten(0, rows - 1).flatten(1)
     if matrix.dtype == torch.uint8:
         return pack_blocks(matrix, math.prod(shape[rows:]))
     return pack_rows(matrix, None if name in _GATES else quantization)
 
 
+def _count_output_dims(name: str, shape: Sequence[int]) -> int:
+    return 1 if name.endswith("wo") else len(shape) - 1
+
+
 def _make_batch_invariant_weights(
-    config: Config, params: Params, axis: Axes, then: Mapping[str, nn.Then], activations: Activations | None
+    config: Config,
+    params: Params,
+    axis: Axes,
+    shared: Axes,
+    then: Mapping[str, nn.Then],
+    activations: Activations | None,
 ) -> Params:
-    """Returns packed leaves as weights of layers."""
-    shapes: Any = block_shapes(config, axis)
-    head = name_head(config)
+    """Returns this rank's parts of packed leaves, as weights of layers."""
+    shapes: Any = block_shapes(config, axis, shared)
+    head, alone = name_head(config), axis_size(shared) == 1
 
     def get_weight(panels: Tensor, block: Any, name: str) -> nn.BatchInvariantWeight:
         how: Any = {"then": then.get(name), "activations": activations}
+        if not alone:
+            rows, shape, starts = _count_output_dims(name, block.shape), block.shape, block.starts
+            dims = slice(0, rows), slice(rows, None)
+            spans = [_flatten_span(shape[d], starts[d]) for d in dims]
+            panels, how["skipped"] = slice_panels(pvary(panels, shared), *spans)
         return nn.BatchInvariantWeight(panels, block.shape, config.chunks, **how)
 
+    def get_part(x: Tensor, block: Any) -> Tensor:
+        if tuple(x.shape) == block.shape:
+            return x
+        return pvary(x, shared)[*(slice(a, a + n) for a, n in zip(block.starts, block.shape, strict=True))]
+
+    def get_leaf(x: Any, block: Any, name: str) -> Any:
+        if name.rpartition(".")[2] in LINEAR or name == head:
+            return get_weight(x, block, name)
+        return x if alone else get_part(x, block)
+
     blocks = [
-        {name: get_weight(x, own[name], f"blocks.{i}.{name}") if name in LINEAR else x for name, x in p.items()}
+        {name: get_leaf(x, own[name], f"blocks.{i}.{name}") for name, x in p.items()}
         for i, (p, own) in enumerate(zip(params["blocks"], shapes["blocks"], strict=True))
     ]
-    return params | {"blocks": blocks, head: get_weight(params[head], shapes[head], head)}
+    rest = {x: get_leaf(y, shapes[x], x) for x, y in params.items() if x != "blocks" and x in shapes}
+    return params | {"blocks": blocks} | rest
+
+
+def _flatten_span(shape: Sequence[int], starts: Sequence[int]) -> tuple[int, int]:
+    """Returns the start and stop of a block among elements of dims of which only the first is cut."""
+    start = starts[0] * math.prod(shape[1:])
+    return start, start + math.prod(shape)
 
 
 def linear_sizes(config: Config) -> dict[str, tuple[int, int]]:

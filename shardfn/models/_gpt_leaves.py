@@ -157,13 +157,35 @@ def _get_shapes(config: Config, axis: Axes) -> PyTree:
     return stack_blocks(config, sizes, lambda same: BlockShape((len(same), *same[0].shape)))
 
 
-def block_shapes(config: Config, axis: Axes) -> PyTree:
-    """Returns the shape of each leaf's shard on this rank under `specs(config, tp=axis)`, without stacked layers."""
+def block_shapes(config: Config, axis: Axes, shared: Axes = None) -> PyTree:
+    """Returns the shape of each leaf's shard on this rank under `specs(config, tp=axis)`, without stacked layers.
+
+    Args:
+        config: shape.
+        axis: mesh axes.
+        shared: last axes of `axis`, whose ranks have leaves in common: those of `specs(config, tp=)` of the rest of the
+            axes. A shard of `axis` lies in such a leaf.
+    """
     mesh = current_mesh()
     want: list[Any] = tree_leaves(_list_leaves(config))
-    blocks = [block_slices(leaf.shape, leaf.spec(axis), mesh.shape, mesh.coords) for leaf in want]
-    shapes = [BlockShape(tuple(s.stop - s.start for s in b)) for b in blocks]
-    return tree_unflatten(tree_structure(_list_leaves(config)), shapes)
+    held = outer_axes(axis, shared)
+
+    def find_block(leaf: DrawnLeaf) -> BlockShape:
+        own, common = (block_slices(leaf.shape, leaf.spec(x), mesh.shape, mesh.coords) for x in (axis, held))
+        starts = tuple(a.start - b.start for a, b in zip(own, common, strict=True))
+        return BlockShape(tuple(s.stop - s.start for s in own), starts)
+
+    return tree_unflatten(tree_structure(_list_leaves(config)), [find_block(leaf) for leaf in want])
+
+
+def outer_axes(axis: Axes, shared: Axes) -> Axes:
+    """Returns the axes without the shared axes.
+
+    Example:
+        >>> outer_axes(("tp", "sp"), "sp"), outer_axes("sp", "sp"), outer_axes("tp", None)
+        (('tp',), None, ('tp',))
+    """
+    return tuple(x for x in P(axis).axes if x not in P(shared).axes) or None
 
 
 def leaf_shapes(config: Config) -> PyTree:
@@ -191,9 +213,10 @@ def num_params(config: Config) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class BlockShape:
-    """Shape of a rank's block of a leaf."""
+    """Shape of a rank's block of a leaf, and its beginning in the leaf that some ranks have in common."""
 
     shape: tuple[int, ...]
+    starts: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,10 +41,12 @@ class BatchInvariantWeight(Weight):
         then: function from the layer's input and its result, with the bias, to the result in its place. On several
             ranks the input and the result are the rank's features where the layer cuts features.
         activations: "int8" rounds the layer's inputs if the panels are codes, see `kernels.integer_linears`.
+        skipped: number of outputs of the panels that come before the weight's, fewer than a panel has.
 
     Attributes:
         shape: shape of the weight.
         chunks: number of chunks of K.
+        skipped: outputs before the weight's, see the argument.
         activations: rounding of the inputs, see the argument. then: function on the result, see the argument.
 
     Raises:
@@ -68,11 +70,12 @@ class BatchInvariantWeight(Weight):
         *,
         then: Then | None = None,
         activations: kernels.Activations | None = None,
+        skipped: int = 0,
     ) -> None:
-        self._set_fields(torch.Size(shape), chunks, None, panels, then, activations)
+        self._set_fields(torch.Size(shape), chunks, None, panels, then, activations, skipped)
         splits = [math.prod(self.shape[:i]) for i in range(1, len(self.shape))]
         if tuple(panels.shape) not in [
-            kernels.packed_shape(panels, n, self.shape.numel() // max(n, 1)) for n in splits
+            kernels.packed_shape(panels, skipped + n, self.shape.numel() // max(n, 1)) for n in splits
         ]:
             raise ValueError(
                 f"BatchInvariantWeight of shape {tuple(shape)} and panels {tuple(panels.shape)}: pass the panels that"
@@ -103,9 +106,11 @@ class BatchInvariantWeight(Weight):
         panels: Tensor | None,
         then: Then | None = None,
         activations: kernels.Activations | None = None,
+        skipped: int = 0,
     ) -> None:
         self.shape, self.chunks, self._source, self._panels, self.then = shape, chunks, source, panels, then
         self.activations: kernels.Activations | None = activations
+        self.skipped = skipped
 
     @property
     def source(self) -> Tensor | None:
@@ -164,9 +169,8 @@ class BatchInvariantWeight(Weight):
         if x.dtype not in kernels.EXACT or (torch.float64 in (x.dtype, self.dtype) and x.dtype != self.dtype):
             raise wrong_dtype_error(f"linear: x is {x.dtype}, the weight is {self.dtype}, and")
         if self.source is None:
-            how: Any = {"chunks": self.chunks, "biases": [bias], "activations": self.activations}
-            [y] = kernels.linears(x, [self.panels], [self.shape[0]], **how)
-            return y if self.then is None else self.then(x, y)
+            [y] = linears_of(x, [self], [bias])
+            return y
         y = self.product(x, self.source)
         return y if bias is None else y + bias
 
@@ -177,7 +181,7 @@ class BatchInvariantWeight(Weight):
         """
         if self.source is not None:
             return F.embedding(index, self.source)
-        return kernels.take_rows(self.panels, index, self.shape[1])
+        return kernels.take_rows(self.panels, index + self.skipped if self.skipped else index, self.shape[1])
 
     def __repr__(self) -> str:
         made = "panels" if self.source is None else "a weight"
@@ -205,7 +209,7 @@ class BatchInvariantWeight(Weight):
 
     def _copy_with(self, shape: torch.Size, source: Tensor | None, chunks: int) -> "BatchInvariantWeight":
         made = type(self).__new__(type(self))
-        made._set_fields(shape, chunks, source, self._panels, self.then, self.activations)
+        made._set_fields(shape, chunks, source, self._panels, self.then, self.activations, self.skipped)
         return made
 
 
@@ -227,10 +231,17 @@ def linears_of(x: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor 
     alike = {(w.chunks, w.activations) for w in packed}
     if len(packed) < len(weights) or len(alike) > 1 or x.dtype not in kernels.EXACT:
         return [linear_of(x, w, b) for w, b in zip(weights, biases, strict=True)]
-    nums, [(chunks, activations)] = [w.shape[0] for w in packed], alike
-    how: Any = {"chunks": chunks, "biases": biases, "activations": activations}
-    ys = kernels.linears(x, [w.panels for w in packed], nums, **how)
+    nums, [(chunks, activations)] = [w.skipped + w.shape[0] for w in packed], alike
+    shifts = [None if w.skipped else b for w, b in zip(packed, biases, strict=True)]
+    ys = kernels.linears(x, [w.panels for w in packed], nums, chunks=chunks, biases=shifts, activations=activations)
+    ys = [_drop_outputs(w, y, b) if w.skipped else y for w, y, b in zip(packed, ys, biases, strict=True)]
     return [y if w.then is None else w.then(x, y) for w, y in zip(packed, ys, strict=True)]
+
+
+def _drop_outputs(w: BatchInvariantWeight, y: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the results without the skipped outputs, and with the bias."""
+    y = y[..., w.skipped :]
+    return y if bias is None else y + bias
 
 
 def rows_of(index: Tensor, w: AnyWeight) -> Tensor:

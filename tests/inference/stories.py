@@ -198,7 +198,7 @@ def adapter(params: Any, targets: list[str], rank: int, seed: int) -> tuple[LoRA
 
 
 @functools.cache
-def model(tp: str | None = None, **changes: Any) -> Model:
+def model(tp: str | None = None, sp: str | None = None, **changes: Any) -> Model:
     """A small exact model with parameters of several versions, whose logits are far apart."""
     base = {"vocab_size": 13, "num_layers": 2, "d_model": 24, "num_heads": 4, "max_len": 28, "batch_invariant": True}
     config = gpt.Config(**{**base, **changes})
@@ -210,7 +210,7 @@ def model(tp: str | None = None, **changes: Any) -> Model:
         mlp = [] if config.experts else [r"\.w_down$"]
         adapters["thin"] = adapter(params[0], [r"\.wq$", *mlp], 3, 0)
         adapters["wide"] = adapter(params[0], [r"\.wo$", r"\.wv$", *mlp, *([r"0\.w_up$"] if mlp else [])], 9, 1)
-    return Model(config, decoder(config, tp=tp), params, adapters)
+    return Model(config, decoder(config, tp=tp, sp=sp), params, adapters)
 
 
 def run(

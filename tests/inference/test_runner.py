@@ -2,14 +2,17 @@
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from shardfn import core
-from shardfn.engine import BoundCall
-from shardfn.inference import Engine, Sampling, decoder
+from shardfn import core, make_mesh
+from shardfn.core import Mesh
+from shardfn.engine import BoundCall, Lowered
+from shardfn.inference import Decoder, Engine, Runner, Sampling, decoder, limits_of
 from shardfn.models import gpt
+from shardfn.models.moe import Experts
 from tests.inference.test_engine import engine
 
 
@@ -57,3 +60,67 @@ def test_torch_takes_one_thread_beside_kernels(exact: bool, monkeypatch: pytest.
     finally:
         torch.set_num_threads(before)
     assert len(seen) >= 4 and set(seen) == {1 if exact else 3}
+
+
+def _lower(made: Decoder, params: Any, mesh: Mesh, layouts: tuple[tuple[str, int], ...], rows: int) -> tuple[Any, Any]:
+    """Returns the memory plan of an engine, and the cost of a step of some rows, from shapes only."""
+    runner = Runner(made, limits_of(made, running=1, buckets=(2, rows), layouts=layouts), mesh=mesh)
+    with mock.patch.object(Lowered, "memory_analysis", autospec=True, side_effect=Lowered.memory_analysis) as seen:
+        plan = runner.plan_memory(params)
+    return plan, seen.call_args.args[0].cost_analysis()
+
+
+def test_layouts_that_shift_add_no_bytes() -> None:
+    """Both layouts read one copy of the weights in place, and each costs what it costs alone."""
+    sizes: dict[str, Any] = {"vocab_size": 61, "num_layers": 2, "d_model": 128, "num_heads": 8, "max_len": 64}
+    config = gpt.Config(**sizes, batch_invariant=True)
+    with core.deferred():
+        params = gpt.init(config, core.key(0))
+    cut, wide = (make_mesh(x, device="cpu", abstract=True) for x in ({"tp": 2, "sp": 2}, {"tp": 4}))
+    shift, tp = decoder(config, tp="tp", sp="sp"), decoder(config, tp="tp")
+    large, dear = _lower(shift, params, cut, (("tp", 1), ("sp", 16)), 32)
+    small, cheap = _lower(shift, params, cut, (("tp", 1), ("sp", 64)), 32)
+    alone, own = _lower(shift, params, cut, (("sp", 1),), 32)
+    fixed, want = _lower(tp, params, wide, (("tp", 1),), 32)
+    assert large == alone and (dear.sent, dear.flops) == (own.sent, own.flops)
+    assert small.weights == large.weights and small.cache == large.cache == fixed.cache
+    assert (cheap.sent, cheap.flops) == (want.sent, want.flops)
+    assert small.step < fixed.step + 4096  # no weight is copied in a step
+
+
+def test_layouts_that_cannot_shift_are_refused() -> None:
+    base: dict[str, Any] = {
+        "vocab_size": 61,
+        "num_layers": 1,
+        "d_model": 48,
+        "num_heads": 4,
+        "max_len": 32,
+        "batch_invariant": True,
+    }
+    mesh = make_mesh({"tp": 2, "sp": 2}, device="cpu", abstract=True)
+
+    def make_runner(**changes: Any) -> Runner:
+        one = decoder(gpt.Config(**base | changes), tp="tp", sp="sp")
+        return Runner(one, limits_of(one, layouts=(("tp", 1), ("sp", 64))), mesh=mesh)
+
+    make_runner()
+    for changes, said in (
+        ({"d_ff": 90}, r"4 ranks of \('tp', 'sp'\) do not divide the 90 features of the MLP"),
+        ({"num_kv_heads": 2}, r"4 ranks of \('tp', 'sp'\) do not divide the 2 key heads"),
+        ({"chunks": 6}, r"do not divide the 6 chunks .* use Config\(chunks=8\)"),
+        ({"batch_invariant": False}, "needs batch-invariant layers"),
+        ({"experts": Experts(num=4)}, "a model without experts"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make_runner(**changes)
+    with pytest.raises(ValueError, match=r"ascending from 1, .* got \(\('tp', 1\), \('sp', 0\)\)"):
+        limits_of(decoder(gpt.Config(**base), tp="tp", sp="sp"), layouts=(("tp", 1), ("sp", 0)))
+    with pytest.raises(ValueError, match="must be different axes"):
+        decoder(gpt.Config(**base), tp="tp", sp="tp")
+    wider: dict[str, Any] = base | {"d_model": 64}
+    config = gpt.Config(**wider)
+    coded = decoder(config, tp="tp", sp="sp", quantization="int8")
+    with pytest.raises(
+        ValueError, match=r"32 inputs .* share a scale(.|\n)*blocks.0.wo: each of 2 ranks of 'sp' has 16"
+    ):
+        Runner(coded, limits_of(coded), mesh=mesh).plan_memory(gpt.init(config, core.key(0)))

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from shardfn import RankError, make_mesh
-from shardfn.inference import Engine, EngineCore, Runner, Sampling, Token
+from shardfn.core import Mesh
+from shardfn.inference import Engine, EngineCore, Runner, Sampling, Token, decoder
 from shardfn.nn import moe
 from shardfn.testing import distributed
 from tests.inference.stories import check, model, run
@@ -165,6 +166,41 @@ def test_steps_of_experts_in_each_layout(world: int, kind: str) -> None:
         engine = Engine(cut.decoder, cut.params[0], mesh=mesh, limits=own, weights_axis=axis, record_experts=True)
         got = [(x.tokens, x.logprobs, x.expert_ids.tolist()) for x in engine.generate(prompts, how)]
         assert got == want, (layouts, axis)
+
+
+def make_shift_mesh(world: int) -> Mesh:
+    """Tokens along "sp" alone on 2 ranks, and beside "tp" on 4."""
+    return make_mesh({"sp": 2} if world == 2 else {"tp": world // 2, "sp": 2})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "phi", "olmo2", "swift"])
+@distributed(world=[2, 4], timeout=600)
+def test_stories_that_shift(world: int, kind: str) -> None:
+    """Steps of many rows have cut tokens, and those of few rows cut weights, over one copy of weights and one cache."""
+    given, limits = KINDS[kind]
+    changes = given | {"num_kv_heads": 4}
+    one, cut = model(**changes), model("tp", "sp", **changes)
+    own = replace(limits, layouts=(("tp", 1), ("sp", 4)))
+    runner = Runner(cut.decoder, own, mesh=make_shift_mesh(world))
+    for story in drawn_stories(own, 12 if kind == "gpt2" else 5):
+        told, _ = run(story, cut, runner, own)
+        check(story, told, one)
+
+
+@pytest.mark.nightly
+@distributed(world=2)
+def test_a_shift_has_the_bits_of_a_device_and_of_codes() -> None:
+    """Steps of both layouts, of weights in floats and in codes, whose groups of inputs a rank reads in part."""
+    changes, limits = KINDS["gpt2"][0] | {"d_model": 64}, replace(KINDS["gpt2"][1], layouts=(("tp", 1), ("sp", 4)))
+    one, mesh, prompts = model(**changes), make_shift_mesh(2), [[1, 2, 3], [5, 2] * 6]
+    how = Sampling(max_tokens=3, temperature=0.9, seed=3)
+    for kind in (None, "int4"):
+        plain, cut = (decoder(one.config, sp=sp, quantization=kind) for sp in (None, "sp"))
+        want = Engine(plain, one.params[0], limits=KINDS["gpt2"][1], eager_steps=99).generate(prompts, how)
+        engine = Engine(cut, one.params[0], mesh=mesh, limits=limits, eager_steps=99)
+        assert engine.generate(prompts, how) == want
+        assert engine.core.weights["tp"] is engine.core.weights["sp"]
 
 
 @distributed(world=2)

@@ -171,3 +171,15 @@ def test_no_rows_and_no_inputs() -> None:
         assert kernels.row_linear(torch.ones(0, 3), packed, 2).shape == (0, 2)
         none = kernels.pack_rows(torch.ones(3, 0), codes)
         assert torch.equal(kernels.row_linear(torch.ones(2, 0), none, 3), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_a_part_of_a_weight_is_read_in_place(quantization: kernels.Quantization | None) -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(150, 256, generator=draw), torch.randn(7, 64, generator=draw)
+    part, skipped = kernels.slice_panels(kernels.pack_rows(weight, quantization), (70, 140), (64, 128))
+    assert skipped == 6 and not part.is_contiguous()
+    want = kernels.row_linear(x, kernels.pack_rows(weight[64:140, 64:128], quantization), 76)
+    assert torch.equal(kernels.row_linear(x, part, 76), want)
+    [rounded] = kernels.linears(x, [part], [76], activations="int8")
+    assert torch.equal(rounded, kernels.linears(x, [part.contiguous()], [76], activations="int8")[0])
