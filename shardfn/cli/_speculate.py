@@ -106,6 +106,7 @@ class SpeculateJob:
         width: width of the speculator, or None for the model's.
         drafts: number of guessed tokens.
         window: most positions that EAGLE-3 and MTP attend to, or None for the kind's default.
+        draft_vocab: number of tokens that can be guessed, the most frequent of the text, or None for all.
         steps: number of steps.
         batch: rows of a step.
         length: tokens of a row.
@@ -122,6 +123,7 @@ class SpeculateJob:
     width: int | None = None
     drafts: int = 4
     window: int | None = None
+    draft_vocab: int | None = None
     steps: int = 1000
     batch: int = 16
     length: int = 128
@@ -132,7 +134,7 @@ class SpeculateJob:
 
 
 _WINDOWED = ("eagle3", "mtp")  # kinds that attend to several states
-_COUNTS = ("drafts", "window", "steps", "batch", "length", "tokens", "width")
+_COUNTS = ("drafts", "window", "draft_vocab", "steps", "batch", "length", "tokens", "width")
 
 
 def add_speculate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,6 +151,8 @@ def add_speculate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--width", type=int, metavar="N", help="the width of the speculator (default: the model's)")
     window = f"the most positions that eagle3 and mtp attend to (default {EagleConfig.window})"
     add("--window", type=int, metavar="N", help=window)
+    text = "guess only the N most frequent tokens of the text: a smaller head to train and to multiply (default: all)"
+    add("--draft-vocab", type=int, metavar="N", help=text)
     add("--steps", type=int, default=of.steps, metavar="N", help="(default %(default)s)")
     add("--batch", type=int, default=of.batch, metavar="N", help="rows of a step (default %(default)s)")
     add("--length", type=int, default=of.length, metavar="N", help="tokens of a row (default %(default)s)")
@@ -171,11 +175,13 @@ def parse_speculate(args: argparse.Namespace) -> SpeculateJob:
     for name in _COUNTS:
         value = getattr(args, name)
         if value is not None and value < 1:
-            problems.append(f"--{name} must be at least 1, got {value}")
+            problems.append(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if args.length < args.drafts + 2:
         problems.append(f"--length must be at least {args.drafts + 2}, --drafts and two more, got {args.length}")
     if args.window is not None and args.kind not in _WINDOWED:
         problems.append(f"--window is only for {' and '.join(_WINDOWED)}, got --kind {args.kind}; leave --window out")
+    if args.draft_vocab is not None and args.kind in ("mtp", _JACOBI):
+        problems.append(f"--draft-vocab is not for --kind {args.kind}; leave --draft-vocab out")
     if not args.learning_rate > 0:
         problems.append(f"--lr must be above 0, got {args.learning_rate}")
     if args.png is not None and (args.kind == _JACOBI or importlib.util.find_spec("matplotlib") is None):
@@ -209,6 +215,7 @@ def speculate(job: SpeculateJob) -> int:
             print(force_model(job, served, rows[:-held], rows[-held:][:_PROMPTS], lambda *_: bar.update() and None))
         return 0
     sizes = {"d_inner": job.width, "num_drafts": job.drafts, "window": job.window or EagleConfig.window}
+    sizes["draft_vocab"] = job.draft_vocab
     config = speculators.config_of(made, job.kind, **sizes)
     training, prompts = rows[:-held], rows[-held:][:_PROMPTS, : job.length // 2].tolist()
     hidden = None if job.kind == "owl" else _compute_hidden(made, served.params, training, config.layers)
@@ -228,6 +235,10 @@ def speculate(job: SpeculateJob) -> int:
         how: dict[str, Any] = {"batch_size": job.batch, "learning_rate": job.learning_rate, "seed": job.seed}
         if job.kind in _WINDOWED:  # of the model's width, a layer learns what the model's head multiplies
             how["shared"] = speculators.find_shared(made, served.params)
+        if job.draft_vocab is not None:
+            how["shared"] = how.get("shared", {}) | {
+                "draft_tokens": speculators.find_frequent_tokens(training, job.draft_vocab)
+            }
         if job.kind == "owl" and made.config is not None:
             how["of_batch"] = functools.partial(speculators.owl_loss, made.config, config, unshard(served.params))
         params = speculators.train(config, states, steps=job.steps, report=report, **how)

@@ -16,7 +16,7 @@ from ._hidden_states import hidden_states as hidden_states
 from ._train import HiddenRows as HiddenRows, train as train
 from ._drafter import Speculator as Speculator
 from ._hybrid import Hybrid as Hybrid
-from ._train import measure_acceptance as measure_acceptance
+from ._train import find_frequent_tokens as find_frequent_tokens, measure_acceptance as measure_acceptance
 from ._files import load as load, save as save, write_published as write_published
 from ._forcing import ForcingConfig as ForcingConfig, Trajectory as Trajectory, forcing_loss as forcing_loss
 from ._forcing import find_divergence as find_divergence, make_forcing_batch as make_forcing_batch

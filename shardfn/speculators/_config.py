@@ -28,6 +28,8 @@ class RecurrentConfig:
         num_layers: layers of the model.
         d_inner: E, the width of the speculator.
         num_drafts: n, the number of tokens that are guessed after a token.
+        draft_vocab: number of tokens that can be guessed, the leaf "draft_tokens" in ascending order. None is all. A
+            proposal multiplies a head of only these tokens.
 
     Raises:
         ValueError: lists every field that is out of range.
@@ -43,6 +45,7 @@ class RecurrentConfig:
     num_layers: int
     d_inner: int
     num_drafts: int = 3
+    draft_vocab: int | None = None
 
     products: ClassVar[tuple[str, ...]] = ("first", "later", "head")
     hidden_window: ClassVar[int] = 1
@@ -53,6 +56,7 @@ class RecurrentConfig:
         if self.kind not in kinds:
             hint = did_you_mean(str(self.kind), kinds)
             problems.insert(0, f"kind must be one of {', '.join(kinds)}, got {self.kind!r:.40}.{hint}")
+        problems += [] if problems else _list_bad_vocabularies(self)
         raise_all(ValueError, "speculators.RecurrentConfig:", problems)
 
     @property
@@ -66,6 +70,11 @@ class RecurrentConfig:
         return (self.num_layers,)
 
     @property
+    def num_outputs(self) -> int:
+        """Returns the number of tokens that can be guessed: the outputs of the head."""
+        return self.draft_vocab or self.vocab_size
+
+    @property
     def step_weights(self) -> tuple[float, ...]:
         """Returns the weight of each guessed token in the loss."""
         return (1.0,) * self.num_drafts
@@ -75,7 +84,7 @@ class RecurrentConfig:
         """Returns the shapes of the parameters by name."""
         V, D, E, rows = self.vocab_size, self.d_model, self.d_inner, self.num_gates * self.d_inner
         norms = ("norm_w", "norm_b", *(("cell_norm_w", "cell_norm_b") if self.kind != "mlp" else ()))
-        weights = {"embed": (V, E), "first": (rows, D), "later": (rows, E), "head": (V, E)}
+        weights = {"embed": (V, E), "first": (rows, D), "later": (rows, E), **_list_head_shapes(self)}
         return weights | dict.fromkeys(norms, (E,)) | ({"spec": (D,)} if self.kind == "owl" else {})
 
 
@@ -150,6 +159,11 @@ class EagleConfig:
         return self.d_head or self.d_inner // self.num_heads
 
     @property
+    def num_outputs(self) -> int:
+        """Returns the number of tokens that can be guessed: the outputs of the head."""
+        return self.draft_vocab or self.vocab_size
+
+    @property
     def step_weights(self) -> tuple[float, ...]:
         """Returns the weight of each guessed token in the loss: later guesses count less, as they are reached less."""
         return tuple(0.8**i for i in range(self.num_drafts))
@@ -157,9 +171,9 @@ class EagleConfig:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the parameters by name."""
-        V, E, M = self.vocab_size, self.d_inner, self.draft_vocab
+        V, E = self.vocab_size, self.d_inner
         weights = {"embed": (V, E), "fuse": (E, len(self.layers) * self.d_model), **_list_layer_shapes(self, 2 * E)}
-        weights |= {"head": (V if M is None else M, E)} | ({} if M is None else {"draft_tokens": (M,)})
+        weights |= _list_head_shapes(self)
         return weights | dict.fromkeys(("embed_norm_w", "state_norm_w", "norm_w", "last_norm_w"), (E,))
 
 
@@ -235,6 +249,11 @@ class MTPConfig:
         return self.d_head or self.d_inner // self.num_heads
 
     @property
+    def num_outputs(self) -> int:
+        """Returns the number of tokens that can be guessed: the outputs of the head."""
+        return self.vocab_size
+
+    @property
     def step_weights(self) -> tuple[float, ...]:
         """Returns the weight of each guessed token in the loss."""
         return (1.0,) * self.num_drafts
@@ -253,7 +272,13 @@ SpeculatorConfig = RecurrentConfig | EagleConfig | MTPConfig
 
 
 def config_of(
-    decoder: Decoder, kind: Kind, *, d_inner: int | None = None, num_drafts: int = 3, window: int = EagleConfig.window
+    decoder: Decoder,
+    kind: Kind,
+    *,
+    d_inner: int | None = None,
+    num_drafts: int = 3,
+    window: int = EagleConfig.window,
+    draft_vocab: int | None = None,
 ) -> Any:
     """Returns the shape of a speculator for a model: a `RecurrentConfig`, an `EagleConfig` or an `MTPConfig`.
 
@@ -265,10 +290,11 @@ def config_of(
         d_inner: width of the speculator. Default: the model's width.
         num_drafts: number of tokens that are guessed after a token.
         window: see `EagleConfig` and `MTPConfig`.
+        draft_vocab: see `RecurrentConfig` and `EagleConfig`. None is all tokens.
 
     Raises:
         ValueError: the decoder does not give the hidden states that the head multiplies, or a size is out of range, or
-            there is no such kind, or "owl" is of another model than a `models.gpt`.
+            there is no such kind, or "owl" is of another model than a `models.gpt`, or "mtp" has a `draft_vocab`.
 
     Example:
         >>> from shardfn.inference import decoder
@@ -286,7 +312,12 @@ def config_of(
     sizes |= {"d_inner": E, "num_drafts": num_drafts}
     heads = next((n for n in range(max(1, E // 64), 1, -1) if E % (2 * n) == 0), 1)
     if kind == "mtp":
+        if draft_vocab is not None:
+            raise ValueError(
+                f"speculators: draft_vocab must be None for 'mtp', whose head can be the model's, got {draft_vocab}."
+            )
         return MTPConfig(**sizes, num_heads=heads, window=window)
+    sizes["draft_vocab"] = draft_vocab
     if kind != "eagle3":
         return RecurrentConfig(kind, **sizes)
     wanted = {min(2, L), max(1, L // 2), L - 3 if L >= 12 else L}
@@ -328,8 +359,9 @@ def list_misfits(config: SpeculatorConfig, decoder: Decoder) -> list[str]:
 
 
 def _list_bad_heads(config: EagleConfig | MTPConfig) -> list[str]:
-    given = ("num_kv_heads", "d_head", "d_ff", "draft_vocab")
-    problems = _list_bad_sizes(config, tuple(name for name in given if getattr(config, name, None) is not None))
+    given = ("num_kv_heads", "d_head", "d_ff")
+    problems = _list_bad_sizes(config, tuple(name for name in given if getattr(config, name) is not None))
+    problems += _list_bad_vocabularies(config) if isinstance(config, EagleConfig) else []
     if config.d_head is None and config.d_inner % (2 * config.num_heads):
         problems.append(f"num_heads={config.num_heads} must divide d_inner={config.d_inner} into an even width")
     if problems:
@@ -342,6 +374,19 @@ def _list_bad_heads(config: EagleConfig | MTPConfig) -> list[str]:
     if not config.rope_base > 0 or not config.norm_eps >= 0:
         problems.append(f"rope_base must be above 0 and norm_eps at least 0, got {config.rope_base}, {config.norm_eps}")
     return problems
+
+
+def _list_head_shapes(config: RecurrentConfig | EagleConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the head, and of the tokens that it has."""
+    tokens = {} if config.draft_vocab is None else {"draft_tokens": (config.draft_vocab,)}
+    return {"head": (config.num_outputs, config.d_inner)} | tokens
+
+
+def _list_bad_vocabularies(config: RecurrentConfig | EagleConfig) -> list[str]:
+    most, num = config.vocab_size, config.draft_vocab
+    if num is None or (type(num) is int and 1 <= num <= most):
+        return []
+    return [f"draft_vocab must be None or an integer from 1 to vocab_size={most}, got {num!r}"]
 
 
 def _list_layer_shapes(config: EagleConfig | MTPConfig, width: int) -> dict[str, tuple[int, ...]]:

@@ -105,9 +105,7 @@ def apply_eagle(
         y_BTHK = _attend_chains(q_BTHK, keys, values, seen_TS)
         g_BTE = finish_layer(params, functions, g_BTE, y_BTHK)
         last_BTE = functions.rms_norm(g_BTE, params["last_norm_w"])
-        logits.append(
-            nn.column_linear(last_BTE, params["head"], features=config.draft_vocab or config.vocab_size, axis=axis)
-        )
+        logits.append(nn.column_linear(last_BTE, params["head"], features=config.num_outputs, axis=axis))
     return logits
 
 

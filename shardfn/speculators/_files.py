@@ -100,7 +100,8 @@ def load(
             config, or of other weights. The message lists the leaves.
     """
     place = pathlib.Path(directory)
-    if (about := _read_published(place)) is not None:
+    about = _read_json(place / CONFIG) if (place / CONFIG).is_file() else None
+    if isinstance(about, dict) and _is_published(about):
         try:
             config, params = read_published(place, about, decoder, model_params)
             made = Speculator(config, params, branches=branches)
@@ -110,7 +111,7 @@ def load(
         return made
     if missing := [name for name in (CONFIG, TENSORS) if not (place / name).is_file()]:
         raise FileNotFoundError(f"{place} has no {' and no '.join(missing)}. Give a directory of shardfn speculate.")
-    config, digest, weights = _read_config(place / CONFIG)
+    config, digest, weights = _parse_config(place / CONFIG, about)
     try:
         params = load_file(place / TENSORS)
     except Exception as error:  # safetensors' own class is not part of its interface
@@ -252,14 +253,16 @@ def read_published(
     return config, found
 
 
-def _read_published(place: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the contents of `config.json` of a published speculator, or None."""
+def _read_json(path: pathlib.Path) -> Any:
     try:
-        about = json.loads((place / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    names = ("draft_vocab_size", "num_nextn_predict_layers")
-    return about if isinstance(about, dict) and "format" not in about and any(x in about for x in names) else None
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _is_published(about: Mapping[str, Any]) -> bool:
+    """Returns whether this is the `config.json` of a published speculator."""
+    return "format" not in about and any(x in about for x in ("draft_vocab_size", "num_nextn_predict_layers"))
 
 
 def _read_tensors(place: pathlib.Path, heads: tuple[str, ...]) -> dict[str, Tensor]:
@@ -295,12 +298,8 @@ def _find_features(config: EagleConfig | MTPConfig) -> int:
     return next(shape[0] for name, shape in config.shapes.items() if name.endswith("w_up"))
 
 
-def _read_config(path: pathlib.Path) -> tuple[SpeculatorConfig, str, dict[str, LeafDigest]]:
+def _parse_config(path: pathlib.Path, about: Any) -> tuple[SpeculatorConfig, str, dict[str, LeafDigest]]:
     """Returns the shape, and the digests of the model's config and weights."""
-    try:
-        about: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
     kind = about.get("format") if isinstance(about, dict) else None
     if kind != _FORMAT:
         raise ValueError(

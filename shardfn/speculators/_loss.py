@@ -116,7 +116,8 @@ def apply(
 def loss(config: SpeculatorConfig, params: Params, batch: Mapping[str, Tensor], *, axis: Axes = None) -> WeightedMean:
     """Returns the sum over the drafts of the mean cross entropy of their tokens, times `config.step_weights`.
 
-    Draft i at position t sees the state at t and the tokens t + 1 to t + 1 + i, and guesses the token t + i + 2.
+    Draft i at position t sees the state at t and the tokens t + 1 to t + 1 + i, and guesses the token t + i + 2. A
+    token that is not in "draft_tokens" adds nothing to a sum.
 
     Args:
         config: shape.
@@ -125,8 +126,7 @@ def loss(config: SpeculatorConfig, params: Params, batch: Mapping[str, Tensor], 
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
 
     Raises:
-        ValueError: sequences have no position with all labels, or states have another width, or the speculator has a
-            vocabulary for drafts.
+        ValueError: sequences have no position with all labels, or states have another width.
 
     Example:
         >>> from shardfn import core
@@ -137,11 +137,6 @@ def loss(config: SpeculatorConfig, params: Params, batch: Mapping[str, Tensor], 
         >>> weight.item()
         10.0
     """
-    if isinstance(config, EagleConfig) and config.draft_vocab is not None:
-        raise ValueError(
-            f"speculators.loss: draft_vocab must be None for a training, got {config.draft_vocab}. A speculator with a"
-            " vocabulary for drafts is only read from files and served."
-        )
     hidden_BSN, tokens_BS, n = batch["hidden"], batch["tokens"], config.num_drafts
     (S, N), width = hidden_BSN.shape[1:], config.d_model * len(config.layers)
     if N != width or tokens_BS.shape[1] != S or S < n + 2:
@@ -152,9 +147,18 @@ def loss(config: SpeculatorConfig, params: Params, batch: Mapping[str, Tensor], 
     windows_BTn = tokens_BS[:, 1:].unfold(1, n + 1, 1)  # the tokens that each position reads, and the last label
     T = windows_BTn.shape[1]
     logits = apply(config, params, hidden_BSN[:, :T], windows_BTn[..., :n], axis=axis)
-    pairs = [
-        nn.cross_entropy_sum(x_BTV, windows_BTn[..., i + 1], axis=axis, vocab_size=config.vocab_size)
-        for i, x_BTV in enumerate(logits)
+    labels_BTn = _find_outputs(params.get("draft_tokens"), windows_BTn[..., 1:])
+    totals = [
+        weight * nn.cross_entropy_sum(x_BTV, labels_BT, axis=axis, vocab_size=config.num_outputs)[0]
+        for weight, x_BTV, labels_BT in zip(config.step_weights, logits, labels_BTn.unbind(-1), strict=True)
     ]
-    totals = torch.stack([weight * total for weight, (total, _) in zip(config.step_weights, pairs, strict=True)])
-    return WeightedMean(totals.sum(), pairs[0][1])
+    total = torch.stack(totals).sum()
+    return WeightedMean(total, torch.full_like(total, labels_BTn[..., 0].numel()))
+
+
+def _find_outputs(draft_tokens_M: Tensor | None, tokens: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+    """Returns the numbers of tokens in the head, and -100 for tokens that the head does not have."""
+    if draft_tokens_M is None:
+        return tokens
+    found = torch.searchsorted(draft_tokens_M, tokens.contiguous()).clamp(max=len(draft_tokens_M) - 1)
+    return torch.where(draft_tokens_M[found] == tokens, found, -100)

@@ -81,7 +81,7 @@ def apply_recurrent(
         y_BTN = F.linear(state.h, params["later" if i else "first"])
         y_E = y_BTN.chunk(config.num_gates, -1)
         state = _advance_state(config, params, TORCH, y_E, state.c, z_BTE * scale_of(config))
-        logits.append(nn.column_linear(state.h, params["head"], features=config.vocab_size, axis=axis))
+        logits.append(nn.column_linear(state.h, params["head"], features=config.num_outputs, axis=axis))
     return logits
 
 
@@ -112,7 +112,7 @@ def start_recurrent(config: RecurrentConfig, params: Params, inputs: DraftInputs
         weights = [params[f"{name}.{j}"] for j in range(config.num_gates)]
         projected = [kernels.row_linear(state.h, w, config.d_inner) for w in weights]
         state = _advance_state(config, params, BATCH_INVARIANT, projected, state.c, z_NE)
-        return state, kernels.row_linear(state.h, params["head"], config.vocab_size)
+        return state, kernels.row_linear(state.h, params["head"], config.num_outputs)
 
     def select(state: CellState, index_M: Tensor) -> CellState:
         return CellState(state.h[index_M], state.c[index_M])

@@ -58,8 +58,8 @@ def train(
         mesh: mesh with the axis "dp", or None for a single device.
         zero: ZeRO rule of the step.
         of_batch: loss of parameters and a batch in place of `loss`, such as a partial of `owl_loss`.
-        shared: leaves that begin with these values, such as the model's embedding and head. Leaves of another shape are
-            left out.
+        shared: leaves that begin with these values, such as the model's embedding and head, or "draft_tokens" as from
+            `find_frequent_tokens`. Leaves of another shape are left out.
         report: function of the number of a step and its loss.
 
     Raises:
@@ -84,15 +84,17 @@ def train(
     raise_all(ValueError, "speculators.train:", problems)
     warmup = max(1, steps // 10)
     rate = warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(steps, warmup + 1), learning_rate / 10)
+    params, own = init(config, fold_in(key(seed), 0)), shared or {}
+    params = {name: own[name].clone() if _fits(own.get(name), x) else x for name, x in params.items()}
     step = sharded_step(
         functools.partial(loss, config) if of_batch is None else of_batch,
         chain(clip_by_global_norm(1.0), adamw(rate, b2=0.95, weight_decay=0.1)),
         mesh=mesh,
         batch=P("dp") if mesh is not None else P(),
         zero=zero,
+        trainable={name: name != "draft_tokens" for name in params},
     )
-    params, own = init(config, fold_in(key(seed), 0)), shared or {}
-    state = step.init({name: own[name].clone() if _fits(own.get(name), x) else x for name, x in params.items()})
+    state = step.init(params)
     drawn, order = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.int64)
     for i in range(steps):
         if len(order) < batch_size:
@@ -102,6 +104,21 @@ def train(
         state, metrics = step(state, batch)
         report(i, float(metrics["loss"]))
     return {name: unshard(x) for name, x in state.params.items()}
+
+
+def find_frequent_tokens(tokens: Int64[Tensor, "*shape"], num: int) -> Int64[Tensor, " num"]:
+    """Returns the most frequent tokens in ascending order: the tokens that a speculator with a `draft_vocab` guesses.
+
+    Args:
+        tokens: tokens of a text.
+        num: number of tokens. Where the text has fewer, other tokens fill the places.
+
+    Example:
+        >>> find_frequent_tokens(torch.tensor([[7, 2, 7], [5, 5, 7]]), 2)
+        tensor([5, 7])
+    """
+    counts = torch.bincount(tokens.flatten(), minlength=num)
+    return counts.sort(descending=True, stable=True).indices[:num].sort().values
 
 
 def _fits(x: Tensor | None, like: Tensor) -> bool:

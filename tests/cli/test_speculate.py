@@ -99,6 +99,8 @@ def test_a_model_for_jacobi_decoding(run: pathlib.Path, text: pathlib.Path, call
         ),
         ("--kind jacobi --png training.png", "--png needs a speculator and matplotlib"),
         ("--window 4", "--window is only for eagle3 and mtp, got --kind lstm; leave --window out"),
+        ("--kind mtp --draft-vocab 4", "--draft-vocab is not for --kind mtp; leave --draft-vocab out"),
+        ("--draft-vocab 0", "--draft-vocab must be at least 1, got 0"),
         ("--drafts 0", "--drafts must be at least 1, got 0"),
         ("--length 5", "--length must be at least 6, --drafts and two more, got 5"),
         ("--lr 0", "--lr must be above 0, got 0"),

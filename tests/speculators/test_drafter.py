@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import pathlib
 from array import array
 from dataclasses import replace
 from typing import Any
@@ -17,9 +18,12 @@ from shardfn.speculators import (
     Speculator,
     apply,
     config_of,
+    find_frequent_tokens,
     hidden_states,
     init,
+    load,
     measure_acceptance,
+    save,
     train,
 )
 from tests.inference.test_speculation import SIZES
@@ -179,6 +183,31 @@ def test_a_trained_speculator_is_right_more_often(kind: Any) -> None:
     engines = [Engine(*g, limits=SIZES, drafter=each) for g, each in zip(given, (fresh, drafter), strict=True)]
     found = [measure_acceptance(engine, prompts, GREEDY) for engine in engines]
     assert losses[-1] < 0.5 * losses[0] and found[1] > found[0] + 0.2
+
+
+@pytest.mark.parametrize("kind", ["lstm", pytest.param("eagle3", marks=pytest.mark.nightly)])
+def test_a_vocabulary_for_drafts_is_trained_and_kept(kind: Any, tmp_path: pathlib.Path) -> None:
+    one = large()
+    rows = torch.tensor([(*prompt, *tokens) for prompt, tokens in answers()])
+    config = config_of(one.decoder, kind, num_drafts=3, draft_vocab=5)
+    states = HiddenRows(torch.stack(list(hidden_states(one.decoder, one.params[0], rows, config.layers))), rows)
+    ids = find_frequent_tokens(rows, 5)
+    assert all(
+        (rows == ids[i]).sum() >= (rows == other).sum() for i in range(5) for other in {*range(9)} - {*ids.tolist()}
+    )
+    params = train(config, states, steps=3, batch_size=8, shared={"draft_tokens": ids})
+    assert torch.equal(params["draft_tokens"], ids)
+    save(tmp_path, config, params, one.decoder, one.params[0])
+    drafter = load(tmp_path, one.decoder, one.params[0], branches=2)
+    width = one.decoder.hidden_size * len(config.layers)
+    states = tuple(torch.randn(4, width, generator=torch.Generator().manual_seed(0)))
+    context = Context(0, "", 0, array("q", [1, 2, 3, 4, 5]), 1, states=states)
+    assert {*drafter.propose(context, 9).tokens} <= {*ids.tolist()}
+    engine = Engine(one.decoder, one.params[0], drafter=drafter)
+    plain = Engine(one.decoder, one.params[0]).generate([(1, 2)], GREEDY)
+    assert engine.generate([(1, 2)], GREEDY) == plain
+    with pytest.raises(ValueError, match=r"draft_vocab must be None for 'mtp', whose head can be the model's, got 5"):
+        config_of(one.decoder, "mtp", draft_vocab=5)
 
 
 def test_training_refuses_too_few_rows() -> None:

@@ -22,7 +22,6 @@ from shardfn.speculators import (
     config_of,
     init,
     load,
-    loss,
     save,
     write_published,
 )
@@ -239,11 +238,7 @@ def test_published_files_without_an_embedding_have_the_models(kind: str, tmp_pat
             load(tmp_path, *target)
 
 
-def test_a_vocabulary_for_drafts_is_not_trained() -> None:
-    config = PUBLISHED["eagle3"]
-    batch = {"hidden": torch.zeros(1, 9, 48), "tokens": torch.zeros(1, 9, dtype=torch.int64)}
-    with pytest.raises(ValueError, match=r"draft_vocab must be None for a training, got 11"):
-        loss(config, init(config, core.key(0)), batch)
+def test_heads_that_do_not_fit_are_refused() -> None:
     wrong: Any = HEADS | {"num_kv_heads": 3}
     with pytest.raises(ValueError, match=r"num_kv_heads=3 must divide num_heads=4"):
         EagleConfig(31, 16, 4, 16, (1, 2), **wrong)

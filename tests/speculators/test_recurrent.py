@@ -1,5 +1,6 @@
 """Covers `speculators/_recurrent.py`: the formulas, written as loops over single tokens, and steps on ranks."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -64,6 +65,25 @@ def test_loss_is_that_of_the_formulas(kind: str) -> None:
     got = loss(config, p, batch)
     assert got.weight.item() == count == 10
     assert got.total.item() == pytest.approx(total, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "eagle3"])
+def test_tokens_outside_of_a_vocabulary_for_drafts_add_nothing(kind: Any) -> None:
+    full: Any = CONFIGS["lstm"] if kind == "lstm" else EagleConfig(13, 10, 2, 6, (2,))
+    config, ids = dataclasses.replace(full, draft_vocab=4), torch.tensor([0, 3, 7, 12])
+    params, batch = init(config, core.key(0)) | {"draft_tokens": ids}, batch_of(full)
+    n, tokens, total = full.num_drafts, batch["tokens"], torch.zeros(())
+    windows = tokens[:, 1:].unfold(1, n + 1, 1)
+    for i, logits in enumerate(apply(config, params, batch["hidden"][:, : windows.shape[1]], windows[..., :n])):
+        logprobs = logits.log_softmax(-1)
+        assert logprobs.shape[-1] == 4
+        for number, token in enumerate(ids.tolist()):
+            total -= config.step_weights[i] * (logprobs[..., number] * (windows[..., i + 1] == token)).sum()
+    got = loss(config, params, batch)
+    torch.testing.assert_close(got.total, total)
+    assert got.weight == windows[..., 0].numel()
+    with pytest.raises(ValueError, match=r"draft_vocab must be None or an integer from 1 to vocab_size=13, got 14"):
+        dataclasses.replace(full, draft_vocab=14)
 
 
 def test_bad_batches_are_refused() -> None:
