@@ -327,6 +327,8 @@ class _HeaderParser:
         for name, kind, shape, offset in told:
             if name in entries:
                 problems.append(f"the tensor {name!r} stands twice")
+            elif 0 in shape:
+                problems.append(f"{name!r} has the shape {shape}, and each dim must be 1 or more")
             elif shape[-1] % kind.size:
                 problems.append(
                     f"{name!r} has rows of {shape[-1]}, and blocks of {kind.name} have {kind.size} elements"

@@ -1,8 +1,11 @@
 """Covers GGUF files: decoded blocks beside ggml's definition, models, and damaged files."""
 
 import dataclasses
+import os
 import pathlib
 import random
+import resource
+import signal
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -257,6 +260,7 @@ def damaged(change: Callable[[bytearray], Any]) -> bytes:
         ),
         (file_of({}, {"w": (Q8_0, torch.zeros(9), (33,))}), "rows of 33, and blocks of Q8_0 have 32"),
         (file_of({}, {"w": (F32, torch.zeros(8), (1 << 40, 1 << 20))}), "'w' ends at byte"),
+        (file_of({}, {"w": (F32, torch.zeros(8), (1 << 63, 0))}), "each dim must be 1 or more"),
         (damaged(lambda x: x.__delitem__(slice(-64, None))), "ends at byte"),
     ],
 )
@@ -267,43 +271,107 @@ def test_a_damaged_file_is_named(data: bytes, words: str, tmp_path: pathlib.Path
     assert words in str(caught.value)
 
 
-def mutate(draw: random.Random, data: bytes, head: int) -> bytes:
-    """A file with bytes of the header changed, removed, or added, or cut short."""
-    out = bytearray(data)
-    for _ in range(draw.randint(1, 6)):
-        at = draw.randrange(head)
-        what = draw.random()
-        if what < 0.5:
-            out[at] = draw.choice((0, 1, 127, 128, 255, draw.randrange(256)))
-        elif what < 0.7:
-            out[at : at + 8] = struct.pack("<Q", draw.choice((0, 1, 1 << 31, 1 << 62, (1 << 64) - 1)))
-        elif what < 0.8:
-            del out[at : at + draw.randint(1, 9)]
-        elif what < 0.9:
-            out[at:at] = draw.randbytes(draw.randint(1, 9))
-        else:
-            del out[draw.randrange(4, len(out)) :]
-            head = min(head, len(out))
-    return bytes(out)
+ODD = (0, 1, 3, 31, 1 << 31, 1 << 40, 1 << 62, (1 << 64) - 1)
+FIELDS = ("x", "", "llama", 0, 1, 7, (1 << 32) - 1, float("inf"), float("nan"), [], [1, 2], ["a"], ["a"] * 70)
+QUANTS = (2, 3, 6, 7, 8, 10, 11, 12, 13, 14)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(x, marks=[pytest.mark.nightly] if x else []) for x in range(10)])
-def test_files_with_random_damage_are_refused_or_read(seed: int, tmp_path: pathlib.Path) -> None:
-    config = dataclasses.replace(CONFIG, num_layers=1, d_model=32, num_kv_heads=4, d_ff=32, vocab_size=8)
-    data, _ = model_file(config, gpt.init(config, sf.key(0)), "int8")
-    head = data.rfind(b"ffn_down") + 60
-    draw, path, refused = random.Random(seed), tmp_path / "m.gguf", 0
-    num = 1000 if seed else 200
-    for _ in range(num):
-        path.write_bytes(mutate(draw, data, head))
-        try:
-            file = GGUFFile(path)
-            for name in file:
-                file.load(name)
-            gpt_from_gguf(file)
-        except (DamagedError, ValueError):
-            refused += 1
-    assert refused > num // 2
+def quantized_parts(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings and tensors of a model of one layer, with weights of random bytes in the kinds that have blocks."""
+    fields: dict[str, Any] = {"general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 16}
+    fields |= {"llama.embedding_length": 256, "llama.feed_forward_length": 256, "llama.rope.freq_base": 10000.0}
+    fields |= {"llama.attention.head_count": 4, "llama.attention.head_count_kv": 2, "general.alignment": 32}
+    fields |= {"llama.attention.layer_norm_rms_epsilon": 1e-5, "tokenizer.ggml.tokens": ["a", "b"]}
+    rows = dict.fromkeys([f"blk.0.{name}.weight" for name in NAMES.values() if "norm" not in name], 256)
+    rows |= {"blk.0.attn_k.weight": 128, "blk.0.attn_v.weight": 128, "token_embd.weight": 4}
+    tensors: dict[str, Any] = {}
+    for name, num in rows.items():
+        number = draw.choice(QUANTS)
+        kind = gguf_kind(number)
+        raw = torch.frombuffer(bytearray(draw.randbytes(num * 256 // kind.size * kind.bytes)), dtype=torch.uint8)
+        tensors[name] = number, raw, (num, 256)
+    for name in ("output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"):
+        tensors[name] = F32, torch.ones(256), (256,)
+    return fields, tensors
+
+
+def damaged_file(draw: random.Random, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> bytes:
+    """A file with one to three faults: settings, kinds, shapes, counts, offsets, bytes, or its end."""
+    fields, tensors, name = dict(fields), dict(tensors), draw.choice([*tensors])
+    faults = draw.choices(("setting", "kind", "shape", "gone", "count", "offset", "bytes", "data", "cut"), k=3)
+    faults = faults[: draw.randint(1, 3)]
+    kind, raw, shape = tensors[name]
+    if "setting" in faults:
+        fields[draw.choice([*fields])] = draw.choice(FIELDS)
+    if "kind" in faults:
+        kind = draw.choice((*QUANTS, 4, 9, 15, 99, (1 << 32) - 1))
+    if "shape" in faults:
+        shape = tuple(draw.choice((*shape, *ODD)) for _ in range(draw.choice((0, 1, 2, 2, 3, 4, 5))))
+    tensors[name] = kind, raw, shape
+    if "gone" in faults:
+        parts = draw.choice((fields, tensors))
+        del parts[draw.choice([*parts])]
+    out = bytearray(file_of(fields, tensors))
+    if "count" in faults:
+        at, odd = draw.choice((8, 16)), draw.choice((*ODD, draw.randrange(40)))
+        out[at : at + 8] = struct.pack("<Q", odd)
+    if "offset" in faults and name in tensors:
+        at = out.find(text(name)) + len(text(name)) + 4 + 8 * len(shape) + 4
+        out[at : at + 8] = struct.pack("<Q", draw.choice((*ODD, len(out), len(out) + 32, 64, 1 << 20)))
+    head = out.find(b"blk.0.ffn_norm.weight") + 60
+    for _ in range(draw.randint(1, 8) if "bytes" in faults else 0):
+        out[draw.randrange(head)] = draw.choice((0, 1, 127, 128, 255, draw.randrange(256)))
+    for _ in range(draw.randint(1, 64) if "data" in faults else 0):
+        out[draw.randrange(head, len(out))] ^= 1 << draw.randrange(8)
+    return bytes(out[: draw.randrange(len(out))] if "cut" in faults else out)
+
+
+def read_whole(path: pathlib.Path) -> int:
+    """The number of elements of all leaves, with and without codes."""
+    file = GGUFFile(path)
+    num = sum(file.load(name).numel() for name in file)
+    for keep in (False, True):
+        leaves = tree_leaves(gpt_from_gguf(file, keep_codes=keep)[1])
+        num += sum(leaf.full().numel() for leaf in leaves)
+    return num
+
+
+def fuzz_files(path: pathlib.Path, seed: int, num: int) -> int:
+    """The number of refused files. The others are read. A file takes at most 10 s, and no memory beyond its size."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"SHARDFN_FUZZ={case}")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    refused, peak = 0, 0
+    try:
+        for case in range(seed, seed + num):
+            draw = random.Random(case)
+            path.write_bytes(damaged_file(draw, *quantized_parts(draw)))
+            signal.alarm(10)
+            try:
+                assert read_whole(path) <= 64 * path.stat().st_size, f"SHARDFN_FUZZ={case}"
+            except (DamagedError, ValueError) as error:
+                assert str(path) in str(error), f"SHARDFN_FUZZ={case}"
+                refused += 1
+            except Exception as error:
+                raise AssertionError(f"SHARDFN_FUZZ={case}") from error
+            signal.alarm(0)
+            if case == seed + 20:
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 64 << 10, "a file took over 64 MiB"
+    return refused
+
+
+@pytest.mark.parametrize("num", [60, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_files_with_random_damage_are_refused_or_read(num: int, tmp_path: pathlib.Path) -> None:
+    """`SHARDFN_FUZZ=<seed>:<number>` begins at another file, with that number of files at night."""
+    seed, _, told = os.environ.get("SHARDFN_FUZZ", "0").partition(":")
+    num = int(told) if told and num > 60 else num
+    assert fuzz_files(tmp_path / "m.gguf", int(seed), num) > num // 2
 
 
 @pytest.mark.parametrize(
