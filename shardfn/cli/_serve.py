@@ -111,7 +111,9 @@ def serve_command(job: ServeJob, work: Callable[[str], Coroutine[Any, Any, int]]
             if text.images is None and job.image_root is not None:
                 raise ValueError(f"--image-root needs a model of images and text, got {job.model.model}. Leave it out")
             images = None if text.images is None else ImageReader(text.images, job.image_root, **job.image_limits)
-            return Text(text.encode, text.tokenizer, text.chat, text.plain, text.template, text.pair, images)
+            return Text(
+                text.encode, text.tokenizer, text.chat, text.plain, text.template, text.pair, images, text.speech
+            )
 
         all_ranks = settings.replicas * job.model.ranks
         num = torch.cuda.device_count() if settings.replicas > 1 else 0  # a single replica sees all devices

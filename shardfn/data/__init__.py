@@ -7,6 +7,7 @@ from ._sources import default_corpus as default_corpus
 from ._mixture import BatchRamp as BatchRamp, Cursor as Cursor
 from ._mixture import ExampleBatches as ExampleBatches, Examples as Examples
 from ._images import expand_images as expand_images, pad_images as pad_images
+from ._audio import log_mel as log_mel, read_wav as read_wav
 from ._images import read_image as read_image, read_image_url as read_image_url
 from ._sources import JSONLines as JSONLines
 from ._mixture import Mixture as Mixture

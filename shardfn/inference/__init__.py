@@ -45,6 +45,7 @@ from ._engine import Engine as Engine
 from ._image_rows import ImageRule as ImageRule, RequestImages as RequestImages
 from ._images import EncodedImage as EncodedImage, ImageEncoder as ImageEncoder, ImagePrompt as ImagePrompt
 from ._images import ImageReader as ImageReader, make_request_images as make_request_images
+from ._speech import SourceFeatures as SourceFeatures, SpeechReader as SpeechReader
 from ._simulate import SimulatedEngine as SimulatedEngine, SimulatedLatency as SimulatedLatency
 from ._simulate import Simulation as Simulation, TimedRequest as TimedRequest, check_trace as check_trace
 from ._simulate import simulate as simulate

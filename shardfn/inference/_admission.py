@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from ._adapters import Adapters
 from ._decoder import Decoder, SourceEncoder
 from ._drafters import BatchDrafter, Drafter, RejectionDrafter, find_wanted_layers, wants_spec_token
@@ -12,6 +14,7 @@ from ._limits import DRAFTS, Limits
 from ._options import Encode
 from ._requests import Request, Sampling, check_request, encode_sampling, ids_of
 from ._runner import limits_of
+from ._speech import make_features
 
 
 def choose_limits(decoder: Decoder, limits: Limits | None, drafter: Drafter | None) -> Limits:
@@ -64,7 +67,7 @@ def make_request(
         TypeError: an argument is of a wrong type, or unknown.
         ValueError: a value is out of range, or the request can never fit.
     """
-    unknown = set(more) - {"priority", "deadline", "salt", "adapter", "source"}
+    unknown = set(more) - {"priority", "deadline", "salt", "adapter", "source", "features"}
     if unknown:
         raise TypeError(
             f"add: {', '.join(sorted(unknown))}: a request has priority, deadline, salt, adapter, source and"
@@ -82,17 +85,23 @@ def make_request(
 
 
 def split_source(
-    prompt: Sequence[int], sources: SourceEncoder | None, more: dict[str, Any]
+    prompt: Sequence[int] | Tensor, sources: SourceEncoder | None, more: dict[str, Any]
 ) -> tuple[Sequence[int], dict[str, Any]]:
     """Returns the decoder's prompt, and further fields of a request: with the source for an encoder-decoder model.
 
     A prompt without `source` in `more` is the source, and the decoder begins with its first token.
+
+    Raises:
+        ValueError: the source is to be features, and is not, or has another shape or numbers that are not finite.
     """
     if sources is None:
-        return prompt, more
+        return prompt, more  # type: ignore[return-value]
     if "source" not in more:
-        return (sources.start,), more | {"source": ids_of(prompt)}
-    return prompt, more | {"source": ids_of(more["source"])}
+        prompt, more = (sources.start,), more | {"source": prompt}
+    if sources.features is None:
+        return prompt, more | {"source": ids_of(more["source"])}  # type: ignore[return-value]
+    features = make_features(more["source"], sources.features)
+    return prompt, more | {"source": (0,) * sources.longest, "features": features}  # type: ignore[return-value]
 
 
 def split_sampling(sampling: Any, num: int) -> list[Sampling]:

@@ -32,11 +32,13 @@ class SourceEncoder(NamedTuple):
         start: first token of the decoder's sequence.
         encode: function `encode(weights, tokens)` of this rank's blocks of `weights` and one source, to its keys and
             values for each layer of cross attention, [S, G, K] of the rank's heads.
+        features: shape of a source that is features, float32 [F, M], in place of tokens, or None.
     """
 
     longest: int
     start: int
     encode: Callable[[PyTree, Tensor], Sequence[tuple[Tensor, Tensor]]]
+    features: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

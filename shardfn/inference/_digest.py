@@ -90,9 +90,10 @@ def _encode_pool(of: str, pool: BlockPool) -> Iterator[tuple[str, bytes]]:
 def _encode_sequence(sequence: Sequence) -> Iterator[tuple[str, bytes]]:
     of = f"sequences[{sequence.name}.{sequence.choice}]"
     r = sequence.request
+    source = r.source if r.features is None else r.features
     yield (
         f"{of}.request",
-        _encode_ints(r.prompt) + repr((r.sampling, r.priority, r.deadline, r.adapter, r.salt, r.source)).encode(),
+        _encode_ints(r.prompt) + repr((r.sampling, r.priority, r.deadline, r.adapter, r.salt, source)).encode(),
     )
     for name in ("arrived", "key", "scored", "computed", "recorded", "begun", "preempted", "draft_length"):
         yield f"{of}.{name}", repr(getattr(sequence, name)).encode()

@@ -123,6 +123,7 @@ class Engine:
     ) -> None:
         self.limits = limits = choose_limits(decoder, limits, drafter)
         self._sources = decoder.sources
+        self._takes_features = decoder.sources is not None and decoder.sources.features is not None
         recorders = [ExpertRecorder(limits, decoder)] if record_experts else []
         self._images = ImageInputs(limits, decoder)
         self.expert_shape = decoder.expert_shape if record_experts else (0, 0)
@@ -230,7 +231,8 @@ class Engine:
             **more: `priority`, `deadline` or `salt`, as of a `Request`, or `adapter`, the name of an adapter, or
                 `image_features`, float [N, D], a row for each image token of the prompt, for a model with images, and
                 `image_grids`, rows and columns of each image, where the model wants them. For an encoder-decoder model
-                the prompt is the encoder's, and with `source`, token ids, the decoder's.
+                the prompt is the encoder's, and with `source`, token ids, the decoder's. Of a model of features, such
+                as Whisper, the encoder's are float [F, M].
 
         Returns:
             The name.
@@ -319,6 +321,7 @@ class Engine:
         adapter: str | Sequence[str | None] | None = None,
         image_features: Sequence[Tensor | None] | None = None,
         image_grids: Sequence[Sequence[tuple[int, int]] | None] | None = None,
+        sources: Sequence[Sequence[int] | Tensor] | None = None,
     ) -> list[Any]:
         """Completes prompts. Requests in progress continue in the same steps.
 
@@ -329,6 +332,7 @@ class Engine:
                 without an adapter.
             image_features: for each prompt the features of its image tokens, as of `add`, or None.
             image_grids: for each prompt the rows and columns of its images, as of `add`, or None.
+            sources: for each prompt its `source`, as of `add`, for prompts of a decoder with an encoder.
 
         Returns:
             For each prompt a `Completion`, or for a request of n > 1 choices a list of n.
@@ -339,7 +343,7 @@ class Engine:
         """
         prompts = list(prompts)
         hows, adapters = split_sampling(sampling, len(prompts)), split_adapters(adapter, len(prompts))
-        pictures = split_images(len(prompts), image_features=image_features, image_grids=image_grids)
+        pictures = split_images(len(prompts), image_features=image_features, image_grids=image_grids, source=sources)
         each = zip(prompts, hows, adapters, pictures, strict=True)
         requests = [self._admit(prompt, how, adapter=x, **own) for prompt, how, x, own in each]
         return [found[0] if len(found) == 1 else found for found in self._complete(requests)]
@@ -545,7 +549,7 @@ class Engine:
     def _admit(self, prompt: Sequence[int] | Tensor, sampling: Sampling | None, **more: Any) -> Admitted:
         """Returns a request that passes all checks."""
         encode = None if self.detokenizer is None else self.detokenizer.encode
-        if isinstance(prompt, Tensor) and prompt.is_floating_point():
+        if isinstance(prompt, Tensor) and prompt.is_floating_point() and not self._takes_features:
             prompt, images = self._images.embed(prompt)
         else:
             prompt, more = split_source(prompt, self._sources, more)  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ from ._options import (
     list_options,
     option,
 )
+from ._speech import SourceFeatures
 
 MOST_STOPS, LONGEST_STOP = 16, 256
 MOST_MATCHERS, MOST_TEXT = 16, 4 << 16
@@ -181,6 +182,7 @@ class Request:
         salt: caller's bytes. Requests share blocks only with requests of the same salt.
         source: token ids that the encoder of an encoder-decoder model reads. The prompt is then of the decoder.
         images: images of the prompt, or None. The keys of blocks have them in place of image tokens.
+        features: features of the source, whose token ids are then 0, once for each of the encoder's states.
 
     Example:
         >>> Request((5, 6, 7), Sampling(max_tokens=2)).priority
@@ -195,6 +197,7 @@ class Request:
     salt: bytes = b""
     source: tuple[int, ...] = ()
     images: RequestImages | None = None
+    features: SourceFeatures | None = None
 
     @property
     def spelled(self) -> tuple[int, ...]:
@@ -203,15 +206,16 @@ class Request:
 
     @property
     def given(self) -> tuple[int, ...]:
-        """Returns the tokens that a caller has given: the source of an encoder-decoder model, or the prompt."""
-        return self.source or self.prompt
+        """Returns the tokens that a caller has given: a source of token ids, or the prompt."""
+        return self.prompt if self.features is not None else self.source or self.prompt
 
     @functools.cached_property
     def scope_salt(self) -> bytes:
         """Returns the salt with a digest of the source. All keys and values depend on both."""
         if not self.source:
             return self.salt
-        return self.salt + hashlib.blake2b(array("q", self.source).tobytes(), digest_size=16).digest()
+        content = array("q", self.source).tobytes() if self.features is None else self.features.digest
+        return self.salt + hashlib.blake2b(content, digest_size=16).digest()
 
 
 SAMPLING_OPTIONS = list_options(Sampling)

@@ -21,6 +21,8 @@ from ._layouts import Outputs
 def seq2seq_decoder(config: seq2seq.Config, *, tp: str | None = None, batch_invariant: bool | None = None) -> Decoder:
     """Returns the decoder of a `models.seq2seq`. A request's prompt is the source that the encoder reads.
 
+    Sources of a model of features have all `max_len` states of its encoder, so 2 `max_len` frames.
+
     Args:
         config: shape of the model.
         tp: mesh axis that cuts heads, features and vocabulary. The axis divides the number of key heads.
@@ -51,6 +53,7 @@ def seq2seq_decoder(config: seq2seq.Config, *, tp: str | None = None, batch_inva
         config, {"decoder": seq2seq.replace_half(config.decoder, batch_invariant=batch_invariant)}
     )
     half, longest = config.decoder, config.encoder.max_len
+    features = None if config.features is None else (2 * longest, config.features)
 
     def compute_outputs(
         weights: PyTree,
@@ -64,6 +67,8 @@ def seq2seq_decoder(config: seq2seq.Config, *, tp: str | None = None, batch_inva
         return Outputs(seq2seq.decode_tokens(served, weights, tokens_T, positions_T, rows_R, bodies, axis=tp))
 
     def encode(weights: PyTree, tokens_S: Tensor) -> list[tuple[Tensor, Tensor]]:
+        if features is not None:
+            tokens_S = tokens_S.to(weights["encoder"]["position"].dtype)
         return seq2seq.encode_tokens(served, weights, tokens_S, axis=tp)
 
     layers = half.num_layers
@@ -78,5 +83,5 @@ def seq2seq_decoder(config: seq2seq.Config, *, tp: str | None = None, batch_inva
         batch_invariant=batch_invariant,
         digest=hashlib.blake2b(repr(config).encode(), digest_size=8).hexdigest(),
         name_weights=named_leaves,
-        sources=SourceEncoder(longest, config.start, encode),
+        sources=SourceEncoder(longest, config.start, encode, features),
     )

@@ -27,6 +27,7 @@ from ._limits import Limits
 from ._pool import BlockContent, BlockPool, PrefixScope, extend_contents
 from ._requests import Request
 from ._results import CacheStats, SpeculationStats
+from ._speech import SourceFeatures
 
 _FIRST, _LONGEST_PAUSE = 4, 5
 
@@ -200,10 +201,12 @@ class SourceFill(NamedTuple):
     Attributes:
         tokens: token ids of the source.
         slots: places in the cache of sources for the keys and values of each token.
+        features: features in place of token ids, or None.
     """
 
     tokens: tuple[int, ...]
     slots: tuple[int, ...]
+    features: SourceFeatures | None = None
 
 
 @dataclass(slots=True)
@@ -339,7 +342,7 @@ class State:
         sequence.source_blocks = blocks
         if missing:
             slots = tuple(blocks[i // block] * block + i % block for i in range(len(source)))
-            self.fills.append(SourceFill(source, slots))
+            self.fills.append(SourceFill(source, slots, sequence.request.features))
 
     def line(self) -> list[Sequence]:
         """Returns the first waiting sequences in order, no more than can run. The rest cannot begin in this step."""

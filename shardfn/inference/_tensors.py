@@ -231,14 +231,15 @@ class FillTensors(NamedTuple):
     """A source and its places in the cache.
 
     Attributes:
-        tokens: ids, int64 [S].
+        tokens: ids, int64 [S], or features, float32 [F, M].
         slots: places of each token, int64 [S].
     """
 
-    tokens: Int[Tensor, " s"]
+    tokens: Int[Tensor, " s"] | Float32[Tensor, "f m"]
     slots: Int[Tensor, " s"]
 
 
 def fill_tensors(fill: SourceFill, device: torch.device) -> FillTensors:
     """Returns a source as tensors."""
-    return FillTensors(*(torch.tensor(x, device=device) for x in fill))
+    tokens = torch.tensor(fill.tokens) if fill.features is None else fill.features.values
+    return FillTensors(tokens.to(device), torch.tensor(fill.slots, device=device))

@@ -171,7 +171,9 @@ def gpt_from_gguf(
     try:
         config = gpt_config(settings, **changes)
     except ValueError as error:
-        raise ValueError(f"{file.path}: {str(error).removeprefix('config.json: ').replace('config.json has', 'its header has')}") from None
+        raise ValueError(
+            f"{file.path}: {str(error).removeprefix('config.json: ').replace('config.json has', 'its header has')}"
+        ) from None
     permuted = (config.num_heads, config.kv_heads) if settings["model_type"] == "llama" else None
     archive = GGUFArchive(file, permuted)
     return config, params_of_archive(archive, config, settings["model_type"], dtype or torch.float32, keep_codes)

@@ -1,4 +1,7 @@
-"""Weights of encoder-decoder models of transformers, T5, mT5 and BART, as parameters of `models.seq2seq`, and back."""
+"""Weights of encoder-decoder models of transformers, T5, mT5 and BART, as parameters of `models.seq2seq`, and back.
+
+Whisper is read, and not written.
+"""
 
 import dataclasses
 import json
@@ -17,7 +20,7 @@ from shardfn.models import gpt, seq2seq
 from ._hf_config import read_config
 
 Told = Mapping[str, Any]
-SEQ2SEQ_TYPES = ("t5", "mt5", "bart")
+SEQ2SEQ_TYPES = ("t5", "mt5", "bart", "whisper")
 
 _T5: dict[str, Any] = {"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
 _T5 |= {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6}
@@ -30,19 +33,28 @@ _BART: dict[str, Any] = {
 }
 _BART |= {f"{half}_{name}": n for half in ("encoder", "decoder") for name, n in (("layers", 12), ("ffn_dim", 4096))}
 _BART |= {"encoder_attention_heads": 16, "decoder_attention_heads": 16, "decoder_start_token_id": 2}
+_WHISPER = _BART | {"vocab_size": 51865, "d_model": 384, "num_mel_bins": 80, "decoder_start_token_id": 50257}
+_WHISPER |= {"max_source_positions": 1500, "max_target_positions": 448}
+for _half in ("encoder", "decoder"):
+    _WHISPER |= {f"{_half}_layers": 4, f"{_half}_attention_heads": 6, f"{_half}_ffn_dim": 1536}
 _ACTS = {"relu": "relu", "gelu_new": "gelu", "gelu": "gelu_erf", "gated-gelu": "geglu", "gated-silu": "swiglu"}
 _BART_ACTS = {"gelu": "gelu_erf", "gelu_new": "gelu", "relu": "relu"}
+_LENGTHS = {"encoder": "max_source_positions", "decoder": "max_target_positions"}
 # Rows of BART's positions before the first.
 _OFFSET = 2
 
 
 class _TensorPlace(NamedTuple):
-    """Tensor of a leaf: its name and shape, the leaf's shape, and the tensor's rows before the leaf's."""
+    """Tensor of a leaf: its name and shape, the leaf's shape, and the tensor's rows before the leaf's.
+
+    A leaf that is `absent` from files is zeros.
+    """
 
     name: str
     shape: tuple[int, ...]
     leaf: tuple[int, ...]
     skipped: int
+    absent: bool = False
 
     @property
     def view(self) -> tuple[int, ...]:
@@ -71,7 +83,7 @@ def seq2seq_config(told: Told, **changes: Any) -> seq2seq.Config:
             f" {kind!r}.{core.did_you_mean(str(kind), SEQ2SEQ_TYPES)} For a decoder without an encoder use gpt_from_hf,"
             " and to train another model of torch from_module."
         )
-    return _bart_config(told, changes) if kind == "bart" else _t5_config(told, changes)
+    return _bart_config(told, changes) if kind in ("bart", "whisper") else _t5_config(told, changes)
 
 
 def _t5_config(told: Told, changes: Told) -> seq2seq.Config:
@@ -102,7 +114,8 @@ def _t5_config(told: Told, changes: Told) -> seq2seq.Config:
 
 
 def _bart_config(told: Told, changes: Told) -> seq2seq.Config:
-    told = _BART | {n: x for n, x in told.items() if x is not None}
+    kind, whisper = told["model_type"], told["model_type"] == "whisper"
+    told = (_WHISPER if whisper else _BART) | {n: x for n, x in told.items() if x is not None}
     refused = [
         f"{name}={told[name]!r}; it must be {wanted!r}"
         for name, wanted in (
@@ -114,7 +127,7 @@ def _bart_config(told: Told, changes: Told) -> seq2seq.Config:
     ]
     if told["activation_function"] not in _BART_ACTS:
         refused.append(f"activation_function={told['activation_function']!r}; it must be in {tuple(_BART_ACTS)}")
-    core.raise_all(ValueError, "config.json: this bart has parts that models.seq2seq lacks:", refused)
+    core.raise_all(ValueError, f"config.json: this {kind} has parts that models.seq2seq lacks:", refused)
 
     def make_half(name: str) -> gpt.Config:
         sizes: dict[str, Any] = {
@@ -123,16 +136,18 @@ def _bart_config(told: Told, changes: Told) -> seq2seq.Config:
             "d_model": told["d_model"],
             "num_heads": told[f"{name}_attention_heads"],
             "d_ff": told[f"{name}_ffn_dim"],
-            "max_len": told["max_position_embeddings"],
+            "max_len": told[_LENGTHS[name] if whisper else "max_position_embeddings"],
             "mlp": _BART_ACTS[told["activation_function"]],
-            "embedding_scale": told["d_model"] ** 0.5 if told.get("scale_embedding") else None,
+            "embedding_scale": told["d_model"] ** 0.5 if told.get("scale_embedding") and not whisper else None,
         }
-        style: dict[str, Any] = {"tie_embeddings": True, "embedding_norm": True, "head_bias": name == "decoder"}
+        style: dict[str, Any] = {"tie_embeddings": True}
+        style |= {} if whisper else {"embedding_norm": True, "head_bias": name == "decoder"}
         return gpt.Config(**{**sizes, **style, "causal": name == "decoder", **changes})
 
-    return seq2seq.Config(
-        make_half("encoder"), make_half("decoder"), start=told["decoder_start_token_id"], norm_sums=True
-    )
+    halves, start = (make_half("encoder"), make_half("decoder")), told["decoder_start_token_id"]
+    if whisper:
+        return seq2seq.Config(*halves, start=start, features=told["num_mel_bins"])
+    return seq2seq.Config(*halves, start=start, norm_sums=True)
 
 
 def seq2seq_from_hf(
@@ -174,6 +189,8 @@ def seq2seq_from_hf(
 
     def draw_leaf(place: _TensorPlace) -> core.Draw:
         def read_block(slices: tuple[slice, ...]) -> torch.Tensor:
+            if place.absent:
+                return torch.zeros(place.leaf, dtype=made)[slices]
             given = zip((*slices, *[slice(None)] * len(place.leaf)), place.leaf, strict=False)
             (low, high), *rest = [(lo, max(lo, hi)) for lo, hi, _ in (s.indices(n) for s, n in given)]
             box = [(low + place.skipped, high + place.skipped), *rest]
@@ -253,6 +270,11 @@ def hf_seq2seq_config(config: seq2seq.Config, model_type: str | None = None) -> 
     kind = model_type or ("bart" if config.norm_sums else "t5")
     if kind not in SEQ2SEQ_TYPES:
         raise ValueError(f"model_type={kind!r} is not one of {SEQ2SEQ_TYPES}.{core.did_you_mean(kind, SEQ2SEQ_TYPES)}")
+    if kind == "whisper" or config.features is not None:
+        raise ValueError(
+            f"a model of features must stay in shardfn's files, got model_type={kind!r} and features={config.features}."
+            " A whisper is read, and not written."
+        )
     told = _write_bart(config) if kind == "bart" else _write_t5(config, kind)
     back = seq2seq_config(told)
     if config.decoder.tie_embeddings and not back.decoder.tie_embeddings:
@@ -340,20 +362,22 @@ _BART_BLOCK |= {
 }
 _BART_BLOCK |= {f"{k}_{n}": f"{fc}.{s}" for n, fc in (("up", "fc1"), ("down", "fc2")) for k, s in _WB}
 _BART_HALF = {f"embed_norm_{kind}": f"layernorm_embedding.{suffix}" for kind, suffix in _WB}
-_BART_HALF |= {"position": "embed_positions.weight"}
+_BART_HALF |= {"position": "embed_positions.weight"} | {f"norm_{kind}": f"layer_norm.{suffix}" for kind, suffix in _WB}
+_BART_HALF |= {f"{conv}_{kind}": f"{conv}.{suffix}" for conv in ("conv1", "conv2") for kind, suffix in _WB}
 # Entries of files that repeat others.
 _REPEATED = re.compile(
-    r"^(model\.)?((en|de)coder\.embed_tokens|lm_head)\.weight$|EncDecAttention\.relative_attention_bias"
+    r"^(model\.)?((en|de)coder\.embed_tokens|lm_head|proj_out)\.weight$|EncDecAttention\.relative_attention_bias"
 )
 
 
 def _name_leaf(path: str, kind: str, gated: bool) -> str:
     """Returns the name of the tensor of a leaf, such as of "params['decoder']['blocks'][0]['c_wq']"."""
     _, half, *rest = re.findall(r"\w+", path)
-    bart = kind == "bart"
+    bart = kind in ("bart", "whisper")
     if not rest:
         top = {"embed": "shared.weight", "head": "lm_head.weight"}
-        return {"embed": "model.shared.weight", "head_b": "final_logits_bias"}[half] if bart else top[half]
+        table = "model.decoder.embed_tokens.weight" if kind == "whisper" else "model.shared.weight"
+        return {"embed": table, "head_b": "final_logits_bias"}[half] if bart else top[half]
     start = f"model.{half}." if bart else f"{half}."
     if len(rest) == 1:
         return start + (_BART_HALF if bart else _T5_HALF)[rest[0]]
@@ -373,14 +397,15 @@ def _list_places(config: seq2seq.Config, kind: str) -> dict[str, _TensorPlace]:
     found = {}
     for (path, leaf), shape in zip(own, flat, strict=True):
         name, skipped = _name_leaf(path, kind, config.decoder.is_gated), 0
-        if path.endswith("['position']"):
+        if path.endswith("['position']") and kind != "whisper":
             skipped, shape = _OFFSET, (shape[0] + _OFFSET, *shape[1:])
-        found[path] = _TensorPlace(name, (1, *shape) if path.endswith("['head_b']") else shape, leaf, skipped)
+        absent = kind == "whisper" and path.endswith(("['bk']", "['c_bk']"))
+        found[path] = _TensorPlace(name, (1, *shape) if path.endswith("['head_b']") else shape, leaf, skipped, absent)
     return found
 
 
 def _check_names(archive: Archive, places: Mapping[str, _TensorPlace]) -> None:
-    wanted = {place.name: (path, place.shape) for path, place in places.items()}
+    wanted = {place.name: (path, place.shape) for path, place in places.items() if not place.absent}
     problems = [f"{name} is missing ({path} of the model)" for name, (path, _) in wanted.items() if name not in archive]
     problems += [f"{name} is left over" for name in archive if name not in wanted and not _REPEATED.search(name)]
     problems += [

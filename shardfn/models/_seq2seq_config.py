@@ -55,6 +55,8 @@ class Config:
         start: first token of the decoder's inputs.
         norm_sums: whether norms come after the sum with the residual stream, as in BART, with `norm_place="before"` in
             the halves. The halves have no last norm then.
+        features: numbers of a source's frame, such as 80 bands of a spectrogram. Two convolutions make a state of two
+            frames, as in Whisper. None: sources are token ids.
 
     Raises:
         ValueError: lists every field that is out of range or at odds with another field.
@@ -77,6 +79,7 @@ class Config:
     logits_scale: float | None = None
     start: int = 0
     norm_sums: bool = False
+    features: int | None = None
 
     def __post_init__(self) -> None:
         raise_all(ValueError, "seq2seq.Config:", _list_problems(self))
@@ -152,6 +155,11 @@ def _list_problems(c: Config) -> list[str]:
         out.append(f"logits_scale must be above 0, or None, got {c.logits_scale}.")
     if not 0 <= c.start < c.decoder.vocab_size:
         out.append(f"start must be a token, from 0 to {c.decoder.vocab_size - 1}, got {c.start}.")
+    if c.features is not None and (c.features < 1 or c.encoder.position != "learned" or c.encoder.embedding_norm):
+        out.append(
+            f"features must be 1 or more, with position='learned' and embedding_norm=False, got {c.features},"
+            f" {c.encoder.position!r} and {c.encoder.embedding_norm}."
+        )
     if c.norm_sums and any(x.norm_place != "before" for x in c.halves.values()):
         out.append("norm_sums=True must have norm_place='before' in both halves.")
     return out
@@ -343,6 +351,10 @@ def _list_half(config: Config, name: str) -> Any:
         tree |= leaves.list_norm_leaves(half, "embed_norm")
     if half.position == "learned":
         tree["position"] = leaves.DrawnLeaf((half.max_len, half.d_model))
+    if name == "encoder" and config.features is not None:
+        for conv, width in (("conv1", config.features), ("conv2", half.d_model)):
+            tree |= {f"{conv}_w": leaves.DrawnLeaf((half.d_model, width, 3))}
+            tree |= {f"{conv}_b": leaves.DrawnLeaf((half.d_model,), stddev=0.0)}
     if config.buckets is not None:
         tree["relative"] = leaves.DrawnLeaf((config.buckets, half.num_heads), stddev=half.d_model**-0.5)
     return tree

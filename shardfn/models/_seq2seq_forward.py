@@ -1,6 +1,6 @@
 """The forward pass of an encoder-decoder model: layers of both halves, and the decoder over the cache of its layers.
 
-B batch, S source tokens, T target tokens, D model, G key heads, K head dim.
+B batch, F frames of features, M numbers of a frame, S source tokens, T target tokens, D model, G key heads, K head dim.
 """
 
 import functools
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -259,9 +260,26 @@ def _begin_half(
 ) -> tuple[Params, Tensor, list[Table], Tensor | None]:
     """Returns a half's leaves, the embedded tokens, arguments of attention by layer, and relative positions."""
     half, p = config.halves[name], params[name]
-    x_BTD = embed_tokens(half, p | {"embed": params["embed"]}, tokens_BT, positions_T, settings.along)
+    if name == "encoder" and config.features is not None:
+        x_BTD = _embed_features(p, tokens_BT)
+    else:
+        x_BTD = embed_tokens(half, p | {"embed": params["embed"]}, tokens_BT, positions_T, settings.along)
     bias_HD = _look_up_distances(config, name, p, settings.along)
     return p, x_BTD, make_tables(half, positions_T, x_BTD.dtype), bias_HD
+
+
+def _embed_features(p: Params, features_BFM: Tensor) -> Tensor:
+    """Returns the states of a source's frames: two convolutions, of which the second takes every second frame."""
+    x_BFD = F.gelu(_convolve(features_BFM, p["conv1_w"], p["conv1_b"]))
+    x_BSD = F.gelu(_convolve(x_BFD, p["conv2_w"], p["conv2_b"], stride=2))
+    return x_BSD + p["position"][: x_BSD.shape[1]]
+
+
+def _convolve(x_BFM: Tensor, w_DM3: Tensor, b_D: Tensor, *, stride: int = 1) -> Tensor:
+    """Returns a convolution over frames by three weights a number, with a frame of zeros at both ends."""
+    num, padded = x_BFM.shape[1], F.pad(x_BFM, (0, 0, 1, 1))
+    windows = torch.cat([padded[:, i : i + num : stride] for i in range(3)], -1)
+    return F.linear(windows, w_DM3.transpose(1, 2).flatten(1), b_D)
 
 
 def _look_up_distances(config: Config, name: str, p: Params, along: Along) -> Tensor | None:
@@ -381,6 +399,13 @@ def _find_positions(config: Config, name: str, tokens_BT: Tensor) -> Tensor:
         ValueError: there are more tokens than learned positions.
     """
     half, T = config.halves[name], tokens_BT.shape[1]
+    if name == "encoder" and config.features is not None:
+        if tokens_BT.ndim != 3 or tokens_BT.shape[2] != config.features or not tokens_BT.is_floating_point():
+            raise ValueError(
+                f"a source must be features, float [B, F, {config.features}], got {tokens_BT.dtype} of shape"
+                f" {tuple(tokens_BT.shape)}."
+            )
+        T = (T + 1) // 2
     if half.position == "learned" and half.max_len < T:
         what = "source" if name == "encoder" else "target"
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A transformer of an encoder and a decoder: T5 and BART are settings of a `Config`.
+"""A transformer of an encoder and a decoder: T5, BART and Whisper are settings of a `Config`.
 
 The encoder reads all tokens of a source. Each layer of the decoder attends to earlier tokens of the target, and then to
 the encoder's result. Both halves are `gpt.Config`s, so that norms, MLPs and experts are those of `models.gpt`.
@@ -63,7 +63,7 @@ from ._seq2seq_forward import scale_states as _scale_states
 def encode(
     config: Config,
     params: Params,
-    source_BS: Int64[Tensor, "b s"],
+    source_BS: Int64[Tensor, "b s"] | Float[Tensor, "b f m"],
     *,
     mask: Bool[Tensor, "b s"] | None = None,
     axis: Axes = None,
@@ -73,7 +73,7 @@ def encode(
     Args:
         config: shape.
         params: parameters as from `init`.
-        source_BS: ids of the sources.
+        source_BS: ids of the sources, or features of their frames.
         mask: False for padding, which no token attends to.
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.
 
@@ -89,7 +89,7 @@ def encode(
 def apply(
     config: Config,
     params: Params,
-    source_BS: Int64[Tensor, "b s"],
+    source_BS: Int64[Tensor, "b s"] | Float[Tensor, "b f m"],
     tokens_BT: Int64[Tensor, "b t"],
     *,
     source_mask: Bool[Tensor, "b s"] | None = None,
@@ -103,7 +103,7 @@ def apply(
     Args:
         config: shape.
         params: parameters as from `init`.
-        source_BS: ids of the sources.
+        source_BS: ids of the sources, or features of their frames.
         tokens_BT: inputs of the decoder: `config.start`, and then the target without its last token.
         source_mask: False for padding of the sources.
         key: key that turns dropout on.
@@ -147,7 +147,8 @@ def loss(
     Args:
         config: shape.
         params: parameters as from `init`.
-        batch: {"source": int64 [B, S], "targets": int64 [B, T]}, with -100 for targets that do not count. The decoder's
+        batch: {"source": int64 [B, S], or features, float [B, F, M], "targets": int64 [B, T]}, with -100 for targets
+            that do not count. The decoder's
             inputs are `config.start` and the targets without the last, or "tokens", int64 [B, T]. Or {"source",
             "tokens"} with tokens [B, T + 1] that begin with `config.start`. "source_mask", bool [B, S], is False
             for padding of sources, and "mask", shaped as "tokens", for padding of targets. Padding gets no expert.
@@ -205,6 +206,10 @@ def stages(config: Config, *, wrap: Wrap = lambda inner: inner, axis: Axes = Non
         >>> torch.allclose(staged(params, batch), loss(config, params, batch))
         True
     """
+    if config.features is not None:
+        raise ValueError(
+            f"seq2seq.stages: sources must be token ids, got features={config.features}. Train without a pipeline."
+        )
     if any(half.stacked for half in config.halves.values()):
         raise ValueError(
             "seq2seq.stages: layers must be lists, got stacked=True. Use seq2seq.unstack, or stacked=False."
@@ -332,7 +337,7 @@ class KeyCache(nn.Local):
 def generate(
     config: Config,
     params: Params,
-    source_BS: Int64[Tensor, "b s"],
+    source_BS: Int64[Tensor, "b s"] | Float[Tensor, "b f m"],
     num_tokens: int,
     key: Int64[Tensor, "2"],
     temperature: float = 1.0,
@@ -347,7 +352,7 @@ def generate(
     Args:
         config: shape.
         params: parameters as from `init`.
-        source_BS: ids of the sources.
+        source_BS: ids of the sources, or features of their frames.
         num_tokens: number of tokens to draw.
         key: key of the noise.
         temperature: divisor of logits. 0 takes the likeliest token.
@@ -375,7 +380,7 @@ def generate(
     source = encode(config, params, source_BS, mask=mask, axis=axis)
     sources = project_source(config, params, source, axis=axis)
     bodies: list[nn.AttentionBackend] = [KeyCache() for _ in range(half.num_layers)]
-    drawn_BT = source_BS.new_full((len(source_BS), 1), config.start)
+    drawn_BT = torch.full((len(source_BS), 1), config.start, device=source_BS.device)
     for step in range(num_tokens):
         at_T = torch.arange(step, step + 1, device=source_BS.device)
         logits_BTV = decode(config, params, drawn_BT[:, -1:], at_T, bodies, sources, axis=axis)
@@ -403,11 +408,11 @@ def _read_batch(config: Config, batch: Any) -> dict[str, Any]:
         ValueError: decoder inputs are missing, or a mask or a shape does not fit.
     """
     given = dict(batch) if isinstance(batch, Mapping) else {}
-    if not _is_ids(given.get("source")):
+    source = given.get("source")
+    if not (_is_ids(source) if config.features is None else isinstance(source, Tensor) and source.ndim == 3):
         what = f"a dict with {sorted(given)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-        raise TypeError(
-            f"a batch of seq2seq is {{'source': int64 [B, S], 'targets': int64 [B, T]}}, and this is {what}."
-        )
+        kind = "int64 [B, S]" if config.features is None else f"float [B, F, {config.features}]"
+        raise TypeError(f"a batch of seq2seq is {{'source': {kind}, 'targets': int64 [B, T]}}, and this is {what}.")
     if "targets" not in given and not _is_ids(given.get("tokens")):
         raise ValueError(
             'seq2seq: the batch has no decoder inputs. Give it "targets", int64 [B, T], which are shifted, or'
@@ -472,14 +477,14 @@ def packed_specs(config: Config, *, tp: Axes = None) -> PyTree:
 
 
 def encode_tokens(
-    config: Config, weights: Params, tokens_S: Int[Tensor, " s"], *, axis: Axes = None
+    config: Config, weights: Params, tokens_S: Int[Tensor, " s"] | Float[Tensor, "f m"], *, axis: Axes = None
 ) -> list[tuple[Float[Tensor, "s g k"], Float[Tensor, "s g k"]]]:
     """Returns the keys and values of one source for each layer of the decoder.
 
     Args:
         config: shape.
         weights: weights from `pack`.
-        tokens_S: ids of the source.
+        tokens_S: ids of the source, or features of its frames.
         axis: mesh axes along which the leaves are cut. Keys are of this rank's heads.
 
     Raises:

@@ -1,20 +1,20 @@
-"""Towers and projectors of models of images and text, for prompts with images."""
+"""Inputs other than text: towers and projectors of models of images and text, and readers of sounds for a Whisper."""
 
 import inspect
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardfn.inference import EncodedImage, ImageEncoder, ImageRule
-from shardfn.interop import IMAGES_RULE, module_from_hf, without_weights
+from shardfn.inference import EncodedImage, ImageEncoder, ImageRule, SpeechReader
+from shardfn.interop import IMAGES_RULE, module_from_hf, seq2seq_config, without_weights
 from shardfn.modules import find_reading, split_parts
 
-from ._settings import ModelSettings, name_file_in_errors, read_json_object
+from ._settings import GENERATION_CONFIG, ModelSettings, name_file_in_errors, read_json_object
 from ._text import ModelText
 from ._tokenizers import FILES_ALONE, import_transformers, load_text
 
@@ -28,7 +28,11 @@ def load_text_and_images(job: ModelSettings) -> ModelText:
         ImportError: a package is missing. The message has the installation.
     """
     text = load_text(job)
-    return text if job.kind != "files" else text._replace(images=load_image_encoder(job.model, text.tokenizer))
+    if job.kind != "files":
+        return text
+    return text._replace(
+        images=load_image_encoder(job.model, text.tokenizer), speech=load_speech_reader(job.model, text.token)
+    )
 
 
 def load_image_encoder(directory: str | os.PathLike[str], tokenizer: Any) -> ImageEncoder | None:
@@ -80,6 +84,38 @@ def load_image_encoder(directory: str | os.PathLike[str], tokenizer: Any) -> Ima
     own = settings.get(IMAGES_RULE)
     rule = ImageRule(token, own or ("whole" if reading.whole else "causal"), reading.grid)
     return ImageEncoder(begin or spell(token), rule, width, encode)
+
+
+def load_speech_reader(directory: str | os.PathLike[str], token: Callable[[str], int | None]) -> SpeechReader | None:
+    """Returns the reader of sounds of a directory of a Whisper, or None for another model.
+
+    A transcript begins with the tokens of the language, English by default, of the task and of no times, where the
+    tokenizer has them.
+
+    Args:
+        directory: directory of the model.
+        token: function from a token's text to its id, or None.
+    """
+    directory = pathlib.Path(directory)
+    path = directory / "config.json"
+    if not path.is_file() or (settings := read_json_object(path)).get("model_type") != "whisper":
+        return None
+    config = seq2seq_config(settings)
+    assert config.features is not None
+    rules = directory / GENERATION_CONFIG
+    given = read_json_object(rules) if rules.is_file() else {}
+    banned = given.get("suppress_tokens") or settings.get("suppress_tokens") or []
+    speaks = token("<|en|>") is not None
+
+    def begin(language: str | None) -> tuple[int, ...]:
+        own = token(f"<|{language or 'en'}|>") if speaks else None
+        if language is not None and own is None:
+            raise ValueError(f"language must be a code that the tokenizer has, such as 'en', got {language[:60]!r}.")
+        rest = [token("<|transcribe|>") if speaks else None, token("<|notimestamps|>")]
+        return (config.start, *(x for x in (own, *rest) if x is not None))
+
+    shape = 2 * config.encoder.max_len, config.features
+    return SpeechReader(shape, begin, tuple(x for x in banned if 0 <= x < config.decoder.vocab_size))
 
 
 def _place_weights(module: nn.Module, values: Mapping[str, Any]) -> None:

@@ -10,10 +10,10 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from shardfn.core import Mesh, explains_keywords, make_mesh
-from shardfn.inference import Beam, BeamSearch, ImagePrompt, ImageReader, Sampling, limits_of
+from shardfn.inference import Beam, BeamSearch, Completion, ImagePrompt, ImageReader, Sampling, limits_of
 from shardfn.kernels import Activations, Quantization
 
-from ._images import load_image_encoder
+from ._images import load_image_encoder, load_speech_reader
 from ._load import AXIS, load_model, make_engine
 from ._settings import ModelSettings, Problem, detect_kind, read_sampling
 
@@ -111,7 +111,8 @@ class LLM:
         self.engine, _ = make_engine(job, served, limits, mesh, adapters or {})
         self.classifier = served.classifier
         encoder = load_image_encoder(path, served.text.tokenizer) if kind == "files" else None
-        self.text = served.text._replace(images=encoder)
+        speech = load_speech_reader(path, served.text.token) if kind == "files" else None
+        self.text = served.text._replace(images=encoder, speech=speech)
         self._reader = None if encoder is None else ImageReader(encoder, image_root)
         if image_root is not None and encoder is None:
             raise ValueError(f"LLM: image_root needs a model of images and text, got {model}. Leave it out.")
@@ -173,6 +174,28 @@ class LLM:
         if self._reader is not None:
             pictures = {"image_features": [x.features for x in each], "image_grids": [x.grids for x in each]}
         return self.engine.generate([x.ids for x in each], self._with_ends(sampling), adapter=adapter, **pictures)
+
+    def transcribe(
+        self, sounds: bytes | Sequence[bytes], sampling: Sampling | None = None, *, language: str | None = None
+    ) -> list[Completion]:
+        """Returns the transcript of each sound, for a Whisper.
+
+        Args:
+            sounds: content of a WAV file of at most 30 s, or a list of them. See `data.read_wav`.
+            sampling: rule of drawing tokens. Default: the likeliest tokens, up to the longest transcript.
+            language: code of the language, such as "en", which is the default.
+
+        Raises:
+            ValueError: the model reads no sounds, or a sound is no WAV file, or the language is unknown.
+        """
+        speech = self.text.speech
+        if speech is None:
+            raise ValueError("transcribe: the model reads no sounds. Load a Whisper.")
+        prompt = speech.begin(language)
+        how = sampling or Sampling(max_tokens=self.engine.limits.context - len(prompt), temperature=0.0, min_tokens=1)
+        how = replace(self._with_ends(how), bad_words=(*how.bad_words, *((x,) for x in speech.banned)))
+        features = [speech.read(x)[0].values for x in ([sounds] if isinstance(sounds, bytes) else sounds)]
+        return self.engine.generate([prompt] * len(features), how, sources=features)
 
     def _make_chat_prompt(self, messages: Sequence[Message]) -> ImagePrompt:
         assert self.text.chat is not None

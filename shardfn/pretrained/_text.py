@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardfn.data import Tokenizer
-from shardfn.inference import ImageEncoder
+from shardfn.inference import ImageEncoder, SpeechReader
 
 TEMPLATE_SECONDS = 1.0  # of the thread's processor. Templates of real models take milliseconds
 
@@ -77,6 +77,7 @@ class ModelText(NamedTuple):
         template: source of the chat template.
         pair: function from two texts to the ids of a prompt with both, or None.
         images: tower and projector of the model, or None. Only where prompts are made.
+        speech: reader of sounds, or None. Only where prompts are made.
     """
 
     size: int
@@ -89,6 +90,7 @@ class ModelText(NamedTuple):
     template: str = ""
     pair: Callable[[str, str], list[int]] | None = None
     images: ImageEncoder | None = None
+    speech: SpeechReader | None = None
 
 
 def wrap_transformers_tokenizer(tokenizer: Any, ends: frozenset[int] = frozenset()) -> ModelText:

@@ -43,6 +43,7 @@ from ._scores import parse_classify, parse_rerank, parse_score
 from ._settings import Settings
 from ._streaming import Disconnected, EventStream, Stalled, pace_answer, while_connected
 from ._tokenize import detokenize, tokenize
+from ._transcriptions import FORM, parse_transcription
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -58,6 +59,7 @@ _POOLED = {
     **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), parse_rerank),
     **dict.fromkeys(("/v1/classify", "/classify"), parse_classify),
 }
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
 _SHORT = 1 << 16  # bytes of a body that is read at once
 
 
@@ -105,6 +107,7 @@ class App:
             Route("/v1/responses", self._make_dialect(parse_responses), methods=["POST"]),
             Route("/v1/messages", self._make_dialect(parse_messages), methods=["POST"]),
             Route("/v1/messages/count_tokens", self._make_reply(count_tokens), methods=["POST"]),
+            Route(TRANSCRIPTIONS, self._transcribe, methods=["POST"]),
             Route("/tokenize", self._make_reply(tokenize), methods=["POST"]),
             Route("/detokenize", self._make_reply(detokenize), methods=["POST"]),
         ]
@@ -246,6 +249,21 @@ class App:
 
         return answer_request
 
+    async def _transcribe(self, request: "Request") -> "Response":
+        """Returns the text of a sound."""
+        from starlette.responses import PlainTextResponse
+
+        self._open_model()
+        _check_address(request)
+        data, kind = await _read_body(request, self._settings, FORM), request.headers["content-type"]
+        model, loop = self._open_model(), asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._reading_long, lambda: parse_transcription(data, kind, model))
+        self._open_model()
+        call = self._calls.open(found.asked.requests, origin=request.state.origin)
+        made = ResponseBuilder(COMPLETION_FORMAT, model, found.asked, call)
+        answer = found.write((await self._send_whole(call, made.whole(), request))["choices"][0]["text"])
+        return PlainTextResponse(answer["text"] + "\n") if found.plain else json_response(answer)
+
     def _make_dialect(
         self, read: Callable[[Mapping[str, Any], Model], tuple[ParsedRequest, AnswerWriter]]
     ) -> Callable[..., Any]:
@@ -368,13 +386,16 @@ def _check_address(request: "Request") -> None:
         raise ApiError(400, f"{name[:60]} is not served in the address. Give fields in the body.", name[:60])
 
 
-async def _read_body(request: "Request", settings: Settings) -> bytes:
+async def _read_body(request: "Request", settings: Settings, wanted: str = "application/json") -> bytes:
     """Returns the bytes of a body within the limits of size and time."""
     from starlette.requests import ClientDisconnect
 
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # forms of pages of other sites cannot send JSON
-        raise ApiError(415, f"Content-Type must be 'application/json', got {kind[:60]!r}.")
+    if kind != wanted:  # forms of pages of other sites cannot send JSON
+        raise ApiError(415, f"Content-Type must be {wanted!r}, got {kind[:60]!r}.")
+    origin = request.headers.get("origin")
+    if wanted == FORM and origin is not None and not {origin, "*"} & {*settings.origins}:
+        raise ApiError(403, f"Forms of {origin[:60]!r} are not taken. Permit the site by --allowed-origin.")
     if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
         raise ApiError(415, f"Content-Encoding is {coding[:60]!r}. Send the body as it is.")
     large = ApiError(413, f"The body has more than {settings.max_body} bytes, the most that this server takes.")

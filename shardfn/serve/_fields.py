@@ -134,6 +134,15 @@ COMPLETIONS: Mapping[str, FieldKind] = {
     "parallel_tool_calls": ignored_kind(FLAG),
     "reasoning_effort": neutral_kind("none"),
 }
+# Fields of a form with a sound, apart from the sound.
+TRANSCRIPTIONS: Mapping[str, FieldKind] = {
+    "model": TEXT,
+    "language": TEXT,
+    "response_format": TEXT,
+    "temperature": NUMBER,
+    "seed": INTEGER,
+    "max_completion_tokens": INTEGER,
+}
 # Fields that a chat template sees.
 TEMPLATE: Mapping[str, FieldKind] = {
     "tools": LIST,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from shardfn.inference import Classes, Compiler, Detokenizer, ImageReader, Limits
+from shardfn.inference import Classes, Compiler, Detokenizer, ImageReader, Limits, SpeechReader
 
 from ._errors import ApiError
 from ._message_formats import ReasoningFormat, ToolFormat
@@ -24,6 +24,7 @@ class Text(NamedTuple):
             `encode`.
         template: source of the chat template. Requests may give the template's variables.
         images: reader of the images of messages, or None for a model of text.
+        speech: reader of sounds, or None for a model that transcribes nothing.
         pair: function from two texts to the ids of a prompt with both, for a classification head. None joins the ids of
             the first text, and the ids of the second text without further special tokens.
     """
@@ -35,6 +36,7 @@ class Text(NamedTuple):
     template: str = ""
     pair: Callable[[str, str], list[int]] | None = None
     images: ImageReader | None = None
+    speech: SpeechReader | None = None
 
 
 class Model(NamedTuple):

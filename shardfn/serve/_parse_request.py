@@ -212,7 +212,7 @@ def _make_asked(
         requests = [replace(request, sampling=encoded) for request in requests]
         check_fields(requests, model.limits, given)
     if draws_seed:  # equal prompts of a single request have different draws
-        requests = [replace(r, sampling=replace(r.sampling, seed=secrets.randbits(_SEED_BITS))) for r in requests]
+        requests = [replace(r, sampling=replace(r.sampling, seed=draw_seed())) for r in requests]
     stream, options = given.get("stream", False), given.get("stream_options")
     if options is not None and not stream:
         raise ApiError(400, "stream_options has no effect without stream: true. Leave it out.", "stream_options")
@@ -242,6 +242,11 @@ def _read_biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
             text = f"logit_bias of token {token} must be a number from -100 to 100."
             raise ApiError(400, text, "logit_bias")
     return tuple((int(token), bias) for token, bias in given.items())
+
+
+def draw_seed() -> int:
+    """Returns the seed of a request without a seed."""
+    return secrets.randbits(_SEED_BITS)
 
 
 def check_generates(model: Model) -> None:

@@ -106,6 +106,56 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: pat
         torch.testing.assert_close(box, x.grad, rtol=1e-10, atol=1e-10, msg=key)
 
 
+def make_whisper(directory: pathlib.Path, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+    """A random Whisper of 15 states of its encoder."""
+    torch.manual_seed(5)
+    sizes: dict[str, Any] = {"d_model": 16, "num_mel_bins": 8, "encoder_layers": 2, "decoder_layers": 3}
+    sizes |= {"vocab_size": VOCAB}
+    sizes |= {f"{half}_{n}": x for half in ("encoder", "decoder") for n, x in (("ffn_dim", 24), ("attention_heads", 4))}
+    ends = {"decoder_start_token_id": 5, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    rules = {"suppress_tokens": None, "begin_suppress_tokens": None, "init_std": 0.3}
+    config = transformers.WhisperConfig(
+        max_source_positions=15, max_target_positions=24, dropout=0.0, **{**sizes, **ends, **rules, **more}
+    )
+    model = transformers.WhisperForConditionalGeneration(config).to(dtype).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+def test_a_whisper_has_the_logits_and_gradients_of_transformers(tmp_path: pathlib.Path) -> None:
+    theirs = make_whisper(tmp_path)
+    config, deferred = seq2seq_from_hf(tmp_path)
+    params = tree_map(lambda x: x.full().requires_grad_(), deferred)
+    source = torch.randn(2, 30, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    targets = draw_ids(2, 9, 1)
+    inputs = seq2seq.shift_right(config, targets)
+    want = theirs(input_features=source.mT, decoder_input_ids=inputs).logits
+    torch.testing.assert_close(seq2seq.apply(config, params, source, inputs), want, rtol=0, atol=1e-10)
+    seq2seq.loss(config, params, {"source": source, "targets": targets}).mean().backward()
+    torch.nn.functional.cross_entropy(want.flatten(0, 1), targets.flatten()).backward()
+    own, encoder = theirs.model, params["encoder"]
+    for leaf, x in (
+        (encoder["conv1_w"], own.encoder.conv1.weight),
+        (encoder["conv2_b"], own.encoder.conv2.bias),
+        (encoder["blocks"][0]["wk"], own.encoder.layers[0].self_attn.k_proj.weight),
+        (params["decoder"]["blocks"][2]["c_wv"], own.decoder.layers[2].encoder_attn.v_proj.weight),
+        (params["embed"], own.decoder.embed_tokens.weight),
+    ):
+        torch.testing.assert_close(leaf.grad, x.grad, rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match=r"a source must be features, float \[B, F, 8\], got torch.int64"):
+        seq2seq.apply(config, params, draw_ids(2, 9, 0), inputs)
+    with pytest.raises(ValueError, match=r"a source of 16 tokens"):
+        seq2seq.apply(config, params, torch.zeros(2, 32, 8, dtype=torch.float64), inputs)
+    with pytest.raises(TypeError, match=r"'source': float \[B, F, 8\]"):
+        seq2seq.loss(config, params, {"source": draw_ids(2, 9, 0), "targets": targets})
+    with pytest.raises(ValueError, match=r"whisper is read, and not written"):
+        seq2seq_to_hf(tmp_path / "out", config, params)
+    with pytest.raises(ValueError, match=r"stages: sources must be token ids, got features=8"):
+        seq2seq.stages(config)
+    with pytest.raises(ValueError, match=r"features must be 1 or more, with position='learned'"):
+        seq2seq.Config(*(seq2seq.replace_half(x, position=None) for x in (config.encoder, config.decoder)), features=8)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_written_files_are_read_by_transformers_and_generate_the_same(name: str, tmp_path: pathlib.Path) -> None:
     theirs = make_theirs(name, tmp_path)
@@ -145,7 +195,7 @@ def test_a_rank_reads_its_rows(tmp_path: pathlib.Path) -> None:
 
 def test_other_models_and_damaged_files_are_refused(tmp_path: pathlib.Path) -> None:
     make_theirs("t5", tmp_path)
-    with pytest.raises(ValueError, match=r"must be one of \('t5', 'mt5', 'bart'\), got 'gpt2'.*gpt_from_hf"):
+    with pytest.raises(ValueError, match=r"must be one of \('t5', 'mt5', 'bart', 'whisper'\), got 'gpt2'.*gpt_from_hf"):
         seq2seq_config({"model_type": "gpt2"})
     with pytest.raises(ValueError, match=r"feed_forward_proj must be one of .*got 'gated-swish'"):
         seq2seq_config({"model_type": "t5", "feed_forward_proj": "gated-swish"})

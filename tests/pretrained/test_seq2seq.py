@@ -11,8 +11,11 @@ transformers = pytest.importorskip("transformers")
 
 import shardfn as sf  # noqa: E402
 from shardfn.cli import main  # noqa: E402
+from shardfn.data import read_wav  # noqa: E402
 from shardfn.inference import Sampling  # noqa: E402
 from tests.cli.test_generate import WORDS, tokenizer_of  # noqa: E402
+from tests.data.test_audio import draw_sound, write_wav  # noqa: E402
+from tests.interop.test_hf_seq2seq import make_whisper  # noqa: E402
 
 VOCAB = 3 + len(WORDS)
 _T5: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "n_positions": 32}
@@ -65,6 +68,45 @@ def test_others_are_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtur
     with pytest.raises(ValueError, match=r"is an encoder-decoder model, which takes no --weights"):
         sf.LLM(str(tmp_path), quantization="int8")
     told = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(told | {"model_type": "whisper"}))
-    with pytest.raises(ValueError, match=r"model_type must be one of \('t5', 'mt5', 'bart'\), got 'whisper'"):
+    (tmp_path / "config.json").write_text(json.dumps(told | {"model_type": "pegasus"}))
+    with pytest.raises(ValueError, match=r"must be one of \('t5', 'mt5', 'bart', 'whisper'\), got 'pegasus'"):
         sf.LLM(str(tmp_path))
+
+
+def write_whisper(folder: pathlib.Path) -> Any:
+    """A tiny random Whisper of sounds of 0.3 s, with a tokenizer that has its special tokens."""
+    marks = ["<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>"]
+    tokenizer = tokenizer_of(WORDS)
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.save_pretrained(folder)
+    start, *rest = map(tokenizer.convert_tokens_to_ids, marks)
+    model = make_whisper(folder, torch.float32, **{"decoder_start_token_id": start}, vocab_size=len(tokenizer))
+    how = model.generation_config
+    how.lang_to_id, how.task_to_id = {"<|en|>": rest[0], "<|de|>": rest[1]}, {"transcribe": rest[2]}
+    how.no_timestamps_token_id, how.is_multilingual, how.suppress_tokens = rest[3], True, [4, 6, start, *rest]
+    how.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("language", ["en", "de"])
+def test_transcripts_are_those_of_transformers(language: str, tmp_path: pathlib.Path) -> None:
+    model = write_whisper(tmp_path)
+    llm = sf.LLM(str(tmp_path), running=3, buckets=(2, 8))
+    extract = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+    sounds = [draw_sound(4800), draw_sound(4000, 1), 3 * draw_sound(2000, 2)]
+    how = Sampling(max_tokens=9, temperature=0.0)
+    found = llm.transcribe([write_wav(x) for x in sounds], how, language=language)
+    for sound, one in zip(sounds, found, strict=True):
+        samples = read_wav(write_wav(sound)).numpy()
+        given = extract(samples, sampling_rate=16_000, return_tensors="pt", max_length=4800).input_features
+        options: Any = {"max_new_tokens": 9, "do_sample": False, "num_beams": 1, "language": language}
+        want = model.generate(given, task="transcribe", return_timestamps=False, **options)[0].tolist()
+        assert want[-len(one.tokens) :] == one.tokens and not {4, 6} & {*one.tokens}
+    assert llm.transcribe(write_wav(sounds[1]), how, language=language)[0].tokens == found[1].tokens
+    with pytest.raises(ValueError, match=r"language must be a code that the tokenizer has, such as 'en', got 'xx'"):
+        llm.transcribe(write_wav(sounds[0]), language="xx")
+    with pytest.raises(ValueError, match=r"a sound must have from 0 to 0.3 s, got 0.50 s"):
+        llm.transcribe(write_wav(draw_sound(8000)))
+    with pytest.raises(ValueError, match=r"source must be features, float \[30, 8\], got a list"):
+        llm.generate("ship")
+    llm.engine.close()

@@ -42,6 +42,7 @@ _BOTH: dict[Path, Mapping[str, FieldKind]] = {
 ALIASES = {"/score", "/rerank", "/v2/rerank", "/v1/classify"}
 # Routes whose bodies become others: tests of their own cover them.
 DIALECTS = {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"}
+DIALECTS |= {"/v1/audio/transcriptions"}
 # The objects of each body, by their places.
 TABLES: dict[str, dict[Path, Mapping[str, FieldKind]]] = {
     "/v1/completions": {(): _fields.COMPLETIONS, **_BOTH},

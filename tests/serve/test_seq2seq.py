@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import functools
+import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +13,11 @@ import torch
 import shardfn as sf
 from shardfn.core import tree_map
 from shardfn.data import ByteTokenizer
-from shardfn.inference import Engine, limits_of, seq2seq_decoder
+from shardfn.inference import Engine, Sampling, SpeechReader, limits_of, seq2seq_decoder
 from shardfn.models import seq2seq
-from tests.serve.server import NAME, Running, metric
+from shardfn.serve._app import TRANSCRIPTIONS
+from tests.data.test_audio import draw_sound, write_wav
+from tests.serve.server import NAME, WORDS, Running, metric
 
 SIZES: dict[str, Any] = {"vocab_size": 256, "d_model": 16, "num_heads": 4, "num_layers": 2, "d_ff": 20, "max_len": 64}
 CONFIG = seq2seq.Config.t5_like(**SIZES, d_head=5, buckets=6, max_distance=5, start=3)
@@ -84,3 +88,88 @@ def test_mistakes(server: Running) -> None:
     answer = server.send("/v1/score", {"model": NAME, "text_1": "a", "choices": ["b", "c"]})
     assert (answer.status, answer.error["param"]) == (400, "choices"), answer.data
     assert ask(server, "a").status == 200
+
+
+_HALF: dict[str, Any] = {"position": "learned", "norm": "layer"}
+HEARS = seq2seq.Config(
+    seq2seq.replace_half(CONFIG.decoder, causal=False, max_len=15, **_HALF),
+    seq2seq.replace_half(CONFIG.decoder, max_len=20, **_HALF),
+    start=3,
+    features=8,
+)
+SPEECH = SpeechReader((30, 8), lambda language: (3, 5 if language is None else ord(language[0])), (65, 66))
+
+
+def hearing_engine() -> Engine:
+    made = seq2seq_decoder(HEARS)
+    params = tree_map(lambda x: x * 6 if x.ndim > 1 else x, seq2seq.init(HEARS, sf.key(0)))
+    limits = limits_of(made, block=4, buckets=(3, 12), running=3)
+    return Engine(made, params, limits=limits, eager_steps=10**6, tokenizer=ByteTokenizer())
+
+
+def make_form(fields: dict[str, Any], mark: str = "a b") -> tuple[bytes, dict[str, str]]:
+    body = b""
+    for name, value in fields.items():
+        more = '; filename="s.wav"\r\nContent-Type: audio/wav' if name == "file" else ""
+        body += f'--{mark}\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode()
+        body += (value if isinstance(value, bytes) else str(value).encode()) + b"\r\n"
+    return body + f"--{mark}--\r\n".encode(), {"Content-Type": f'multipart/form-data; boundary="{mark}"'}
+
+
+def send_form(server: Running, headers: Any = None, body: bytes = b"", **fields: Any) -> Any:
+    made, kind = make_form({"model": NAME, **fields})
+    return server.send(TRANSCRIPTIONS, body or made, headers=kind | (headers or {}))
+
+
+def test_transcripts_are_those_of_the_engine(start: Callable[..., Running]) -> None:
+    server = start(engine=hearing_engine, adapters=(), text=WORDS._replace(speech=SPEECH))
+    sounds, engine = [write_wav(draw_sound(3000 + 500 * i, i)) for i in range(3)], hearing_engine()
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda sound: send_form(server, file=sound, language="de"), sounds * 2))
+    how = Sampling(max_tokens=18, temperature=0.0, stop_tokens=(0,), min_tokens=1, bad_words=((65,), (66,)))
+    for sound, answer in zip(sounds * 2, answers, strict=True):
+        assert answer.status == 200, answer.data
+        features, seconds = SPEECH.read(sound)
+        found = engine.generate([(3, ord("d"))], how, sources=[features.values])[0]
+        assert answer.json["text"] == found.text.strip()
+        assert answer.json["usage"] == {"type": "duration", "seconds": round(seconds, 2)}
+    plain = send_form(server, file=sounds[0], language="de", response_format="text", max_completion_tokens=18)
+    assert plain.data.decode() == answers[0].json["text"] + "\n"
+    drawn = [send_form(server, file=sounds[0], temperature=1.2, seed=4).json["text"] for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    check_mistakes(server, sounds[0])
+    server.wait_idle()
+
+
+def check_mistakes(server: Running, sound: bytes) -> None:
+    for fields, param, text in (
+        ({}, "file", "file is missing"),
+        ({"file": b"ID3 no sound"}, "file", "must be a WAV file, got 12 bytes"),
+        ({"file": write_wav(draw_sound(9000))}, "file", "from 0 to 0.3 s, got 0.56 s"),
+        ({"file": sound, "response_format": "srt"}, "response_format", "must be 'json' or 'text', got 'srt'"),
+        ({"file": sound, "temperature": "warm"}, "temperature", "temperature must be a number"),
+        ({"file": sound, "temperature": "1e300"}, "temperature", "temperature must be a number from 0 to 100"),
+        ({"file": sound, "max_completion_tokens": 19}, "max_completion_tokens", "context of 20 tokens"),
+        ({"file": sound, "timestamps": "word"}, "timestamps", "timestamps"),
+    ):
+        answer = send_form(server, **fields)
+        assert (answer.status, answer.error["param"]) == (400, param), answer.data
+        assert text in answer.error["message"], answer.data
+    assert send_form(server, model="other", file=sound).status == 404
+    assert send_form(server, {"Origin": "https://example.org"}, file=sound).status == 403
+    assert send_form(server, {"Content-Type": "application/json"}, file=sound).status == 415
+    assert send_form(server, {"Content-Type": "multipart/form-data"}, file=sound).status == 400
+    draw, (body, _) = random.Random(0), make_form({"model": NAME, "file": sound[:80]})
+    for _ in range(60):
+        made = bytearray(body)
+        for _ in range(draw.randint(1, 6)):
+            made[draw.randrange(len(made))] = draw.randrange(256)
+        answer = send_form(server, body=bytes(made[: draw.randrange(1, len(made))]))
+        assert answer.status in (400, 404), answer.data
+        json.loads(answer.data)
+
+
+def test_other_models_take_no_sounds(server: Running) -> None:
+    answer = send_form(server, file=write_wav(draw_sound(3000)))
+    assert (answer.status, answer.error["param"]) == (400, "model"), answer.data
+    assert "reads no sounds" in answer.error["message"]
