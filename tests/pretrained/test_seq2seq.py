@@ -101,7 +101,9 @@ def test_transcripts_are_those_of_transformers(language: str, tmp_path: pathlib.
         given = extract(samples, sampling_rate=16_000, return_tensors="pt", max_length=4800).input_features
         options: Any = {"max_new_tokens": 9, "do_sample": False, "num_beams": 1, "language": language}
         want = model.generate(given, task="transcribe", return_timestamps=False, **options)[0].tolist()
-        assert want[-len(one.tokens) :] == one.tokens and not {4, 6} & {*one.tokens}
+        drawn, want = ([t for t in tokens if t != 2] for tokens in (one.tokens, want))  # 2 is the end
+        assert want[-len(drawn) :] == drawn if drawn else len(want) in (0, 4)
+        assert not {4, 6} & {*drawn}
     assert llm.transcribe(write_wav(sounds[1]), how, language=language)[0].tokens == found[1].tokens
     with pytest.raises(ValueError, match=r"language must be a code that the tokenizer has, such as 'en', got 'xx'"):
         llm.transcribe(write_wav(sounds[0]), language="xx")

@@ -65,6 +65,7 @@ TABLES: dict[str, dict[Path, Mapping[str, FieldKind]]] = {
 }
 PLACES = [(route, at) for route, tables in TABLES.items() for at in tables]
 PARTS = {
+    "TRANSCRIPTIONS",
     "_KINDS",
     "_NEUTRAL",
     "_POOLED",
