@@ -187,10 +187,10 @@ def _keep_hidden_states(state: State, chunk: Rows, drawn: Seq[int], first: int, 
     sequence = chunk.sequence
     if num and state.spec_tokens:
         own = chunk.find_state_row(drawn[first : first + len(chunk.positions)], num - 1)
-        sequence.states = () if own is None else (hidden[first + own],)
+        sequence.state_rows = () if own is None else ((hidden, first + own),)
     elif num:
-        rows = [row for row, *_ in chunk.read_rows(drawn, first)]
-        sequence.states = (*sequence.states, *[hidden[row] for row in rows[-num:]])[-state.hidden_window :]
+        rows = [(hidden, row) for row, *_ in chunk.read_rows(drawn, first)]
+        sequence.state_rows = (*sequence.state_rows, *rows[-num:])[-state.hidden_window :]
 
 
 def _take_token(
@@ -278,7 +278,7 @@ def _renew_version(state: State, version: int) -> None:
         state.preempt(sequence)
         sequence.preempted = -1  # a waiting sequence may be admitted in this step
     for sequence in state.sequences.values():
-        sequence.contents, sequence.states = [], ()
+        sequence.contents, sequence.state_rows = [], ()
     state.pool.forget()
     state.sources.forget()
     state.fills = []

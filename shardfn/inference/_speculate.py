@@ -3,7 +3,8 @@
 A drafter may want a [SPEC] token after each place: then a step has fewer drafts, and a further row for each.
 
 Rows are nearly free until a step computes more than it reads. So drafts fill a step up to `Limits.drafts + 1` rows, and
-beyond only padding rows. A drafter that computes proposes none there, as proposals take time.
+beyond only padding rows. A drafter that computes is asked only where each sequence that draws can have a draft, for
+example for up to 8 sequences with `Limits.drafts = 15`, as its proposals take time.
 """
 
 import itertools
@@ -34,6 +35,8 @@ def add_drafts(state: State, chunks: list[Rows], cut: Permit | None = None) -> l
     if state.spec_tokens:  # a draft needs three rows: the draft, and two [SPEC] tokens
         able = dict(itertools.islice(able.items(), spare // 3))
         spare = (spare - len(able)) // 2
+    if state.drafts_at_once and spare < len(able):
+        return chunks
     propose = _propose_at_once if state.drafts_at_once else _propose_in_turn
     found = propose(state, chunks, able, spare)
     found = found if cut is None else _cut_excluded(chunks, found, cut)

@@ -93,7 +93,8 @@ class Sequence:
     begun: bool = False
     preempted: int = -1  # last step of a preemption
     draft_length: DraftLength = field(default_factory=DraftLength)  # in its drafts
-    states: tuple[Tensor, ...] = ()  # behind the draws of the last tokens, for a drafter that wants states
+    # Behind the draws of the last tokens, for a drafter that wants states: the states of a step's rows, and a row.
+    state_rows: tuple[tuple[Tensor, int], ...] = ()
 
     @property
     def reusable(self) -> int:
@@ -116,6 +117,11 @@ class Sequence:
         salt = request.salt + request.adapter and repr((request.salt, request.adapter)).encode()
         own = self.serial, self.name, self.choice, self.tokens, self.prompt, salt, self.key
         return Context(*own, request.sampling, self.states)
+
+    @property
+    def states(self) -> tuple[Tensor, ...]:
+        """Returns the hidden states behind the draws of the last tokens."""
+        return tuple([hidden[row] for hidden, row in self.state_rows])
 
     def copy(self) -> "Sequence":
         """Returns a separate sequence, equal to this sequence."""

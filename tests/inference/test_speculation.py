@@ -12,8 +12,10 @@ import torch
 
 from shardfn import core, make_mesh
 from shardfn.inference import (
+    Context,
     Drafter,
     DraftModel,
+    DraftTree,
     Engine,
     Grammar,
     Jacobi,
@@ -295,6 +297,27 @@ def test_right_drafts_save_steps_and_max_tokens_holds() -> None:
         assert engine.generate([[1, 2]], how) == plain
         assert engine.core._state.step <= 2 + most / 2
         assert engine.stats.speculation.drafted <= max(0, most - 2)
+
+
+def test_a_drafter_that_computes_is_not_asked_where_a_step_is_full() -> None:
+    asked = list[int]()
+
+    class Asked(Random):
+        def propose_all(self, asks: Sequence[tuple[Context, int]]) -> list[Sequence[int] | DraftTree]:
+            asked.append(sum(most for _, most in asks))
+            return [self.propose(*ask) for ask in asks]
+
+        def check(self, decoder: Any, limits: Any) -> None: ...
+
+        def warm_up(self, *, extended: bool = False) -> None: ...
+
+    one = model(**KINDS["gpt2"][0])
+    limits = replace(SIZES, buckets=(1, 3, 8, 12, 24), blocks=80, running=8, drafts=7)
+    for num in (8, 5, 4, 3):
+        asked.clear()
+        engine = Engine(one.decoder, one.params[0], limits=limits, drafter=Asked(13))
+        engine.generate([[1, 2 + i] for i in range(num)], Sampling(max_tokens=8, temperature=0.0))
+        assert max(asked, default=0) == (8 - num if num <= 4 else 0), (num, asked)
 
 
 def test_a_drafter_needs_rows() -> None:
