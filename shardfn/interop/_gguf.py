@@ -107,7 +107,12 @@ def _q4_1(b: Tensor) -> Tensor:
 
 
 def _q5_0(b: Tensor) -> Tensor:
-    return _halves(b, 0) * ((_nibbles(b[:, 6:]) | _fifth_bits(b, 2)).to(torch.int8) - 16).float()
+    return _halves(b, 0) * read_q5_0(b).float()
+
+
+def read_q5_0(blocks: Tensor) -> Tensor:
+    """Returns the codes of blocks of Q5_0, int8 from -16 to 15."""
+    return (_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)).to(torch.int8) - 16
 
 
 def _q5_1(b: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from shardfn.core import raise_all
 from shardfn.interop.quantized import QuantizedEntry, Span
 from shardfn.models import gpt
 
-from ._gguf import GGUFFile
+from ._gguf import GGUFFile, read_q5_0
 from ._hf_config import gpt_config
 from ._hf_gpt import params_of_archive
 
@@ -50,8 +50,8 @@ _INNER = {
     "ffn_down": "mlp.down_proj",
 }
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-# Kinds of blocks -> codes of the kernels with the same values. Blocks of Q4_0 are converted.
-_CODES: dict[str, kernels.Quantization] = {"Q8_0": "int8", "Q4_1": "int4", "Q4_0": "int4"}
+# Kinds of blocks -> codes of the kernels with the same values. Blocks of Q4_0 and Q5_0 are converted.
+_CODES: dict[str, kernels.Quantization] = {"Q8_0": "int8", "Q4_1": "int4", "Q4_0": "int4", "Q5_0": "int8"}
 
 
 class GGUFArchive(Mapping[str, QuantizedEntry]):
@@ -102,8 +102,8 @@ class GGUFArchive(Mapping[str, QuantizedEntry]):
     def blocks(self, name: str, rows: Span, groups: Span) -> Tensor:
         """Returns blocks of codes of a tensor: see `CodedArchive`."""
         own, size = self._names[name], kernels.BLOCK_BYTES[self.codes[name]]
-        found = self._file.blocks(own)
-        found = widen_q4_0(found) if self._file[own].kind.name == "Q4_0" else found
+        found, widen = self._file.blocks(own), {"Q4_0": widen_q4_0, "Q5_0": widen_q5_0}
+        found = widen.get(self._file[own].kind.name, lambda x: x)(found)
         return self._order(name, found)[slice(*rows), groups[0] * size : groups[1] * size]
 
     def _order(self, name: str, rows: Tensor) -> Tensor:
@@ -118,6 +118,13 @@ def widen_q4_0(blocks: Tensor) -> Tensor:
     """Returns rows of blocks of Q4_0 as blocks of Q4_1 with the same values: scale (q - 8) = scale q - 8 scale."""
     parts = blocks.unflatten(1, (-1, 18))
     return torch.cat([parts[..., :2], _least_q4_0(parts).view(torch.uint8), parts[..., 2:]], -1).flatten(1)
+
+
+def widen_q5_0(blocks: Tensor) -> Tensor:
+    """Returns rows of blocks of Q5_0 as blocks of Q8_0 with the same values: the scale, and codes from -16 to 15."""
+    parts = blocks.unflatten(1, (-1, 22))
+    codes = read_q5_0(parts.flatten(0, 1)).view(torch.uint8).view(*parts.shape[:2], 32)
+    return torch.cat([parts[..., :2], codes], -1).flatten(1)
 
 
 def is_exact_q4_1(blocks: Tensor) -> bool:
@@ -144,9 +151,9 @@ def gpt_from_gguf(
     Args:
         path: path of a file with a Llama, Mistral or Qwen2, or the file.
         dtype: dtype of the parameters. Default: float32, to which blocks are decoded without rounding of ours.
-        keep_codes: whether weights of linear layers in blocks of Q8_0, Q4_1 and Q4_0 stay blocks, uint8 of shape (rows,
-            bytes of a row). An engine serves these as they are, with the bits of the decoded weights. Blocks of Q4_0
-            become blocks of Q4_1 with the same values.
+        keep_codes: whether weights of linear layers in blocks of Q8_0, Q5_0, Q4_1 and Q4_0 stay blocks, uint8 of shape
+            (rows, bytes of a row). An engine serves these as they are, with the bits of the decoded weights. Blocks of
+            Q4_0 become blocks of Q4_1 with the same values, and blocks of Q5_0 blocks of Q8_0.
         **changes: other fields of the `Config`, such as `batch_invariant=True`.
 
     Returns:

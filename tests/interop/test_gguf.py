@@ -19,7 +19,7 @@ from shardfn import inference, kernels
 from shardfn.core import tree_leaves, tree_map
 from shardfn.interop import GGUFFile, gguf_config, gpt_from_gguf
 from shardfn.interop._gguf import decode_gguf_blocks, gguf_kind
-from shardfn.interop._gguf_model import is_exact_q4_1, widen_q4_0
+from shardfn.interop._gguf_model import is_exact_q4_1, widen_q4_0, widen_q5_0
 from shardfn.memory import DamagedError
 from shardfn.models import gpt
 
@@ -220,6 +220,13 @@ def test_blocks_of_q4_0_become_blocks_with_the_same_values() -> None:
     assert torch.equal(kernels.dequantize_blocks(widened, 160), decode_gguf_blocks(blocks, gguf_kind(2)))
     blocks[1, 1] = 0x7A  # 8 times the scale is infinite
     assert not is_exact_q4_1(blocks)
+
+
+def test_blocks_of_q5_0_become_blocks_with_the_same_values() -> None:
+    blocks = torch.randint(0, 256, (3, 5 * 22), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
+    blocks.view(3, 5, 22)[..., 1] &= 0x9F
+    want = decode_gguf_blocks(blocks, gguf_kind(6))
+    assert torch.equal(kernels.dequantize_blocks(widen_q5_0(blocks), 160), want)
 
 
 def test_numbers_and_rows_that_are_empty() -> None:
