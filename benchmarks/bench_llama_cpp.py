@@ -2,6 +2,11 @@
 
     python -m venv llama && llama/bin/pip install xllamacpp
     python benchmarks/bench_llama_cpp.py model.gguf --llama llama/bin/python --out x.md
+    python benchmarks/bench_llama_cpp.py model.gguf --llama llama/bin/python --kind Q8_0 --rounds 3 --first 0
+
+With `--kind` the weights are first written in another kind of blocks into a file of their own. In Q4_K, rows that 256
+does not divide have Q5_0, and embeddings Q8_0, as in llama.cpp's own files. The rounding is plain, since times do not
+depend on values.
 
 Each peer is a process with one thread that has loaded the file, and answers requests of random tokens, greedily, one
 peer after the other. Times are processor times of the process. The time of a drawn token is the difference between a
@@ -15,8 +20,10 @@ import pathlib
 import random
 import resource
 import statistics
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,9 +40,16 @@ def main() -> None:
     parser.add_argument("--llama", help="a Python that has xllamacpp")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--first", type=int, default=3, help="cold starts of each peer")
+    parser.add_argument("--kind", choices=[*_ENCODERS], help="blocks of linear layers (default: the file's own)")
     parser.add_argument("--out", default="")
     parser.add_argument("--serve", choices=["float32", "int8", "llama"], help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.kind:
+        with tempfile.TemporaryDirectory() as directory:
+            path = pathlib.Path(directory) / f"{pathlib.Path(args.model).stem}.{args.kind}.gguf"
+            write_kind(args.model, path, args.kind)
+            args.model = str(path)
+            return compare(args)
     if args.serve:
         answer_requests((serve_llama if args.serve == "llama" else serve_shardfn)(args.model, args.serve))
     else:
@@ -67,8 +81,104 @@ def compare(args: argparse.Namespace) -> None:
         rows.append([what, *(f"{x:.2f}" for x in middle.values()), *ratios, "; ".join(spread)])
     head = ["processor time", *(f"activations {x}" if x != "llama" else "llama.cpp" for x in peers)]
     head += ["float32 over llama.cpp", "int8 over llama.cpp", "least .. most of each"]
-    note = f"{pathlib.Path(args.model).name}, one thread each, {args.rounds} rounds, medians"
+    note = f"{pathlib.Path(args.model).name}, one thread each, {args.rounds} rounds, medians\n\n"
+    note += count_bytes(args.model)
     publish("The engine beside llama.cpp on one GGUF file", f"{note}\n\n{table(head, rows)}", out=args.out)
+
+
+def count_bytes(model: str) -> str:
+    """Returns the bytes of weights that a drawn token reads, beside those of the file."""
+    from shardfn.core import tree_leaves
+    from shardfn.inference import decoder
+    from shardfn.interop import GGUFFile, gpt_from_gguf
+
+    config, params = gpt_from_gguf(model, keep_codes=True, batch_invariant=True)
+    served = sum(x.numel() * x.element_size() for x in tree_leaves(decoder(config).pack(_read_all(params))))
+    file = sum(entry.num_bytes for entry in GGUFFile(model).values())
+    return f"Weights served: {served / 2**20:.1f} MiB, and {file / 2**20:.1f} MiB in the file ({served / file:.2f})"
+
+
+def _read_all(params: Any) -> Any:
+    from shardfn.core import tree_map
+
+    return tree_map(lambda leaf: leaf.full(), params)
+
+
+def _encode_q5_0(x: Any) -> Any:
+    """Blocks of 32: a scale, 32 fifth bits, and 16 bytes of nibbles."""
+    import torch
+
+    parts = x.unflatten(1, (-1, 32))
+    scale = (parts.abs().amax(-1, keepdim=True) / 15).half()
+    q = (parts / scale.float().clamp_min(1e-9)).round().clamp(-16, 15).to(torch.int64) + 16
+    high = ((q >> 4) << torch.arange(32)).sum(-1, keepdim=True).to(torch.int32)
+    nibbles = ((q[..., :16] & 15) | (q[..., 16:] & 15) << 4).to(torch.uint8)
+    return torch.cat([scale.view(torch.uint8), high.view(torch.uint8), nibbles], -1).flatten(1)
+
+
+def _encode_q8_0(x: Any) -> Any:
+    from shardfn import kernels
+
+    return kernels.quantize_blocks(x, "int8")
+
+
+def _encode_q4_k(x: Any) -> Any:
+    """Blocks of 256: two scales, 8 scales and least values of 6 bits, and 128 bytes of nibbles."""
+    import torch
+
+    if x.shape[1] % 256:
+        return _encode_q5_0(x)
+    parts = x.unflatten(1, (-1, 8, 32))
+    least = (-parts.amin(-1)).clamp_min(0)
+    step = (parts.amax(-1) + least) / 15
+    d, m = ((y.amax(-1, keepdim=True) / 63).half() for y in (step, least))
+    a, b = ((y / z.float().clamp_min(1e-9)).round().clamp(0, 63).to(torch.int64) for y, z in ((step, d), (least, m)))
+    scale = (d.float() * a)[..., None].clamp_min(1e-9)
+    q = ((parts + (m.float() * b)[..., None]) / scale).round().clamp(0, 15).to(torch.int64)
+    six = [
+        a[..., :4] | a[..., 4:] >> 4 << 6,
+        b[..., :4] | b[..., 4:] >> 4 << 6,
+        a[..., 4:] & 15 | (b[..., 4:] & 15) << 4,
+    ]
+    pairs = q.unflatten(-2, (4, 2))
+    nibbles = (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(-2)
+    whole = [d.view(torch.uint8), m.view(torch.uint8), *(y.to(torch.uint8) for y in (*six, nibbles))]
+    return torch.cat(whole, -1).flatten(1)
+
+
+# Kinds, with the number of the kind in a file.
+_ENCODERS: dict[str, Callable[[Any], Any]] = {"Q8_0": _encode_q8_0, "Q5_0": _encode_q5_0, "Q4_K": _encode_q4_k}
+_NUMBERS = {"Q8_0": 8, "Q5_0": 6, "Q4_K": 12}
+
+
+def write_kind(model: str, path: pathlib.Path, kind: str) -> None:
+    """Writes a file with the same settings, whose weights of linear layers are in another kind."""
+    import torch
+
+    from shardfn.interop import GGUFFile
+    from shardfn.interop._gguf import _HeaderParser
+
+    file, ends = GGUFFile(model), list[int]()
+
+    class Parser(_HeaderParser):
+        def _parse_tensors(self, num: int, alignment: int) -> Any:
+            ends.append(self._at)
+            return super()._parse_tensors(num, alignment)
+
+    Parser(file.path, file._data).parse()
+    head, body = bytearray(file._data[: ends[0]]), bytearray()
+    for name, entry in file.items():
+        if len(entry.shape) == 2 and name.endswith(".weight"):
+            own = "Q8_0" if kind == "Q4_K" and name in ("token_embd.weight", "output.weight") else kind
+            made = _ENCODERS[own](file.load(name))
+            number = _NUMBERS["Q5_0" if own == "Q4_K" and entry.shape[1] % 256 else own]
+        else:
+            made, number = file.load(name).view(torch.uint8), 0
+        head += struct.pack("<Q", len(name.encode())) + name.encode() + struct.pack("<I", len(entry.shape))
+        head += struct.pack(f"<{len(entry.shape)}QIQ", *reversed(entry.shape), number, len(body))
+        body += made.contiguous().numpy().tobytes()
+        body += bytes(-len(body) % 32)
+    path.write_bytes(bytes(head) + bytes(-len(head) % 32) + body)
 
 
 class Peer:
