@@ -148,7 +148,7 @@ class FittedTimes:
 def fit_times(steps: Sequence[LoggedStep]) -> FittedTimes:
     """Returns the times of a log's steps.
 
-    The time of a pair is the least squares' within buckets, and of a bucket the median of the rest.
+    A step's time lasts to the begin of the next step, if requests are in progress. The time of a pair is the least squares' within buckets, and of a bucket the median of the rest.
 
     Raises:
         ValueError: no step computes.
@@ -161,7 +161,7 @@ def fit_times(steps: Sequence[LoggedStep]) -> FittedTimes:
     """
     by_bucket: dict[int, list[LoggedStep]] = defaultdict(list)
     for step in steps:
-        by_bucket[step.bucket].append(step)
+        by_bucket[step.bucket].append(step._replace(seconds=step.seconds + step.pause))
     idle = [x.seconds for x in by_bucket.pop(0, [])]
     if not by_bucket:
         raise ValueError("a log for --calibrate must have steps that compute, got none. Send the server requests.")

@@ -33,6 +33,7 @@ class LoggedStep(NamedTuple):
         bucket: rows of the step with padding, or 0 for a step that computes nothing.
         pairs: pairs of a row and a token that it attends to, in a single layer without windows.
         plan: digest of the plan, as of `Simulation`.
+        pause: seconds from the step's end to the next step's begin, where requests are in progress, and else 0.
     """
 
     at: float
@@ -40,6 +41,7 @@ class LoggedStep(NamedTuple):
     bucket: int
     pairs: int
     plan: str
+    pause: float = 0.0
 
 
 class Replay(NamedTuple):
@@ -115,7 +117,7 @@ def replay_log(path: str | os.PathLike[str]) -> Replay:
     if head is None or "limits" not in head:
         raise ValueError(f"{os.fspath(path)}: the first line of a log of decisions has the limits of an engine.")
     limits = Limits(**{name: _as_tuples(x) for name, x in head["limits"].items()})
-    state, steps = start(limits, bytes.fromhex(head["tokenizer"])), list[LoggedStep]()
+    state, steps, busy = start(limits, bytes.fromhex(head["tokenizer"])), list[LoggedStep](), False
     requests: dict[str, tuple[float, Request]] = {}
     trace, answers = list[tuple[float, Request, list[int]]](), dict[str, list[int]]()
     for i, line in enumerate(lines):
@@ -126,7 +128,11 @@ def replay_log(path: str | os.PathLike[str]) -> Replay:
                 f"{os.fspath(path)}: step {i} must have the decisions of the log, got others: plan {digest_plan(plan)}"
                 f" in place of {line['plan']}. Replay the log by the version that wrote it."
             )
-        steps.append(LoggedStep(*(line[name] for name in LoggedStep._fields)))
+        if busy:
+            before = steps[-1]
+            steps[-1] = before._replace(pause=max(0.0, line["at"] - before.at - before.seconds))
+        busy = not state.idle
+        steps.append(LoggedStep(*(line[name] for name in LoggedStep._fields if name != "pause")))
         for event in events:
             if isinstance(event, Add):
                 requests[event.name] = line["at"], event.request

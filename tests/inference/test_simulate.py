@@ -90,6 +90,23 @@ def test_a_log_replays_to_the_same_decisions(run):
     assert [x.request.prompt for x in found.trace] == [x.request.prompt for x in answered]
 
 
+def test_pauses_between_steps_count_and_waits_for_requests_do_not(tmp_path: Path):
+    path = tmp_path / "pauses.jsonl"
+    lines = [json.dumps({"limits": dataclasses.asdict(LIMITS), "tokenizer": ""})]
+    engine = Engine(decoder(CONFIG), gpt.init(CONFIG, key(0)), limits=LIMITS, decisions=(log := DecisionLog(path)))
+    for _ in range(2):
+        engine.add([1, 2, 3], Sampling(max_tokens=2))
+        while not engine.idle:
+            engine.step()
+    log.close()
+    told = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    for i, line in enumerate(told):  # each step takes 1 s, and 0.25 s pass before the next, or 5 s between requests
+        line |= {"at": 1.25 * i + 4 * (i >= len(told) // 2), "seconds": 1.0}
+    path.write_text("\n".join([*lines, *map(json.dumps, told)]) + "\n")
+    half = len(told) // 2
+    assert [x.pause for x in replay_log(path).steps] == [0.25] * (half - 1) + [0.0] + [0.25] * (half - 1) + [0.0]
+
+
 def test_an_answer_that_stops_early_stops_in_a_simulation():
     request = Request((1, 2, 3), Sampling(max_tokens=20))
     found = simulate(LIMITS, [TimedRequest(0.0, request, (7, 8, 9))], lambda plan: 1.0)
