@@ -13,6 +13,9 @@ Parts:
     idle     processor time of front and two ranks without requests, in parts of one core
     starts   seconds until a server of two ranks is ready, and processor seconds of its processes and compilers, with an
              empty cache of C++ and with the same cache, full
+    replicas tokens a second of two replicas of one thread, over those of one, on one trace in turns; and the tokens of
+             prompts that are found in the cache, on a trace of conversations with common beginnings. Each replica
+             needs a core, and the clients and fronts share these
     kills    seconds from the end of one of two ranks, by `kill -9`, until the last of 50 streams has its error; for
              `--kills` servers
 
@@ -25,6 +28,7 @@ import contextlib
 import json
 import os
 import pathlib
+import random
 import re
 import resource
 import signal
@@ -74,6 +78,11 @@ class Server:
         texts = [pathlib.Path(f"/proc/{pid}/status").read_text() for pid in self.pids]
         return [int(re.findall(r"VmRSS:\s+(\d+)", text)[0]) / 1024 for text in texts]
 
+    def metric(self, name: str) -> float:
+        """The sum of a metric over replicas."""
+        text = urllib.request.urlopen(self.url.removesuffix("/v1") + "/metrics").read().decode()
+        return sum(float(x) for x in re.findall(rf"^{name}\S* (\S+)$", text, re.MULTILINE))
+
     def open_streams(self) -> int:
         """The number of streams that it serves."""
         text = urllib.request.urlopen(self.url.removesuffix("/v1") + "/metrics").read().decode()
@@ -95,7 +104,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     parts = {"ratio": ratio_part, "streams": streams_part, "requests": requests_part, "idle": idle_part}
-    parts |= {"starts": starts_part, "kills": kills_part}
+    parts |= {"starts": starts_part, "kills": kills_part, "replicas": replicas_part}
     load = f"load of the machine before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     publish("The server", "\n\n".join([load, *(f"## {x}\n\n{parts[x](args)}" for x in args.parts)]), out=args.out)
 
@@ -261,6 +270,47 @@ def starts_part(args: argparse.Namespace) -> str:
             files = sum(path.suffix == ".so" for path in pathlib.Path(cache, "shardfn").iterdir())
             rows.append([name, f"{ready:.1f}", f"{_seconds_of_children() - before:.1f}", str(files)])
     return table(["cache", "ready after, s", "processor, s", "built files then"], rows)
+
+
+def replicas_part(args: argparse.Namespace) -> str:
+    """Two replicas beside one."""
+    rates, hits = {1: list[float](), 2: list[float]()}, dict[int, float]()
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as held:
+        made("33.7M", pathlib.Path(place))
+        more = {1: (), 2: ("--replicas", "2", "--oversubscribe")}
+        servers = {n: held.enter_context(running(pathlib.Path(place), more=more[n])) for n in more}
+        for server in servers.values():
+            _ask(server, _talks(0, 8))
+        while servers[2].metric("shardfn:replica_up") < 2:
+            time.sleep(0.1)
+        arrivals = trace(args.requests, None, prompt=64, drawn=48)
+        drawn = sum(one.max_tokens for one in arrivals)
+        for _ in range(args.rounds):
+            for n, server in servers.items():
+                start = time.perf_counter()
+                _ask(server, arrivals)
+                rates[n].append(drawn / (time.perf_counter() - start))
+        for n, server in servers.items():
+            before = [server.metric(f"vllm:prefix_cache_{x}_total") for x in ("hits", "queries")]
+            for turn in range(3):
+                _ask(server, _talks(turn, 32))
+            after = [server.metric(f"vllm:prefix_cache_{x}_total") for x in ("hits", "queries")]
+            hits[n] = (after[0] - before[0]) / (after[1] - before[1])
+    ratios = [b / a for a, b in zip(rates[1], rates[2], strict=True)]
+    low, mid, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    rows = [[str(n), f"{statistics.median(rates[n]):.0f}", f"{hits[n]:.1%}"] for n in rates]
+    note = f"ratio of tokens/s {mid:.2f} ({low:.2f} .. {high:.2f}), of hits {hits[2] / hits[1]:.3f}"
+    return table(["replicas", "tokens/s", "tokens of prompts found"], rows) + f"\n\n{note}"
+
+
+def _talks(turn: int, num: int) -> list[Arrival]:
+    """A turn of some conversations: 8 common beginnings of 128 tokens, and 48 tokens for each turn."""
+    made = list[Arrival]()
+    for i in range(num):
+        begin, own = random.Random(i % 8), random.Random(1000 + i)
+        prompt = [begin.randrange(8192) for _ in range(128)] + [own.randrange(8192) for _ in range(48 * (turn + 1))]
+        made.append(Arrival(0.05 * i, prompt, 8))
+    return made
 
 
 def _seconds_of_children() -> float:

@@ -148,7 +148,8 @@ class FittedTimes:
 def fit_times(steps: Sequence[LoggedStep]) -> FittedTimes:
     """Returns the times of a log's steps.
 
-    A step's time lasts to the begin of the next step, if requests are in progress. The time of a pair is the least squares' within buckets, and of a bucket the median of the rest.
+    A step's time lasts to the begin of the next step, if requests are in progress. The time of a pair is the least
+    squares' within buckets, and of a bucket the median of the rest.
 
     Raises:
         ValueError: no step computes.
