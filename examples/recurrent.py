@@ -5,10 +5,10 @@
     python examples/recurrent.py iss --hidden 650 650 --dim 650 --steps 800 --dropout 0.5
     torchrun --nproc-per-node 2 examples/recurrent.py iss
 
-iss trains a word-level model, shrinks groups of weights by `sparse.group_shrink` until the layers have a share of their
-operations, removes the units at 0, and trains the small model. The report compares perplexity, parameters and the time
-of a token, also with a small model of the same shape that begins from random weights. `--kind highway --depth 3` takes
-a recurrent highway network.
+iss trains a word-level model, and shrinks groups of weights by `sparse.group_shrink`. At each `--share` of the layers'
+operations it removes the units at 0, and trains the small model. The report compares perplexity, parameters and the
+time of a token, also with a small model of the same shape that begins from random weights. `--kind highway --depth 3`
+takes a recurrent highway network. Trained models in --out are not trained again.
 
 antman trains a dense teacher on characters, a student with structured maps that learns from the teacher's hidden units
 and logits, and the same student without a teacher.
@@ -68,42 +68,60 @@ def main():
 
 
 def remove_units(config, training, held_out, args, mesh):
-    """The dense model, the model with the units at 0 removed, and a model that begins as small."""
+    """The dense model, and for each share the model without its units at 0, and a model that begins as small."""
     groups, loss = recurrent.units(config), functools.partial(recurrent.loss, config)
-    curves, rows = {}, []
-    dense, curves["dense"] = train_once("dense", loss, config, training, held_out, args, mesh)
+    curves, rows, text = {}, [], (training, held_out, args, mesh)
+    dense, curves["dense"] = train("dense", loss, config, make_optimizer(args), *text)
     rows.append(measure("dense", config, dense, held_out))
+    for share, params in shrink(groups, config, dense, *text).items():
+        alive = sparse.find_alive(groups, params)
+        smaller, fewer = recurrent.without_units(config, alive), sparse.compact(groups, params, alive)
+        tokens = held_out.test[:2, :-1]
+        torch.testing.assert_close(
+            recurrent.apply(smaller, fewer, tokens), recurrent.apply(config, params, tokens), rtol=1e-3, atol=1e-4
+        )
+        smaller = dataclasses.replace(smaller, dropout=args.dropout * args.kept_dropout)
+        loss, name = functools.partial(recurrent.loss, smaller), f"hidden {smaller.hidden}"
+        starts = [(name, fewer, args.tune_steps), (f"{name} from random weights", None, args.steps)]
+        for what, start, steps in starts if share in args.compared else starts[:1]:
+            tuned, curves[what] = train(
+                what, loss, smaller, make_optimizer(args, steps), *text, start=start, steps=steps
+            )
+            rows.append(measure(what, smaller, tuned, held_out))
+    return rows, curves
+
+
+def shrink(groups, config, dense, training, held_out, args, mesh):
+    """Trains with a growing strength. Returns the parameters at the first time that each share is reached."""
+    strength = sf.optim.linear_schedule(0.0, args.strength, args.shrink_steps)
     rule = sf.optim.chain(
-        sf.optim.clip_by_global_norm(1.0),
-        sf.optim.adam(args.shrink_lr),
-        sparse.group_shrink(groups, sf.optim.linear_schedule(0.0, args.strength, args.shrink_steps)),
+        sf.optim.clip_by_global_norm(1.0), sf.optim.adam(args.shrink_lr), sparse.group_shrink(groups, strength)
     )
+    found = {
+        share: sf.checkpoint.restore(where, dense, at="params").tree
+        for share in args.share
+        if sf.checkpoint.steps(where := args.out / f"shrunk {share}")
+    }
+    if min(args.share) in found:
+        return found
 
     def is_small(params):
         alive = sparse.find_alive(groups, params)
-        flops = recurrent.count_flops(recurrent.without_units(config, alive))
-        print(
-            f"units {[len(x) for x in alive.values()]}, {flops / recurrent.count_flops(config):.3f} of the operations"
-        )
-        return flops <= args.share * recurrent.count_flops(config)
+        flops = recurrent.count_flops(recurrent.without_units(config, alive)) / recurrent.count_flops(config)
+        if mesh.rank == 0:
+            print(f"units {[len(x) for x in alive.values()]}, {flops:.3f} of the operations", flush=True)
+        share = min((x for x in args.share if flops <= x), default=None)
+        if share is not None and share not in found:
+            found[share] = sf.tree_map(torch.clone, params)
+            sf.checkpoint.save(args.out / f"shrunk {share}", params, 1, at="params")
+        return share == min(args.share)
 
-    how = {"start": dense, "steps": args.shrink_steps, "until": is_small}
-    params, curves["shrinking"] = train(loss, config, rule, training, held_out, args, mesh, **how)
-    alive = sparse.find_alive(groups, params)
-    smaller, fewer = recurrent.without_units(config, alive), sparse.compact(groups, params, alive)
-    tokens = held_out.test[:2, :-1]
-    torch.testing.assert_close(
-        recurrent.apply(smaller, fewer, tokens), recurrent.apply(config, params, tokens), rtol=1e-3, atol=1e-4
-    )
-    smaller = dataclasses.replace(smaller, dropout=args.dropout / 2)
-    loss, name = functools.partial(recurrent.loss, smaller), f"hidden {smaller.hidden}"
-    for what, start, steps in (("", fewer, args.tune_steps), (" from random weights", None, args.steps)):
-        rule = make_optimizer(args, steps)
-        tuned, curves[name + what] = train(
-            loss, smaller, rule, training, held_out, args, mesh, start=start, steps=steps
-        )
-        rows.append(measure(name + what, smaller, tuned, held_out))
-    return rows, curves
+    loss = functools.partial(recurrent.loss, config)
+    how = {"start": dense, "steps": args.shrink_steps + args.hold_steps, "until": is_small}
+    train("shrinking", loss, config, rule, training, held_out, args, mesh, **how)
+    if not found:
+        raise SystemExit("No share was reached: give a larger --strength, or more --shrink-steps.")
+    return found
 
 
 def replace_maps(config, training, held_out, args, mesh):
@@ -117,11 +135,11 @@ def replace_maps(config, training, held_out, args, mesh):
     }
     student = dataclasses.replace(config, maps=tuple(structures[name] for name in args.maps))
     curves, rows, loss = {}, [], functools.partial(recurrent.loss, config)
-    teacher, curves["teacher"] = train(loss, config, make_optimizer(args), training, held_out, args, mesh)
+    teacher, curves["teacher"] = train("teacher", loss, config, make_optimizer(args), training, held_out, args, mesh)
     rows.append(measure("teacher", config, teacher, held_out))
     for name, weight in (("student", args.weight), ("student without a teacher", 0.0)):
         loss = functools.partial(distilled, config, student, weight)
-        params, curves[name] = train(loss, student, make_optimizer(args), training, held_out, args, mesh, teacher)
+        params, curves[name] = train(name, loss, student, make_optimizer(args), training, held_out, args, mesh, teacher)
         rows.append(measure(name, student, params, held_out))
     return rows, curves
 
@@ -143,53 +161,53 @@ def distilled(config, student, weight, params, batch):
     )
 
 
-def train_once(name, loss, config, training, held_out, args, mesh):
-    """`train`, or the result of an earlier run in --out."""
-    where, own = args.out / name, recurrent.init(config, sf.key(args.seed))
-    if sf.checkpoint.steps(where):
-        found = sf.checkpoint.restore(where, own, at="params")
-        return found.tree, found.user["curve"]
-    params, curve = train(loss, config, make_optimizer(args), training, held_out, args, mesh)
-    sf.checkpoint.save(where, params, args.steps, at="params", user={"curve": curve})
-    return params, curve
-
-
 def make_optimizer(args, steps=None):
     steps = steps or args.steps
     rate = sf.optim.warmup_cosine_decay_schedule(0.0, args.lr, steps // 20 + 1, steps + 1, args.lr / 10)
     return sf.optim.chain(sf.optim.clip_by_global_norm(1.0), sf.optim.adam(rate))
 
 
-def train(loss, config, optimizer, training, held_out, args, mesh, teacher=None, start=None, steps=None, until=None):
+def train(name, loss, config, rule, training, held_out, args, mesh, teacher=None, start=None, steps=None, until=None):
     """Returns the parameters of least loss of validation, or the last ones with `until`, and the losses.
 
-    Leaves of a teacher are frozen. Training stops where `until(params)` is true.
+    Leaves of a teacher are frozen. Training stops where `until(params)` is true, and goes on from an earlier run.
     """
     how = {"mesh": mesh, "batch": sf.P("dp"), "zero": sf.Zero(stage=3)}
     if teacher is not None:
         how["trainable"] = {"student": True, "teacher": False}
     draws = args.dropout > 0 and teacher is None
-    step = sf.sharded_step(loss, optimizer, **how, **({"key": sf.key(args.seed)} if draws else {}))
+    step = sf.sharded_step(loss, rule, **how, **({"key": sf.key(args.seed)} if draws else {}))
     own = recurrent.init(config, sf.key(args.seed)) if start is None else start
     state = step.init(own if teacher is None else {"student": own, "teacher": teacher})
     order, curve, steps = torch.Generator().manual_seed(args.seed), [], steps or args.steps
-    rows, began, best = step.rows(args.batch), time.monotonic(), None
-    for n in range(steps):
-        at = torch.randint(len(training) - args.length - 1, (args.batch,), generator=order)
-        tokens = torch.stack([training[i : i + args.length + 1] for i in at.tolist()])
-        index = torch.arange(args.batch) + n * args.batch
-        state, _ = step(state, {"tokens": tokens[rows], "index": index[rows]} if draws else {"tokens": tokens[rows]})
-        if until is not None and (n + 1) % 10 == 0 and until(params := sf.unshard(state.params)):
-            break
-        if (n + 1) % args.eval_every == 0 or n + 1 == steps:
-            params = sf.unshard(state.params)
-            params = params if teacher is None else params["student"]
-            curve.append((n + 1, loss_of(config, params, held_out.validation)))
-            if mesh.rank == 0:
-                print(f"step {n + 1}: loss {curve[-1][1]:.4f}, {time.monotonic() - began:.0f} s", flush=True)
-            if until is None and curve[-1][1] == min(value for _, value in curve):
-                best = sf.tree_map(torch.clone, params)
-    return params if best is None else best, curve
+    rows, began, best, done = step.rows(args.batch), time.monotonic(), own, 0
+    checkpoints = sf.checkpoint.Manager(args.out / "checkpoints" / name, mesh=mesh, save_every=args.eval_every)
+    if checkpoints.steps():
+        found = checkpoints.restore({"state": state, "best": best})
+        state, best, done, curve = found.tree["state"], found.tree["best"], found.step, found.user
+    with checkpoints:
+        for n in range(steps):
+            at = torch.randint(len(training) - args.length - 1, (args.batch,), generator=order)
+            if n < done:
+                continue
+            tokens = torch.stack([training[i : i + args.length + 1] for i in at.tolist()])
+            index = torch.arange(args.batch) + n * args.batch
+            batch = {"tokens": tokens[rows], "index": index[rows]} if draws else {"tokens": tokens[rows]}
+            state, _ = step(state, batch)
+            if until is not None and (n + 1) % args.check_every == 0 and until(sf.unshard(state.params)):
+                break
+            if (n + 1) % args.eval_every == 0 or n + 1 == steps:
+                params = sf.unshard(state.params)
+                params = params if teacher is None else params["student"]
+                curve.append((n + 1, loss_of(config, params, held_out.validation)))
+                if mesh.rank == 0:
+                    print(
+                        f"{name}, step {n + 1}: loss {curve[-1][1]:.4f}, {time.monotonic() - began:.0f} s", flush=True
+                    )
+                if until is not None or curve[-1][1] == min(value for _, value in curve):
+                    best = sf.tree_map(torch.clone, params)
+                checkpoints.save({"state": state, "best": best}, n + 1, user=curve, now=n + 1 == steps)
+    return best, curve
 
 
 def loss_of(config, params, rows):
@@ -277,11 +295,15 @@ def arguments():
     add("--dim", type=int, default=64, help="width of the embedding")
     add("--words", type=int, default=2000, help="words of the vocabulary (iss)")
     add("--dropout", type=float, default=0.0)
-    add("--share", type=float, default=0.15, help="share of the operations at which shrinking ends (iss)")
+    add("--share", type=float, nargs="+", default=[0.15], help="shares of the operations, from large to small (iss)")
+    add("--compared", type=float, nargs="*", help="shares with a model from random weights (iss, default: all)")
     add("--strength", type=float, default=0.04, help="decrease of a unit's norm in the last step of shrinking (iss)")
     add("--shrink-steps", type=int, default=300, help="steps in which the decrease grows from 0 (iss)")
+    add("--hold-steps", type=int, default=0, help="most further steps with the whole decrease (iss)")
+    add("--check-every", type=int, default=10, help="steps between two looks at the share (iss)")
     add("--shrink-lr", type=float, default=1e-3, help="learning rate of these steps (iss)")
     add("--tune-steps", type=int, default=300, help="steps of the small model (iss)")
+    add("--kept-dropout", type=float, default=0.5, help="factor of the small model's dropout (iss)")
     add("--maps", nargs=2, choices=("blocks", "shuffled", "grouped", "low"), default=["blocks", "shuffled"])
     add("--groups", type=int, default=8, help="groups of structured maps (antman)")
     add("--rank", type=int, default=16, help="rank of structured maps (antman)")
@@ -293,6 +315,7 @@ def arguments():
     add("--eval-every", type=int, default=50)
     add("--seed", type=int, default=0)
     args = parser.parse_args()
+    args.compared = args.share if args.compared is None else args.compared
     args.out.mkdir(parents=True, exist_ok=True)
     return args
 

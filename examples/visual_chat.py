@@ -6,7 +6,7 @@
 Images are drawn: a shape in a colour. A chat shows one to four images in one to three rounds of two questions, such as
 "colour second ?" or "same shape first third ?". A vision tower of transformers first learns to name single shapes, and
 is then frozen. A projector and a small GPT learn the chats, once with each rule of attention, from the same weights,
-rows and number of steps.
+rows and number of steps. A run that was interrupted goes on from its last checkpoint.
 
 Needs transformers. Files in --out: report.md, report.json, chats.png where matplotlib is installed, a directory for
 each rule, such as `separate`, and some images. Then, with the directory of the images:
@@ -64,8 +64,9 @@ def main():
     rows, curves, models = [], {}, {}
     for rule in args.rules:
         config = make_config(args, rule)
-        models[rule], row, curves[rule] = train_once(config, tower, look, args, mesh)
-        rows.append(row)
+        models[rule], curves[rule], seconds = train(config, tower, look, args, mesh)
+        accuracies = measure(config, look, models[rule], args)
+        rows.append({"rule": rule, "steps": args.steps, "loss": curves[rule][-1][1], **accuracies, "seconds": seconds})
     if mesh.rank == 0:
         report(rows, named, args)
         for rule in args.rules:
@@ -222,23 +223,8 @@ def init(config, tower, seed):
     return {"gpt": gpt.init(config, sf.key(seed)), "tower": tower, "projector": projector}
 
 
-def train_once(config, tower, look, args, mesh):
-    """Returns parameters, a row of the report, and losses, also of an earlier run of these sizes in --out."""
-    sizes = args.layers, args.width, args.batch, args.lr, args.steps, args.tower_steps, args.held_out, args.seed
-    where = args.out / "trained" / "-".join(map(str, (config.images.rule, *sizes)))
-    own = init(config, tower, args.seed)
-    if sf.checkpoint.steps(where):
-        found = sf.checkpoint.restore(where, own, at="params")
-        return found.tree, found.user["row"], found.user["curve"]
-    params, curve, seconds = train(config, tower, look, args, mesh)
-    row = {"rule": config.images.rule, "steps": args.steps, "loss": curve[-1][1]}
-    row |= measure(config, look, params, args) | {"seconds": seconds}
-    sf.checkpoint.save(where, params, args.steps, at="params", user={"row": row, "curve": curve})
-    return params, row, curve
-
-
 def train(config, tower, look, args, mesh):
-    """Returns the parameters, the losses, and the seconds of the steps."""
+    """Returns the parameters, the losses, and the seconds of the steps. Goes on from a run of these sizes in --out."""
     schedule = sf.optim.warmup_cosine_decay_schedule(0.0, args.lr, args.steps // 20 + 1, args.steps + 1, args.lr / 10)
     step = sf.sharded_step(
         functools.partial(loss_of, config, look),
@@ -247,18 +233,26 @@ def train(config, tower, look, args, mesh):
         zero=sf.Zero(stage=3),
         trainable={"gpt": True, "tower": False, "projector": True},
     )
-    state, mixture, curve = step.init(init(config, tower, args.seed)), make_mixture(args), []
-    start, each = time.monotonic(), args.batch // mesh.size
-    for n in range(args.steps):
-        first = n * each * mesh.size + mesh.rank * each
-        batch = collate([mixture[row] for row in range(first, first + each)])
-        state, metrics = step(state, {name: batch[name] for name in ("tokens", "labels", "images")})
-        if (n + 1) % args.log_every == 0 or n + 1 == args.steps:
-            curve.append((n + 1, float(metrics["loss"])))
-            if mesh.rank == 0:
+    state, mixture = step.init(init(config, tower, args.seed)), make_mixture(args)
+    sizes = args.layers, args.width, args.batch, args.lr, args.steps, args.tower_steps, args.seed
+    where = args.out / "checkpoints" / "-".join(map(str, (config.images.rule, *sizes)))
+    checkpoints, done, curve, seconds = sf.checkpoint.Manager(where, mesh=mesh, save_every=args.log_every), 0, [], 0.0
+    if checkpoints.steps():
+        restored = checkpoints.restore(state)
+        state, done, curve, seconds = restored.tree, restored.step, *restored.user
+    start, each = time.monotonic() - seconds, args.batch // mesh.size
+    with checkpoints:
+        for n in range(done, args.steps):
+            first = n * each * mesh.size + mesh.rank * each
+            batch = collate([mixture[row] for row in range(first, first + each)])
+            state, metrics = step(state, {name: batch[name] for name in ("tokens", "labels", "images")})
+            if (n + 1) % args.log_every == 0 or n + 1 == args.steps:
+                curve.append((n + 1, float(metrics["loss"])))
                 seconds = time.monotonic() - start
-                print(f"{config.images.rule}, step {n + 1}: loss {curve[-1][1]:.4f}, {seconds:.0f} s", flush=True)
-    return sf.unshard(state.params), curve, time.monotonic() - start
+                checkpoints.save(state, n + 1, user=[curve, seconds], now=n + 1 == args.steps)
+                if mesh.rank == 0:
+                    print(f"{config.images.rule}, step {n + 1}: loss {curve[-1][1]:.4f}, {seconds:.0f} s", flush=True)
+    return sf.unshard(state.params), curve, seconds
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t LANES = 1 << 10, SPAN = 1 << 18;
 typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(32), aligned(4), may_alias));
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t num_codes(int64_t c, int64_t bits) { return bits == 8 ? c : (c + 1) / 2; }
@@ -165,9 +166,16 @@ void subtract_signs(float* y, int64_t c, float scale, uint8_t* bits) {
     }
 }
 
-// out [8 b] of table [256, 8] at bits [b]
-void expand(const uint8_t* bits, int64_t b, const float* table, float* out) {
-    for (int64_t j = 0; j < b; ++j) *(Eight*)(out + 8 * j) = *(const Eight*)(table + 8 * bits[j]);
+// out [r, 8 b] = +-scale [r] by bits [r, b]: the sign bit of scale, turned where the bit is 0
+void unpack_rows(const uint8_t* bits, const float* scale, int64_t r, int64_t b, float* out) {
+    const Words shifts = {24, 25, 26, 27, 28, 29, 30, 31}, top = Words{} + (1u << 31);
+    for (int64_t i = 0; i < r; ++i, bits += b, out += 8 * b) {
+        uint32_t word;
+        std::memcpy(&word, scale + i, 4);
+        const Words plus = Words{} + word;
+        for (int64_t j = 0; j < b; ++j)
+            *(Words*)(out + 8 * j) = plus ^ (~((Words{} + (uint32_t)bits[j]) << shifts) & top);
+    }
 }
 
 // rows of blocks: x [r, c] -> codes [r, num_codes(c)], scales [r, ceil(c / block)]

@@ -306,8 +306,7 @@ def _pack_natively(x: Tensor) -> Tensor:
 
 
 def _unpack_natively(bits: Tensor, scale: Tensor, out: Tensor) -> None:
-    for row, s, values in zip(bits, scale.tolist(), out, strict=True):
-        call("expand", row, row.numel(), _table_of(s), values)
+    call("unpack_rows", bits, scale, *bits.shape, out)
 
 
 def _compress_natively(x: Tensor, error: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
