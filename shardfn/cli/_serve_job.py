@@ -96,6 +96,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--admin-key-file", metavar="FILE", help="the keys of administrators, one in each line")
     text = "takes spans of requests by OpenTelemetry over HTTP, for example http://localhost:4318/v1/traces"
     add("--otlp-traces-endpoint", metavar="URL", help=text)
+    text = "clients may give embeddings in place of a prompt's tokens (prompt_embeds of /v1/completions)"
+    add("--enable-prompt-embeds", action="store_true", help=text)
     add("--pooling", choices=POOLINGS, default="last", help="of embeddings: the last token's state, or the mean")
     text = "the model's first logit is a reward, as examples/rlhf/chat_reward.py trains it: for /v1/score and /classify"
     add("--reward-head", action="store_true", help=text)
@@ -163,6 +165,7 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         "adapter_root": None if args.adapter_root is None else pathlib.Path(args.adapter_root).absolute(),
         "profile_root": None if args.profile_root is None else pathlib.Path(args.profile_root).absolute(),
         "traces": args.otlp_traces_endpoint,
+        "prompt_embeds": args.enable_prompt_embeds,
         "pooling": args.pooling,
         "hosts": tuple(args.allowed_host),
         "origins": tuple(args.allowed_origin),

@@ -83,6 +83,8 @@ def _warm_up(job: ServeJob) -> tuple[Engine, Ready, Classifier | None, Callable[
     more: Any = {"graphs_left": engine.graphs.num_left}
     if served.decoder.sources is not None:
         more |= {"start": served.decoder.sources.start}
+    else:
+        more |= {"embed_size": served.decoder.embed_size}
     if served.classifier is not None:
         more |= {"classes": served.classifier.classes, "generates": False}
     ready = Ready(limits, served.text.ends, served.text.size, grammars, lines, width, **more)

@@ -35,16 +35,17 @@ from ._results import MemoryPlan as MemoryPlan
 from ._runner import Runner as Runner, limits_of as limits_of
 from ._draft_model import DraftModel as DraftModel
 from ._detokenize import Detokenizer as Detokenizer, DecodeStream as DecodeStream, detokenizer as detokenizer
-from ._score import Score as Score, ScoredPrompt as ScoredPrompt, sum_tokens as sum_tokens
+from ._score import Score as Score, make_score_sampling as make_score_sampling, sum_tokens as sum_tokens
 from ._score import Activation as Activation, Classes as Classes, Classifier as Classifier
 from ._results import Completion as Completion, Token as Token
 from ._processors import check_names as check_names
-from ._beam_search import Beam as Beam, BeamSearch as BeamSearch, PromptSearch as PromptSearch
+from ._beam_search import Beam as Beam, BeamSearch as BeamSearch, PromptSearch as PromptSearch, spell_beam as spell_beam
 from ._engine_core import EngineCore as EngineCore
 from ._engine import Engine as Engine
 from ._image_rows import ImageRule as ImageRule, RequestImages as RequestImages
 from ._images import EncodedImage as EncodedImage, ImageEncoder as ImageEncoder, ImagePrompt as ImagePrompt
-from ._images import ImageReader as ImageReader, make_request_images as make_request_images
+from ._images import ImageReader as ImageReader, check_embedded as check_embedded
+from ._images import make_embedded_prompt as make_embedded_prompt, make_request_images as make_request_images
 from ._speech import SourceFeatures as SourceFeatures, SpeechReader as SpeechReader
 from ._simulate import SimulatedEngine as SimulatedEngine, SimulatedLatency as SimulatedLatency
 from ._simulate import Simulation as Simulation, TimedRequest as TimedRequest, check_trace as check_trace

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from ._detokenize import Detokenizer
 from ._limits import Limits
 from ._requests import MOST_TOP, Request, Sampling, check_request
 
+_MOST_PENALTY = 10
 Top = Sequence[tuple[int, float]]  # most probable tokens, and their log probabilities
 
 
@@ -33,6 +35,20 @@ class Beam(NamedTuple):
     logprob: float
     finish_reason: Literal["stop", "length"]
     text: str = ""
+
+
+def spell_beam(beam: Beam, detokenizer: Detokenizer | None, prompt: Sequence[int]) -> Beam:
+    """Returns a beam with its text, up to a stop token.
+
+    Args:
+        beam: beam.
+        detokenizer: detokenizer, or None for an empty text.
+        prompt: tokens before the beam.
+    """
+    if detokenizer is None:
+        return beam
+    stream, shown = detokenizer.start(prompt), beam.tokens[: -1 if beam.finish_reason == "stop" else None]
+    return beam._replace(text="".join([*map(stream.add, shown), stream.end()]))
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,10 @@ class BeamSearch:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(f"early_stopping must be True, False or 'never', got {self.early_stopping!r}.")
+        if not abs(self.length_penalty) <= _MOST_PENALTY:
+            raise ValueError(
+                f"length_penalty must be from {-_MOST_PENALTY} to {_MOST_PENALTY}, got {self.length_penalty}."
+            )
         if self.num_candidates > MOST_TOP:
             raise ValueError(
                 f"num_beams must be at most {MOST_TOP // self._factor} for {len(self.stop_tokens)} stop tokens, since a"

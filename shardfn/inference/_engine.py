@@ -17,7 +17,7 @@ from shardfn.core import Axes, Disk, MemoryKind, Mesh, PyTree, explains_keywords
 
 from ._adapters import Adapters, Given, split_adapters
 from ._admission import check_name, choose_limits, make_request, split_images, split_sampling, split_source
-from ._beam_search import Beam, BeamSearch, PromptSearch
+from ._beam_search import Beam, BeamSearch, PromptSearch, spell_beam
 from ._checks import MEANT
 from ._constraints import Constraints
 from ._decision_log import DecisionLog
@@ -33,7 +33,7 @@ from ._processors import LogitsProcessors
 from ._requests import Sampling, ids_of
 from ._results import Completion, EngineStats, MemoryPlan, Token, append_token
 from ._runner import Runner, make_runner
-from ._score import Score, read_choices, sum_tokens
+from ._score import Score, make_score_sampling, read_choices, sum_tokens
 from ._state import start
 from ._texts import Texts
 from ._token_queues import TokenQueues
@@ -380,28 +380,29 @@ class Engine:
         """
         rule, given = BeamSearch() if rule is None else rule, [ids_of(prompt) for prompt in prompts]
         for prompt in given:
-            rule.check(prompt if self._sources is None else (self._sources.start,), self.limits)
+            rule.check(prompt[: self._count_before(prompt)], self.limits)
         searches, how = [PromptSearch(rule) for _ in given], rule.make_sampling()
         while rows := [(i, tokens) for i, one in enumerate(searches) for tokens in one.running]:
-            requests = [self._admit_beam(given[i], tokens, how, adapter) for i, tokens in rows]
+            requests = [self._admit_after(given[i], tokens, how, adapter) for i, tokens in rows]
             found = iter(self._complete(requests))
             for search in searches:
                 if num := len(search.running):
                     search.take([_read_top(next(found)[0]) for _ in range(num)])
-        return [[beam._replace(text=self._spell(given[i], beam)) for beam in x.beams] for i, x in enumerate(searches)]
+        return [
+            [spell_beam(beam, self.detokenizer, x) for beam in y.beams] for x, y in zip(given, searches, strict=True)
+        ]
 
-    def _admit_beam(
+    def _admit_after(
         self, prompt: tuple[int, ...], tokens: tuple[int, ...], how: Sampling, adapter: str | None
     ) -> Admitted:
+        """Returns a request whose decoder reads tokens after a prompt."""
         if self._sources is None:
             return self._admit((*prompt, *tokens), how, adapter=adapter)
         return self._admit((self._sources.start, *tokens), how, adapter=adapter, source=prompt)
 
-    def _spell(self, prompt: tuple[int, ...], beam: Beam) -> str:
-        if self.detokenizer is None:
-            return ""
-        stream, shown = self.detokenizer.start(prompt), beam.tokens[: -1 if beam.finish_reason == "stop" else None]
-        return "".join([*map(stream.add, shown), stream.end()])
+    def _count_before(self, prompt: Sequence[int]) -> int:
+        """Returns the number of tokens before the first token after a prompt, in the decoder's sequence."""
+        return len(prompt) if self._sources is None else 1
 
     def _complete(self, requests: Sequence[Admitted]) -> list[list[Completion]]:
         """Returns the choices of each request."""
@@ -446,19 +447,17 @@ class Engine:
             (1, 2, True)
         """
         given = read_choices(prompts, choices)
-        more = [{} if self._sources is None else {"source": one.prompt} for one in given]
-        if self._sources is not None:  # the continuation is the decoder's whole sequence
-            given = [one._replace(prompt=(self._sources.start,)) for one in given]
+        starts = [self._count_before(one.prompt) for one in given]
         admitted = [
-            [self._admit((*one.prompt, *x), one.make_sampling(), adapter=adapter, **own) for x in one.choices]
-            for one, own in zip(given, more, strict=True)
+            [self._admit_after(one.prompt, x, make_score_sampling(start), adapter) for x in one.choices]
+            for one, start in zip(given, starts, strict=True)
         ]
         made = [list[Score]() for _ in given]
         for rows in (slice(0, 1), slice(1, None)):
             names = [[self._queues.await_request(self._begin(x)) for x in several[rows]] for several in admitted]
             try:
-                for found, one, several in zip(made, given, names, strict=True):
-                    found += [sum_tokens(self._queues.stream(name, 1), len(one.prompt)) for name in several]
+                for found, start, several in zip(made, starts, names, strict=True):
+                    found += [sum_tokens(self._queues.stream(name, 1), start) for name in several]
             finally:
                 self._queues.forget([name for several in names for name in several])
         return made

@@ -285,6 +285,52 @@ def make_request_images(
     return place_images(prompt, _check_features(features, width), rule, grids if count else None)
 
 
+def make_embedded_prompt(prompt: Tensor, width: int) -> tuple[tuple[int, ...], RequestImages]:
+    """Returns the tokens of a prompt that is given by its embeddings, all 0, and the embeddings.
+
+    Args:
+        prompt: embeddings, float [P, D], as the model's table has them for tokens.
+        width: width of the model's table, D, or 0 for a model that takes no embeddings.
+
+    Raises:
+        ValueError: the model takes no embeddings, or they have another width, or are not finite.
+
+    Example:
+        >>> tokens, found = make_embedded_prompt(torch.zeros(3, 2), 2)
+        >>> tokens, found.is_text
+        ((0, 0, 0), True)
+    """
+    if not width:
+        raise ValueError("prompt_embeds need a decoder with a table of embeddings. Pass token ids.")
+    if prompt.ndim != 2 or prompt.shape[1] != width or not len(prompt):
+        raise ValueError(f"prompt_embeds must have shape [P, {width}], a row for each token, got {[*prompt.shape]}.")
+    prompt = _widen_rows("prompt_embeds", prompt, "their source")
+    return (0,) * len(prompt), place_embeddings(prompt)
+
+
+def check_embedded(request: Request, width: int) -> None:
+    """Refuses options that read the tokens of a prompt, which embeddings do not have.
+
+    Args:
+        request: request whose prompt is of embeddings.
+        width: width of the model's table, D.
+
+    Raises:
+        ValueError: names the option, or the embeddings have another shape.
+    """
+    how, features = request.sampling, request.images and request.images.features
+    assert features is not None
+    if features.shape[1] != width or len(features) != len(request.prompt):
+        want = [len(request.prompt), width]
+        raise ValueError(f"prompt_embeds must have shape {want}, got {[*features.shape]}. Use this model's table.")
+    for name, value, plain in (
+        ("repetition_penalty", how.repetition_penalty, 1.0),
+        ("prompt_logprobs", how.prompt_logprobs, False),
+    ):
+        if value != plain:
+            raise ValueError(f"{name} must be {plain} for a prompt of embeddings, got {value}. Leave it out.")
+
+
 class ImageInputs:
     """Images of an engine's requests.
 
@@ -314,16 +360,10 @@ class ImageInputs:
         Raises:
             ValueError: the model takes no embeddings, or they have another width, or are not finite.
         """
-        width = self._decoder.embed_size
-        if not width or self._decoder.sources is not None:
-            raise ValueError("prompt_embeds need a decoder with a table of embeddings. Pass token ids.")
-        if prompt.ndim != 2 or prompt.shape[1] != width or not len(prompt):
-            raise ValueError(
-                f"prompt_embeds must have shape [P, {width}], a row for each token, got {[*prompt.shape]}."
-            )
-        prompt = _widen_rows("prompt_embeds", prompt, "their source")
+        width = self._decoder.embed_size if self._decoder.sources is None else 0
+        made = make_embedded_prompt(prompt, width)
         self._embedded = True
-        return (0,) * len(prompt), place_embeddings(prompt)
+        return made
 
     def check(self, request: Request) -> None:
         """Refuses a request that has image tokens without their images, or images that no step can hold.
@@ -334,7 +374,7 @@ class ImageInputs:
         rule, images = self._decoder.images, request.images
         if images is not None and images.is_text:
             self._embedded = True
-            self._check_embedded(request)
+            check_embedded(request, self._decoder.embed_size)
             return
         if rule is None:
             return
@@ -352,20 +392,6 @@ class ImageInputs:
         if request.sampling.prompt_logprobs:
             text = "prompt_logprobs must be False for a prompt with images whose tokens read one another, got True."
             raise ValueError(f"{text} Leave it out.")
-
-    def _check_embedded(self, request: Request) -> None:
-        """Refuses options that read the tokens of a prompt, which embeddings do not have."""
-        how, width, features = request.sampling, self._decoder.embed_size, request.images and request.images.features
-        assert features is not None
-        if features.shape[1] != width or len(features) != len(request.prompt):
-            want = [len(request.prompt), width]
-            raise ValueError(f"prompt_embeds must have shape {want}, got {[*features.shape]}. Use this model's table.")
-        for name, value, plain in (
-            ("repetition_penalty", how.repetition_penalty, 1.0),
-            ("prompt_logprobs", how.prompt_logprobs, False),
-        ):
-            if value != plain:
-                raise ValueError(f"{name} must be {plain} for a prompt of embeddings, got {value}. Leave it out.")
 
     def columns(self, state: State, plan: StepPlan) -> dict[str, Any]:
         """Returns the image tokens of a plan, and the given embeddings."""

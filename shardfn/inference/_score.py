@@ -43,10 +43,15 @@ class ScoredPrompt(NamedTuple):
     prompt: tuple[int, ...]
     choices: list[tuple[int, ...]]
 
-    def make_sampling(self) -> Sampling:
-        """Returns the sampling of a request whose prompt is the prompt and a continuation."""
-        start = len(self.prompt)
-        return Sampling(max_tokens=0, prompt_logprobs=True, prompt_logprobs_start=start)
+
+def make_score_sampling(start: int) -> Sampling:
+    """Returns the sampling of a request whose prompt ends with a continuation.
+
+    Args:
+        start: number of tokens before the continuation in the decoder's sequence: those of the prompt, or only the
+            first token of an encoder-decoder model.
+    """
+    return Sampling(max_tokens=0, prompt_logprobs=True, prompt_logprobs_start=start)
 
 
 def read_choices(prompts: Iterable[Sequence[int]], choices: Iterable[Iterable[Sequence[int]]]) -> list[ScoredPrompt]:

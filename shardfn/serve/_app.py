@@ -29,16 +29,17 @@ from ._admin_routes import (
     parse_unload,
 )
 from ._anthropic_messages import count_tokens, parse_messages
+from ._beams import search_beams
 from ._dialects import AnswerWriter, DialectAnswer
 from ._embeddings import parse_embeddings
-from ._errors import ApiError, json_response
+from ._errors import ApiError, json_response, raise_failures
 from ._fields import read_json
 from ._metrics import Metrics
 from ._model import Model, check_model
 from ._open_responses import parse_responses
 from ._parse_request import ParsedRequest, PooledRequest, parse_chat, parse_completions
 from ._request_tracker import DOWN, ClientRequest, RequestTracker
-from ._responses import CHAT_FORMAT, COMPLETION_FORMAT, ResponseBuilder, ResponseFormat, raise_failures
+from ._responses import CHAT_FORMAT, COMPLETION_FORMAT, ResponseBuilder, ResponseFormat
 from ._scores import parse_classify, parse_rerank, parse_score
 from ._settings import Settings
 from ._streaming import Disconnected, EventStream, Stalled, pace_answer, while_connected
@@ -241,6 +242,10 @@ class App:
     ) -> Callable[..., Any]:
         async def answer_request(request: "Request") -> Any:
             model, asked = await self._read_asked(request, read)
+            if asked.beams is not None:
+                work = search_beams(self._calls, model, asked.requests, asked.beams, request.state.origin)
+                call = await self._send_while_connected(work, request)
+                return json_response(await ResponseBuilder(form, model, asked, call).whole())
             call = self._calls.open(asked.requests, origin=request.state.origin)
             made = ResponseBuilder(form, model, asked, call)
             if asked.stream:
@@ -339,14 +344,17 @@ class App:
         Raises:
             ApiError: the call has failed, or the client has left.
         """
-        how = ""
+        try:
+            return await self._send_while_connected(work, request)
+        finally:
+            self._end_call(call, "")
+
+    async def _send_while_connected(self, work: Coroutine[Any, Any, _T], request: "Request") -> _T:
         try:
             return await while_connected(work, request.receive)
         except Disconnected as error:
-            how = "disconnected"
+            self._metrics.add("shardfn:disconnected")
             raise ApiError(499, "The client has left.") from error
-        finally:
-            self._end_call(call, how)
 
     def _end_call(self, call: ClientRequest, how: str) -> None:
         if how:
@@ -371,7 +379,7 @@ def _is_slow(data: bytes) -> bool:
 
 async def _wait_end(call: ClientRequest) -> None:
     while pieces := await call.take():
-        raise_failures(pieces)
+        raise_failures(piece.token.finish_reason for piece in pieces)
 
 
 def _describe_model(name: str, model: Model) -> dict[str, Any]:

@@ -7,12 +7,12 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from ._errors import ApiError
+from ._errors import ApiError, raise_failures
 from ._message_parser import MessagePart
 from ._model import Model
 from ._parse_request import ParsedRequest
 from ._request_tracker import ClientRequest
-from ._responses import ChoiceReader, raise_failures
+from ._responses import ChoiceReader
 
 Events = list[tuple[str, dict[str, Any]]]  # names and objects
 
@@ -97,7 +97,8 @@ class DialectAnswer:
     async def _list_events(self) -> AsyncIterator[Events]:
         has_grammar = self._asked.requests[0].sampling.grammar is not None
         while pieces := await self._call.take():
-            raise_failures(pieces, self._asked.grammar_field if has_grammar else "")
+            reasons = [piece.token.finish_reason for piece in pieces]
+            raise_failures(reasons, self._asked.grammar_field if has_grammar else "")
             for piece in pieces:
                 parts, reason = self._choice.take(piece)
                 made = self._writer.add(parts, self._choice.ids)

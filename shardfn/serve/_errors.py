@@ -1,7 +1,7 @@
 """Errors as OpenAI's interface has them: a status, and an object with message, type, parameter and code."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,3 +92,30 @@ class ApiError(Exception):
     def event(self) -> bytes:
         """Returns the event that ends a stream."""
         return f"data: {json.dumps(self.body)}\n\n".encode()
+
+
+_FAILURES = {
+    "error": (500, "The logits of the model are not finite; this request has ended."),
+    "cancelled": (503, "The server ends; this request was cancelled."),
+    "refused": (503, "The server ends; this request was not begun."),
+}
+
+
+def raise_failures(reasons: Iterable[str | None], grammar: str = "") -> None:
+    """Raises the error of a choice that has failed.
+
+    Args:
+        reasons: reasons that have ended choices, or None.
+        grammar: field that has the grammar of the call's requests, or empty.
+
+    Raises:
+        ApiError: a choice has ended otherwise than by a stop or its length.
+    """
+    for reason in reasons:
+        if reason == "error" and grammar:
+            text = (
+                f"{grammar} needs more steps for one token than a server takes; this request has ended. Give a simpler"
+            )
+            raise ApiError(400, f"{text} one. (Or the logits of the model are not finite.)", grammar)
+        if reason in _FAILURES:
+            raise ApiError(*_FAILURES[reason])

@@ -94,6 +94,8 @@ COMMON: Mapping[str, FieldKind] = {
     "logit_bias": OBJECT,
     "regex": TEXT,
     "response_format": OBJECT,
+    "use_beam_search": FLAG,
+    "length_penalty": NUMBER,
 }
 # Fields of other servers, with the values that ask for nothing.
 _NEUTRAL: Mapping[str, FieldKind] = {
@@ -110,8 +112,6 @@ _NEUTRAL: Mapping[str, FieldKind] = {
     "safety_identifier": ignored_kind(TEXT),
     "user": ignored_kind(TEXT),
     # vLLM's.
-    "use_beam_search": neutral_kind(False),
-    "length_penalty": neutral_kind(1, 1.0),  # of beams
     "spaces_between_special_tokens": neutral_kind(True),
     "return_tokens_as_token_ids": neutral_kind(False),
     "return_token_ids": neutral_kind(False),
@@ -124,6 +124,7 @@ COMPLETIONS: Mapping[str, FieldKind] = {
     **_NEUTRAL,
     **COMMON,
     "prompt": ANY,
+    "prompt_embeds": TEXTS,
     "logprobs": INTEGER,
     "echo": FLAG,
     "best_of": INTEGER,

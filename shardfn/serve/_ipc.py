@@ -75,7 +75,7 @@ class ScoreChoice:
     Attributes:
         number: number of the event.
         name: name of the request.
-        request: request with the sampling of a `ScoredPrompt`.
+        request: request with the sampling of `make_score_sampling`.
     """
 
     number: int
@@ -156,6 +156,7 @@ class Ready(NamedTuple):
         classes: classes of the model, or None for a model without a classification head.
         generates: whether the model has logits of tokens.
         start: first token of the decoder's sequence of an encoder-decoder model, or None for a decoder.
+        embed_size: width of the embeddings that prompts may have in place of tokens, or 0.
     """
 
     limits: Limits
@@ -169,6 +170,7 @@ class Ready(NamedTuple):
     classes: Classes | None = None
     generates: bool = True
     start: int | None = None
+    embed_size: int = 0
 
 
 class StepReport(NamedTuple):

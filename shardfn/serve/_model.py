@@ -62,6 +62,7 @@ class Model(NamedTuple):
         classes: classes of the model, or None for a model without a classification head.
         generates: whether the model has logits of tokens.
         start: first token of the decoder's sequence of an encoder-decoder model, or None for a decoder.
+        embed_size: width of the embeddings that clients may give in place of a prompt's tokens, or 0.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Model(NamedTuple):
     classes: Classes | None = None
     generates: bool = True
     start: int | None = None
+    embed_size: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,7 +96,7 @@ class Model(NamedTuple):
         """Returns the most tokens of a prompt."""
         return self.limits.source or self.limits.context
 
-    def place_prompt(self, ids: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    def place_prompt(self, ids: Sequence[int]) -> dict[str, Any]:
         """Returns the fields of a request with a prompt, which is the source of an encoder-decoder model."""
         return {"prompt": tuple(ids)} if self.start is None else {"prompt": (self.start,), "source": tuple(ids)}
 

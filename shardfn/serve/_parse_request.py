@@ -6,28 +6,32 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shardfn.inference import (
+    BeamSearch,
     Grammar,
     Limits,
     Request,
-    RequestImages,
     Sampling,
+    check_embedded,
     check_names,
     check_request,
     encode_sampling,
 )
 
+from ._beams import read_beams
 from ._errors import ApiError
 from ._fields import CHAT, COMPLETIONS, FORMAT, NUMBER, OPTIONS, SAMPLING, SCHEMA, get_required, read_fields
 from ._message_formats import AnswerGrammar, ReasoningFormat
 from ._message_parser import MessageParser
 from ._model import Model, adapter_of
-from ._prompts import read_chat, read_prompts
+from ._prompts import read_chat, read_prompt_embeds, read_prompts
 from ._request_tracker import MakeEvent
 from ._tools import Tools, check_schemas, read_tools
 
 _COMPLETION = 16  # OpenAI's default for max_tokens of the older route
 _OLDER_TOP = 5  # its most probable tokens
-_PROMPTS = "messages input prompt text_1 text_2 query queries documents choices".split()  # fields with prompts
+_PROMPTS = (
+    "messages input prompt prompt_embeds text_1 text_2 query queries documents choices".split()
+)  # fields with prompts
 _SEED_BITS = 53  # of a seed that the server draws: the integers that each reader of JSON keeps exactly
 
 
@@ -74,6 +78,7 @@ class ParsedRequest(NamedTuple):
             left out.
         rules: rules of messages. Without rules a message is the text of its choice.
         grammar_field: field that has the grammar.
+        beams: rule of a beam search in place of draws, or None.
     """
 
     model: str
@@ -85,6 +90,7 @@ class ParsedRequest(NamedTuple):
     scores: bool = False
     rules: MessageRules | None = None
     grammar_field: str = "response_format"
+    beams: BeamSearch | None = None
 
 
 class PooledRequest(NamedTuple):
@@ -125,14 +131,23 @@ def parse_completions(body: Mapping[str, Any], model: Model) -> ParsedRequest:
             text = f"n must give at most {model.max_choices} choices, got {num * n} for n={n} and {num} prompts."
             raise ApiError(400, text, "n")
 
-    prompts = read_prompts(given, model, "prompt", check_number)
+    placed = _place_prompts(given, model, check_number)
     most = given.get("max_tokens", _COMPLETION)
     scores = echo and most == 0
-    asked = _make_asked(given, prompts, model, adapter, 1 if scores else most, top)._replace(echo=echo, scores=scores)
+    asked = _make_asked(given, placed, model, adapter, 1 if scores else most, top)._replace(echo=echo, scores=scores)
     if not scores:
         return asked
     plain: dict[str, Any] = {"stop": (), "stop_tokens": (), "grammar": None}  # of a text that is left out
     return asked._replace(requests=[replace(x, sampling=replace(x.sampling, **plain)) for x in asked.requests])
+
+
+def _place_prompts(given: Mapping[str, Any], model: Model, check_number: Callable[[int], None]) -> list[dict[str, Any]]:
+    """Returns the fields of a request for each prompt: first the prompts by embeddings, then the others."""
+    embedded = read_prompt_embeds(given, model, check_number) if "prompt_embeds" in given else []
+    if embedded and "prompt" not in given:
+        return embedded
+    prompts = read_prompts(given, model, "prompt", lambda num: check_number(num + len(embedded)))
+    return [*embedded, *map(model.place_prompt, prompts)]
 
 
 def parse_chat(body: Mapping[str, Any], model: Model) -> ParsedRequest:
@@ -156,28 +171,30 @@ def parse_chat(body: Mapping[str, Any], model: Model) -> ParsedRequest:
         if tools is not None:
             raise ApiError(400, "regex cannot be combined with tools. Give one of them.", "regex")
         rules = MessageRules()
-    rest = max(1, model.limits.context - len(model.place_prompt(prompt.ids)["prompt"]))
+    placed = model.place_prompt(prompt.ids) | {"images": prompt.images}
+    rest = max(1, model.limits.context - len(placed["prompt"]))
     most = given.get("max_completion_tokens", given.get("max_tokens", rest))
     plain = rules.tools is None and rules.reasoning is None
-    return _make_asked(given, [prompt.ids], model, adapter, most, top, None if plain else rules, prompt.images)
+    return _make_asked(given, [placed], model, adapter, most, top, None if plain else rules)
 
 
 def _make_asked(
     given: Mapping[str, Any],
-    prompts: list[list[int]],
+    placed: list[dict[str, Any]],
     model: Model,
     adapter: bytes,
     most: int,
     top: int | None,
     rules: MessageRules | None = None,
-    images: RequestImages | None = None,
 ) -> ParsedRequest:
+    """Returns the meaning of a body whose prompts are fields of requests."""
     check_generates(model)
     if most < 1:  # an engine's request without draws has no answer here
         field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
         raise ApiError(400, f"{field} must be an integer from 1 to {model.limits.context - 1}, got {most}.", field)
     ends = frozenset() if given.get("ignore_eos") else model.ends
-    numbers: dict[str, Any] = {**model.defaults, "max_tokens": most}
+    defaults = {} if given.get("use_beam_search") else model.defaults
+    numbers: dict[str, Any] = {**defaults, "max_tokens": most}
     numbers |= {x: tuple(y) if isinstance(y := given[x], list) else y for x in SAMPLING if x in given}
     if numbers.get("top_k") == -1:  # all tokens, in vLLM's words
         numbers["top_k"] = 0
@@ -196,10 +213,12 @@ def _make_asked(
         prompt_logprobs=given.get("echo", False) and top is not None,
     )
     salt = given.get("cache_salt", "").encode()
-    more: dict[str, Any] = {"sampling": sampling, "salt": salt, "adapter": adapter, "images": images}
-    requests = [Request(**model.place_prompt(prompt), **more) for prompt in prompts]
+    requests = [Request(**each, sampling=sampling, salt=salt, adapter=adapter) for each in placed]
     check_fields(requests, model.limits, given)
     try:
+        for request in requests:
+            if request.images is not None and request.images.is_text:
+                check_embedded(request, model.embed_size)
         check_names(requests[0], model.processors)
         encoded = encode_sampling(sampling, model.texts.encode)
     except ValueError as error:
@@ -218,7 +237,7 @@ def _make_asked(
         raise ApiError(400, "stream_options has no effect without stream: true. Leave it out.", "stream_options")
     usage = read_fields(options or {}, OPTIONS, "stream_options").get("include_usage", False)
     asked = ParsedRequest(given["model"], requests, stream, usage, top)
-    return asked._replace(rules=rules, grammar_field=field)
+    return asked._replace(rules=rules, grammar_field=field, beams=read_beams(given, requests[0].sampling, field))
 
 
 def _has_special_markers(rules: MessageRules, model: Model) -> bool:

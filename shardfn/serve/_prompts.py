@@ -4,11 +4,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardfn.inference import EncodedImage, RequestImages
+from shardfn.inference import EncodedImage, RequestImages, make_embedded_prompt
 
 from ._errors import ApiError
 from ._fields import IMAGE, IMAGE_PART, MESSAGE, PART, check_text, get_required, read_fields
 from ._model import Model
+from ._prompt_embeds import read_embeddings
 from ._tools import read_calls
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -57,6 +58,45 @@ def list_prompts(
         if isinstance(x, str):
             check_bytes(x, model, field, f"prompt {i} of {len(prompt)}: " if len(prompt) > 1 else "")
     return prompt
+
+
+def read_prompt_embeds(
+    given: Mapping[str, Any], model: Model, check_number: Callable[[int], None]
+) -> list[dict[str, Any]]:
+    """Returns the fields of requests whose prompts are embeddings, for each tensor of `prompt_embeds`.
+
+    Args:
+        given: fields of the body.
+        model: model of the server.
+        check_number: function that refuses a number of prompts, before a tensor is read.
+
+    Raises:
+        ApiError: embeddings are not served, or a tensor is not of the model's width, or a text is not a tensor.
+    """
+    field = "prompt_embeds"
+    if not model.embed_size:
+        text = f"{field} is not served: start the server with --enable-prompt-embeds, for a decoder."
+        raise ApiError(400, text, field, "unsupported_parameter")
+    if given.get("echo"):
+        text = "echo has no text for prompt_embeds. Leave one of them out."
+        raise ApiError(400, text, "echo", "unsupported_parameter")
+    texts = [given[field]] if isinstance(given[field], str) else given[field]
+    if not texts:
+        raise ApiError(400, f"{field} must have at least one tensor, got none.", field)
+    check_number(len(texts))
+    made = list[dict[str, Any]]()
+    for i, text in enumerate(texts):
+        at = field if isinstance(given[field], str) else f"{field}[{i}]"
+        try:
+            embeddings = read_embeddings(text)
+        except ValueError as error:
+            raise ApiError(400, f"{at} {error}. Send the base64 text of torch.save(tensor, file).", at) from error
+        try:
+            prompt, images = make_embedded_prompt(embeddings, model.embed_size)
+        except ValueError as error:
+            raise ApiError(400, str(error).replace(field, at, 1), at) from error
+        made.append({"prompt": prompt, "images": images})
+    return made
 
 
 class ChatPrompt(NamedTuple):

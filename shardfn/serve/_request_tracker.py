@@ -74,14 +74,20 @@ class ClientRequest:
     """
 
     def __init__(
-        self, requests: Sequence[Request], number: int, event: MakeEvent = Add, origin: ClientOrigin = NOBODY
+        self,
+        requests: Sequence[Request],
+        number: int,
+        event: MakeEvent = Add,
+        origin: ClientOrigin = NOBODY,
+        *,
+        continues: bool = False,
     ) -> None:
         self.event, self.origin, self.sampling = event, origin, requests[0].sampling if requests else None
         self.results = dict[int, Result]()
         self.names = {f"{number}.{i}": i for i in range(len(requests))}
         self.choices = [request.sampling.n for request in requests]
         self.lengths = [len(request.prompt) for request in requests]
-        given = [len(request.given) for request in requests]
+        given = [0 if continues else len(request.given) for request in requests]
         self.prompt_tokens, self.drawn = sum(given), 0
         self.starts = [0, *itertools.accumulate(self.choices)]  # the first choice of each request
         self.left = self.starts[-1]  # choices without an end
@@ -269,7 +275,14 @@ class RequestTracker:
                 del self._sent[name]
                 sent.call.fail(error)
 
-    def open(self, requests: Sequence[Request], event: MakeEvent = Add, origin: ClientOrigin = NOBODY) -> ClientRequest:
+    def open(
+        self,
+        requests: Sequence[Request],
+        event: MakeEvent = Add,
+        origin: ClientOrigin = NOBODY,
+        *,
+        continues: bool = False,
+    ) -> ClientRequest:
         """Begins a call.
 
         Args:
@@ -277,12 +290,14 @@ class RequestTracker:
             event: function that makes the event of each request. `Add` continues prompts. Other events have a result in
                 place of tokens.
             origin: sender.
+            continues: whether an earlier call has had the prompts, but for their last tokens, so that they do not
+                count.
 
         Raises:
             ApiError: the prompts have more tokens than may ever wait, 413. Or too many tokens wait already, 429, with
                 the seconds after which to try again. Or no replica is up, 503.
         """
-        call = ClientRequest(requests, next(self._numbers), event, origin)
+        call = ClientRequest(requests, next(self._numbers), event, origin, continues=continues)
         if call.prompt_tokens > self.max_waiting:
             raise ApiError(
                 413,
@@ -465,7 +480,7 @@ class RequestTracker:
                 self._metrics.observe("vllm:time_to_first_token_seconds", waited)
             num = self._record_start(call, token.name)
             self._metrics.add("vllm:prompt_tokens", num, replica)
-            self._rate = 0.9 * self._rate + 0.1 * num / max(waited, 1e-3)
+            self._rate = 0.9 * self._rate + 0.1 * num / max(waited, 1e-3) if num else self._rate
         if is_drawn and call.has_tokens:
             self._record_drawn(call, choice, now, replica)
         if token.finish_reason in ("stop", "length") and call.has_tokens:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from shardfn.inference import Detokenizer
 
-from ._errors import ApiError
+from ._errors import ApiError, raise_failures
 from ._message_parser import MessagePart, join_parts
 from ._model import Model
 from ._parse_request import MessageRules, ParsedRequest
@@ -190,11 +190,6 @@ CHAT_FORMAT = ResponseFormat(
     *("chatcmpl-", "chat.completion", "chat.completion.chunk", True),
     *(_make_message, _make_delta, chat_logprobs),
 )
-_FAILURES = {
-    "error": (500, "The logits of the model are not finite; this request has ended."),
-    "cancelled": (503, "The server ends; this request was cancelled."),
-    "refused": (503, "The server ends; this request was not begun."),
-}
 
 
 class ChoiceReader:
@@ -321,7 +316,8 @@ class ResponseBuilder:
     async def _read_pieces(self) -> list[Chunk]:
         pieces = await self._call.take()
         has_grammar = self._asked.requests[0].sampling.grammar is not None
-        raise_failures(pieces, self._asked.grammar_field if has_grammar else "")
+        reasons = [piece.token.finish_reason for piece in pieces]
+        raise_failures(reasons, self._asked.grammar_field if has_grammar else "")
         return [self._drop_drawn(piece) for piece in pieces] if self._asked.scores else pieces
 
     def _drop_drawn(self, piece: Chunk) -> Chunk:
@@ -343,7 +339,7 @@ class ResponseBuilder:
 
     def _get_speller(self, choice: int) -> Speller:
         if choice not in self._spellers:
-            before = () if self._asked.echo else self._get_prompt(choice)
+            before = () if self._asked.echo else self._asked.requests[self._call.request_of(choice)].spelled
             self._spellers[choice] = Speller(self._model.spelling, self._model.texts, before)
         return self._spellers[choice]
 
@@ -375,26 +371,6 @@ class ResponseBuilder:
         if self._asked.logprobs is None or token.token is None or token.logprob is None:
             return []
         return [self._get_speller(piece.choice).spell(token.token, token.logprob, token.top)]
-
-
-def raise_failures(pieces: Sequence[Chunk], grammar: str = "") -> None:
-    """Raises the error of a choice that has failed.
-
-    Args:
-        pieces: pieces of a call.
-        grammar: field that has the grammar of the call's requests, or empty.
-
-    Raises:
-        ApiError: a choice has ended otherwise than by a stop or its length.
-    """
-    for piece in pieces:
-        if (reason := piece.token.finish_reason) == "error" and grammar:
-            text = (
-                f"{grammar} needs more steps for one token than a server takes; this request has ended. Give a simpler"
-            )
-            raise ApiError(400, f"{text} one. (Or the logits of the model are not finite.)", grammar)
-        if reason in _FAILURES:
-            raise ApiError(*_FAILURES[reason])
 
 
 def _encode_line(value: dict[str, Any]) -> bytes:

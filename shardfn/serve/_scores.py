@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardfn.inference import Request, Score, ScoredPrompt
+from shardfn.inference import Request, Score, make_score_sampling
 
 from ._embeddings import POOLED, check_embeds, check_number
 from ._errors import ApiError
@@ -35,9 +35,16 @@ class _Asked(NamedTuple):
 
     def make_request(self, ids: Sequence[int], field: str) -> Request:
         """Returns a request without tokens, checked under the name of a field."""
-        request = Request(tuple(ids), POOLED, adapter=self.adapter, salt=self.salt)
+        request = Request(**self.model.place_prompt(ids), sampling=POOLED, adapter=self.adapter, salt=self.salt)
         check_fields([request], self.model.limits, {field: ids})
         return request
+
+    def make_scored(self, ids: Sequence[int], choice: Sequence[int]) -> Request:
+        """Returns a request for the log probabilities of a continuation."""
+        placed: dict[str, Any] = self.model.place_prompt(ids)
+        how = make_score_sampling(len(placed["prompt"]))
+        placed["prompt"] += tuple(choice)
+        return Request(**placed, sampling=how, adapter=self.adapter, salt=self.salt)
 
     @property
     def salt(self) -> bytes:
@@ -143,25 +150,17 @@ def _parse_choices(asked: _Asked) -> PooledRequest:
     """Returns requests for the log probabilities of continuations. A prompt's first request fills the prefix cache."""
     given, model = asked.given, asked.model
     check_generates(model)
-    if model.start is not None:
-        text = f"choices are not served: {model.name!r} is an encoder-decoder model. Use LLM(...).engine.score."
-        raise ApiError(400, text, "choices", "unsupported_parameter")
     for name in ("text_2", "queries", "documents", "use_activation"):
         if name in given:
             raise ApiError(400, f"{name} has no effect beside choices. Leave it out.", name, "unsupported_parameter")
     prompts = read_prompts(given, model, "text_1", functools.partial(check_number, "text_1"))
     choices = _list_choices(asked, len(prompts))
     check_number("choices", sum(map(len, choices)))
-    scored = [ScoredPrompt(tuple(x), [tuple(y) for y in several]) for x, several in zip(prompts, choices, strict=True)]
     requests = [
-        [
-            Request((*one.prompt, *choice), one.make_sampling(), adapter=asked.adapter, salt=asked.salt)
-            for choice in one.choices
-        ]
-        for one in scored
+        [asked.make_scored(x, choice) for choice in several] for x, several in zip(prompts, choices, strict=True)
     ]
-    for prompt, several in zip(scored, requests, strict=True):
-        asked.make_request(prompt.prompt, "text_1")
+    for prompt, several in zip(prompts, requests, strict=True):
+        asked.make_request(prompt, "text_1")
         check_fields(several, model.limits, {"choices": several})
     parts = slice(0, 1), slice(1, None)
     places = [(i, j) for part in parts for i, x in enumerate(choices) for j in range(len(x))[part]]

@@ -151,6 +151,7 @@ class Server:
             "classes": ready.classes,
             "generates": ready.generates,
             "start": ready.start,
+            "embed_size": ready.embed_size if settings.prompt_embeds else 0,
         }
         more |= {"width": ready.width, "processors": ready.processors, "longest": find_longest(spelling)}
         self.app.model = Model(*fixed, ready.limits, ready.ends, settings.max_choices, compiler, **more)

@@ -45,6 +45,7 @@ class Settings:
         admin_keys: keys of administrators, who may load and unload adapters.
         profile_root: directory for profiles that an administrator asks for over HTTP, or None without such profiles.
         traces: address that takes OpenTelemetry's spans of requests over HTTP, or None without traces.
+        prompt_embeds: whether clients may give embeddings in place of a prompt's tokens.
         origins: origins of further sites with pages that may use the server, for example "https://example.org", or "*".
 
     Raises:
@@ -81,6 +82,7 @@ class Settings:
     admin_keys: Mapping[str, KeyLimits] | tuple[str, ...] = ()
     profile_root: pathlib.Path | None = None
     traces: str | None = None
+    prompt_embeds: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:

@@ -138,8 +138,9 @@ class OneThread:
         ready = Ready(self.engine.limits, frozenset([END]), 256, self.grammars, "tiny", CONFIG.d_model, (*PROCESSORS,))
         if self.classifier is not None:
             ready = ready._replace(classes=self.classifier.classes)
+        ready = ready._replace(embed_size=CONFIG.d_model)
         if (sources := self.engine._sources) is not None:
-            ready = ready._replace(start=sources.start, width=0)
+            ready = ready._replace(start=sources.start, width=0, embed_size=0)
         try:
             run_worker(self.engine, self._theirs, ready, self.classifier, read_adapter)
         except (EOFError, BrokenPipeError):

@@ -91,6 +91,8 @@ _IDS = [-1, 256, 2**70]
 OUTSIDE: dict[str, list[Any]] = {
     "model": ["other", "", "x" * 10_000],
     "prompt": ["", "a" * CONTEXT, [256], [-1], [2**70], ["a", ""], ["a"] * 129],
+    "prompt_embeds": ["", "x", ["x"], ["x"] * 129],
+    "length_penalty": [2, -11, 11, 2**70],
     "input": ["", "a" * CONTEXT, [256], [-1], [2**70], ["a", ""], ["a"] * 2049],
     "messages": [[]],
     "tools": [_TOOLS["tools"] * 129, _TOOLS["tools"] * 2, [1]],
@@ -134,7 +136,7 @@ UNBOUNDED = set("stream stream_options ignore_eos cache_salt response_format inc
 UNBOUNDED |= set("name description strict text echo include_stop_str_in_output reasoning reasoning_content".split())
 UNBOUNDED |= set("function tool_calls tool_call_id id parallel_tool_calls include_reasoning".split())
 UNBOUNDED |= set("skip_special_tokens add_generation_prompt continue_final_message".split())
-UNBOUNDED |= set("use_activation return_documents".split())
+UNBOUNDED |= set("use_activation return_documents use_beam_search".split())
 REQUIRED = {"function", "model", "prompt", "messages", "input", "role", "content", "type", "text", "schema"}
 REQUIRED |= {"text_1", "text_2", "query", "documents"}
 

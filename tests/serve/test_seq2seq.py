@@ -13,7 +13,7 @@ import torch
 import shardfn as sf
 from shardfn.core import tree_map
 from shardfn.data import ByteTokenizer
-from shardfn.inference import Engine, Sampling, SpeechReader, limits_of, seq2seq_decoder
+from shardfn.inference import BeamSearch, Engine, Sampling, SpeechReader, limits_of, seq2seq_decoder
 from shardfn.models import seq2seq
 from shardfn.serve._app import TRANSCRIPTIONS
 from tests.data.test_audio import draw_sound, write_wav
@@ -85,9 +85,21 @@ def test_mistakes(server: Running) -> None:
         answer = ask(server, prompt, **more)
         assert (answer.status, answer.error["param"]) == (400, param), answer.data
         assert text in answer.error["message"]
-    answer = server.send("/v1/score", {"model": NAME, "text_1": "a", "choices": ["b", "c"]})
-    assert (answer.status, answer.error["param"]) == (400, "choices"), answer.data
     assert ask(server, "a").status == 200
+
+
+def test_choices_and_beams_are_those_of_the_engine(server: Running) -> None:
+    given = {"model": NAME, "text_1": ["the sea", "a"], "choices": [["bc", "d"], ["e"]]}
+    answer = server.send("/v1/score", given)
+    want = new_engine().score([list(b"the sea"), list(b"a")], [[list(b"bc"), list(b"d")], [list(b"e")]])
+    assert answer.status == 200, answer.data
+    found = [(row["score"], tuple(row["logprobs"])) for row in answer.json["data"]]
+    assert found == [(x.logprob, x.logprobs) for several in want for x in several]
+    answer = server.send(
+        "/v1/completions", {"model": NAME, "prompt": "the sea", "use_beam_search": True, "n": 3, "max_tokens": 6}
+    )
+    [beams] = new_engine().beam_search([list(b"the sea")], BeamSearch(3, 6, stop_tokens=(0,)))
+    assert [x["text"] for x in answer.json["choices"]] == [x.text for x in beams]
 
 
 _HALF: dict[str, Any] = {"position": "learned", "norm": "layer"}
