@@ -106,13 +106,18 @@ class BeamSearch:
         """Returns the sampling of the request of each beam."""
         return Sampling(max_tokens=1, temperature=0.0, top_logprobs=self.num_candidates)
 
-    def check(self, prompt: Sequence[int], limits: Limits) -> None:
+    def check(self, prompt: Sequence[int], limits: Limits, source: Sequence[int] = ()) -> None:
         """Refuses a prompt whose longest continuation does not fit.
+
+        Args:
+            prompt: tokens of the decoder before the continuation.
+            limits: limits of the engine.
+            source: tokens that the encoder of an encoder-decoder model reads.
 
         Raises:
             ValueError: names the field.
         """
-        check_request(Request(tuple(prompt), Sampling(max_tokens=self.max_tokens)), limits)
+        check_request(Request(tuple(prompt), Sampling(max_tokens=self.max_tokens), source=tuple(source)), limits)
 
 
 class _Candidate(NamedTuple):

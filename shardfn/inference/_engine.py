@@ -380,7 +380,8 @@ class Engine:
         """
         rule, given = BeamSearch() if rule is None else rule, [ids_of(prompt) for prompt in prompts]
         for prompt in given:
-            rule.check(prompt[: self._count_before(prompt)], self.limits)
+            before, source = (prompt, ()) if self._sources is None else ((self._sources.start,), prompt)
+            rule.check(before, self.limits, source)
         searches, how = [PromptSearch(rule) for _ in given], rule.make_sampling()
         while rows := [(i, tokens) for i, one in enumerate(searches) for tokens in one.running]:
             requests = [self._admit_after(given[i], tokens, how, adapter) for i, tokens in rows]

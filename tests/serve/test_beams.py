@@ -25,7 +25,7 @@ def server() -> Iterator[Running]:
     assert made.close() == 0
 
 
-def ask(server: Running, route: str = "completions", **fields: Any) -> Any:
+def ask(server: Running, /, route: str = "completions", **fields: Any) -> Any:
     return server.send(f"/v1/{route}", {"model": NAME, **fields})
 
 
@@ -39,7 +39,7 @@ def ask(server: Running, route: str = "completions", **fields: Any) -> Any:
     ids=["two", "ends", "greedy"],
 )
 def test_beams_are_those_of_the_engine(server: Running, prompts: list[str], rule: BeamSearch, more: Any) -> None:
-    fields = {"use_beam_search": True, "n": rule.num_beams, "max_tokens": rule.max_tokens, "temperature": 0}
+    fields: Any = {"use_beam_search": True, "n": rule.num_beams, "max_tokens": rule.max_tokens, "temperature": 0}
     found = ask(server, prompt=prompts, length_penalty=rule.length_penalty, **fields, **more)
     assert found.status == 200, found.data
     want = [x for beams in new_engine().beam_search([list(p.encode()) for p in prompts], rule) for x in beams]
@@ -86,16 +86,21 @@ WRONG_BEAMS: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("change", "param", "words"), WRONG_BEAMS, ids=lambda x: str(x)[:30])
 def test_mistakes_of_searches(server: Running, change: dict[str, Any], param: str, words: str) -> None:
-    fields = {"prompt": "abc", "use_beam_search": True, "n": 2, "max_tokens": 4}
+    fields: Any = {"prompt": "abc", "use_beam_search": True, "n": 2, "max_tokens": 4}
     found = ask(server, **(fields | change))
     assert (found.status, found.error["param"]) == (400, param) and words in found.error["message"], found.data
-    plain = {"temperature": 1, "top_p": 1, "stop": "", "echo": False, "presence_penalty": 0, "stream": False}
+    plain: Any = {"temperature": 1, "top_p": 1, "stop": "", "echo": False, "presence_penalty": 0, "stream": False}
     assert ask(server, **fields, **plain).status == 200
 
 
 def test_forced_calls_have_no_search(start: Any) -> None:
     pytest.importorskip("llguidance")
-    fields = {"messages": [{"role": "user", "content": "a"}], "use_beam_search": True, "tools": TOOLS, "max_tokens": 4}
+    fields: Any = {
+        "messages": [{"role": "user", "content": "a"}],
+        "use_beam_search": True,
+        "tools": TOOLS,
+        "max_tokens": 4,
+    }
     server = start(text=TALKS)
     found = ask(server, "chat/completions", tool_choice="required", **fields)
     assert (found.status, found.error["param"]) == (400, "tools"), found.data
@@ -114,7 +119,7 @@ def embed(text: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_embeddings_are_their_tokens(server: Running, dtype: torch.dtype) -> None:
-    fields = {"max_tokens": 12, "temperature": 0, "seed": 3, "logprobs": 2}
+    fields: Any = {"max_tokens": 12, "temperature": 0, "seed": 3, "logprobs": 2}
     want = ask(server, prompt=["abc", "the sea", "xy"], **fields).json
     given = [encode(embed(x).to(dtype)) for x in ("abc", "the sea")]
     found = ask(server, prompt_embeds=given, prompt="xy", **fields)
@@ -174,6 +179,7 @@ def test_mistakes_of_embeddings(server: Running, capfd: Any, given: Any, words: 
 
 def test_options_that_read_the_tokens_of_a_prompt(server: Running, start: Any) -> None:
     given = encode(embed("abc"))
+    change: Any
     for change, param in (({"echo": True}, "echo"), ({"repetition_penalty": 1.1}, "repetition_penalty")):
         found = ask(server, prompt_embeds=given, **change)
         assert (found.status, found.error["param"]) == (400, param), found.data

@@ -100,6 +100,9 @@ def test_choices_and_beams_are_those_of_the_engine(server: Running) -> None:
     )
     [beams] = new_engine().beam_search([list(b"the sea")], BeamSearch(3, 6, stop_tokens=(0,)))
     assert [x["text"] for x in answer.json["choices"]] == [x.text for x in beams]
+    [[greedy]] = new_engine().beam_search([list(b"the sea")], BeamSearch(1, 6))
+    source = torch.tensor([list(b"the sea")])
+    assert list(greedy.tokens) == seq2seq.generate(CONFIG, draw_params(), source, 6, sf.key(0), 0.0)[0].tolist()
 
 
 _HALF: dict[str, Any] = {"position": "learned", "norm": "layer"}
