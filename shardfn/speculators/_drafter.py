@@ -136,9 +136,9 @@ class Speculator:
         raise_all(ValueError, "drafter: a speculator of another model. Train one for this model:", problems)
 
     def warm_up(self, *, extended: bool = False) -> None:
-        """Captures the programs for up to 16 sequences."""
+        """Captures the programs for up to 8 sequences, the most that `Limits(drafts=15)` asks for at once."""
         del extended
-        for size in (1, 2, 4, 8, 16):
+        for size in (1, 2, 4, 8):
             self._bind(size)
 
     def propose(self, context: Context, most: int) -> DraftTree:
@@ -225,9 +225,9 @@ def _run_drafts(config: SpeculatorConfig, branches: int, params: Params, inputs:
 def _run_chain(num: int, steps: DraftSteps, inputs: DraftInputs) -> _Drafts:
     """Returns a chain for each sequence."""
     state, tokens_B, found = steps.state, inputs.last_B, list[tuple[Tensor, Tensor]]()
-    for i, uniforms_B in enumerate(inputs.draw_uniforms(num)):
+    for i, places_B in enumerate(inputs.list_places(num)):
         state, logits_BV = steps.advance(i, state, tokens_B)
-        drawn_B, logprobs_B = inputs.draw(uniforms_B, logits_BV)
+        drawn_B, logprobs_B = inputs.draw(places_B, logits_BV)
         tokens_B = steps.find_tokens(drawn_B)
         found.append((tokens_B, logprobs_B))
     tokens_BM, logprobs_BM = (torch.stack(each, 1) for each in zip(*found, strict=True))
@@ -240,9 +240,9 @@ def _run_tree(branches: int, num: int, steps: DraftSteps, inputs: DraftInputs) -
     state, B, tokens_N = steps.state, len(inputs.keys), inputs.last_B
     parents_BK, scores_BK = tokens_N.new_full((B, 1), -1), tokens_N.new_zeros(B, 1, dtype=torch.float64)
     found, first = list[tuple[Tensor, Tensor, Tensor]](), 0
-    for i, uniforms_B in enumerate(inputs.draw_uniforms(num)):
+    for i, places_B in enumerate(inputs.list_places(num)):
         state, logits_NV = steps.advance(i, state, tokens_N)
-        tokens_NC, logprobs_NC = _pick_tokens(branches, inputs, uniforms_B, logits_NV)
+        tokens_NC, logprobs_NC = _pick_tokens(branches, inputs, places_B, logits_NV)
         C, tokens_BM = tokens_NC.shape[1], steps.find_tokens(tokens_NC).view(B, -1)
         scores_BM = (scores_BK.flatten()[:, None] + logprobs_NC).view(B, -1)
         found.append((tokens_BM, parents_BK.repeat_interleave(C, 1), scores_BM))
@@ -258,7 +258,7 @@ def _run_tree(branches: int, num: int, steps: DraftSteps, inputs: DraftInputs) -
 
 
 def _pick_tokens(
-    branches: int, inputs: DraftInputs, uniforms_B: Tensor, logits_NV: Tensor
+    branches: int, inputs: DraftInputs, places_B: Tensor, logits_NV: Tensor
 ) -> tuple[Int64[Tensor, "n c"], Float64[Tensor, "n c"]]:
     """Returns the drawn token of a draft after each chain, and then others by probability.
 
@@ -266,7 +266,7 @@ def _pick_tokens(
     probability p. At a temperature sqrt(p) is taken for the drawn token, and p' / (1 + sqrt(p)) for a token of
     probability p'. These add up to 1 as well.
     """
-    drawn_N, logprobs_N = inputs.draw(uniforms_B, logits_NV)
+    drawn_N, logprobs_N = inputs.draw(places_B, logits_NV)
     tokens_NK, others_NK = kernels.top_logprobs(logits_NV, branches)
     others_NK = others_NK.masked_fill(tokens_NK == drawn_N[:, None], -math.inf).double()
     own_N1 = logprobs_N[:, None].double()

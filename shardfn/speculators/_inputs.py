@@ -62,18 +62,17 @@ class DraftInputs(NamedTuple):
         """Returns the last drawn token of each sequence."""
         return self.tokens_BW.take_along_dim(self.counts_B[:, None] - 1, 1)[:, 0]
 
-    def draw_uniforms(self, num: int) -> list[Float64[Tensor, " b"]]:
-        """Returns the random numbers of the draws of `num` drafts, by which the engine draws these places, too."""
-        places = torch.cat([self.places + i for i in range(num)])
-        return [*kernels.draw_uniforms(self.keys.repeat(num), places).view(num, -1)]
+    def list_places(self, num: int) -> list[Int64[Tensor, " b"]]:
+        """Returns the places of `num` drafts. They are made before the drafts, which are then a chain of kernels."""
+        return [self.places + i for i in range(num)]
 
-    def draw(self, uniforms_B: Tensor, logits_NV: Tensor) -> tuple[Int64[Tensor, " n"], Float[Tensor, " n"]]:
+    def draw(self, places_B: Int64[Tensor, " b"], logits_NV: Tensor) -> tuple[Tensor, Float[Tensor, " n"]]:
         """Returns a draft of each chain, drawn as the engine draws that place, and the log probabilities.
 
         N is a multiple of B. The chains of a sequence follow one another.
         """
         chains = len(logits_NV) // len(self.keys)
-        given = uniforms_B, *self[5:]
+        given = kernels.draw_uniforms(self.keys, places_B), *self[5:]
         uniforms_N, *how = (x.repeat_interleave(chains) for x in given) if chains > 1 else given
         return kernels.draw(logits_NV, uniforms_N, **dict(zip(self._fields[5:], how, strict=True)))
 
