@@ -25,7 +25,8 @@ def split_swift(told: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         return dict(told), {}
     if _FIRST not in told:
         raise ValueError(f"config.json: model_type={kind!r} must have {_FIRST}, the layers of all tokens.")
-    fields = {"swift": gpt.Swift(told[_FIRST], told.get(_GROUP) or 1)} if told.get("swiftkv", True) else {}
+    group = 1 if told.get(_GROUP) is None else told[_GROUP]
+    fields = {"swift": gpt.Swift(told[_FIRST], group)} if told.get("swiftkv", True) else {}
     return rest | {"model_type": kind.removesuffix(SWIFT)}, fields
 
 

@@ -276,6 +276,15 @@ def test_files_without_their_leaves_are_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(told))
     with pytest.raises(ValueError, match=r"model.layers.1.self_attn.k_proj_swiftkv.weight is missing"):
         gpt_from_hf(tmp_path)
+    for changes, said in (
+        ({"num_key_value_layers": 0}, r"swift: first must be from 1 to num_layers=5, got 0"),
+        ({"num_key_value_layers": 6}, r"swift: first must be from 1 to num_layers=5, got 6"),
+        ({"key_value_group_size": 0}, r"swift: group must divide the 4 layers from first=1 on, got 0"),
+        ({"key_value_group_size": 3}, r"swift: group must divide the 4 layers from first=1 on, got 3"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(told | changes))
+        with pytest.raises(ValueError, match=said):
+            gpt_from_hf(tmp_path)
     del told["num_key_value_layers"]
     (tmp_path / "config.json").write_text(json.dumps(told))
     with pytest.raises(ValueError, match=r"model_type='llama_swiftkv' must have num_key_value_layers"):
