@@ -10,6 +10,7 @@ from pathlib import Path
 from shardfn.core import RankError, raise_all
 from shardfn.kernels import build_all, cxx_compiler, generation
 from shardfn.memory import DamagedError
+from shardfn.waits import end_imports
 
 from ._arguments import add_plan_arguments, add_server_arguments, check_recipe_alone, parse_setup
 from ._bench import add_bench_arguments, bench
@@ -145,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["plan", "--model", "gpt3", "--json"])
         2
     """
+    end_imports()
     parser = argparse.ArgumentParser(prog="shardfn", description="Large-model training as pure functions.")
     commands = parser.add_subparsers(dest="command", required=True)
     about = "Estimates a run: memory by kind, traffic, time. Exit status 1 if it does not fit."

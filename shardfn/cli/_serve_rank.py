@@ -16,7 +16,7 @@ from shardfn.lora import load_peft
 from shardfn.memory import DamagedError
 from shardfn.pretrained import AXIS, describe_engine, load_model, make_engine
 from shardfn.serve import Ready, run_worker
-from shardfn.waits import end_start, waiting
+from shardfn.waits import end_imports, end_start, waiting
 
 from ._generate import flatten_message, print_error
 from ._serve_job import ServeJob, add_serve_arguments, parse_serve
@@ -28,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status: 2 if the model is refused, 1 if a file is damaged, or if the front or another rank has ended.
     """
+    end_imports()
     parser = argparse.ArgumentParser()
     parser.add_argument("socket", type=int)
     add_serve_arguments(parser)

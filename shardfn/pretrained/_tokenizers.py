@@ -83,7 +83,7 @@ _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad
 
 
 def _are_texts(given: Any) -> bool:
-    return isinstance(given, list) and all(isinstance(x, str) for x in given)
+    return isinstance(given, list) and {*map(type, given)} <= {str}
 
 
 def _find_edge(fields: Any, tokenizer: Any, special: dict[str, str], name: str) -> list[int]:

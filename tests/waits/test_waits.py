@@ -1,5 +1,6 @@
 """Covers lines about waits: one line for all waits in progress, every two seconds, by the first rank alone."""
 
+import gc
 import io
 import re
 import sys
@@ -67,3 +68,23 @@ def test_the_wait_for_the_program_is_reported_if_there_is_no_other() -> None:
 )
 def test_commands_that_load_a_model_are_announced(argv: list[str], announced: bool) -> None:
     assert _waits._is_command(argv) == announced
+
+
+def test_garbage_is_collected_again_after_the_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_waits, "_STARTED", [])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "pytest"])
+    _waits.announce_start()
+    assert gc.isenabled()
+    _waits.end_imports()
+    assert gc.get_freeze_count() == 0
+    monkeypatch.setattr(sys, "orig_argv", ["python", "/usr/bin/shardfn", "generate"])
+    try:
+        _waits.announce_start()
+        assert not gc.isenabled()
+        _waits.end_imports()
+        assert gc.isenabled() and gc.get_freeze_count() > 0
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        _waits.end_start()
+    assert gc.isenabled() and gc.get_freeze_count() == 0
