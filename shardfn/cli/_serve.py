@@ -16,7 +16,17 @@ from shardfn.core import num_launched
 from shardfn.inference import ImageReader
 from shardfn.kernels import num_processors
 from shardfn.pretrained import compile_chat_template, load_text_and_images
-from shardfn.serve import Settings, Text, read_answered, read_batch, read_keys, send_batch, serve
+from shardfn.serve import (
+    Settings,
+    Text,
+    check_join_key,
+    read_answered,
+    read_batch,
+    read_keys,
+    run_joiner,
+    send_batch,
+    serve,
+)
 from shardfn.waits import end_start
 
 from ._generate import flatten_message
@@ -97,9 +107,13 @@ def serve_command(job: ServeJob, work: Callable[[str], Coroutine[Any, Any, int]]
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
             raise ImportError(f"it needs {', '.join(missing)}, which is missing: pip install 'shardfn[serve]'")
+        join_key = b"" if job.join_key_file is None else check_join_key(pathlib.Path(job.join_key_file).read_bytes())
+        if job.join is not None:
+            end_start()
+            return _join_front(job, join_key)
         keys = () if job.api_key_file is None else read_keys(pathlib.Path(job.api_key_file))
         admins = () if job.admin_key_file is None else read_keys(pathlib.Path(job.admin_key_file))
-        server: dict[str, Any] = {"keys": keys, "admin_keys": admins, **job.server}
+        server: dict[str, Any] = {"keys": keys, "admin_keys": admins, "join_key": join_key, **job.server}
         settings = Settings(**server)
         changes: dict[str, Any] = {}
         if job.chat_template is not None:
@@ -115,8 +129,9 @@ def serve_command(job: ServeJob, work: Callable[[str], Coroutine[Any, Any, int]]
                 text.encode, text.tokenizer, text.chat, text.plain, text.template, text.pair, images, text.speech
             )
 
-        all_ranks = settings.replicas * job.model.ranks
-        num = torch.cuda.device_count() if settings.replicas > 1 else 0  # a single replica sees all devices
+        local = settings.replicas - settings.joined
+        all_ranks = local * job.model.ranks
+        num = torch.cuda.device_count() if local > 1 else 0  # a single replica sees all devices
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num)))).split(",") if num else []
         end_start()  # from now on the first rank reports
         return serve(
@@ -133,6 +148,19 @@ def serve_command(job: ServeJob, work: Callable[[str], Coroutine[Any, Any, int]]
         end_start()
         print(f"shardfn serve: error: {flatten_message(error)}", file=sys.stderr)
         return 2
+
+
+def _join_front(job: ServeJob, key: bytes) -> int:
+    """Runs this machine's ranks as a replica of a front on another machine."""
+    assert job.join is not None
+    return run_joiner(
+        *job.join,
+        key,
+        lambda end: command_of(job, end, sys.executable),
+        ranks=job.model.ranks,
+        threads=None if "OMP_NUM_THREADS" in os.environ else max(1, num_processors() // job.model.ranks),
+        report=_write_line,
+    )
 
 
 def _write_line(line: str) -> None:

@@ -44,6 +44,8 @@ class ServeJob:
         decisions: file of the log of decisions, or None.
         image_root: directory of images that clients may name, or None.
         image_limits: limits of an `ImageReader`.
+        join: host and port of the front that this machine's ranks join, or None.
+        join_key_file: file of the key of groups of ranks, or None.
     """
 
     model: ModelSettings
@@ -57,6 +59,8 @@ class ServeJob:
     decisions: str | None = None
     image_root: str | None = None
     image_limits: dict[str, int] = dataclasses.field(default_factory=dict)
+    join: tuple[str, int] | None = None
+    join_key_file: str | None = None
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -106,6 +110,17 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replicas", type=int, default=1, metavar="N", help=text)
     text = "of a replica in a row, with growing waits, before the server ends (default 3, or 0 without --replicas)"
     add("--restarts", type=int, metavar="N", help=text)
+    text = "groups of ranks of other machines that may join, each another replica; needs --join-key-file"
+    add("--joined", type=int, default=0, metavar="N", help=text)
+    add(
+        "--join-at",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="where they join (default %(default)s, a free port)",
+    )
+    text = "be a replica of the front that has --join-at HOST:PORT, with the same model and options"
+    add("--join", metavar="HOST:PORT", help=text)
+    add("--join-key-file", metavar="FILE", help="the key of both, at least 32 bytes, such as of openssl rand -hex 32")
     text = "more ranks than this machine has cores or devices"
     add("--oversubscribe", action="store_true", help=f"let replicas have {text}")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and cache (default %(default)s)")
@@ -138,7 +153,8 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     weights = weights_of(args)
     recommended = recommended_of(args, kind)
     wrong += [value for value in (*weights.values(), recommended) if isinstance(value, Problem)]
-    problems = [*wrong, *_find_problems(args)]
+    places = {name: _parse_place(getattr(args, name), name) for name in ("join", "join_at")}
+    problems = [*wrong, *_find_problems(args), *(x for x in places.values() if isinstance(x, str))]
     if problems:
         raise ValueError("; ".join(problems))
     assert isinstance(ranks, int)
@@ -169,8 +185,10 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
         "pooling": args.pooling,
         "hosts": tuple(args.allowed_host),
         "origins": tuple(args.allowed_origin),
-        "replicas": args.replicas,
-        "restarts": args.restarts if args.restarts is not None else 3 if args.replicas > 1 else 0,
+        "replicas": args.replicas + args.joined,
+        "joined": args.joined,
+        "join_at": places["join_at"],
+        "restarts": args.restarts if args.restarts is not None else 3 if args.replicas + args.joined > 1 else 0,
         "tool_call_parser": args.tool_call_parser,
         "reasoning_parser": args.reasoning_parser,
         "max_body": int(args.max_body_mib * _MIB),
@@ -182,7 +200,18 @@ def parse_serve(args: argparse.Namespace) -> ServeJob:
     }
     files = args.chat_template, args.api_key_file, args.admin_key_file
     images = {"max_pixels": args.max_image_pixels, "max_bytes": int(args.max_image_mib * _MIB)}
-    return ServeJob(model, args.running, args.budget, *files, adapters, server, args.decisions, args.image_root, images)
+    further: Any = args.decisions, args.image_root, images, places["join"], args.join_key_file
+    return ServeJob(model, args.running, args.budget, *files, adapters, server, *further)
+
+
+def _parse_place(text: str | None, name: str) -> tuple[str, int] | str | None:
+    """Returns a host and a port, or a message, or None for None."""
+    if text is None:
+        return None
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        return f"--{name.replace('_', '-')} {text}: write HOST:PORT, such as 10.0.0.1:9000"
+    return host.strip("[]"), int(port)
 
 
 def _parse_ranks(mesh: str) -> int | str:
@@ -237,10 +266,16 @@ def _find_problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--cache-gib must be above 0, got {args.cache_gib}"
     if not 1 <= args.running < args.budget:
         yield f"--running must be from 1 to {args.budget - 1}, fewer than --budget, got {args.running}"
-    if args.decisions is not None and args.replicas > 1:
+    if args.decisions is not None and args.replicas + args.joined > 1:
         yield f"--decisions {args.decisions} is the log of one replica; leave out --replicas"
     if args.decisions is not None and (args.drafter != "none" or args.draft_model or args.speculator):
         yield f"--decisions {args.decisions} has no drafts; leave out the drafter"
+    if args.joined < 0:
+        yield f"--joined must be at least 0, got {args.joined}"
+    if (args.joined > 0 or args.join is not None) != (args.join_key_file is not None):
+        yield "--join-key-file and --joined or --join need each other: pass both, or none"
+    if args.joined > 0 and args.join is not None:
+        yield "--joined is of a front, and --join of a machine that joins one; pass one of them"
     names = [pair.partition("=")[0] for pair in args.adapter]
     for name, pair in zip(names, args.adapter, strict=True):
         if not name or not pair.partition("=")[2]:
@@ -261,7 +296,7 @@ def _find_problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--max-image-pixels and --max-image-mib must be above 0, got {given}"
     if (args.adapter_root is None and args.profile_root is None) != (args.admin_key_file is None):
         yield "--admin-key-file and --adapter-root or --profile-root need each other: pass both, or none"
-    for name in ("api_key_file", "admin_key_file", "chat_template"):
+    for name in ("api_key_file", "admin_key_file", "chat_template", "join_key_file"):
         given = getattr(args, name)
         if given is not None and not pathlib.Path(given).is_file():
             yield f"--{name.replace('_', '-')} {given}: there is no such file"

@@ -6,6 +6,7 @@ from ._access import ApiKeys as ApiKeys, read_keys as read_keys
 from ._errors import ApiError as ApiError
 from ._model import Text as Text
 from ._ipc import Ready as Ready
+from ._join import check_join_key as check_join_key, run_joiner as run_joiner
 from ._worker import run_worker as run_worker
 from ._load import Arrival as Arrival, Delays as Delays, measure as measure, trace as trace
 from ._batch import (

@@ -360,7 +360,14 @@ class WorkerProcesses:
 
     def send(self, message: Message) -> None:
         """Sends a message to all ranks."""
-        data = pack_message(message)
+        self.send_bytes(pack_message(message))
+
+    async def receive_bytes(self, most: int) -> bytes:
+        """Returns some bytes of the first rank's messages, none at its end."""
+        return await self._reader.read(most)
+
+    def send_bytes(self, data: bytes) -> None:
+        """Sends bytes of messages to all ranks."""
         for writer in self._writers:
             if not writer.is_closing():
                 writer.write(data)

@@ -108,13 +108,13 @@ class ReplicaSet:
         self._tasks = list[asyncio.Future[None]]()
         self.ending = False
 
-    async def run(self, begin: Callable[[int, Ready], None], loaded: asyncio.Future[Any]) -> ReplicaEnd:
+    async def run(self, begin: Callable[[int, Ready], str], loaded: asyncio.Future[Any]) -> ReplicaEnd:
         """Runs all replicas until a replica ends and is not restarted, and returns this end.
 
         While the server is shutting down, only the end of the last replica is returned.
 
         Args:
-            begin: function that takes the readiness of a replica.
+            begin: function that takes the readiness of a replica, and returns "" or the reason of a refusal.
             loaded: future before which no message of ranks is read.
         """
         over: asyncio.Future[ReplicaEnd] = asyncio.get_running_loop().create_future()
@@ -150,7 +150,7 @@ class ReplicaSet:
     async def _run_replica(
         self,
         replica: int,
-        begin: Callable[[int, Ready], None],
+        begin: Callable[[int, Ready], str],
         loaded: asyncio.Future[Any],
         over: asyncio.Future[ReplicaEnd],
     ) -> None:
@@ -164,6 +164,8 @@ class ReplicaSet:
                 end = await self._watch(replica, workers, begin)
                 ends = 1 if end.served is not None and end.served >= _STEADY else ends + 1
                 wait = None if self.ending else choose_wait(end, ends, self._settings.restarts)
+                if replica >= self._settings.replicas - self._settings.joined and not self.ending:
+                    wait = 0.0  # another machine may join at any time
                 if wait is not None or (self.ending and len(self._running) > 1):
                     text = f"{self.describe(end)}; this request was on it, and is lost. Send it again."
                     self._calls.lose(replica, ApiError(503, text, code="engine_dead"))
@@ -175,16 +177,20 @@ class ReplicaSet:
             if wait is None:
                 return
             text = f"is started again in {wait:g} s, {ends} of {self._settings.restarts} times in a row"
+            text = text if wait else "may join again"
             self._report(f"shardfn serve: error: {self.describe(end)}; it {text}")
             await asyncio.sleep(wait)
             self._metrics.add("shardfn:replica_restarts", 1, str(replica))
 
-    async def _watch(self, replica: int, workers: Workers, begin: Callable[[int, Ready], None]) -> ReplicaEnd:
+    async def _watch(self, replica: int, workers: Workers, begin: Callable[[int, Ready], str]) -> ReplicaEnd:
         """Passes on a replica's messages until a rank ends."""
-        ready = list[float]()
+        ready, refusing = list[float](), list[asyncio.Future[None]]()
 
         def take_ready(message: Ready) -> None:
-            begin(replica, message)
+            if wrong := begin(replica, message):
+                self._report(f"shardfn serve: error: replica {replica} is refused: {wrong}")
+                refusing.append(asyncio.ensure_future(workers.end()))
+                return
             self._calls.begin(replica, workers.send, message.limits, message.graphs_left)
             ready.append(time.monotonic())
 

@@ -18,6 +18,7 @@ from ._app import App
 from ._connection import protocol
 from ._errors import ApiError
 from ._ipc import Ready, WorkerProcesses
+from ._join import JoinedWorkers, Joins
 from ._log import Log, reporting_records
 from ._message_formats import find_reasoning_format, find_tool_format
 from ._metrics import Metrics, RequestTraces, make_trace_provider
@@ -84,6 +85,7 @@ class Server:
         self.app = App(settings, self.calls, self.metrics)
         self.signals = 0
         self._signal, self._ready = asyncio.Event(), asyncio.Event()
+        self._first: Ready | None = None
 
     async def run(self, listener: socket.socket, work: Work | None = None) -> int:
         """Serves until a signal, until the end of `work`, or until a replica ends that is not started again.
@@ -100,11 +102,15 @@ class Server:
         serving = asyncio.ensure_future(server.serve([listener]))
         text = asyncio.ensure_future(asyncio.to_thread(self._load_text))
 
-        def begin(replica: int, ready: Ready) -> None:
-            if self.app.model is None:
+        def begin(replica: int, ready: Ready) -> str:
+            if self._first is None:
+                self._first = ready
                 self._begin_serving(text.result(), ready)
+            elif wrong := _find_difference(self._first, ready):
+                return wrong
             if self.settings.replicas > 1:
                 self._report(f"shardfn serve: replica {replica} is ready")
+            return ""
 
         running = asyncio.ensure_future(self.replicas.run(begin, text))
         signalled = asyncio.ensure_future(self._signal.wait())
@@ -205,6 +211,16 @@ class Server:
                     await asyncio.sleep(0.02)
 
 
+def _find_difference(first: Ready, other: Ready) -> str:
+    """Returns the difference of two replicas that are to give equal answers, or ""."""
+    names = [name for name in Ready._fields if name not in ("about", "graphs_left")]
+    wrong = [name for name in names if getattr(first, name) != getattr(other, name)]
+    if not wrong:
+        return ""
+    pairs = (f"{name} {getattr(other, name)!s:.80} in place of {getattr(first, name)!s:.80}" for name in wrong)
+    return f"a replica must have the model and the options of the first one, got {'; '.join(pairs)}"
+
+
 def bind_socket(settings: Settings) -> socket.socket:
     """Returns a socket that listens at a server's address. Port 0 becomes a free port.
 
@@ -263,17 +279,27 @@ def serve(
 
     provider, log = None if settings.traces is None else make_trace_provider(settings.traces), Log(report)
 
-    def make_workers(replica: int) -> WorkerProcesses:
+    joins = Joins(settings.join_key, log)
+
+    def make_workers(replica: int) -> Workers:
         def report_line(line: str) -> None:
             log(f"replica {replica}: {line}" if settings.replicas > 1 else line)
 
+        if replica >= settings.replicas - settings.joined:
+            return JoinedWorkers(joins, report_line)
         return WorkerProcesses(command, ranks, threads, report_line, environment(replica))
 
     async def run_front() -> int:
         front = Server(settings, load_text, make_workers, log, provider)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, front.take_signal)
-        return await front.run(listener, work)
+        if settings.joined:
+            host = settings.join_at[0]
+            log(f"shardfn serve: {settings.joined} groups may join at {host}:{await joins.listen(*settings.join_at)}")
+        try:
+            return await front.run(listener, work)
+        finally:
+            joins.close()
 
     try:
         with reporting_records(log):

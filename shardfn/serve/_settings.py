@@ -41,6 +41,9 @@ class Settings:
         replicas: number of groups of ranks, each with the whole model.
         restarts: number of times that a replica is started again after the end of one of its ranks, with growing waits.
             The next end is the server's end.
+        joined: number of the replicas, the last ones, that are groups of ranks of other machines.
+        join_at: host and port at which these groups join.
+        join_key: key of these groups. See `check_join_key`.
         adapter_root: directory whose adapters may be loaded over HTTP, or None without such a change of adapters.
         admin_keys: keys of administrators, who may load and unload adapters.
         profile_root: directory for profiles that an administrator asks for over HTTP, or None without such profiles.
@@ -77,6 +80,9 @@ class Settings:
     reasoning_parser: str = "auto"
     replicas: int = 1
     restarts: int = 0
+    joined: int = 0
+    join_at: tuple[str, int] = ("127.0.0.1", 0)
+    join_key: bytes = b""
     origins: tuple[str, ...] = ()
     adapter_root: pathlib.Path | None = None
     admin_keys: Mapping[str, KeyLimits] | tuple[str, ...] = ()
@@ -101,6 +107,11 @@ class Settings:
         for name, least in (("replicas", 1), ("restarts", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        if not 0 <= self.joined <= self.replicas or (self.joined and not self.join_key):
+            raise ValueError(
+                f"joined must be from 0 to {self.replicas}, the number of replicas, with a key, got {self.joined} and a"
+                f" key of {len(self.join_key)} bytes."
+            )
         for name in ("adapter_root", "profile_root"):
             if getattr(self, name) is not None and not self.admin_keys:
                 raise ValueError(f"{name} needs admin_keys, got none. Pass a file of keys of administrators.")
