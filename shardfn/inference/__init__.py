@@ -6,6 +6,7 @@ Requests, events, the pool of blocks, the schedule and the plans have no tensors
 from ._limits import Limits as Limits
 from ._grammar import Grammar as Grammar, spell_schema as spell_schema
 from ._matchers import Compiler as Compiler
+from ._options import ReasoningBudget as ReasoningBudget
 from ._requests import Request as Request, Sampling as Sampling, check_request as check_request
 from ._options import JsonKind as JsonKind
 from ._requests import SAMPLING_OPTIONS as SAMPLING_OPTIONS, encode_sampling as encode_sampling

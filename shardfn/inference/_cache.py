@@ -43,13 +43,13 @@ class HostCacheBlocks(NamedTuple):
     here: Int64[Tensor, "2 b"]
 
     def load_blocks(
-        self, cache: Shaped[Tensor, "blocks 2 g block row"], device: torch.device
-    ) -> Shaped[Tensor, "blocks 2 g block row"]:
+        self, cache: Shaped[Tensor, "blocks parts g block row"], device: torch.device
+    ) -> Shaped[Tensor, "blocks parts g block row"]:
         """Returns the cache on the device. Only the blocks of the step have content."""
         return rows_to_device(cache, self.blocks, device).result()
 
     def store_rows(
-        self, here: Shaped[Tensor, "blocks 2 g block row"], cache: Shaped[Tensor, "blocks 2 g block row"]
+        self, here: Shaped[Tensor, "blocks parts g block row"], cache: Shaped[Tensor, "blocks parts g block row"]
     ) -> None:
         """Writes the rows of the step's tokens from the device to the cache on the host."""
         # By bytes, as dtypes of codes need not be indexable.
@@ -101,6 +101,8 @@ def check_memory(kind: MemoryKind) -> MemoryKind:
 class CacheLayout:
     """Form of a model's KV cache: for each layer [blocks, 2, G, block, K], of keys and values.
 
+    In latent attention a block has the latent rows of tokens, [blocks, 1, 1, block, C + R], on each rank.
+
     In codes, such as int8, a row has `kernels.cache_row` bytes in place of K numbers.
 
     Layers of cross attention come after all others. Their blocks have the keys of sources, which are written once and
@@ -112,6 +114,7 @@ class CacheLayout:
         head_dim: K.
         axis: mesh axes that cut the heads.
         cross_layers: number of layers of cross attention.
+        parts: 2 of keys and values, or 1 of rows that are both.
 
     Example:
         >>> layout = CacheLayout(layers=2, heads=4, head_dim=8)
@@ -125,6 +128,7 @@ class CacheLayout:
     head_dim: int
     axis: Axes = None
     cross_layers: int = 0
+    parts: int = 2
 
     @property
     def spec(self) -> P:
@@ -148,7 +152,8 @@ class CacheLayout:
             ranks: number of ranks that cut the heads.
             dtype: key of `DTYPES`.
         """
-        return torch.Size((blocks, 2, self.heads // ranks, block, kernels.cache_row(self.head_dim, DTYPES[dtype])))
+        row = kernels.cache_row(self.head_dim, DTYPES[dtype])
+        return torch.Size((blocks, self.parts, self.heads // ranks, block, row))
 
     def num_bytes(self, limits: Limits) -> int:
         """Returns the bytes of the whole cache, on all ranks together."""
@@ -246,7 +251,7 @@ class PagedAttention(nn.Local):
         rule: how images are read, see `ImageRule`.
     """
 
-    cache: Shaped[Tensor, "blocks 2 g block row"]
+    cache: Shaped[Tensor, "blocks parts g block row"]
     slots: Int[Tensor, " t"]
     positions: Int[Tensor, " t"]
     sequences: Int[Tensor, " t"]
@@ -351,7 +356,7 @@ class SourceAttention(nn.Local):
         sequences: sequence of each token.
     """
 
-    cache: Shaped[Tensor, "blocks 2 g block row"]
+    cache: Shaped[Tensor, "blocks parts g block row"]
     source: SourceTables
     sequences: Int[Tensor, " t"]
 

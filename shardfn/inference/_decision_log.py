@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ._events import Add, Cancel, Clock, Drain, Event, Stop, Weights
 from ._grammar import Grammar
 from ._limits import Limits
+from ._options import ReasoningBudget
 from ._plan import StepPlan
 from ._requests import Request, Sampling
 from ._schedule import Output, advance
@@ -195,6 +196,8 @@ def _decode_event(told: dict[str, Any]) -> Event:
         sampling = {name: _as_tuples(x) for name, x in given["sampling"].items()}
         if "grammar" in sampling:
             sampling["grammar"] = Grammar(**sampling["grammar"])
+        if "reasoning_budget" in sampling:
+            sampling["reasoning_budget"] = ReasoningBudget(*sampling["reasoning_budget"])
         given |= {name: bytes.fromhex(given[name]) for name in ("adapter", "salt") if name in given}
         given |= {"prompt": tuple(given["prompt"]), "sampling": Sampling(**sampling)}
         fields["request"] = Request(**given)

@@ -167,11 +167,12 @@ def decoder(
 
     Raises:
         ValueError: tokens of the model look ahead, or its masks need whole sequences, or codes, rounded activations or
-            `sp` of layers that are not exact, or `sp` of a model with experts or images.
+            `sp` of layers that are not exact, or `sp` of a model with experts, images or latent
+            attention.
 
     Example:
         >>> decoder(gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4)).cache
-        CacheLayout(layers=2, heads=4, head_dim=8, axis=None, cross_layers=0)
+        CacheLayout(layers=2, heads=4, head_dim=8, axis=None, cross_layers=0, parts=2)
     """
     gpt.check_decodable(config)
     if quantization is not None and not config.batch_invariant:
@@ -187,7 +188,8 @@ def decoder(
 
     def add_low_rank(low: LowRank, name: str) -> nn.Then:
         rows = name.endswith((".wo", ".w_down"))  # inputs are cut, and outputs of all other layers
-        return functools.partial(low.added, name, axis=axes, joins=rows, cut=not rows)
+        whole = name.endswith(WHOLE_LINEAR)  # on each rank
+        return functools.partial(low.added, name, axis=None if whole else axes, joins=rows, cut=not rows)
 
     def compute_outputs(
         weights: PyTree,
@@ -209,7 +211,7 @@ def decoder(
     return Decoder(
         vocab=config.vocab_size,
         context=config.max_len,
-        cache=CacheLayout(config.num_cache_layers, config.kv_heads, config.head_dim, axes),
+        cache=_make_cache(config, axes),
         specs=gpt.served_specs(config, tp=tp),
         outputs=compute_outputs,
         pack=pack,
@@ -237,6 +239,7 @@ def decoder(
 def _check_shift(config: gpt.Config, tp: str | None, sp: str) -> None:
     """Refuses a model whose layouts over two axes would not share the weights."""
     parts = ("experts", config.experts is not None), ("images", config.images is not None)
+    parts = *parts, ("latent attention", config.latent is not None)
     if not config.batch_invariant:
         raise ValueError(f"decoder: sp={sp!r} needs batch-invariant layers. Use Config(batch_invariant=True).")
     if found := [name for name, has in parts if has]:
@@ -260,9 +263,23 @@ def _list_uncut(config: gpt.Config, axes: Axes, mesh: Mesh) -> list[str]:
             f" use Config(chunks={ranks * max(1, 8 // ranks)})"
         )
     has_mlp = config.experts is None or config.experts.shared or config.experts.residual
-    if has_mlp and config.ff_dim % ranks:
-        problems.append(f"{ranks} ranks of {axes!r} do not divide the {config.ff_dim} features of the MLP (d_ff)")
+    dense = {config.ff_dim} if len(config.expert_layers) < config.num_layers else set[int]()
+    for size in sorted(dense | ({config.shared_ff_dim} if has_mlp else set())):
+        if size % ranks:
+            problems.append(f"{ranks} ranks of {axes!r} do not divide the {size} features of the MLP (d_ff)")
+    if config.latent is not None and config.num_heads % ranks:
+        problems.append(f"{ranks} ranks of {axes!r} do not divide the {config.num_heads} heads of latent attention")
     return problems
+
+
+# Linear layers of latent attention that each rank has whole.
+WHOLE_LINEAR = (".wq_a", ".wkv_a")
+
+
+def _make_cache(config: gpt.Config, axes: Axes) -> CacheLayout:
+    if config.latent is not None:  # read by the heads of all ranks
+        return CacheLayout(config.num_cache_layers, 1, config.latent.row, parts=1)
+    return CacheLayout(config.num_cache_layers, config.kv_heads, config.head_dim, axes)
 
 
 def _name_weights(config: gpt.Config, params: PyTree) -> list[tuple[str, Any]]:
@@ -277,7 +294,7 @@ _FREE = (
 # Fields that count only where they are set, so that digests of models without them stay the same.
 _WHERE_SET = (
     *("d_head", "rope", "qk_norm", "norm_place", "norm_plus_one", "softcap", "logits_softcap", "attention_scale"),
-    *("embedding_scale", "parallel", "sinks", "head_bias", "images"),
+    *("embedding_scale", "parallel", "sinks", "head_bias", "images", "latent"),
 )
 
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.collectives import all_gather_invariant, all_to_all, axis_size, take_own_block
+from shardfn.collectives import all_gather, all_gather_invariant, all_to_all, axis_size, take_own_block
 from shardfn.core import Axes, P, PyTree, QuantizationPolicy
 from shardfn.kernels import Activations
 from shardfn.models import gpt
@@ -113,7 +113,8 @@ def make_sequence_layout(
         assert low is None, "steps with adapters have the first layout"
         T = len(tokens_T)
         rank_tokens, rank_positions = (take_own_block(x, axis, dim=0) for x in (tokens_T, positions_T))
-        exchanged = [_HeadExchange(body, axis, T, config.num_heads // axis_size(tp)) for body in bodies]
+        heads, latent = config.num_heads // axis_size(tp), config.latent is not None
+        exchanged = [_HeadExchange(body, axis, T, heads, whole_keys=latent) for body in bodies]
         gather = functools.partial(all_gather_invariant, axis=axis, dim=0, size=T)
         cut = functools.partial(take_own_block, axis=axis, dim=0)
         join = functools.partial(all_gather_invariant, axis=axis, dim=0, size=len(rows_R))
@@ -158,6 +159,7 @@ class _HeadExchange(nn.Local):
         num: number of tokens T on all ranks.
         heads: number of heads H on all ranks of the axis.
         num_queries: number of queries on all ranks, or None where each token has a query.
+        whole_keys: whether all heads read the same keys, as in latent attention.
     """
 
     inner: nn.AttentionBackend
@@ -165,6 +167,7 @@ class _HeadExchange(nn.Local):
     num: int
     heads: int
     num_queries: int | None = None
+    whole_keys: bool = False
 
     def with_queries(self, rows_R: Tensor) -> "_HeadExchange | None":
         inner = self.inner.with_queries(rows_R) if isinstance(self.inner, nn.Local) else None
@@ -178,6 +181,9 @@ class _HeadExchange(nn.Local):
             if (x := getattr(how, name)) is not None
         }
         q_BTHK = by_heads(q_BTHK, size=self.num if self.num_queries is None else self.num_queries)
-        k_BSGK, v_BSGK = (by_heads(x, size=self.num) for x in (k_BSGK, v_BSGK))
+        if self.whole_keys:
+            k_BSGK = v_BSGK = all_gather(k_BSGK, self.axis, dim=1, size=self.num)
+        else:
+            k_BSGK, v_BSGK = (by_heads(x, size=self.num) for x in (k_BSGK, v_BSGK))
         y_BTHK = self.inner.attend(q_BTHK, k_BSGK, v_BSGK, how._replace(**own), length)
         return all_to_all(y_BTHK, self.axis, split_dim=1, concat_dim=2, size=self.heads)

@@ -241,7 +241,95 @@ class BadWords(NamedTuple):
                 raise ValueError(f"{name}[{i}] must have from 1 to {self.longest} {unit}, got {len(word)}.")
 
 
+class ReasoningBudget(NamedTuple):
+    """Most tokens of reasoning. Then the text of its end is forced, token after token.
+
+    A text between the markers counts, also where a text has several. So tokens are a function of the seed, as without a
+    budget.
+
+    Attributes:
+        tokens: most tokens of reasoning. 0 is none.
+        begin: token ids, or text, at the beginning of reasoning.
+        end: token ids, or text, at its end.
+        inside: whether the prompt ends with the beginning.
+        forced: token ids, or text, that is forced. None is `end`.
+
+    Example:
+        >>> budget = ReasoningBudget(2, (5,), (6, 7))
+        >>> budget.find_next([5, 9]), budget.find_next([5, 9, 9]), budget.find_next([5, 9, 9, 6])
+        (None, 6, 7)
+    """
+
+    tokens: int
+    begin: str | tuple[int, ...]
+    end: str | tuple[int, ...]
+    inside: bool = False
+    forced: str | tuple[int, ...] | None = None
+
+    def find_next(self, output: Sequence[int]) -> int | None:
+        """Returns the token that is forced after the drawn tokens, or None if any may be drawn."""
+        forced, at, left, inside = self.forced or self.end, 0, self.tokens, self.inside
+        while inside or (at := _find_end(output, self.begin, at)) >= 0:
+            inside, border, stop = False, at + left, _find_end(output, self.end, at)
+            if 0 <= stop < border + len(self.end):  # reasoning that has ended by itself
+                at, left = stop, border - stop + len(self.end)
+                continue
+            if len(output) < border:
+                return None
+            begun = range(min(len(self.end) - 1, left), 0, -1)  # tokens of the end at the border
+            border -= next((n for n in begun if tuple(output[border - n : border]) == self.end[:n]), 0)
+            if len(output) < border + len(forced):
+                return forced[len(output) - border]
+            at, left = border + len(forced), 0
+        return None
+
+
+def _find_end(output: Sequence[int], part: Sequence[int], start: int) -> int:
+    """Returns the place after the first occurrence of some tokens, or -1."""
+    at, part = start, tuple(part)
+    while part[0] in output[at:]:
+        at = output.index(part[0], at)
+        if tuple(output[at : at + len(part)]) == part:
+            return at + len(part)
+        at += 1
+    return -1
+
+
+def check_budget(name: str, value: Any, limits: Limits) -> None:
+    """Refuses a value that is neither None nor a `ReasoningBudget` of a number and two markers."""
+    if value is None:
+        return
+    if not isinstance(value, ReasoningBudget):
+        raise ValueError(f"{name} must be None or a ReasoningBudget(tokens, begin, end), got {value!r:.60}.")
+    Range(0, 1 << 24, integer=True)(f"{name}.tokens", value.tokens, limits)
+    for field in ("begin", "end", "forced"):
+        marker = getattr(value, field)
+        if not isinstance(marker, str) and not (field == "forced" and marker is None):
+            check_tokens(f"{name}.{field}", marker, limits)
+        if marker is not None and not 1 <= len(marker) <= _LONGEST_MARKER:
+            raise ValueError(f"{name}.{field} must have from 1 to {_LONGEST_MARKER} tokens, got {len(marker)}.")
+
+
+_LONGEST_MARKER = 256
+
+
+def encode_budget(budget: ReasoningBudget, encode: Encode) -> ReasoningBudget:
+    """Returns a budget with the token ids of its markers."""
+
+    def find_ids(marker: str | tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(encode(marker)) if isinstance(marker, str) else marker
+
+    forced = None if budget.forced is None else find_ids(budget.forced)
+    return budget._replace(begin=find_ids(budget.begin), end=find_ids(budget.end), forced=forced)
+
+
 # Rules: the tokens that a row may not draw.
+
+
+def force_end_of_reasoning(sampling: Any, output: Sequence[int], vocab: int) -> Sequence[int] | Int[np.ndarray, " n"]:
+    """Returns all tokens but the next token of the end of reasoning, after the budget."""
+    found = sampling.reasoning_budget.find_next(output)
+    return () if found is None else _complement((found,), vocab)
 
 
 def forbid_ends(sampling: Any, output: Sequence[int], vocab: int) -> Sequence[int]:

@@ -19,15 +19,19 @@ from ._options import (
     Encode,
     Names,
     Range,
+    ReasoningBudget,
     Rule,
     TokenNumbers,
     check_allowed,
+    check_budget,
     check_flag,
     check_tokens,
+    encode_budget,
     encode_words,
     forbid_bad_words,
     forbid_ends,
     forbid_others,
+    force_end_of_reasoning,
     list_options,
     option,
 )
@@ -119,6 +123,7 @@ class Sampling:
             where these are drawn tokens too. A word is a string, which needs the engine's tokenizer and is also
             forbidden after a space, or a tuple of token ids. For example ("fool", (17, 4)).
         allowed_token_ids: tokens that may be drawn, or None for all. A stop token is drawn only if it is among them.
+        reasoning_budget: most tokens of reasoning, and its markers, or None.
         logits_processors: names of functions of `Engine(logits_processors=)`, applied in this order to the raw logits
             of each draw, before penalties.
         skip_special_tokens: whether special tokens have no text. A stop token has a text only with `include_stop`.
@@ -151,6 +156,9 @@ class Sampling:
         (), BadWords(MOST_WORDS, 256), rule=forbid_bad_words, encode=encode_words, http="strings"
     )
     allowed_token_ids: tuple[int, ...] | None = option(None, check_allowed, rule=forbid_others, http="integers")
+    reasoning_budget: ReasoningBudget | None = option(
+        None, check_budget, rule=force_end_of_reasoning, encode=encode_budget
+    )
     logits_processors: tuple[str, ...] = option((), Names(16, 256), http="strings")
     skip_special_tokens: bool = option(True, check_flag, http="flag")
 

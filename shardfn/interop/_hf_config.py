@@ -12,6 +12,7 @@ from typing import Any
 from shardfn import core, nn
 from shardfn.models import gpt
 
+from ._hf_experts import DEEPSEEK, describe_experts, read_parts, write_parts
 from ._hf_families import FAMILIES, Family, has_rope
 from ._hf_swift import join_swift, split_swift
 
@@ -21,6 +22,9 @@ _SIZES = dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000)
 _SIZES |= dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "n_embed", "intermediate_size", "n_inner"), _MOST)
 _SIZES |= dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), _MOST)
 _SIZES |= dict.fromkeys(("max_position_embeddings", "n_positions", "seq_length", "sliding_window"), _MOST)
+_SIZES |= dict.fromkeys(("n_routed_experts", "num_local_experts", "num_experts_per_tok"), 10_000)
+_SIZES |= dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _MOST)
+_SIZES |= dict.fromkeys(("moe_intermediate_size", "n_group", "topk_group"), _MOST)
 _NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta")
 
 
@@ -113,6 +117,7 @@ def gpt_config(told: Mapping[str, Any], **changes: Any) -> gpt.Config:
     fields["window"] = _unify([window if t == "sliding_attention" else None for t in types])
     if fields.get("position") == "rope":
         ropes = _read_rope(told, types, refused, layered=family.layered)
+        fields |= read_parts(kind, told, refused)
         fields |= _rope_fields([r if kind != "smollm3" or has_rope(told, i) else None for i, r in enumerate(ropes)])
     core.raise_all(ValueError, f"config.json: this {kind} has parts that models.gpt lacks:", refused)
     return gpt.Config(**{**fields, **swift, **images, **changes})
@@ -173,9 +178,12 @@ _MAY_BE_NONE = (
     "final_logit_softcapping",
     "num_key_value_heads",
     "head_dim",
+    "q_lora_rank",
 )
 # Fields that do not change the computed values, and are no part of a file.
 _OURS = ("stacked", "per_head", "attention", "loss_tile", "dropout", "attention_dropout", "batch_invariant", "chunks")
+# Settings of experts of which only some are computed.
+_DESCRIBED = ("experts",)
 # Fields with several values for one model, compared by what they mean.
 _MEANT = ("num_kv_heads", "d_ff", "d_head", "window", "rope", "rope_base")
 
@@ -220,12 +228,14 @@ def _find_differences(config: gpt.Config, kind: str) -> list[str]:
         back = gpt_config(_write_config(config, kind), **ours)
     except ValueError as error:
         return str(error).splitlines()
-    names = [f.name for f in dataclasses.fields(gpt.Config) if f.name not in (*_OURS, *_MEANT)]
+    names = [f.name for f in dataclasses.fields(gpt.Config) if f.name not in (*_OURS, *_MEANT, *_DESCRIBED)]
     out = [
         f"{name}={getattr(config, name)!r}, but a {kind} has {getattr(back, name)!r}"
         for name in (*names, "kv_heads", "ff_dim", "head_dim")
         if getattr(config, name) != getattr(back, name)
     ]
+    experts, theirs = describe_experts(config), describe_experts(back)
+    out += [] if experts == theirs else [f"experts {experts}, but a {kind} has {theirs}"]
     for name in ("window", "rope"):
         wanted, had = (_unify([getattr(kind, name) for kind in c.layer_settings]) for c in (config, back))
         out += [] if wanted == had else [f"{name}={wanted!r}, but a {kind} has {had!r}"]
@@ -256,12 +266,16 @@ def _write_family(c: gpt.Config, kind: str) -> dict[str, Any]:
     windows, ropes = ([getattr(k, name) for k in c.layer_settings] for name in ("window", "rope"))
     types = ["full_attention" if w is None else "sliding_attention" for w in windows]
     told["sliding_window"] = next((w for w in windows if w is not None), None)
-    if kind not in ("llama", "mistral", "phi3", "gemma", "olmo2", "phi", "gpt_neox"):
+    if kind not in ("llama", "mistral", "phi3", "gemma", "olmo2", "phi", "gpt_neox", *DEEPSEEK):
         told |= {"layer_types": types, "use_sliding_window": told["sliding_window"] is not None}
     told |= {"no_rope_layers": [int(r is not None) for r in ropes]} if kind == "smollm3" else {}
-    return told | _write_rope(
+    told |= write_parts(c, kind)
+    told |= _write_rope(
         ropes, types, layered=family.layered, whole=family.defaults.get("partial_rotary_factor", 1.0)
     )
+    if c.latent is not None and c.latent.mscale and "rope_parameters" in told:
+        told["rope_parameters"] |= {"mscale_all_dim": c.latent.mscale}
+    return told
 
 
 Told = Mapping[str, Any]

@@ -207,6 +207,47 @@ _BLOOM_KEYS |= {"d_model": ("hidden_size", "n_embed"), "num_heads": ("n_head", "
 _BLOOM_KEYS |= {"max_len": ("seq_length",), "norm_eps": ("layer_norm_epsilon",)}
 _BLOOM_KEYS |= {"tie_embeddings": ("tie_word_embeddings",)}
 
+_DEEPSEEK_NAMES = {
+    **{"wq_a": "self_attn.q_a_proj.weight", "q_a_norm_w": "self_attn.q_a_layernorm.weight"},
+    **{"wq_b": "self_attn.q_b_proj.weight", "wkv_a": "self_attn.kv_a_proj_with_mqa.weight"},
+    **{"kv_a_norm_w": "self_attn.kv_a_layernorm.weight", "wkv_b": "self_attn.kv_b_proj.weight"},
+    **{"router": "mlp.gate.weight", "expert_bias": "mlp.gate.e_score_correction_bias"},
+    **{"experts": "mlp.experts.", "shared": "mlp.shared_experts."},
+}
+_LATENT: dict[str, Any] = {
+    "settings": {"bias": False},
+    "names": _DEEPSEEK_NAMES,
+    "keys": {"num_kv_heads": (), "d_head": (), "bias": ()},
+}
+_DEEPSEEK_V3 = {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61}
+_DEEPSEEK_V3 |= {"num_attention_heads": 128, "max_position_embeddings": 4096, "moe_intermediate_size": 2048}
+_DEEPSEEK_V3 |= {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3}
+_DEEPSEEK_V3 |= {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+_DEEPSEEK_V3 |= {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+_DEEPSEEK_V3 |= {"v_head_dim": 128}
+_DEEPSEEK_V2 = {"vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+_DEEPSEEK_V2 |= {"num_attention_heads": 32, "max_position_embeddings": 2048, "moe_intermediate_size": 1407}
+_DEEPSEEK_V2 |= {"n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 0, "topk_method": "greedy"}
+_DEEPSEEK_V2 |= {"routed_scaling_factor": 1.0, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64}
+_DEEPSEEK_V2 |= {"qk_nope_head_dim": 128, "v_head_dim": 128}
+# Values of older files among them.
+_ROUTERS: dict[str, Mapping[str, tuple[Any, ...]]] = {
+    "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    "deepseek_v2": {"scoring_func": ("softmax",), "topk_method": ("greedy", "group_limited_greedy")},
+}
+_ROUTERS = {name: {**x, "attention_bias": (False,), "moe_layer_freq": (1,)} for name, x in _ROUTERS.items()}
+
+_GPT_OSS: dict[str, Any] = {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64}
+_GPT_OSS |= {"num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "sliding_window": 128}
+_GPT_OSS |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True, "rope_theta": 150000.0}
+_GPT_OSS |= {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+_GPT_OSS["rope_parameters"] = {
+    **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    **{"original_max_position_embeddings": 4096, "rope_theta": 150000.0},
+}
+_GPT_OSS_NAMES = {"sinks": "self_attn.sinks", "experts": "mlp.experts"}
+_GPT_OSS_NAMES |= {"router": "mlp.router.weight", "router_b": "mlp.router.bias"}
+
 
 # Where several types fit a `Config`, the first is written.
 FAMILIES: Mapping[str, Family] = {
@@ -305,4 +346,9 @@ FAMILIES: Mapping[str, Family] = {
         block="gpt_neox.layers.{}.",
         fused={"qkv": ("by_head", "attention.query_key_value")},
     ),
+    "gpt_oss": _llama_like(
+        "GptOssForCausalLM", _GPT_OSS, {"sinks": True}, _GPT_OSS_NAMES, slides=_all_but_each(2)
+    ),
+    "deepseek_v3": _llama_like("DeepseekV3ForCausalLM", _DEEPSEEK_V3, **_LATENT, must=_ROUTERS["deepseek_v3"]),
+    "deepseek_v2": _llama_like("DeepseekV2ForCausalLM", _DEEPSEEK_V2, **_LATENT, must=_ROUTERS["deepseek_v2"]),
 }

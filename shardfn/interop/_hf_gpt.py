@@ -1,16 +1,9 @@
 """Weights of decoders of transformers, such as Qwen3 and Gemma 3, as parameters of `models.gpt`, and back.
 
-Layout of the leaves of `models.gpt` in the files of `transformers`, for the types of `_hf_families.py`.
-
-One row for each leaf, read both ways: the tensor of the file, seen with the dims `view`, at index `pick`, or in the
-range `span` of a dim, its dims in the order `order`, has the elements of the leaf in row-major order.
-
 D model, H heads, G key and value heads, K head dim, F ffn, V vocabulary.
 """
 
-import dataclasses
 import json
-import math
 import os
 import pathlib
 import re
@@ -27,133 +20,8 @@ from shardfn.kernels import BLOCK_BYTES, GROUP
 from shardfn.models import gpt
 
 from ._hf_config import gpt_config, hf_config, read_config, split_llava
-from ._hf_families import FAMILIES, Family
-from ._hf_swift import SWIFT
-
-
-class Row(NamedTuple):
-    """Place of a single leaf in a file.
-
-    Attributes:
-        path: path of the leaf, for example ("embed",), or ("blocks", "wq") for a leaf of every block.
-        name: name of the tensor, with "{}" for the number of the block.
-        view: dims of the tensor's view.
-        pick: dim of `view` and index along the dim, if the tensor has several leaves.
-        order: remaining dims, in the order of the leaf.
-        shape: shape of the tensor itself.
-        heads: dim of the leaf that counts heads. The next dim has the features, and both may be one dim. None without
-            heads.
-        span: dim of `view`, and first and last index + 1 along the dim, if the tensor has leaves of several sizes.
-        layers: layers that have a leaf of a block. None: all.
-    """
-
-    path: tuple[str, ...]
-    name: str
-    view: tuple[int, ...]
-    pick: tuple[int, int] | None
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
-    heads: int | None = None
-    span: tuple[int, int, int] | None = None
-    layers: tuple[int, ...] | None = None
-
-    def list_layers(self, num: int) -> Sequence[int]:
-        """Returns the layers of `num` that have the leaf, or 0 for a leaf outside of blocks."""
-        return (0,) if len(self.path) == 1 else range(num) if self.layers is None else self.layers
-
-    @property
-    def base(self) -> tuple[int, ...]:
-        """Returns the dims after picking and ordering: the leaf's, except that the first two may be joined."""
-        view = list(self.view)
-        if self.span is not None:
-            dim, start, stop = self.span
-            view[dim] = stop - start
-        kept = [n for d, n in enumerate(view) if self.pick is None or d != self.pick[0]]
-        return tuple(kept[d] for d in self.order)
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Returns the leaf in a whole tensor of the file, as a view."""
-        x = whole.view(self.view)
-        if self.span is not None:
-            dim, start, stop = self.span
-            x = x.narrow(dim, start, stop - start)
-        return (x if self.pick is None else x.select(*self.pick)).permute(self.order)
-
-
-def rows(config: gpt.Config, model_type: str) -> list[Row]:
-    """Returns all leaves of a model, in the layout of one of `transformers`' types.
-
-    Raises:
-        ValueError: the type has no tensors for leaves of the config. The message lists all.
-
-    Example:
-        >>> config = gpt.Config.llama_like(vocab_size=64, num_layers=1, d_model=32, num_heads=4, d_ff=48)
-        >>> rows(config, "llama")[0].name
-        'model.embed_tokens.weight'
-    """
-    family = FAMILIES[model_type.removesuffix(SWIFT)]
-    tree = gpt.leaf_shapes(dataclasses.replace(config, per_head=True, stacked=False))
-    blocks, fused = tree.pop("blocks"), _list_fused(config, family)
-    block = {name: shape for p in blocks for name, shape in p.items()}
-    places = {name: tuple(i for i, p in enumerate(blocks) if name in p) for name in block}
-    core.raise_all(
-        ValueError,
-        f"this Config is no {model_type} of transformers:",
-        [f"it has no {name}" for name in (*tree, *block) if name not in family.names and name not in fused],
-    )
-    out = [_plain_row((name,), family.names[name], *shape) for name, shape in tree.items()]
-    return out + [
-        fused[name]
-        if name in fused
-        else _plain_row(("blocks", name), family.block + family.names[name], *shape)._replace(layers=places[name])
-        for name, shape in block.items()
-    ]
-
-
-def _plain_row(path: tuple[str, ...], name: str, *view: int) -> Row:
-    # In the file heads and their features are one dim: the first two of a projection and its bias, the last two of wo.
-    heads = {"wq": 0, "wk": 0, "wv": 0, "bq": 0, "bk": 0, "bv": 0, "wo": 1}.get(path[-1].removeprefix("s_"))
-    shape = view if heads is None else (*view[:heads], view[heads] * view[heads + 1], *view[heads + 2 :])
-    return Row(path, name, view, None, tuple(range(len(view))), shape, heads)
-
-
-def _transposed_row(path: tuple[str, ...], name: str, into: int, *view: int) -> Row:
-    """Returns the row of a weight that is stored as [in, out].
-
-    The first `into` dims of `view` belong to the input.
-    """
-    shape = math.prod(view[:into]), math.prod(view[into:])
-    order = (*range(into, len(view)), *range(into))
-    return Row(path, name, view, None, order, shape, 1 if into == 2 else None)
-
-
-def _list_fused(c: gpt.Config, family: Family) -> dict[str, Row]:
-    """Returns the rows of a block's leaves that share a tensor, or lie in it in another order, by their names."""
-    out: dict[str, Row] = {}
-    D, F, K = c.d_model, c.ff_dim, c.head_dim
-    kind, name = family.fused.get("qkv", ("", ""))
-    nums = c.num_heads, c.kv_heads, c.kv_heads
-    for i, x in enumerate("qkv" if kind else ""):
-        H, whole, start = nums[i], sum(nums) * K, sum(nums[:i])
-        w, b = family.block + name + ".weight", family.block + name + ".bias"
-        if kind == "gpt2":  # [in, out]
-            out[f"w{x}"] = Row(("blocks", f"w{x}"), w, (D, 3, H, K), (1, i), (1, 2, 0), (D, whole), 0)
-            out[f"b{x}"] = Row(("blocks", f"b{x}"), b, (3, H, K), (0, i), (0, 1), (whole,), 0)
-        elif kind == "by_head":  # queries, keys and values lie head by head
-            out[f"w{x}"] = Row(("blocks", f"w{x}"), w, (H, 3, K, D), (1, i), (0, 1, 2), (whole, D), 0)
-            out[f"b{x}"] = Row(("blocks", f"b{x}"), b, (H, 3, K), (1, i), (0, 1), (whole,), 0)
-        else:
-            span = 0, start, start + H
-            out[f"w{x}"] = Row(("blocks", f"w{x}"), w, (sum(nums), K, D), None, (0, 1, 2), (whole, D), 0, span)
-    if "gate_up" in family.fused:
-        w = family.block + family.fused["gate_up"][1] + ".weight"
-        for i, x in enumerate(("w_gate", "w_up")):
-            out[x] = Row(("blocks", x), w, (2, F, D), (0, i), (0, 1), (2 * F, D))
-    if "in_first" in family.fused:
-        sizes = (c.num_heads, K, D), (D, F), (F, D)
-        for x, n, size in zip(*(text.split() for text in family.fused["in_first"]), sizes, strict=True):
-            out[x] = _transposed_row(("blocks", x), f"{family.block}{n}.weight", len(size) - 1, *size)
-    return out
+from ._hf_families import FAMILIES
+from ._hf_rows import Row, rows
 
 
 def _empty_for(row: Row, dtype: torch.dtype) -> Tensor:
@@ -258,13 +126,13 @@ def params_of_archive(
     made: torch.dtype = dtype or archive[prefix(table[0].name)].dtype
 
     def draw_leaf(row: Row, i: int | None = None) -> core.Draw:
-        name = prefix(row.name if i is None else row.name.format(i))
-        alone = row.pick is None and row.span is None and row.path[-1] not in floats
+        names = [prefix(name) for name in row.list_names(0 if i is None else i)]
+        name, alone = names[0], row.pick is None and row.span is None and row.path[-1] not in floats
         if coded is not None and name in coded.codes and alone:
             return _draw_blocks(coded, name)
         shape = _leaf_shape(config, row)
         return core.Draw(
-            lambda at: _read_block(archive, name, row, shape, at).to(made), shape, made, torch.device("cpu")
+            lambda at: _read_leaf(archive, names, row, shape, at).to(made), shape, made, torch.device("cpu")
         )
 
     params: dict[str, Any] = {row.path[0]: draw_leaf(row) for row in table if len(row.path) == 1}
@@ -319,7 +187,7 @@ def gpt_to_hf(
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for row in sorted(table, key=lambda row: len(row.path)):
         for i in row.list_layers(config.num_layers):
-            entries[row.name.format(i)] = dtype or leaves[row.path][i].leaf.dtype, row.shape
+            entries |= dict.fromkeys(row.list_names(i), (dtype or leaves[row.path][i].leaf.dtype, row.shape))
     first = next(iter(entries.values()))[0]
     text = json.dumps(values | {"dtype": str(first).removeprefix("torch.")}, indent=2)
     with WrittenByFirst(
@@ -341,9 +209,14 @@ def _yield_tensors(
         for row in group:
             leaf, place = leaves[row.path][i]
             one = gather_leaf(leaf) if place is None else gather_layer(leaf, place)
+            if row.spread:
+                for name, x in zip(row.list_names(i), one.flatten(0, len(row.spread) - 1), strict=True):
+                    put(name, x.to(dtype or x.dtype).contiguous())
+                continue
             target = _empty_for(row, dtype or one.dtype) if target is None else target
             row.of(target).copy_(one.reshape(row.base))
-        assert target is not None
+        if target is None:
+            continue
         put(group[0].name.format(i), target.view(group[0].shape))
 
 
@@ -361,6 +234,22 @@ def _leaf_shape(config: gpt.Config, row: Row) -> tuple[int, ...]:
 
 def _merge_heads(base: tuple[int, ...], at: int) -> tuple[int, ...]:
     return (*base[:at], base[at] * base[at + 1], *base[at + 2 :])
+
+
+def _read_leaf(
+    archive: Archive | CodedArchive, names: Sequence[str], row: Row, shape: tuple[int, ...], slices: Slices
+) -> Tensor:
+    """Returns the part `slices` of a leaf, also of a leaf that is spread over tensors."""
+    num = len(row.spread)
+    if not num:
+        return _read_block(archive, names[0], row, shape, slices)
+    slices = (*slices, *[slice(None)] * len(shape))
+    chosen = torch.arange(len(names)).view(row.spread)[slices[:num]]
+    one, inner = row._replace(spread=(), names=()), tuple(slices[num : len(shape)])
+    parts = [_read_block(archive, names[at], one, shape[num:], inner) for at in chosen.flatten().tolist()]
+    if not parts:
+        return torch.empty(torch.empty(shape, device="meta")[slices[: len(shape)]].shape)
+    return torch.stack(parts).unflatten(0, chosen.shape)
 
 
 def _read_block(archive: Archive | CodedArchive, name: str, row: Row, shape: tuple[int, ...], slices: Slices) -> Tensor:
@@ -431,11 +320,14 @@ def _name_prefix(archive: Archive | CodedArchive, table: list[Row]) -> Callable[
 def _check_names(
     archive: Archive | CodedArchive, table: list[Row], config: gpt.Config, prefix: Any, dtype: torch.dtype | None
 ) -> None:
-    wanted = {prefix(r.name.format(i)): r for r in table for i in r.list_layers(config.num_layers)}
+    wanted = {
+        prefix(name): r for r in table for i in r.list_layers(config.num_layers) for name in r.list_names(i)
+    }
     problems = [
         f"{name} is missing ({'/'.join(r.path)} of the model)" for name, r in wanted.items() if name not in archive
     ]
-    extra = [name for name in archive if name not in wanted and not _PASSED_OVER.search(name)]
+    later = prefix(f"model.layers.{config.num_layers}.") if config.latent is not None else " "  # guesses of tokens
+    extra = [x for x in archive if x not in wanted and not _PASSED_OVER.search(x) and not x.startswith(later)]
     problems += [f"{name} is left over" for name in extra if not (config.tie_embeddings and name == "lm_head.weight")]
     problems += [
         f"{name} is {archive[name].shape} in the file, but {row.shape} by config.json"

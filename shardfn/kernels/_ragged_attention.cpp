@@ -24,6 +24,7 @@ struct Call {
     const int32_t* images;
     float *y, *lse;
     int64_t T, Q, H, G, K, q_stride, k_stride, v_stride, blocks, block, S, width, reach, window, kind, words, branch;
+    int64_t parts;  // of a block: keys and values, or 1 of rows that are both
     Scoring how;
 
     int64_t token(int64_t query) const { return rows ? rows[query] : query; }
@@ -123,12 +124,12 @@ std::vector<Group> groups_of(const Call& o, const Plan& plan) {
 // The number of the row of a place of a block, for a key (part 0) or a value (1): rows of a head in a block follow one
 // another, so that a head's keys are read in one go.
 INLINE int64_t row_number(const Call& o, int64_t block, int64_t part, int64_t g, int64_t place) {
-    return ((block * 2 + part) * o.G + g) * o.block + place;
+    return ((block * o.parts + part) * o.G + g) * o.block + place;
 }
 
 void write_head(const Call& o, int64_t g) {
     for (int64_t i = 0; i < o.T; ++i)
-        for (int part = 0; part < 2; ++part) {
+        for (int part = 0; part < o.parts; ++part) {
             const float* from = part ? o.v + i * o.v_stride + g * o.K : o.k + i * o.k_stride + g * o.K;
             const int64_t to = row_number(o, o.slots[i] / o.block, part, g, o.slots[i] % o.block);
             write_row(o.cache, to, o.kind, from, o.K);
@@ -151,7 +152,7 @@ INLINE void foresee(const Call& o, Scratch& s, const int32_t* table, int64_t g, 
                     int64_t rows) {
     int64_t next = tile + TILE, head = g;
     if (next >= end) next = first, ++head;
-    s.apart = o.G * o.block * o.K;
+    s.apart = (o.parts - 1) * o.G * o.block * o.K;
     s.foresees = o.kind == FLOAT32 && o.K % LANES == 0 && rows <= FEW && head < o.G && next < end;
     if (!s.foresees) return;
     const int high = (int)std::min<int64_t>(TILE, end - next);
@@ -176,12 +177,12 @@ INLINE void find_keys(const Call& o, const Plan& plan, Scratch& s, int64_t g, in
             const int64_t guess = tile + n - guesses, slot = guess < 0 ? 0 : plan.slots[plan.at[i] + guess];
             const int64_t key = guess < 0 ? row_number(o, table[index], 0, g, place)
                                           : row_number(o, slot / o.block, 0, g, slot % o.block);
-            const int64_t value = key + o.G * o.block;
+            const int64_t value = key + (o.parts - 1) * o.G * o.block;
             s.key[n] = staged ? s.keys + n * s.padded : (const float*)o.cache + key * o.K;
-            s.value[n] = staged ? s.values + n * s.padded : (const float*)o.cache + value * o.K;
+            s.value[n] = staged ? (o.parts == 1 ? s.keys : s.values) + n * s.padded : (const float*)o.cache + value * o.K;
             if (!staged) continue;
             read_row<L>(o.cache, key, o.kind, o.K, s.padded, s.keys + n * s.padded);
-            read_row<L>(o.cache, value, o.kind, o.K, s.padded, s.values + n * s.padded);
+            if (o.parts > 1) read_row<L>(o.cache, value, o.kind, o.K, s.padded, s.values + n * s.padded);
         }
     }
     for (int n = 0; n < low; ++n) s.key[n] = s.key[low], s.value[n] = s.value[low];
@@ -255,10 +256,10 @@ int64_t ragged_attention(const float* q, const float* k, const float* v, void* c
                          const float* slopes, const float* sinks, const uint8_t* tree, const float* relative,
                          const int32_t* images, float* y, float* lse, int64_t T,
                          int64_t Q, int64_t H, int64_t G, int64_t K, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t blocks, int64_t block, int64_t S,
-                         int64_t width, int64_t reach, int64_t window, int64_t kind, int64_t words, int64_t branch, float scale, float cap, int64_t threads,
+                         int64_t width, int64_t reach, int64_t window, int64_t kind, int64_t words, int64_t branch, int64_t parts, float scale, float cap, int64_t threads,
                          int64_t few) {
     const Call o = {q, k, v, cache, slots, positions, sequences, tables, rows, slopes, sinks, tree, relative, images, y, lse, T, Q, H, G, K,
-                    q_stride, k_stride, v_stride, blocks, block, S, width, reach, window, kind, words, branch, {scale, cap, reach}};
+                    q_stride, k_stride, v_stride, blocks, block, S, width, reach, window, kind, words, branch, parts, {scale, cap, reach}};
     Plan plan;
     if (!read_plan(o, plan)) return 1;
     const std::vector<Group> groups = groups_of(o, plan);

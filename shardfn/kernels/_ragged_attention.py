@@ -25,8 +25,8 @@ from ._chain import Arguments, KernelCall, addresses, are_dense
 from ._fixed_bits import exponential, multiply_add, polynomial, sum_halves
 from ._op import EXACT, KernelOp
 
-# The widest head.
-WIDEST = 256
+# The widest head, for example the 512 + 64 numbers of a latent key of DeepSeek-V3.
+WIDEST = 1024
 # Positions of a tile, and lanes over K of a dot product, and of the sum of weights.
 TILE, LANES = 32, 16
 # The polynomial of Cephes, the highest power first: (tanh x - x) / x^3 of x^2, |x| < 0.625.
@@ -51,7 +51,7 @@ def ragged_attention(
     q: Float[Tensor, "r h k"],
     k: Float[Tensor, "t g k"],
     v: Float[Tensor, "t g k"],
-    cache: Shaped[Tensor, "blocks 2 g block row"],
+    cache: Shaped[Tensor, "blocks parts g block row"],
     slots: Int32[Tensor, " t"],
     positions: Int32[Tensor, " t"],
     sequences: Int32[Tensor, " t"],
@@ -92,7 +92,8 @@ def ragged_attention(
         cache: KV cache in float32, bfloat16, int8 or float8_e4m3fn, or float64 with a float64 q. The cache is
             contiguous, and written in place. Keys and values are rounded to the cache's dtype before the read, also for
             the token itself. Of tokens with the same slot the last is kept. A row has K elements. int8 and float8 are
-            codes with a scale for each row, of `cache_row(K, dtype)` elements.
+            codes with a scale for each row, of `cache_row(K, dtype)` elements. A block has keys and values, or a single part
+            of keys that also are the values, as in latent attention. v is not read then.
         slots: place in the cache for each token, int32.
         positions: position of each token in the sequence, int32.
         sequences: the row of `tables` for each token, int32.
@@ -207,8 +208,9 @@ def _check_arguments(
     if not 1 <= K <= WIDEST:
         raise ValueError(f"heads of q must have from 1 to {WIDEST} elements, got q of shape {tuple(q.shape)}")
     G = cache.shape[2] if cache.ndim == 5 else 0
-    like = "blocks, key and value, key heads, places of a block, cache_row(K, dtype)"
-    check_shape("cache", cache, (cache.shape[0], 2, G, cache.shape[3], cache_row(K, cache.dtype)), like)
+    like = "blocks, key and value (or 1 part that is both), key heads, places of a block, cache_row(K, dtype)"
+    parts = 1 if cache.ndim == 5 and cache.shape[1] == 1 else 2
+    check_shape("cache", cache, (cache.shape[0], parts, G, *cache.shape[3:4], cache_row(K, cache.dtype)), like)
     check_written("cache", cache)
     if not G or H % G:
         raise ValueError(
@@ -348,7 +350,7 @@ def _attend_by_torch(
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None, rows: Tensor | None, relative: Tensor | None, images: Tensor | None, branch: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns [R, H, K] and [R, H] of R queries. Writes the cache [blocks, 2, G, block, row]."""
+    """Returns [R, H, K] and [R, H] of R queries. Writes the cache [blocks, parts, G, block, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree, rows)
     write_cache(k, v, cache, slots)
     (R, H, K), G = q.shape, k.shape[1]
@@ -372,7 +374,7 @@ def _attend_by_torch(
             p = torch.arange(begin, begin + TILE, device=q.device)
             away = (positions[:, None] - p).clamp(0, relative.shape[1] - 1).long()
             x = x + relative[:, away].movedim(0, 1).reshape(R, G, H // G, TILE)
-        state = _add_tile(state, x, kv_RN2GK[:, :, 1], at >= 0)
+        state = _add_tile(state, x, kv_RN2GK[:, :, -1], at >= 0)
     most, lanes, y = state
     total = sum_halves(lanes)
     y = torch.where(total[..., None] == 0, 0.0, y / total[..., None])
@@ -384,7 +386,7 @@ def write_cache(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
     index, order = slots.long(), torch.arange(len(slots), device=slots.device)
     last = order.new_full((cache.shape[0] * cache.shape[3],), -1).scatter_reduce(0, index, order, "amax")
     kept = last[index] == order
-    rows = torch.stack([k, v], 1)[kept]
+    rows = torch.stack([k, v][: cache.shape[1]], 1)[kept]
     rows = encode_rows(rows, cache.dtype) if cache.dtype in LARGEST else rows.to(cache.dtype)
     block = cache.shape[3]
     view_rows(cache)[index[kept] // block, :, :, index[kept] % block] = rows
@@ -516,7 +518,7 @@ def _attend_natively(
     plan = slots, positions, sequences, tables
     y, lse = q.new_empty(R, H, K), q.new_empty(R, H)
     scores = scale, window, softcap, slopes, sinks, tree, rows, relative, images, branch
-    run = function(_SOURCE, "ragged_attention", "p" * 16 + "i" * 17 + "ff" + "ii", returns=True)
+    run = function(_SOURCE, "ragged_attention", "p" * 16 + "i" * 18 + "ff" + "ii", returns=True)
     if run(*addresses(_list_arguments(q, k, v, cache, *plan, *scores, y, lse))):
         check_plan(cache, *plan, window, tree, rows)
         raise AssertionError("C++ refused a plan that is in range")
@@ -544,7 +546,7 @@ def _list_arguments(
     sizes = *(T, R, H, G, K), *(x.stride(0) for x in (q, k, v)), cache.shape[0], cache.shape[3], *tables.shape
     sizes = *sizes, 0 if relative is None else relative.shape[1]
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
-    kinds = 0 if images is None else images.shape[1], branch
+    kinds = 0 if images is None else images.shape[1], branch, cache.shape[1]
     return *tensors, *sizes, window or 0, _KINDS[cache.dtype], *kinds, *scores, num_threads(), FEW
 
 

@@ -20,7 +20,7 @@ def ragged_attention(
     scale: float, window: int | None, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None,
     tree: Tensor | None, rows: Tensor | None, relative: Tensor | None, images: Tensor | None, branch: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns fp32 [R, H, K] and [R, H] of R queries. Writes the cache [blocks, 2, G, block, row]."""
+    """Returns fp32 [R, H, K] and [R, H] of R queries. Writes the cache [blocks, parts, G, block, row]."""
     check_plan(cache, slots, positions, sequences, tables, window, tree, rows)
     write_cache(k, v, cache, slots)
     (R, H, K), G = q.shape, k.shape[1]
@@ -36,7 +36,8 @@ def ragged_attention(
     reach = 0 if relative is None else relative.shape[1]
     args = *tensors, *scores, places.shape[1], H, G, cache.shape[3], reach
     codes = {torch.int8: 1, torch.float8_e4m3fn: 2}.get(cache.dtype, 0)
-    launch(_row_kernel, R * H, q.device, *args, K=K, ROW=cache.shape[-1], WIDTH=width, N=TILE, CODES=codes)
+    sizes = {"K": K, "ROW": cache.shape[-1], "WIDTH": width, "N": TILE, "PARTS": cache.shape[1]}
+    launch(_row_kernel, R * H, q.device, *args, **sizes, CODES=codes)
     return y, lse
 
 
@@ -60,7 +61,7 @@ def _decode_values(x, CODES: tl.constexpr):
 @no_type_check
 def _row_kernel(
     q, cache, scales, places, positions, slopes, sinks, relative, y, lse, scale, cap, end, H, G, block, reach,
-    K: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr,
+    K: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Computes a head of a query."""
     program = tl.program_id(0).to(tl.int64)
@@ -76,7 +77,7 @@ def _row_kernel(
         place = tl.load(places + i * end + begin + n)
         seen = place >= 0
         place = tl.where(seen, place, 0)
-        row = (place // block * 2 * G + g) * block + place % block
+        row = (place // block * PARTS * G + g) * block + place % block
         at = (row * ROW)[:, None] + d[None, :]
         mask = seen[:, None] & (d < K)[None, :]
         key = _decode_values(tl.load(cache + at, mask=mask, other=0), CODES)
@@ -96,9 +97,9 @@ def _row_kernel(
         most = tl.maximum(top, tl.reduce(x, 0, greatest))
         shift = tl.where(most == float("-inf"), 0.0, most)
         weights, before = tl.exp(x - shift), tl.exp(top - shift)
-        value = _decode_values(tl.load(cache + G * block * ROW + at, mask=mask, other=0), CODES)
+        value = _decode_values(tl.load(cache + (PARTS - 1) * G * block * ROW + at, mask=mask, other=0), CODES)
         if CODES != 0:
-            value = value * tl.load(scales + (row + G * block + 1) * (ROW // 4) - 1, mask=seen, other=0.0)[:, None]
+            value = value * tl.load(scales + (row + (PARTS - 1) * G * block + 1) * (ROW // 4) - 1, mask=seen, other=0.0)[:, None]
         total = total * before + tl.reduce(weights, 0, added)
         sum = sum * before + tl.reduce(value * weights[:, None], 0, added)
         top = most

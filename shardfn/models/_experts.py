@@ -40,9 +40,13 @@ class Experts:
         capacity: factor of `moe.capacity`: how many times its mean number of choices an expert takes. Later choices are
             dropped. Padding counts in neither number. None drops none.
         shared: whether the layer's dense MLP is added to the experts', for all tokens, as in DeepSeek.
+        shared_d_ff: F of the dense MLP next to the experts. None is the F of the dense layers.
         residual: whether a token's result is a learnt mean of the experts' and the layer's dense MLP's, as in PR-MoE:
             `c[0] experts + c[1] mlp`, c = softmax(mix x + mix_b). With `top_k=1` a token has the computation of two
             experts and the exchange of a single expert.
+        gate: gate of experts with `mlp="swiglu"` in place of silu, such as `moe.ClampedGate()` of gpt-oss.
+        biases: whether the router and experts with `mlp="swiglu"` have biases, as in gpt-oss. Experts without a gate
+            have biases by `Config.bias`.
         bias_rate: step of a bias of each expert, used only in the choice, and moved once a step against the expert's
             load, in place of a balance loss. The loss then has a state (`models.moe.loss`).
         exchange: place where tokens meet their experts: `moe.Local()`, `moe.AllToAll("ep")`, `moe.GatherExperts("ep")`,
@@ -74,7 +78,10 @@ class Experts:
     axes: Axes = None
     capacity: float | None = None
     shared: bool = False
+    shared_d_ff: int | None = None
     residual: bool = False
+    gate: moe.ClampedGate | None = None
+    biases: bool = False
     bias_rate: float = 0.0
     exchange: moe.Exchange = _LOCAL
 
@@ -96,8 +103,11 @@ class Experts:
             )
         if self.layers is not None:
             problems += self._problems_of_layers(self.layers)
-        if self.d_ff is not None and self.d_ff < 1:
-            problems.append(f"d_ff={self.d_ff} must be at least 1.")
+        for n in ("d_ff", "shared_d_ff"):
+            if (size := getattr(self, n)) is not None and size < 1:
+                problems.append(f"{n}={size} must be at least 1.")
+        if self.shared_d_ff is not None and not (self.shared or self.residual):
+            problems.append(f"shared_d_ff={self.shared_d_ff} needs shared=True or residual=True.")
         problems += [
             f"route={self._route_name} takes no {n}=. Wrap it in a function of logits, k and name."
             for n in self._not_taken(("k", "name"))

@@ -21,6 +21,7 @@ from ._gpt_experts import by_layer as by_layer
 from ._gpt_experts import mix_residual, mixture
 from ._gpt_leaves import Params
 from ._gpt_leaves import weight as weight
+from ._latent import LatentWeights, latent_attention
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -89,7 +90,7 @@ def feed_part(
         h_BTD = _norm_part(config, along, p, _NORM2, x_BTD)
         y_BTD, seen = mixture(config, along, p, h_BTD, bias_E, name, mask_BT, chosen_BTk, load=load)
         if "w_down" in p:
-            mlp_BTD = _apply_mlp(config, along, p, h_BTD)
+            mlp_BTD = _apply_mlp(config, along, p, h_BTD, config.shared_ff_dim)
             y_BTD = mix_residual(config, along, p, y_BTD, mlp_BTD, h_BTD) if "mix" in p else y_BTD + mlp_BTD
         y_BTD = _norm_part(config, along, p, _POST2, y_BTD)
     else:
@@ -104,7 +105,7 @@ _FEED = (*_NORM2, *_POST2, "w_gate", "w_up", "w_down", "b_up", "b_down")
 
 
 def _feed_forward(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
-    y_BTD = _apply_mlp(config, along, p, _norm_part(config, along, p, _NORM2, x_BTD))
+    y_BTD = _apply_mlp(config, along, p, _norm_part(config, along, p, _NORM2, x_BTD), config.ff_dim)
     return _norm_part(config, along, p, _POST2, y_BTD)
 
 
@@ -117,6 +118,10 @@ def _norm_part(config: Config, along: Along, p: Params, names: tuple[str, str], 
 def _attend_tokens(
     config: Config, along: Along, p: Params, x_BTD: Tensor, table: dict[str, Any], rows_R: Tensor | None
 ) -> Tensor:
+    if config.latent is not None:
+        w = _make_latent_weights(config, along, p)
+        how: Any = {"rows_R": rows_R, **table, **along._asdict()}
+        return latent_attention(config.latent, config.num_heads, x_BTD, w, **how)
     weights, heads = attention_weights(config, p, swift="keys" in table and "s_wq" in p)
     norms = None if config.qk_norm is None else _make_head_norms(config, along, p)
     return nn.self_attention(x_BTD, weights, heads, norms=norms, rows_R=rows_R, **table, **along._asdict())
@@ -130,6 +135,23 @@ def attention_weights(config: Config, p: Params, *, swift: bool = False) -> tupl
     return weights, nn.Heads(config.num_heads, config.kv_heads, config.head_dim)
 
 
+def _make_latent_weights(config: Config, along: Along, p: Params) -> LatentWeights:
+    """Returns the weights of a layer's latent attention. Whole leaves are applied to this rank's tokens."""
+    eps = config.latent.norm_eps if config.latent is not None else 0.0
+
+    def whole(name: str) -> Any:
+        w = p[name]
+        return weight(config, w if isinstance(w, nn.BatchInvariantWeight) else nn.between(w, *along))
+
+    def make_norm(name: str) -> Callable[[Tensor], Tensor]:
+        run = nn.batch_invariant_rms_norm if config.batch_invariant else nn.rms_norm
+        return functools.partial(run, w_D=nn.between(p[name], *along), eps=eps)
+
+    of_queries: Any = (whole("wq_a"), make_norm("q_a_norm_w")) if "wq_a" in p else ()
+    wq, wo = weight(config, p["wq"]), weight(config, p["wo"])
+    return LatentWeights(wq, whole("wkv_a"), p["wk_b"], p["wv_b"], wo, make_norm("kv_a_norm_w"), *of_queries)
+
+
 def _make_head_norms(config: Config, along: Along, p: Params) -> nn.HeadNorms:
     """Returns the norms of queries and keys (QK-norm) for the rank's heads. The norms' weights are replicated."""
     inside = Along()
@@ -140,13 +162,13 @@ def _make_head_norms(config: Config, along: Along, p: Params) -> nn.HeadNorms:
     return nn.HeadNorms(of_queries, of_keys, config.qk_norm == "joint")
 
 
-def _apply_mlp(config: Config, along: Along, p: Params, x_BTD: Tensor) -> Tensor:
+def _apply_mlp(config: Config, along: Along, p: Params, x_BTD: Tensor, d_ff: int) -> Tensor:
     up_FD, down_DF = weight(config, p["w_up"]), weight(config, p["w_down"])
     if config.is_gated:
         gate: Any = {"gate": nn.gated_gelu} if config.mlp == "geglu" else {}
         gate_FD = weight(config, p["w_gate"])
-        return nn.swiglu(x_BTD, gate_FD, up_FD, down_DF, d_ff=config.ff_dim, **gate, **along._asdict())
-    how: Any = {"act": config.mlp, "d_ff": config.ff_dim}
+        return nn.swiglu(x_BTD, gate_FD, up_FD, down_DF, d_ff=d_ff, **gate, **along._asdict())
+    how: Any = {"act": config.mlp, "d_ff": d_ff}
     return nn.mlp(x_BTD, up_FD, down_DF, p.get("b_up"), p.get("b_down"), **how, **along._asdict())
 
 
@@ -164,6 +186,9 @@ def norm(config: Config, along: Along, x_BTD: Tensor, w_D: Tensor, b_D: Tensor |
 def score_arguments(config: Config, positions_T: Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """Returns attention's arguments of all layers and heads: slopes of positions, scale and bound of scores."""
     out: dict[str, Any] = {} if config.attention_scale is None else {"scale": config.attention_scale}
+    if config.latent is not None:
+        # Bits of an engine, whose cache has latent rows.
+        out |= {"scale": config.latent.find_scale(config.layer_settings[0].rope), "absorbed": config.batch_invariant} | out
     out |= {} if config.softcap is None else {"softcap": config.softcap}
     if config.position != "alibi":
         return out
@@ -176,7 +201,7 @@ def rope_table(config: Config, rope: nn.Rope, positions_T: Tensor, dtype: torch.
     """Returns the rotation of queries and keys by the positions of tokens."""
     if config.batch_invariant:
         dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    return rope.find_table(positions_T, config.head_dim, dtype=dtype, batch_invariant=config.batch_invariant)
+    return rope.find_table(positions_T, config.rotary_dim, dtype=dtype, batch_invariant=config.batch_invariant)
 
 
 def causal_mask(kind: LayerSettings) -> nn.Mask:

@@ -9,6 +9,7 @@ from shardfn.core import did_you_mean, explains_fields, raise_all
 from shardfn.nn import AttentionBackend, Dense, Mask, Rope
 
 from ._experts import Experts
+from ._latent import Latent
 from ._swift import Swift
 
 DENSE = Dense()
@@ -128,6 +129,7 @@ class Config:
             in Phi, or "two_norms", as in GPT-NeoX. None: the MLP reads the sum after attention.
         sinks: whether each query head has a learnt attention sink, as in gpt-oss.
         head_bias: whether the output layer has a bias, as in Phi.
+        latent: sizes of latent attention (MLA), as in DeepSeek-V3, in place of `d_head` and `num_kv_heads`.
         swift: rule by which later layers take keys and values from one state (SwiftKV). None: each from its own input.
         images: rule of image tokens, whose embeddings are the batch's "image_features". None: text only.
 
@@ -178,6 +180,7 @@ class Config:
     parallel: Literal["one_norm", "two_norms"] | None = None
     sinks: bool = False
     head_bias: bool = False
+    latent: Latent | None = None
     swift: Swift | None = None
     images: Images | None = None
 
@@ -186,8 +189,15 @@ class Config:
 
     @property
     def head_dim(self) -> int:
-        """Returns K."""
+        """Returns K, the dims of a head's query."""
+        if self.latent is not None:
+            return self.latent.head_dim
         return self.d_head or self.d_model // self.num_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Returns the dims of a head that rotary positions are about."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def num_cache_layers(self) -> int:
@@ -203,6 +213,11 @@ class Config:
     def ff_dim(self) -> int:
         """Returns F."""
         return self.d_ff or (-(-8 * self.d_model // 192) * 64 if self.is_gated else 4 * self.d_model)
+
+    @property
+    def shared_ff_dim(self) -> int:
+        """Returns F of the dense MLP next to experts."""
+        return (self.experts and self.experts.shared_d_ff) or self.ff_dim
 
     @property
     def is_gated(self) -> bool:
@@ -310,11 +325,11 @@ def _list_problems(c: Config) -> list[str]:
             out.append(f"{name}={getattr(c, name)} must lie in [0, 1).")
     if out:
         return out
-    if c.d_head is None and c.d_model % c.num_heads:
+    if c.d_head is None and c.latent is None and c.d_model % c.num_heads:
         out.append(f"num_heads={c.num_heads} does not divide d_model={c.d_model}. Give d_head.")
     if c.num_heads % c.kv_heads:
         out.append(f"num_kv_heads={c.kv_heads} does not divide num_heads={c.num_heads}.")
-    if c.position == "rope" and c.rope is None and c.head_dim % 2:
+    if c.position == "rope" and c.rope is None and c.rotary_dim % 2:
         out.append(f"position='rope' needs an even head dim, but d_model={c.d_model} / num_heads={c.num_heads} is odd.")
     out += _find_rope_problems(c) + _find_shape_problems(c) + _find_swift_problems(c)
     for name, asked in (("position='alibi'", c.position == "alibi"), (f"window={c.window}", c.window is not None)):
@@ -334,9 +349,9 @@ def _find_rope_problems(c: Config) -> list[str]:
             f" rope_base={c.rope_base}."
         ]
     ropes = dict.fromkeys(r for r in (c.rope if isinstance(c.rope, tuple) else (c.rope,)) if r is not None)
-    wrong = [r for r in ropes if r.num_dims(c.head_dim) < 2 or r.num_dims(c.head_dim) % 2]
+    wrong = [r for r in ropes if r.num_dims(c.rotary_dim) < 2 or r.num_dims(c.rotary_dim) % 2]
     return [
-        f"{r} rotates {r.num_dims(c.head_dim)} of {c.head_dim} dims. The number must be even and not 0." for r in wrong
+        f"{r} rotates {r.num_dims(c.rotary_dim)} of {c.rotary_dim} dims. The number must be even and not 0." for r in wrong
     ]
 
 
@@ -350,7 +365,23 @@ def _find_shape_problems(c: Config) -> list[str]:
         out.append(f"loss_tile={c.loss_tile} knows no logits_softcap, head_bias and images. Take loss_tile=None.")
     if c.experts is not None and c.mlp not in ("gelu", "swiglu"):
         out.append(f"experts have mlp='gelu' or 'swiglu', got mlp={c.mlp!r}.")
+    if c.experts is not None and (c.experts.gate or c.experts.biases) and c.mlp != "swiglu":
+        out.append(f"experts with gate= or biases=True need mlp='swiglu', got mlp={c.mlp!r}.")
     return out
+
+
+def _find_latent_problems(c: Config) -> list[str]:
+    if c.latent is None:
+        return []
+    asked = {f"num_kv_heads={c.num_kv_heads}": c.num_kv_heads, f"d_head={c.d_head}": c.d_head, "sinks=True": c.sinks}
+    asked |= {f"bias={c.bias!r}": c.bias, f"qk_norm={c.qk_norm!r}": c.qk_norm, "swift": c.swift, "images": c.images}
+    asked |= {f"position={c.position!r}": c.position != "rope", f"norm={c.norm!r}": c.norm != "rms"}
+    ropes = [kind.rope for kind in c.layer_settings]
+    asked["layers without rotary positions"] = any(r is None for r in ropes)
+    asked["norm_plus_one=True"] = c.norm_plus_one
+    asked[f"mscale={c.latent.mscale} and rope= of single layers"] = c.latent.mscale and len(set(ropes)) > 1
+    asked["a part of the rotated dims (Rope.fraction)"] = any(r is not None and r.fraction != 1 for r in ropes)
+    return [f"latent does not know {name}. Leave one of them out." for name, found in asked.items() if found]
 
 
 def _find_swift_problems(c: Config) -> list[str]:

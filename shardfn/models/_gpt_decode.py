@@ -147,6 +147,7 @@ def decode(
         for body, kind in zip(bodies, kinds, strict=True)
     ]
     shared, x_1TD = score_arguments(config, positions_T, x_TD.dtype), x_TD[None]
+    shared |= {} if config.latent is None else {"absorbed": True}
     blocks, keys = params["blocks"], SwiftKeys(config, along, params)
     shares_keys = swift is not None and swift.first < config.num_layers
     first = swift.first if swift is not None and shares_keys else config.num_layers - 1
@@ -421,7 +422,7 @@ def _tables_of_all(config: Config, params: Params) -> Params:
 # Leaf of parameters that are served: the biases of experts, [m, E], or a list by layer for a pyramid.
 EXPERT_BIAS = "expert_bias"
 
-LINEAR = ("wq", "wk", "wv", "s_wq", "s_wk", "s_wv", "wo", "w_up", "w_gate", "w_down", "router", "mix")
+LINEAR = ("wq", "wq_a", "wkv_a", "wk", "wv", "s_wq", "s_wk", "s_wv", "wo", "w_up", "w_gate", "w_down", "router", "mix")
 # Small layers that decide on experts, never in codes.
 _GATES = ("router", "mix")
 # Whose inputs tensor parallelism cuts.

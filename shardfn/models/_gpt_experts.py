@@ -73,7 +73,7 @@ def mixture(
         "mask": None if mask_BT is None else mask_BT.flatten(),
         "chosen": None if chosen_BTk is None else chosen_BTk.flatten(0, 1).long(),
     }
-    logits_BTE = _logits_of_all(config, p["router"], x_BTD, along)
+    logits_BTE = _logits_of_all(config, p["router"], p.get("router_b"), x_BTD, along)
     routing, seen = _route_tokens(config, config.experts, logits_BTE, name, options, load)
     exchange, dealt = config.experts.exchange, _deals_tokens(config.experts, along, name)
     if cut and not dealt:
@@ -81,10 +81,10 @@ def mixture(
         x_BTD, routing = enter_parallel(x_BTD, *along), routing._replace(weights=pvary(routing.weights, along.axis))
     elif along.sequence is not None:
         routing = moe.Routing(*(_take_rows(x, along, len(x_BTD)) for x in routing))
-    run = functools.partial(moe.gelu_experts, axis=along.axis if cut else None, batch_invariant=config.batch_invariant)
-    run = (
-        functools.partial(moe.swiglu_experts, batch_invariant=config.batch_invariant) if config.mlp == "swiglu" else run
-    )
+    how: Any = {"axis": along.axis if cut else None, "batch_invariant": config.batch_invariant}
+    run = functools.partial(moe.gelu_experts, **how)
+    if config.mlp == "swiglu":
+        run = functools.partial(moe.swiglu_experts, gate=config.experts.gate, **how)
     leaves = {n.removeprefix("e_"): x for n, x in p.items() if n.startswith("e_")}
     leaves = {n if n.startswith("b_") else f"w_{n}": x for n, x in leaves.items()}
     if isinstance(exchange, moe.AllToAll):
@@ -270,20 +270,21 @@ def tokens_of_all(config: Config, along: Along, axes: Axes, num_rows: int, num_t
     return ranks * num_rows * num_tokens
 
 
-def _logits_of_all(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:
+def _logits_of_all(config: Config, w_ED: Any, b_E: Tensor | None, x_BTD: Tensor, along: Along) -> Tensor:
     """Returns the logits of all tokens that the ranks of a block have. The router computes in float32 at least."""
-    logits_BTE = _compute_logits(config, w_ED, x_BTD, along)
+    logits_BTE = _compute_logits(config, w_ED, b_E, x_BTD, along)
     if along.sequence is None:
         return logits_BTE
     # All ranks of the block route all tokens of the block, and continue with equal choices.
     return checkpoint_name(all_gather_invariant(logits_BTE, along.axis, dim=1, size=along.sequence), "tp_gather")
 
 
-def _compute_logits(config: Config, w_ED: Any, x_BTD: Tensor, along: Along) -> Tensor:
+def _compute_logits(config: Config, w_ED: Any, b_E: Tensor | None, x_BTD: Tensor, along: Along) -> Tensor:
+    b_E = None if b_E is None else between(b_E, *along)
     if config.batch_invariant:
-        return linear(x_BTD, weight(config, w_ED if isinstance(w_ED, BatchInvariantWeight) else between(w_ED, *along)))
+        return linear(x_BTD, weight(config, w_ED if isinstance(w_ED, BatchInvariantWeight) else between(w_ED, *along)), b_E)
     wide = torch.promote_types(x_BTD.dtype, torch.float32)
-    return linear(x_BTD.to(wide), between(w_ED, *along).to(wide))
+    return linear(x_BTD.to(wide), between(w_ED, *along).to(wide), None if b_E is None else b_E.to(wide))
 
 
 def _take_rows(x_SE: Tensor, along: Along, batch: int) -> Tensor:

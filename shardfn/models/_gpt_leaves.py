@@ -36,6 +36,7 @@ from shardfn.kernels import BLOCK_BYTES, GROUP
 from shardfn.nn import BatchInvariantWeight
 
 from ._gpt_config import Config
+from ._latent import Latent
 
 Params = Any  # a dict from `init`, as optree types its results as optree's PyTree
 
@@ -318,7 +319,8 @@ def list_block_leaves(config: Config, i: int) -> dict[str, DrawnLeaf]:
     tree |= {f"s_{name}": tree[name] for name in _list_swift_names(config, i) if name in tree}
     for name in block_norms(config):
         tree |= list_norm_leaves(config, name)
-    return tree | (_mlp_leaves(config) if has_mlp else {}) | (_expert_leaves(config, i) if has_experts else {})
+    d_ff = config.shared_ff_dim if has_experts else config.ff_dim
+    return tree | (_mlp_leaves(config, d_ff) if has_mlp else {}) | (_expert_leaves(config, i) if has_experts else {})
 
 
 def _list_swift_names(config: Config, i: int) -> tuple[str, ...]:
@@ -339,6 +341,8 @@ def _residual_scale(config: Config) -> float:
 
 
 def list_attention_leaves(config: Config) -> dict[str, DrawnLeaf]:
+    if config.latent is not None:
+        return _list_latent_leaves(config, config.latent)
     D, K = config.d_model, config.head_dim
     # The rows of the projections: of queries, and of keys and values.
     rows, kv_rows = (((n, K) if config.per_head else (n * K,)) for n in (config.num_heads, config.kv_heads))
@@ -357,8 +361,22 @@ def list_attention_leaves(config: Config) -> dict[str, DrawnLeaf]:
     return tree | ({"bo": DrawnLeaf((D,), stddev=0.0)} if config.bias is True else {})
 
 
-def _mlp_leaves(config: Config) -> dict[str, DrawnLeaf]:
-    D, F = config.d_model, config.ff_dim
+def _list_latent_leaves(config: Config, latent: Latent) -> dict[str, DrawnLeaf]:
+    D, H, C = config.d_model, config.num_heads, latent.kv_rank
+
+    def by_head(dim: int) -> tuple[int, ...]:
+        return (H, dim) if config.per_head else (H * dim,)
+
+    tree = {"wq": DrawnLeaf((*by_head(latent.head_dim), latent.q_rank or D), cut=0), "wkv_a": DrawnLeaf((latent.row, D))}
+    tree |= {"wk_b": DrawnLeaf((H, latent.nope_dim, C), cut=0), "wv_b": DrawnLeaf((H, latent.v_dim, C), cut=0)}
+    tree |= {"kv_a_norm_w": DrawnLeaf((C,), mean=1.0, stddev=0.0)}
+    if latent.q_rank is not None:
+        tree |= {"wq_a": DrawnLeaf((latent.q_rank, D)), "q_a_norm_w": DrawnLeaf((latent.q_rank,), mean=1.0, stddev=0.0)}
+    return tree | {"wo": DrawnLeaf((D, *by_head(latent.v_dim)), stddev=_residual_scale(config), cut=1)}
+
+
+def _mlp_leaves(config: Config, d_ff: int) -> dict[str, DrawnLeaf]:
+    D, F = config.d_model, d_ff
     tree = {"w_up": DrawnLeaf((F, D), cut=0), "w_down": DrawnLeaf((D, F), stddev=_residual_scale(config), cut=1)}
     if config.is_gated:
         return tree | {"w_gate": DrawnLeaf((F, D), cut=0)}
@@ -374,6 +392,9 @@ def _expert_leaves(config: Config, i: int) -> dict[str, DrawnLeaf]:
     leaf = functools.partial(DrawnLeaf, front=front)
     tree = {"mix": DrawnLeaf((2, D)), "mix_b": DrawnLeaf((2,), stddev=0.0)} if config.experts.residual else {}
     tree |= {"router": DrawnLeaf((E, D)), "e_down": leaf((E, D, F), stddev=_residual_scale(config), cut=2)}
+    if config.experts.biases:
+        tree |= {"router_b": DrawnLeaf((E,), stddev=0.0), "e_b_gate_up": leaf((E, 2, F), stddev=0.0, cut=2)}
+        tree |= {"e_b_down": leaf((E, D), stddev=0.0)}
     if config.mlp == "swiglu":
         return tree | {"e_gate_up": leaf((E, 2, F, D), cut=2)}
     biases = {"e_b_up": leaf((E, F), stddev=0.0, cut=1), "e_b_down": leaf((E, D), stddev=0.0)}

@@ -54,6 +54,7 @@ from ._gpt_stages import stages_and_seen as stages_and_seen
 from ._gpt_swift import add_swift_kv as add_swift_kv
 from ._gpt_swift import drop_swift_kv as drop_swift_kv
 from ._gpt_swift import swift_trainable as swift_trainable
+from ._latent import Latent as Latent
 from ._swift import Swift as Swift
 
 

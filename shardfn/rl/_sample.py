@@ -145,7 +145,7 @@ def check_sampling(who: str, sampling: inference.Sampling) -> None:
             " evaluation, use engine.generate."
         )
     names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-    names += ("logit_bias", "min_tokens", "bad_words", "allowed_token_ids", "logits_processors")
+    names += ("logit_bias", "min_tokens", "bad_words", "allowed_token_ids", "reasoning_budget", "logits_processors")
     for name in names:
         value, usual = getattr(sampling, name), getattr(plain, name)
         if value != usual:

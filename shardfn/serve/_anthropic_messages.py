@@ -72,7 +72,7 @@ _CHOICE: Mapping[str, FieldKind] = {"type": TEXT, "name": TEXT, "disable_paralle
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING: Mapping[str, FieldKind] = {
     "type": TEXT,
-    "budget_tokens": ignored_kind(INTEGER),
+    "budget_tokens": INTEGER,
     "display": ignored_kind(TEXT),
 }
 _RENAMED = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
@@ -130,7 +130,10 @@ def _make_chat(given: Mapping[str, Any], model: Model) -> dict[str, Any]:
         text = f"tool_choice.type must be 'auto', 'any', 'none' or 'tool', got {kind[:60]!r}."
         raise ApiError(400, text, "tool_choice.type")
     chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)
-    thinking = read_fields(given.get("thinking", {}), _THINKING, "thinking").get("type")
+    asked = read_fields(given.get("thinking", {}), _THINKING, "thinking")
+    thinking = asked.get("type")
+    if thinking == "enabled" and "budget_tokens" in asked and model.reasoning is not None:
+        chat["thinking_token_budget"] = asked["budget_tokens"]
     if thinking is not None:
         if thinking not in ("enabled", "disabled", "adaptive"):
             text = f"thinking.type must be 'enabled', 'disabled' or 'adaptive', got {thinking[:60]!r}."

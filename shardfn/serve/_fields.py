@@ -167,6 +167,7 @@ CHAT: Mapping[str, FieldKind] = {
     "tool_choice": ANY,
     "parallel_tool_calls": FLAG,
     "include_reasoning": FLAG,
+    "thinking_token_budget": INTEGER,
 }
 # Fields of routes whose answers have no tokens.
 _POOLED: Mapping[str, FieldKind] = {

@@ -25,6 +25,7 @@ class ToolFormat(NamedTuple):
         key: key of the arguments.
         hint: text of chat templates that show the format.
         skipped: text that may precede the first call.
+        channels: whether reasoning, answer and calls are messages of channels, as in gpt-oss (harmony).
     """
 
     name: str
@@ -35,6 +36,7 @@ class ToolFormat(NamedTuple):
     key: str = "arguments"
     hint: str = ""
     skipped: str = ""
+    channels: bool = False
 
 
 class ReasoningFormat(NamedTuple):
@@ -44,16 +46,19 @@ class ReasoningFormat(NamedTuple):
         name: name of the format.
         begin: marker before the reasoning. A chat template may end with the marker.
         end: marker after the reasoning.
+        channels: see `ToolFormat`.
     """
 
     name: str
     begin: str
     end: str
+    channels: bool = False
 
 
 TOOL_FORMATS = {
     one.name: one
     for one in (
+        ToolFormat("harmony", "<|channel|>", "<|call|>", hint="<|channel|>", channels=True),
         ToolFormat("hermes", "<tool_call>", "</tool_call>", "\n", hint="<tool_call>"),
         ToolFormat("mistral", "[TOOL_CALLS]", between=", ", is_list=True, hint="[TOOL_CALLS]"),
         ToolFormat("llama3_json", between="; ", key="parameters", hint='"parameters":', skipped="<|python_tag|>"),
@@ -61,7 +66,11 @@ TOOL_FORMATS = {
 }
 REASONING_FORMATS = {
     one.name: one
-    for one in (ReasoningFormat("think", "<think>", "</think>"), ReasoningFormat("mistral", "[THINK]", "[/THINK]"))
+    for one in (
+        ReasoningFormat("harmony", "<|channel|>", "<|end|>", channels=True),
+        ReasoningFormat("think", "<think>", "</think>"),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    )
 }
 TOOL_PARSERS, REASONING_PARSERS = (*_NO_FORMAT, *TOOL_FORMATS), (*_NO_FORMAT, *REASONING_FORMATS)
 
@@ -128,6 +137,8 @@ class AnswerGrammar(NamedTuple):
             start: object
         """
         rules = _Rules(id_of)
+        if any(form is not None and form.channels for form in (self.tools, self.reasoning)):
+            return "\n".join([f"start: {self._write_channels(rules)}", *rules.lines])
         body = self._write_body(rules)
         if self.reasoning is not None:
             thought = rules.write_head("thought", self.reasoning.end)
@@ -153,6 +164,24 @@ class AnswerGrammar(NamedTuple):
         after = self._write_one(rules)
         rules.lines.append(r"TEXT: /(.|\n)*/")
         return f"({head} {after}) | TEXT" if self.most == 1 else f"({head} {after})* TEXT"
+
+    def _write_channels(self, rules: "_Rules") -> str:
+        """Returns messages of analysis, and then a call or the final message. The prompt ends with the role."""
+        channel, message, start = (rules.spell(f"<|{x}|>") for x in ("channel", "message", "start"))
+        thought = rules.write_head("thought", "<|end|>")
+        rules.lines.append(f'analysis: {channel} "analysis" {message} {thought} {start} "assistant"')
+        ways, schemas = list[str](), self.schemas if self.tools is not None else {}
+        for i, (name, schema) in enumerate(schemas.items()):
+            to = json.dumps(f"commentary to=functions.{name} ")
+            rules.lines.append(f'call{i}: {channel} {to} {rules.spell("<|constrain|>")} "json" {message} arguments{i}')
+            rules.lines.append(f"arguments{i}: %json {spell_schema(schema)}")
+            ways.append(f"call{i}")
+        if not self.forced:
+            text = "TEXT" if self.answer is None else f"%json {spell_schema(self.answer)}"
+            rules.lines += [f"body: {text}", f'final: {channel} "final" {message} body']
+            rules.lines += [r"TEXT: /(.|\n)*/"] if self.answer is None else []
+            ways.append("final")
+        return f"analysis* ({' | '.join(ways)})"
 
     def _write_calls(self, form: ToolFormat, rules: "_Rules") -> str:
         named = [

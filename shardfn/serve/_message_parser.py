@@ -6,6 +6,7 @@ to cut the text into pieces.
 
 import itertools
 import json
+import re
 from collections import deque
 from collections.abc import Collection, Generator
 from typing import Literal, NamedTuple
@@ -16,6 +17,10 @@ PartKind = Literal["reasoning", "content", "call", "arguments"]
 _ARGUMENTS = ("arguments", "parameters")  # keys of arguments, for example "parameters" in Llama 3
 _KEYS = ("name", *_ARGUMENTS, "type", "id")
 _Read = Generator[None, str, None]
+# Of harmony: the markers of a message's header and of its end, and a channel and a recipient in the header.
+_MESSAGE, _ENDS = "<|message|>", ("<|end|>", "<|call|>", "<|return|>")
+_BEGINS = ("<|channel|>", "<|start|>", "to=")
+_CHANNEL, _RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
 
 
 class MessagePart(NamedTuple):
@@ -72,6 +77,8 @@ class MessageParser:
         self._spaces = ""  # white space before it
         self._is_open = False  # whether a call has begun and has not ended
         self._parts = list[MessagePart]()
+        self._arguments, self._in_header = "", False  # of an open call of harmony, and before a message's body
+        self._has_channels = any(form is not None and form.channels for form in (tools, reasoning))
         self.num_calls, self.malformed = 0, False
         self._reader = self._read_message()
         next(self._reader)
@@ -90,7 +97,9 @@ class MessageParser:
     def end(self) -> list[MessagePart]:
         """Returns the parts that were held back, at the end of the text."""
         self._reader.close()
-        if self._is_open:
+        if self._has_channels:
+            self._end_message()
+        elif self._is_open:
             self.malformed, self._spaces, self._held = True, "", ""
         self._flush()
         return self._take_parts()
@@ -115,6 +124,8 @@ class MessageParser:
     # Coroutines: `yield` waits for the next character.
 
     def _read_message(self) -> _Read:
+        while self._has_channels:
+            yield from self._read_channel()
         if self._reasoning is not None:
             yield from self._read_reasoning(self._reasoning)
         tools = self._tools
@@ -126,6 +137,43 @@ class MessageParser:
             yield from self._read_unmarked(tools)
         while True:
             self._emit("content", (yield from self._take()))
+
+    def _read_channel(self) -> _Read:
+        """Reads a message of harmony: a header, and a body up to a marker of its end."""
+        self._in_header = True
+        while not self._held.endswith(_MESSAGE):
+            self._held += yield from self._take()
+        self._in_header = False
+        channel, to = _CHANNEL.search(self._held), _RECIPIENT.search(self._held)
+        self._held, recipient = "", to.group(1) if to else ""
+        called = self._tools is not None and recipient.startswith("functions.")
+        if called:
+            self._begin_call(recipient.removeprefix("functions."))
+        thinks = (channel is not None and channel.group(1) == "analysis") or (recipient and not called)
+        self._kind = "reasoning" if thinks else "content"
+        while self._held not in _ENDS:
+            self._held += yield from self._take()
+            while self._held and not any(end.startswith(self._held) for end in _ENDS):
+                self._give_body(self._held[0])
+                self._held = self._held[1:]
+        self._held = ""
+        self._end_message()
+        self._kind = "content"
+
+    def _give_body(self, text: str) -> None:
+        if self._is_open:
+            self._arguments += text
+        self._emit("arguments" if self._is_open else self._kind, text)
+
+    def _end_message(self) -> None:
+        """Ends a message of harmony, also at the end of the text, where a part of a header is left out."""
+        head = self._held.lstrip()
+        if not self._in_header or not (head.startswith(_BEGINS) or any(x.startswith(head) for x in _BEGINS)):
+            self._give_body(self._held)
+        self._held = ""
+        if self._is_open:
+            arguments, self._arguments = self._arguments, ""
+            self._end_call(arguments)
 
     def _read_reasoning(self, form: ReasoningFormat) -> _Read:
         if self._inside or (yield from self._match(form.begin)):

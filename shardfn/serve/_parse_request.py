@@ -9,6 +9,7 @@ from shardfn.inference import (
     BeamSearch,
     Grammar,
     Limits,
+    ReasoningBudget,
     Request,
     Sampling,
     check_embedded,
@@ -205,6 +206,7 @@ def _make_asked(
     stop_tokens = tuple(dict.fromkeys([*given.get("stop_token_ids", ()), *sorted(ends)]))
     sampling = Sampling(
         **numbers,
+        reasoning_budget=_read_budget(given, model, rules),
         stop_tokens=stop_tokens,
         logit_bias=_read_biases(given.get("logit_bias", {})),
         top_logprobs=top or 0,
@@ -238,6 +240,20 @@ def _make_asked(
     usage = read_fields(options or {}, OPTIONS, "stream_options").get("include_usage", False)
     asked = ParsedRequest(given["model"], requests, stream, usage, top)
     return asked._replace(rules=rules, grammar_field=field, beams=read_beams(given, requests[0].sampling, field))
+
+
+def _read_budget(given: Mapping[str, Any], model: Model, rules: MessageRules | None) -> ReasoningBudget | None:
+    tokens = given.get("thinking_token_budget")
+    if tokens is None:
+        return None
+    if rules is None or rules.reasoning is None:
+        text = f"thinking_token_budget is not served: the text of {model.name!r} has no form of reasoning here."
+        raise ApiError(400, f"{text} Leave it out.", "thinking_token_budget", "unsupported_parameter")
+    form = rules.reasoning
+    if not form.channels:
+        return ReasoningBudget(tokens, form.begin, form.end, rules.inside)
+    after = "<|start|>assistant" if rules.tools is not None else "<|start|>assistant<|channel|>final<|message|>"
+    return ReasoningBudget(tokens, "<|channel|>analysis<|message|>", form.end, forced=form.end + after)
 
 
 def _has_special_markers(rules: MessageRules, model: Model) -> bool:
@@ -294,7 +310,8 @@ def _check_request(request: Request, limits: Limits, where: str, given: Mapping[
         check_request(request, limits)
     except ValueError as error:
         name = str(error).split()[0].partition("[")[0]
-        field = {"stop_tokens": "stop_token_ids"}.get(name, name)
+        names = {"stop_tokens": "stop_token_ids", "reasoning_budget.tokens": "thinking_token_budget"}
+        field = names.get(name, name)
         if field == "prompt":
             field = next(name for name in _PROMPTS if name in given)
         if field == "max_tokens" and "max_completion_tokens" in given:

@@ -394,9 +394,9 @@ REFUSALS: list[tuple[dict[str, Any], Any, str]] = [
     ({"k": torch.ones(2, 1, 3)}, ValueError, r"k is of shape \(2, 1, 3\), must be \(2, 2, 3\)"),
     ({"cache": torch.zeros(3, 2, 2, 2, 3).half()}, TypeError, "cache must be .*, got torch.float16"),
     (
-        {"cache": torch.zeros(3, 1, 2, 2, 3)},
+        {"cache": torch.zeros(3, 3, 2, 2, 3)},
         ValueError,
-        r"cache is of shape \(3, 1, 2, 2, 3\), must be \(3, 2, 2, 2, 3\)",
+        r"cache is of shape \(3, 3, 2, 2, 3\), must be \(3, 2, 2, 2, 3\)",
     ),
     ({"cache": torch.zeros(3, 2, 2, 3, 2).mT}, ValueError, "cache is written in place"),
     ({"window": 0}, ValueError, "window must be 1 or more .*, got 0"),

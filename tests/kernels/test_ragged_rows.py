@@ -147,3 +147,35 @@ def test_bad_rows_are_refused_and_nothing_is_written() -> None:
                 with pytest.raises(error, match=said):
                     inspect.unwrap(kernels.ragged_attention)(**args)  # without the shape checks of tests
                 assert not args["cache"].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads, dtype", [((4, 1, 20), torch.float32), ((8, 1, 48), torch.bfloat16),
+                                          ((3, 1, 24), torch.int8), ((2, 2, 5), torch.float64)])  # fmt: skip
+def test_keys_that_are_values_have_the_bits_of_equal_values(
+    heads: Any, dtype: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "triton":
+        pytest.importorskip("triton")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    args = _call(heads, dtype, {"sinks": True}, tree=True)
+    args["v"] = args["k"]
+    one = {**args, "cache": args["cache"][:, :1].clone()}
+    chosen = kind if kind != "native" or _build.library() else "reference"
+    with kernels.implemented_by(chosen), np.errstate(all="ignore"):
+        want, got = kernels.ragged_attention(**args), kernels.ragged_attention(**{**one, "v": torch.zeros_like(args["v"])})
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    for part in (0, 1):
+        assert torch.equal(one["cache"][:, 0].view(torch.uint8), args["cache"][:, part].view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["native", "reference"])
+def test_a_latent_row_of_576_numbers(kind: str) -> None:
+    args = _call((16, 1, 576), torch.float32, {}, tree=False)
+    args = {**args, "cache": args["cache"][:, :1].contiguous(), "v": args["k"]}
+    with kernels.implemented_by(kind if _build.library() else "reference"):
+        y, _ = kernels.ragged_attention(**args)
+    q, k = args["q"][7:46], args["k"][7:46, 0]
+    scores = torch.einsum("thk,sk->hts", q, k) * 576**-0.5
+    p = scores.masked_fill(torch.ones(39, 39).triu(1) > 0, -torch.inf).softmax(-1)
+    torch.testing.assert_close(y[7:46], torch.einsum("hts,sk->thk", p, k), rtol=1e-4, atol=1e-5)

@@ -67,8 +67,12 @@ for record, bits in ((2176, 8), (1280, 4)):
     CASES += [(rows._coded_chain, "*fp32 *u8 *fp16 *fp32 i32 i32 i32 i32 i32", code)]
     CASES += [(whole._whole_chain, "*i8 *fp32 *fp32 *u8 *fp16 *fp32 i32 i32 i32 i32 i32", code)]
 CASES += [
-    (ragged._row_kernel, f"*fp32 *{x} *i64 *i32 *fp32 *fp32 *fp32 fp32 fp32 i32 i32 i32", dict(K=64, WIDTH=64, N=32))
-    for x in ("fp32", "bf16")
+    (
+        ragged._row_kernel,
+        f"*fp32 *{x} *fp32 *i64 *i32 *fp32 *fp32 *fp32 *fp32 *fp32 fp32 fp32 i32 i32 i32 i32 i32",
+        dict(K=k, ROW=k, WIDTH=w, N=32, CODES=0, PARTS=parts),
+    )
+    for x, k, w, parts in (("fp32", 64, 64, 2), ("bf16", 64, 64, 2), ("fp32", 576, 1024, 1))
 ]
 CASES += [
     (pointwise._gated_silu, "*fp32 *fp32 *fp32 i64", dict(WIDTH=1024)),

@@ -13,6 +13,7 @@ from ._metrics import load as load, other_choices as other_choices
 from ._permute import Permutation as Permutation, combine as combine, dispatch as dispatch, permutation as permutation
 from ._experts import grouped as grouped
 from ._experts import FUNCTIONS_OF_OPS as FUNCTIONS_OF_OPS
+from ._experts import ClampedGate as ClampedGate
 from ._experts import ExpertFunction as ExpertFunction, gelu_experts as gelu_experts, swiglu_experts as swiglu_experts
 from ._exchange import (
     Exchange as Exchange,

@@ -6,7 +6,7 @@ M rows, E experts, D model, F ffn.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from shardfn.nn import (
     Trilinear,
     batch_invariant_gated_silu,
     batch_invariant_gelu,
+    batch_invariant_sigmoid,
     derivative,
     partials_of_gated_silu,
     run_op,
@@ -271,20 +272,51 @@ def _halves_gradient(dh: Tensor, x: Tensor, batch_invariant: bool) -> Tensor:
 ExpertFunction = Callable[[PyTree, Tensor, Tensor], Tensor]
 
 
+class ClampedGate(NamedTuple):
+    """Gate of gpt-oss: `(up + 1) gate sigmoid(alpha gate)` of clamped halves.
+
+    Attributes:
+        alpha: slope of the sigmoid.
+        limit: most of a gate, and most of the absolute value of the other half.
+
+    Example:
+        >>> ClampedGate()(torch.tensor([9.0]), torch.tensor([-9.0])).item()
+        -41.99971771240234
+
+    References:
+        OpenAI, gpt-oss-120b and gpt-oss-20b Model Card, 2025, https://arxiv.org/abs/2508.10925
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __call__(
+        self, gate: Float[Tensor, "*n"], up: Float[Tensor, "*n"], *, batch_invariant: bool = False
+    ) -> Float[Tensor, "*n"]:
+        """Returns the gated values. With `batch_invariant` they have the same bits on any processor."""
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        share = (batch_invariant_sigmoid if batch_invariant else torch.sigmoid)(gate * self.alpha)
+        return (up + 1) * (gate * share)
+
+
 def swiglu_experts(
     params: Mapping[str, Any],
     x_MD: Float[Tensor, "m d"],
     counts_E: Int64[Tensor, " e"],
     *,
+    gate: ClampedGate | None = None,
+    axis: Axes = None,
     batch_invariant: bool = False,
 ) -> Float[Tensor, "m d"]:
     """Returns `(silu(x w_gate^T) * x w_up^T) w_down^T` with the weights of each row's expert, as in Mixtral.
 
     Args:
-        params: leaves `{"w_gate_up": [E, 2, F, D], "w_down": [E, D, F]}`. Where an axis cuts F, the result is the
-            rank's part of a sum.
+        params: leaves `{"w_gate_up": [E, 2, F, D], "w_down": [E, D, F]}`, and "b_gate_up" [E, 2, F] and "b_down" [E, D]
+            or neither. Where an axis cuts F, the result is the rank's part of a sum.
         x_MD: rows, by expert. Rows past the last count are zeros, and stay zeros.
         counts_E: rows of each expert.
+        gate: gate in place of silu, as in gpt-oss.
+        axis: mesh axes along which F is cut, for a bias that only the first rank adds. None means a single device.
         batch_invariant: whether a row has the same bits next to any other rows, for float32 or float64.
 
     Example:
@@ -294,8 +326,21 @@ def swiglu_experts(
         torch.Size([5, 3])
     """
     w_E2FD, w_EDF = params["w_gate_up"], params["w_down"]
-    gate_up_MI = grouped(x_MD, w_E2FD.flatten(1, 2), counts_E, transposed=True, batch_invariant=batch_invariant)
-    return gated_product(gate_up_MI, w_EDF, counts_E, batch_invariant=batch_invariant)
+    b_E2F, b_ED = params.get("b_gate_up"), _add_once(params.get("b_down"), axis)
+    b_EI = None if b_E2F is None else b_E2F.flatten(1, 2)
+    gate_up_MI = _apply_affine(x_MD, w_E2FD.flatten(1, 2), b_EI, counts_E, batch_invariant)
+    if gate is None and b_ED is None:
+        return gated_product(gate_up_MI, w_EDF, counts_E, batch_invariant=batch_invariant)
+    if gate is None:
+        h_MF = _gate_halves(gate_up_MI, batch_invariant)
+    else:
+        h_MF = gate(*gate_up_MI.chunk(2, -1), batch_invariant=batch_invariant)
+    return _apply_affine(h_MF, w_EDF, b_ED, counts_E, batch_invariant)
+
+
+def _add_once(b_ED: Tensor | None, axis: Axes) -> Tensor | None:
+    """Returns a bias of sums over the ranks of an axis, which is 0 except on the first rank."""
+    return b_ED if b_ED is None or axis_size(axis) == 1 else pvary(b_ED, axis) * (axis_index(axis) == 0)
 
 
 def gelu_experts(
@@ -324,9 +369,7 @@ def gelu_experts(
     """
     up_MF = _apply_affine(x_MD, params["w_up"], params.get("b_up"), counts_E, batch_invariant)
     h_MF = batch_invariant_gelu(up_MF) if batch_invariant else F.gelu(up_MF, approximate="tanh")
-    b_ED = params.get("b_down")
-    if b_ED is not None and axis_size(axis) > 1:
-        b_ED = pvary(b_ED, axis) * (axis_index(axis) == 0)
+    b_ED = _add_once(params.get("b_down"), axis)
     return _apply_affine(h_MF, params["w_down"], b_ED, counts_E, batch_invariant)
 
 

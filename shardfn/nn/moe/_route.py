@@ -114,6 +114,8 @@ def top_k(
     softmax: Literal["before", "after"] = "before",
     renormalise: bool = True,
     scale: float = 1.0,
+    groups: int = 1,
+    groups_kept: int = 1,
     mask: Bool[Tensor, " s"] | None = None,
     chosen: Int64[Tensor, "s k"] | None = None,
     batch_invariant: bool = False,
@@ -131,6 +133,8 @@ def top_k(
         softmax: whether weights are probabilities among all experts, or among the chosen experts.
         renormalise: whether a token's weights are divided by the sum of the weights.
         scale: a factor of the weights.
+        groups: number of groups of neighbouring experts, as in DeepSeek-V2.
+        groups_kept: groups of a token's experts: the groups with the best experts.
         mask: False for padding, without an expert.
         chosen: experts in place of the best, such as from an earlier routing (routing replay). Gradients reach the
             router through the weights as before. -1 is a choice without an expert.
@@ -152,12 +156,12 @@ def top_k(
     References:
         Jiang et al., Mixtral of Experts, 2024, https://arxiv.org/abs/2401.04088
     """
-    check_k(k, logits.shape[-1], name)
+    _check_groups(k, logits.shape[-1], groups, groups_kept, name)
     if softmax not in ("before", "after"):
         raise ValueError(f'{name}: softmax={softmax!r}. Use "before" the choice (Mixtral), or "after" it.')
     wide = wide_logits(logits, mask, name)
     probs = softmax_of(wide, batch_invariant)
-    experts = choice(wide, k, mask, chosen, name)
+    experts = choice(_keep_best_groups(wide, groups, groups_kept, best_of=1), k, mask, chosen, name)
     if softmax == "after":
         weights = where_chosen(experts, softmax_of(taken(wide, experts, torch.finfo(wide.dtype).min), batch_invariant))
         renormalise = False  # with sum 1
@@ -320,12 +324,12 @@ def sigmoid_groups(
     return Routing(experts, scaled(taken(scores, experts), renormalise, scale, batch_invariant), scores, wide)
 
 
-def _keep_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
+def _keep_best_groups(scores: Tensor, groups: int, kept: int, best_of: int = 2) -> Tensor:
     """Returns the scores, and -inf for experts outside of each token's best groups."""
     if kept == groups:
         return scores
     grouped = scores.unflatten(-1, (groups, -1))
-    sums = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
+    sums = grouped.detach().topk(min(best_of, grouped.shape[-1]), -1).values.sum(-1)
     inside = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, best(sums, kept), True)
     return torch.where(inside[..., None], grouped, -torch.inf).flatten(1)
 
