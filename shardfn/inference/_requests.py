@@ -156,7 +156,7 @@ class Sampling:
         (), BadWords(MOST_WORDS, 256), rule=forbid_bad_words, encode=encode_words, http="strings"
     )
     allowed_token_ids: tuple[int, ...] | None = option(None, check_allowed, rule=forbid_others, http="integers")
-    reasoning_budget: ReasoningBudget | None = option(
+    reasoning_budget: ReasoningBudget | None = option(  # noqa: RUF009 - a field of a dataclass, as all of these
         None, check_budget, rule=force_end_of_reasoning, encode=encode_budget
     )
     logits_processors: tuple[str, ...] = option((), Names(16, 256), http="strings")

@@ -270,9 +270,7 @@ def _write_family(c: gpt.Config, kind: str) -> dict[str, Any]:
         told |= {"layer_types": types, "use_sliding_window": told["sliding_window"] is not None}
     told |= {"no_rope_layers": [int(r is not None) for r in ropes]} if kind == "smollm3" else {}
     told |= write_parts(c, kind)
-    told |= _write_rope(
-        ropes, types, layered=family.layered, whole=family.defaults.get("partial_rotary_factor", 1.0)
-    )
+    told |= _write_rope(ropes, types, layered=family.layered, whole=family.defaults.get("partial_rotary_factor", 1.0))
     if c.latent is not None and c.latent.mscale and "rope_parameters" in told:
         told["rope_parameters"] |= {"mscale_all_dim": c.latent.mscale}
     return told

@@ -43,7 +43,17 @@ def describe_experts(c: gpt.Config) -> Any:
     route, options = _read_route(e)
     sizes = tuple(c.num_experts), tuple(c.expert_layers), e.top_k, e.d_ff or c.ff_dim
     shared = c.shared_ff_dim if e.shared or e.residual else None
-    return *sizes, shared, e.residual, e.capacity, e.bias_rate > 0, e.gate, e.biases, route, tuple(sorted(options.items()))
+    return (
+        *sizes,
+        shared,
+        e.residual,
+        e.capacity,
+        e.bias_rate > 0,
+        e.gate,
+        e.biases,
+        route,
+        tuple(sorted(options.items())),
+    )
 
 
 def _read_route(e: Experts) -> tuple[Any, dict[str, Any]]:

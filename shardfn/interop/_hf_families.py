@@ -346,9 +346,7 @@ FAMILIES: Mapping[str, Family] = {
         block="gpt_neox.layers.{}.",
         fused={"qkv": ("by_head", "attention.query_key_value")},
     ),
-    "gpt_oss": _llama_like(
-        "GptOssForCausalLM", _GPT_OSS, {"sinks": True}, _GPT_OSS_NAMES, slides=_all_but_each(2)
-    ),
+    "gpt_oss": _llama_like("GptOssForCausalLM", _GPT_OSS, {"sinks": True}, _GPT_OSS_NAMES, slides=_all_but_each(2)),
     "deepseek_v3": _llama_like("DeepseekV3ForCausalLM", _DEEPSEEK_V3, **_LATENT, must=_ROUTERS["deepseek_v3"]),
     "deepseek_v2": _llama_like("DeepseekV2ForCausalLM", _DEEPSEEK_V2, **_LATENT, must=_ROUTERS["deepseek_v2"]),
 }

@@ -20,7 +20,6 @@ from shardfn.kernels import BLOCK_BYTES, GROUP
 from shardfn.models import gpt
 
 from ._hf_config import gpt_config, hf_config, read_config, split_llava
-from ._hf_families import FAMILIES
 from ._hf_rows import Row, rows
 
 
@@ -320,9 +319,7 @@ def _name_prefix(archive: Archive | CodedArchive, table: list[Row]) -> Callable[
 def _check_names(
     archive: Archive | CodedArchive, table: list[Row], config: gpt.Config, prefix: Any, dtype: torch.dtype | None
 ) -> None:
-    wanted = {
-        prefix(name): r for r in table for i in r.list_layers(config.num_layers) for name in r.list_names(i)
-    }
+    wanted = {prefix(name): r for r in table for i in r.list_layers(config.num_layers) for name in r.list_names(i)}
     problems = [
         f"{name} is missing ({'/'.join(r.path)} of the model)" for name, r in wanted.items() if name not in archive
     ]

@@ -128,7 +128,11 @@ def _transposed_row(path: tuple[str, ...], name: str, into: int, *view: int) -> 
 
 def _list_fused(c: gpt.Config, family: Family) -> dict[str, list[Row]]:
     """Returns the rows of a block's leaves that share a tensor, or lie in it in another order, by their names."""
-    return {name: [row] for name, row in _list_one_by_one(c, family).items()} | _list_latent(c, family) | _list_experts(c, family)
+    return (
+        {name: [row] for name, row in _list_one_by_one(c, family).items()}
+        | _list_latent(c, family)
+        | _list_experts(c, family)
+    )
 
 
 def _list_one_by_one(c: gpt.Config, family: Family) -> dict[str, Row]:
@@ -168,7 +172,9 @@ def _list_latent(c: gpt.Config, family: Family) -> dict[str, list[Row]]:
     shape = H, c.latent.head_dim, c.latent.q_rank or c.d_model
     out = {"wq": [_plain_row(("blocks", "wq"), family.block + query, *shape)]}
     for name, start, stop in (("wk_b", 0, N), ("wv_b", N, N + V)):
-        row = Row(("blocks", name), family.block + family.names["wkv_b"], (H, N + V, C), None, (0, 1, 2), (H * (N + V), C))
+        row = Row(
+            ("blocks", name), family.block + family.names["wkv_b"], (H, N + V, C), None, (0, 1, 2), (H * (N + V), C)
+        )
         out[name] = [row._replace(span=(1, start, stop))]
     return out
 
@@ -206,7 +212,9 @@ def _list_experts(c: gpt.Config, family: Family) -> dict[str, list[Row]]:
     }
 
 
-def _spread_row(leaf: str, names: Sequence[str], spread: tuple[int, ...], view: tuple[int, ...], layers: tuple[int, ...]) -> Row:
+def _spread_row(
+    leaf: str, names: Sequence[str], spread: tuple[int, ...], view: tuple[int, ...], layers: tuple[int, ...]
+) -> Row:
     order = tuple(range(len(view)))
     return Row(("blocks", leaf), names[0], view, None, order, view, layers=layers, spread=spread, names=tuple(names))
 

@@ -92,8 +92,8 @@ def ragged_attention(
         cache: KV cache in float32, bfloat16, int8 or float8_e4m3fn, or float64 with a float64 q. The cache is
             contiguous, and written in place. Keys and values are rounded to the cache's dtype before the read, also for
             the token itself. Of tokens with the same slot the last is kept. A row has K elements. int8 and float8 are
-            codes with a scale for each row, of `cache_row(K, dtype)` elements. A block has keys and values, or a single part
-            of keys that also are the values, as in latent attention. v is not read then.
+            codes with a scale for each row, of `cache_row(K, dtype)` elements. A block has keys and values, or a single
+            part of keys that also are the values, as in latent attention. v is not read then.
         slots: place in the cache for each token, int32.
         positions: position of each token in the sequence, int32.
         sequences: the row of `tables` for each token, int32.
@@ -209,7 +209,7 @@ def _check_arguments(
         raise ValueError(f"heads of q must have from 1 to {WIDEST} elements, got q of shape {tuple(q.shape)}")
     G = cache.shape[2] if cache.ndim == 5 else 0
     like = "blocks, key and value (or 1 part that is both), key heads, places of a block, cache_row(K, dtype)"
-    parts = 1 if cache.ndim == 5 and cache.shape[1] == 1 else 2
+    parts = 1 if G and cache.shape[1] == 1 else 2
     check_shape("cache", cache, (cache.shape[0], parts, G, *cache.shape[3:4], cache_row(K, cache.dtype)), like)
     check_written("cache", cache)
     if not G or H % G:
@@ -543,8 +543,8 @@ def _list_arguments(
 ) -> Arguments:  # fmt: skip
     (R, H, K), (T, G) = q.shape, k.shape[:2]
     tensors = q, k, v, cache, slots, positions, sequences, tables, rows, slopes, sinks, tree, relative, images, y, lse
-    sizes = *(T, R, H, G, K), *(x.stride(0) for x in (q, k, v)), cache.shape[0], cache.shape[3], *tables.shape
-    sizes = *sizes, 0 if relative is None else relative.shape[1]
+    blocks, reach = (cache.shape[0], cache.shape[3]), 0 if relative is None else relative.shape[1]
+    sizes = *(T, R, H, G, K), *(x.stride(0) for x in (q, k, v)), *blocks, *tables.shape, reach
     scores = (scale, 0.0) if softcap is None else (scale / softcap, softcap)
     kinds = 0 if images is None else images.shape[1], branch, cache.shape[1]
     return *tensors, *sizes, window or 0, _KINDS[cache.dtype], *kinds, *scores, num_threads(), FEW

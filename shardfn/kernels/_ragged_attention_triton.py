@@ -99,7 +99,10 @@ def _row_kernel(
         weights, before = tl.exp(x - shift), tl.exp(top - shift)
         value = _decode_values(tl.load(cache + (PARTS - 1) * G * block * ROW + at, mask=mask, other=0), CODES)
         if CODES != 0:
-            value = value * tl.load(scales + (row + (PARTS - 1) * G * block + 1) * (ROW // 4) - 1, mask=seen, other=0.0)[:, None]
+            value = (
+                value
+                * tl.load(scales + (row + (PARTS - 1) * G * block + 1) * (ROW // 4) - 1, mask=seen, other=0.0)[:, None]
+            )
         total = total * before + tl.reduce(weights, 0, added)
         sum = sum * before + tl.reduce(value * weights[:, None], 0, added)
         top = most

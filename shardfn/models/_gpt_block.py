@@ -188,7 +188,10 @@ def score_arguments(config: Config, positions_T: Tensor, dtype: torch.dtype) -> 
     out: dict[str, Any] = {} if config.attention_scale is None else {"scale": config.attention_scale}
     if config.latent is not None:
         # Bits of an engine, whose cache has latent rows.
-        out |= {"scale": config.latent.find_scale(config.layer_settings[0].rope), "absorbed": config.batch_invariant} | out
+        out |= {
+            "scale": config.latent.find_scale(config.layer_settings[0].rope),
+            "absorbed": config.batch_invariant,
+        } | out
     out |= {} if config.softcap is None else {"softcap": config.softcap}
     if config.position != "alibi":
         return out

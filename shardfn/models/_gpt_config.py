@@ -351,7 +351,8 @@ def _find_rope_problems(c: Config) -> list[str]:
     ropes = dict.fromkeys(r for r in (c.rope if isinstance(c.rope, tuple) else (c.rope,)) if r is not None)
     wrong = [r for r in ropes if r.num_dims(c.rotary_dim) < 2 or r.num_dims(c.rotary_dim) % 2]
     return [
-        f"{r} rotates {r.num_dims(c.rotary_dim)} of {c.rotary_dim} dims. The number must be even and not 0." for r in wrong
+        f"{r} rotates {r.num_dims(c.rotary_dim)} of {c.rotary_dim} dims. The number must be even and not 0."
+        for r in wrong
     ]
 
 

@@ -282,7 +282,9 @@ def _logits_of_all(config: Config, w_ED: Any, b_E: Tensor | None, x_BTD: Tensor,
 def _compute_logits(config: Config, w_ED: Any, b_E: Tensor | None, x_BTD: Tensor, along: Along) -> Tensor:
     b_E = None if b_E is None else between(b_E, *along)
     if config.batch_invariant:
-        return linear(x_BTD, weight(config, w_ED if isinstance(w_ED, BatchInvariantWeight) else between(w_ED, *along)), b_E)
+        return linear(
+            x_BTD, weight(config, w_ED if isinstance(w_ED, BatchInvariantWeight) else between(w_ED, *along)), b_E
+        )
     wide = torch.promote_types(x_BTD.dtype, torch.float32)
     return linear(x_BTD.to(wide), between(w_ED, *along).to(wide), None if b_E is None else b_E.to(wide))
 

@@ -367,7 +367,10 @@ def _list_latent_leaves(config: Config, latent: Latent) -> dict[str, DrawnLeaf]:
     def by_head(dim: int) -> tuple[int, ...]:
         return (H, dim) if config.per_head else (H * dim,)
 
-    tree = {"wq": DrawnLeaf((*by_head(latent.head_dim), latent.q_rank or D), cut=0), "wkv_a": DrawnLeaf((latent.row, D))}
+    tree = {
+        "wq": DrawnLeaf((*by_head(latent.head_dim), latent.q_rank or D), cut=0),
+        "wkv_a": DrawnLeaf((latent.row, D)),
+    }
     tree |= {"wk_b": DrawnLeaf((H, latent.nope_dim, C), cut=0), "wv_b": DrawnLeaf((H, latent.v_dim, C), cut=0)}
     tree |= {"kv_a_norm_w": DrawnLeaf((C,), mean=1.0, stddev=0.0)}
     if latent.q_rank is not None:

@@ -84,7 +84,8 @@ def qwen3_moe_like(**changes: Any) -> gpt.Config:
 def deepseek_v3_like(**changes: Any) -> gpt.Config:
     """Returns DeepSeek-V3's feed-forward layers with `changes`: 256 experts and a shared expert, balanced by biases.
 
-    Attention is Llama's, not DeepSeek's latent attention. The loss has a state: `init_state`, `loss`, `finish`.
+    Attention is Llama's. DeepSeek's is `latent=gpt.Latent(512, 128, 64, 128, q_rank=1536)`. The loss has a state:
+    `init_state`, `loss`, `finish`.
 
     Example:
         >>> deepseek_v3_like(num_layers=5).expert_layers
@@ -264,6 +265,26 @@ def add_biases(params: PyTree, model_state: Mapping[str, Any]) -> PyTree:
         torch.float32
     """
     return {**params, gpt.EXPERT_BIAS: model_state["bias"]}
+
+
+def split_biases(config: gpt.Config, params: PyTree) -> tuple[PyTree, ModelState]:
+    """Returns parameters without the biases of the experts, and the model state of `loss`: the inverse of `add_biases`.
+
+    Args:
+        config: shape, with `bias_rate`.
+        params: parameters as an engine takes them, such as a DeepSeek-V3's from `interop.gpt_from_hf`.
+
+    Example:
+        >>> from shardfn.core import key
+        >>> config = deepseek_v3_like(num_layers=4, d_model=32, num_heads=4, num_kv_heads=4, vocab_size=64, d_ff=16)
+        >>> params, state = split_biases(config, add_biases(gpt.init(config, key(0)), init_state(config)))
+        >>> "expert_bias" in params, sorted(state)
+        (False, ['bias', 'counts'])
+    """
+    bias = params[gpt.EXPERT_BIAS]
+    full: Any = bias.full() if hasattr(bias, "full") else bias
+    rest = {name: x for name, x in params.items() if name != gpt.EXPERT_BIAS}
+    return rest, {**init_state(config), "bias": full}
 
 
 def num_active_params(config: gpt.Config) -> int:

@@ -10,7 +10,7 @@ import torch
 import shardfn as sf
 from shardfn import make_mesh
 from shardfn.data import ByteTokenizer
-from shardfn.inference import Completion, Engine, Runner, Sampling, Suffix, decoder
+from shardfn.inference import Completion, Engine, ReasoningBudget, Runner, Sampling, Suffix, decoder
 from shardfn.models import gpt
 from shardfn.testing import distributed
 from tests.inference.stories import PROCESSORS, TOKENS, model
@@ -24,6 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bad_words": {"bad_words": ((2,), (0, 3), (3, 3), (9, 5, 7))},
     "allowed_token_ids": {"allowed_token_ids": (0, 2, 4, 6, 9)},
     "logits_processors": {"logits_processors": ("odd", "prompt")},
+    "reasoning_budget": {"reasoning_budget": ReasoningBudget(3, (0,), (5, 6), inside=True)},
     "all": {
         "min_tokens": 5,
         "bad_words": ((2,), (0, 0)),
@@ -206,3 +207,32 @@ def test_a_runner_names_its_layout() -> None:
     one = model(**CHANGES)
     runner = Runner(one.decoder, LIMITS)
     assert [*runner.pack_weights(one.params[0])] == ["tp"] and torch.is_tensor(one.params[0]["embed"])
+
+
+def test_the_end_of_reasoning_is_forced_and_tokens_before_are_those_without_a_budget() -> None:
+    one = model(**CHANGES)
+    engine = Engine(one.decoder, one.params[0], limits=LIMITS, tokenizer=TOKENS)
+    for seed in range(3):
+        how = Sampling(max_tokens=12, temperature=1.3, seed=seed)
+        [free] = engine.generate([[1, 2]], how)
+        budget = ReasoningBudget(4, (12,), (11, 10), inside=True, forced=(11, 10, 9))
+        [made] = engine.generate([[1, 2]], replace(how, reasoning_budget=budget))
+        if (11, 10) not in zip(free.tokens[:5], free.tokens[1:5], strict=False):
+            begun = int(free.tokens[3] == 11)  # the end has begun by itself
+            assert made.tokens[:4] == free.tokens[:4] and list(made.tokens[4 - begun : 7 - begun]) == [11, 10, 9]
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (5, "reasoning_budget must be None or a ReasoningBudget"),
+        (ReasoningBudget(-1, (1,), (2,)), r"reasoning_budget\.tokens must be an integer from 0"),
+        (ReasoningBudget(1, (), (2,)), r"reasoning_budget\.begin must have from 1 to 256 tokens, got 0"),
+        (ReasoningBudget(1, (1,), (99,)), r"reasoning_budget\.end\[0\] must be an integer from 0 to"),
+    ],
+)
+def test_wrong_budgets_are_named(budget: Any, said: str) -> None:
+    one = model(**CHANGES)
+    engine = Engine(one.decoder, one.params[0], limits=LIMITS, tokenizer=TOKENS)
+    with pytest.raises(ValueError, match=said):
+        engine.generate([[1]], Sampling(reasoning_budget=budget))

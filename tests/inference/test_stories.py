@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from shardfn import nn
 from shardfn.inference import Limits, Runner
-from shardfn.models.gpt import Images, Swift
+from shardfn.models.gpt import Images, Latent, Swift
 from shardfn.models.moe import Experts
+from shardfn.nn import moe
 from tests.inference.stories import Story, check, model, run, stories
 
 LIMITS = Limits(vocab=13, context=28, blocks=40, block=4, buckets=(3, 12), running=5)
@@ -46,6 +47,35 @@ KINDS: dict[str, tuple[dict[str, Any], Limits]] = {
     "images": (LLAMA | {"images": Images(7)}, LIMITS),
     "images_code": ({"images": Images(7, "code"), "window": 6}, replace(LIMITS, block=3, buckets=(2, 7), running=4)),
     "images_causal": ({"images": Images(7, "causal")}, LIMITS),
+    "latent": (
+        {name: x for name, x in LLAMA.items() if name != "num_kv_heads"} | {"latent": Latent(12, 6, 4, 5, q_rank=10)},
+        replace(LIMITS, block=3, buckets=(2, 7), running=4),
+    ),
+    "deepseek": (
+        {
+            **{name: x for name, x in LLAMA.items() if name != "num_kv_heads"},
+            **{"latent": Latent(9, 5, 6, 7, interleaved=True), "window": (None, 5)},
+            "experts": Experts(
+                num=6,
+                d_ff=9,
+                first=1,
+                route=functools.partial(moe.sigmoid_groups, groups=3, groups_kept=2, scale=2.5),
+                shared=True,
+                shared_d_ff=11,
+            ),
+        },
+        LIMITS,
+    ),
+    "gpt_oss": (
+        {
+            **{**LLAMA, "bias": True, "sinks": True, "window": (5, None), "d_head": 8},
+            "rope": nn.Rope(scaling=nn.YarnScaling(4.0, 16, truncate=False)),
+            "experts": Experts(
+                num=5, d_ff=12, route=functools.partial(moe.top_k, softmax="after"), gate=moe.ClampedGate(), biases=True
+            ),
+        },
+        LIMITS,
+    ),
     "swift": (LLAMA | {"num_layers": 5, "swift": Swift(first=1, group=2)}, LIMITS),
 }
 _SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)

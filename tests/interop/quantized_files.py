@@ -213,3 +213,10 @@ def write_model(folder: pathlib.Path, model: Any, kind: str, skip: tuple[str, ..
         for name, p in model.named_parameters():
             p.copy_(out[name])
     return out
+
+
+def mxfp4(e: int, n: int, k: int, *, seed: int = 0) -> dict[str, Tensor]:
+    """Blocks and scales of experts, with all codes and exponents from 2^-20 to 2^20."""
+    made = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (e, n, k // 32, 16), generator=made, dtype=torch.uint8)
+    return {"blocks": blocks, "scales": torch.randint(107, 148, (e, n, k // 32), generator=made, dtype=torch.uint8)}

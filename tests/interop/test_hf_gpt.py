@@ -39,6 +39,13 @@ def _stretch(kind: str, **more: float) -> dict[str, Any]:
     return {"rope_parameters": own}
 
 
+_LATENT = {name: x for name, x in _ROPE.items() if name != "num_key_value_heads"} | {"num_key_value_heads": 4}
+_LATENT |= {"kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+_LATENT |= {"moe_intermediate_size": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2}
+_LATENT |= {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+_PLAIN_CHOICE = {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}
+_OSS = _ROPE | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 3}
+_OSS |= {"swiglu_limit": 0.6}
 MODELS: dict[str, Any] = {
     "gpt2": ("GPT2", {"n_embd": 24, "n_layer": 3, "n_head": 3, "n_positions": 32}),
     "llama": ("Llama", _ROPE | _THETA),
@@ -61,6 +68,13 @@ MODELS: dict[str, Any] = {
     "gemma3": ("Gemma3", _GEMMA | {"sliding_window_pattern": 2, "rope_parameters": _BY_LAYER}),
     "phi": ("Phi", _ROPE | {"partial_rotary_factor": 0.5, "num_attention_heads": 3, "num_key_value_heads": 1}),
     "gpt_neox": ("GPTNeoX", _NEOX | {"rotary_pct": 0.25, "hidden_size": 64}),
+    "deepseek_v3": ("DeepseekV3", _LATENT | _stretch("yarn", beta_fast=4.0, mscale=1.3, mscale_all_dim=0.8)),
+    "deepseek_v3_plain": ("DeepseekV3", _LATENT | _PLAIN_CHOICE | {"q_lora_rank": None, "rope_interleave": False}),
+    "deepseek_v3_dense": ("DeepseekV3", _LATENT | {"first_k_dense_replace": 3}),
+    "deepseek_v2": ("DeepseekV2", _LATENT | {"routed_scaling_factor": 1.5, "tie_word_embeddings": True}),
+    "deepseek_v2_groups": ("DeepseekV2", _LATENT | {"topk_method": "group_limited_greedy"}),
+    "gpt_oss": ("GptOss", _OSS),
+    "gpt_oss_plain": ("GptOss", _OSS | {"attention_bias": False, "tie_word_embeddings": True} | _THETA),
     "gpt_neox_serial": ("GPTNeoX", _NEOX | {"use_parallel_residual": False, "rotary_pct": 1.0}),
 }
 TOKENS = torch.arange(14).view(2, 7) * 5 % VOCAB
@@ -73,12 +87,20 @@ def model_of(name: str) -> Any:
     no_tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     text = "Text" if kind == "Gemma3" else ""
     config = getattr(transformers, f"{kind}{text}Config")(vocab_size=VOCAB, **told, **no_tokens)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     model = getattr(transformers, _class(kind))(config).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))
+        for name, x in model.named_buffers():
+            if name.endswith("correction_bias"):
+                x.add_(0.2 * torch.randn_like(x))
     return model
+
+
+def bias_of(params: Any) -> dict[str, Any]:
+    """The biases of the choice of experts, which are no parameters."""
+    return {"bias": params["expert_bias"]} if "expert_bias" in params else {}
 
 
 def _class(kind: str) -> str:
@@ -106,15 +128,18 @@ def close(x: Tensor, y: Tensor) -> None:
 def test_there_and_back(name: str, tmp_path: pathlib.Path) -> None:
     want, wide = model_of(name)(TOKENS).logits, copy.deepcopy(model_of(name)).double()(TOKENS).logits
     place = saved(name, tmp_path, max_shard_size="9KB" if name in ("gpt2", "llama") else "1GB")
-    ways: list[dict[str, Any]] = [{}, {"stacked": True, "per_head": True}]
+    # Layers with and without experts are not alike.
+    alike = gpt_from_hf(place)[0].expert_layers in ([], [0, 1, 2])
+    ways: list[dict[str, Any]] = [{}, {"stacked": alike, "per_head": True}]
     for how in ways:
         config, params = gpt_from_hf(place, **how)
         # transformers forms angles in float32 for all dtypes of weights.
         exact = full(gpt_from_hf(place, dtype=torch.float64, **how)[1])
-        close(gpt.apply(config, exact, TOKENS).float(), wide.float())
+        close(gpt.apply(config, exact, TOKENS, **bias_of(exact)).float(), wide.float())
         params = full(params)
         like = gpt.init(config, sf.key(0))
-        assert tree_map(lambda x: x.shape, params) == tree_map(lambda x: x.shape, like)
+        shapes = {name: x for name, x in params.items() if name != "expert_bias"}
+        assert tree_map(lambda x: x.shape, shapes) == tree_map(lambda x: x.shape, like)
         # A Phi 3 is a Mistral whose projections lie together.
         kind = "phi3" if name == "phi3" else None
         gpt_to_hf(tmp_path / "out", config, params, model_type=kind, file_bytes=9000)
@@ -128,7 +153,47 @@ def test_there_and_back(name: str, tmp_path: pathlib.Path) -> None:
     params, prompt = full(params), TOKENS[:1, :4]
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     told = other.generate(prompt, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(prompt))
-    assert torch.equal(gpt.generate(config, params, prompt, 5, sf.key(0), temperature=0), told)
+    assert torch.equal(gpt.generate(config, params, prompt, 5, sf.key(0), temperature=0, **bias_of(params)), told)
+
+
+def _in_float64(run: Any) -> Any:
+    """Runs transformers with float64 in place of the float32 that it has in norms, rotary positions and routers."""
+
+    class Wide:
+        def __getattr__(self, name: str) -> Any:
+            return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("deepseek_v2", "deepseek_v3"):
+            patch.setattr(f"transformers.models.{kind}.modeling_{kind}.torch", Wide())
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        return run()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["deepseek_v3_plain", "deepseek_v3_dense", "deepseek_v2"])
+def test_latent_attention_in_float64_and_its_gradients(name: str, tmp_path: pathlib.Path) -> None:
+    wide = copy.deepcopy(model_of(name)).double().requires_grad_()
+    R = wide.config.qk_rope_head_dim
+    wide.model.rotary_emb.inv_freq = 10000.0 ** -(torch.arange(0, R, 2).double() / R)
+    wanted = _in_float64(lambda: wide(TOKENS).logits)
+    wanted.logsumexp(-1).sum().backward()
+    config, params = gpt_from_hf(saved(name, tmp_path), dtype=torch.float64)
+    params = tree_map(lambda x: x.full().requires_grad_(), params)
+    found = gpt.apply(config, params, TOKENS, **bias_of(params))
+    found.logsumexp(-1).sum().backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    like = tree_map(lambda x: torch.zeros_like(x) if x.grad is None else x.grad, params)
+    gpt_to_hf(tmp_path / "grads", config, like)
+    archive, theirs = Archive(tmp_path / "grads"), dict(wide.named_parameters())
+    compared = 0
+    for key, x in theirs.items():
+        if key in archive and x.grad is not None:
+            shape = archive[key].shape
+            ours = archive.box(key, [(0, n) for n in shape])
+            torch.testing.assert_close(ours, x.grad, rtol=1e-9, atol=1e-9 * float(x.grad.abs().max()))
+            compared += 1
+    assert compared > 20
 
 
 SERVED = [name for name in MODELS if not name.startswith("gpt_neox")]

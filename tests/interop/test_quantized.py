@@ -14,11 +14,11 @@ from shardfn.cli import main
 from shardfn.core import tree_leaves, tree_map
 from shardfn.inference import Engine, Sampling, decoder
 from shardfn.interop import gpt_from_hf, module_from_hf, without_weights
-from shardfn.interop.quantized import QuantizedArchive, open_archive
+from shardfn.interop.quantized import QuantizedArchive, decode_mxfp4, open_archive
 from shardfn.kernels import dequantize_blocks
 from shardfn.models import gpt
 from shardfn.testing import distributed
-from tests.interop.quantized_files import KINDS, write_layer, write_model
+from tests.interop.quantized_files import KINDS, mxfp4, write_layer, write_model
 
 transformers = pytest.importorskip("transformers")
 N, K = 48, 96
@@ -239,3 +239,75 @@ def test_generate_serves_the_directory(kind: str, tmp_path: pathlib.Path, capsys
     told = model.generate(ids, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(ids), pad_token_id=2)
     assert row["tokens"] == told[0, 3 : 3 + len(row["tokens"])].tolist()
     assert ("14 weights in codes of the file's values" in out.err) == (kind != "fp8")
+
+
+OSS: dict[str, Any] = {
+    **{"model_type": "gpt_oss", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32},
+    **{"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 4},
+}
+EXPERTS = {"gate_up_proj": (128, 32), "down_proj": (32, 64)}
+
+
+def test_mxfp4_has_the_bits_of_transformers() -> None:
+    theirs = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    made = mxfp4(3, 6, 64)
+    made["blocks"][0, 0] = torch.arange(16, dtype=torch.uint8) * 17  # each code
+    found = decode_mxfp4(made["blocks"], made["scales"])
+    assert torch.equal(found.transpose(1, 2).bfloat16(), theirs(made["blocks"], made["scales"]))
+    assert torch.equal(found, found.bfloat16().float())
+
+
+def _write_mxfp4(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """Files of a gpt-oss in mxfp4, and of the decoded floats."""
+    from shardfn.interop import gpt_config, gpt_to_hf
+
+    config = gpt_config(OSS)
+    params = tree_map(torch.Tensor.bfloat16, gpt.init(config, sf.key(0)))
+    gpt_to_hf(path / "floats", config, params)
+    tensors = load_file(path / "floats" / "model.safetensors")
+    coded = dict(tensors)
+    for layer in range(2):
+        for i, (name, (n, k)) in enumerate(EXPERTS.items()):
+            at = f"model.layers.{layer}.mlp.experts.{name}"
+            made = mxfp4(3, n, k, seed=2 * layer + i)
+            tensors[at] = decode_mxfp4(made["blocks"], made["scales"] - 20).transpose(1, 2).bfloat16().contiguous()
+            del coded[at]
+            coded |= {f"{at}_blocks": made["blocks"], f"{at}_scales": made["scales"] - 20}
+    (path / "coded").mkdir()
+    save_file(tensors, path / "floats" / "model.safetensors")
+    save_file(coded, path / "coded" / "model.safetensors")
+    told = json.loads((path / "floats" / "config.json").read_text())
+    told["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (path / "coded" / "config.json").write_text(json.dumps(told))
+    return path / "floats", path / "coded"
+
+
+@pytest.mark.nightly
+def test_an_engine_of_mxfp4_draws_the_tokens_of_the_decoded_floats(tmp_path: pathlib.Path) -> None:
+    floats, coded = _write_mxfp4(tmp_path)
+    tokens = []
+    for place in (floats, coded):
+        config, params = gpt_from_hf(place, dtype=torch.float32, batch_invariant=True)
+        whole = params["blocks"][1]["e_gate_up"]
+        assert torch.equal(whole.block((slice(1, 3), slice(1, 2), slice(5, 9))), whole.full()[1:3, 1:2, 5:9])
+        params = tree_map(lambda x: x.full(), params)
+        limits = sf.inference.Limits(vocab=61, context=32, blocks=20, block=4, buckets=(4, 12), running=4)
+        engine = Engine(decoder(config), params, limits=limits)
+        found = engine.generate([[5, 6, 7], [8]], Sampling(max_tokens=8, temperature=0.0))
+        tokens.append(([one.tokens for one in found], params))
+    assert tokens[0][0] == tokens[1][0]
+    for a, b in zip(tree_leaves(tokens[0][1]), tree_leaves(tokens[1][1]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_mxfp4_that_does_not_fit_is_named(tmp_path: pathlib.Path) -> None:
+    made = mxfp4(2, 4, 32)
+    wrong = {"a_blocks": made["blocks"], "b_scales": made["scales"], "c_blocks": made["blocks"][..., :8].contiguous()}
+    save_file(wrong | {"c_scales": made["scales"]}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(ValueError) as error:
+        open_archive(tmp_path)
+    said = str(error.value)
+    for words in ("a_scales is missing", "b_blocks is missing", "c_blocks must be uint8 [E, N, K / 32, 16], got"):
+        assert words in said

@@ -163,7 +163,10 @@ def test_keys_that_are_values_have_the_bits_of_equal_values(
     one = {**args, "cache": args["cache"][:, :1].clone()}
     chosen = kind if kind != "native" or _build.library() else "reference"
     with kernels.implemented_by(chosen), np.errstate(all="ignore"):
-        want, got = kernels.ragged_attention(**args), kernels.ragged_attention(**{**one, "v": torch.zeros_like(args["v"])})
+        want, got = (
+            kernels.ragged_attention(**args),
+            kernels.ragged_attention(**{**one, "v": torch.zeros_like(args["v"])}),
+        )
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     for part in (0, 1):
         assert torch.equal(one["cache"][:, 0].view(torch.uint8), args["cache"][:, part].view(torch.uint8))

@@ -41,8 +41,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{**LLAMA, "bias": True, "sinks": True, "window": (4, None), "num_kv_heads": 2},
         **{"rope": nn.Rope(scaling=nn.YarnScaling(4.0, 16, truncate=False))},
     },
+    "latent": {**LLAMA, "latent": gpt.Latent(12, 6, 4, 5, q_rank=10, interleaved=True)},
 }
-DAY = "gpt2", "llama", "mistral", "gemma3", "olmo2"
+DAY = "latent", "gpt2", "llama", "mistral", "gemma3", "olmo2"
 NAMES = [pytest.param(x, marks=() if x in DAY else NIGHTLY) for x in SETTINGS]
 
 
@@ -104,7 +105,7 @@ def packed(config: gpt.Config, params: Any) -> Any:
     """The parameters as a server has them: weights of linear layers in panels, the embedding too where it is tied."""
 
     def pack(name: str, w: Tensor) -> Any:
-        kept = name == "position" or (name == "embed" and not config.tie_embeddings)
+        kept = name in ("position", "wk_b", "wv_b") or (name == "embed" and not config.tie_embeddings)
         if w.ndim < 2 or kept or name[0] == "b":
             return w
         matrix = w.flatten(1) if name in ("wo", "w_down") else w.flatten(0, -2)

@@ -45,8 +45,14 @@ CONFIGS = {
         rope=(nn.Rope(scaling=nn.YarnScaling(4.0, 16)), None),
         per_head=True,
     ),
+    "latent": gpt.Config(
+        **{**GPT2, **LLAMA, "latent": gpt.Latent(5, 3, 4, 2, interleaved=True, mscale=0.7)},
+        rope=nn.Rope(scaling=nn.YarnScaling(4.0, 16)),
+        per_head=True,
+    ),
+    "latent_q": gpt.Config(**{**GPT2, **LLAMA, "latent": gpt.Latent(6, 4, 2, 3, q_rank=5)}, per_head=True),
 }
-SLOW = "mqa", "gpt2_tied", "olmo2", "olmo2_gqa", "phi", "sinks"
+SLOW = "latent", "latent_q", "mqa", "gpt2_tied", "olmo2", "olmo2_gqa", "phi", "sinks"
 
 
 def params_of(config: gpt.Config, dtype: torch.dtype) -> Any:

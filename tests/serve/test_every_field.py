@@ -123,6 +123,7 @@ OUTSIDE: dict[str, list[Any]] = {
     "top_n": [-1, -(2**70)],
     "encoding_format": ["hex", "", "x" * 10_000],
     "dimensions": [0, -1, 33, 2**70],
+    "thinking_token_budget": [-1, 2**70],
     "schema": [{"type": "nothing"}, {"enum": ["x" * 1_000_000]}, {"$ref": "#"}, {"type": "string", "minLength": -1}],
 }
 OUTSIDE |= {

@@ -1,6 +1,7 @@
 """Covers parts of answers: pieces joined equal the whole for every cut, and well-formed calls equal a plain reading."""
 
 import json
+import pathlib
 import random
 import re
 from typing import Any
@@ -123,6 +124,41 @@ def test_formats(tools: str, text: str, want: list[Part], malformed: bool) -> No
     assert parse([text], tools, None) == (want, malformed)
 
 
+HARMONY = json.loads((pathlib.Path(__file__).parent / "harmony_goldens.json").read_text())
+
+
+def test_harmony_is_read_as_by_openai_harmony() -> None:
+    """The goldens are texts of 1 to 4 messages, some of them cut, and the messages that openai-harmony 0.0.8 reads."""
+    for text, messages in HARMONY:
+        want, calls = {"reasoning": "", "content": ""}, list[tuple[str, str]]()
+        for channel, recipient, body in messages:
+            if recipient is not None:
+                calls.append((recipient.removeprefix("functions."), body or "{}"))
+            else:
+                want["reasoning" if channel == "analysis" else "content"] += body
+        for pieces in ([text], [*text], [text[:9], text[9:]]):
+            parts, _ = parse(pieces, "harmony", "harmony")
+            for kind, body in want.items():
+                assert "".join(x.text for x in parts if x.kind == kind) == body, text
+            found = [(x.text, "".join(y.text for y in parts if y.kind == "arguments" and y.call == x.call)) for x in parts
+                     if x.kind == "call"]  # fmt: skip
+            assert found == calls, text
+
+
+@pytest.mark.parametrize(
+    ("text", "want", "malformed"),
+    [
+        (" to=functions.f<|channel|>commentary json<|message|>{\"a\": 1}", CALL, 0),
+        ("<|channel|>commentary to=functions.f<|message|>{\"a\"<|call|>", [CALL[0], Part("arguments", '{"a"')], 1),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assis", [Part("reasoning", "a")], 0),
+        ("<|channel|>commentary to=browser.open<|message|>{}<|call|>", [Part("reasoning", "{}")], 0),
+        ("hello", [Part("content", "hello")], 0),
+    ],
+)
+def test_harmony_in_other_forms(text: str, want: list[Part], malformed: bool) -> None:
+    assert parse([text], "harmony", "harmony") == (want, malformed)
+
+
 def test_formats_are_found_by_templates() -> None:
     hermes = "{%- if tools %}<tools></tools> within <tool_call></tool_call> XML tags{% endif %}"
     assert find_tool_format("auto", hermes) == TOOL_FORMATS["hermes"]
@@ -132,3 +168,6 @@ def test_formats_are_found_by_templates() -> None:
     assert find_tool_format("auto", "<tool_call>") is None and find_tool_format("none", hermes) is None
     assert find_reasoning_format("auto", "content.split('</think>')") == REASONING_FORMATS["think"]
     assert find_reasoning_format("auto", hermes) is None
+    oss = '{{ tools }}<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>'
+    assert find_tool_format("auto", oss) == TOOL_FORMATS["harmony"]
+    assert find_reasoning_format("auto", oss) == REASONING_FORMATS["harmony"]

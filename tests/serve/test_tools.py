@@ -108,6 +108,18 @@ def test_options_of_messages(client: Any, stream: bool) -> None:
     assert ask(client, "hm</think>a", stream, **inside) == (want, "stop")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_budget_of_reasoning_forces_its_end(client: Any, stream: bool) -> None:
+    more = {"extra_body": {**SAYS, "thinking_token_budget": 2}}
+    want = message({"reasoning_content": "ab", "content": "done"})
+    assert ask(client, "<think>ab--------done", stream, **more) == (want, "stop")
+    want = message({"reasoning_content": "a", "content": "b"})
+    assert ask(client, "<think>a</think>b", stream, **more) == (want, "stop")
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(client, "a", extra_body={"thinking_token_budget": -1})
+    assert error.value.param == "thinking_token_budget"
+
+
 def holds(calls: Any, names: set[str]) -> bool:
     def fits(call: Any) -> bool:
         arguments = json.loads(call["function"]["arguments"])

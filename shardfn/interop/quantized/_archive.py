@@ -20,6 +20,7 @@ from shardfn.interop.leaves import Archive
 from shardfn.kernels import BLOCK_BYTES, Quantization
 
 from ._formats import Finder, LayerTensors, find_awq, find_bytes, find_fp8, find_gptq, find_packed
+from ._mxfp4 import MXFP4Archive
 from ._weight import QuantizedWeight, Span
 
 
@@ -97,10 +98,13 @@ def _read_fp8(config: Mapping[str, Any], problems: list[str]) -> _Format:
 _METHODS = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_compressed, "fp8": _read_fp8}
 
 
+_MXFP4 = "mxfp4"  # of experts, [E, K, N]
+
+
 def find_weights(archive: Archive, config: Mapping[str, Any]) -> tuple[dict[str, QuantizedWeight], set[str]]:
     """Returns the quantised weights by name, and the names of their tensors."""
     problems: list[str] = []
-    _check_choice("quant_method", config.get("quant_method"), tuple(_METHODS), problems)
+    _check_choice("quant_method", config.get("quant_method"), (*_METHODS, _MXFP4), problems)
     made = None if problems else _METHODS[config["quant_method"]](config, problems)
     raise_all(ValueError, f"{archive.directory}: quantization_config in config.json is not supported:", problems)
     assert made is not None
@@ -124,7 +128,7 @@ def find_weights(archive: Archive, config: Mapping[str, Any]) -> tuple[dict[str,
 
 def can_decode(settings: Mapping[str, Any] | None) -> bool:
     """Returns whether the format of a `quantization_config` is supported, for example GPTQ or AWQ."""
-    return settings is not None and settings.get("quant_method") in _METHODS
+    return settings is not None and settings.get("quant_method") in (*_METHODS, _MXFP4)
 
 
 # Tensors for activations, which stay floats.
@@ -247,11 +251,11 @@ class QuantizedArchive(Mapping[str, SafetensorsEntry | QuantizedEntry]):
         return self._weights[name].blocks(codes, rows, groups)
 
 
-def open_archive(directory: str | os.PathLike[str]) -> Archive | QuantizedArchive:
+def open_archive(directory: str | os.PathLike[str]) -> Archive | QuantizedArchive | MXFP4Archive:
     """Returns the tensors of a directory, decoded where `config.json` has a `quantization_config`.
 
     Raises:
-        ValueError: see `QuantizedArchive`.
+        ValueError: see `QuantizedArchive` and `MXFP4Archive`.
         FileNotFoundError: see `Archive`.
     """
     archive, settings = Archive(directory), read_quantization(directory)
@@ -262,6 +266,8 @@ def open_archive(directory: str | os.PathLike[str]) -> Archive | QuantizedArchiv
             f"{directory}: quantised weights must be of layers with weights [outputs, inputs], but GPT-2 has weights"
             " [inputs, outputs]. Use the model's files without quantization."
         )
+    if settings.get("quant_method") == _MXFP4:
+        return MXFP4Archive(archive)
     return QuantizedArchive(archive, settings)
 
 
