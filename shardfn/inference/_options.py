@@ -268,16 +268,18 @@ class ReasoningBudget(NamedTuple):
 
     def find_next(self, output: Sequence[int]) -> int | None:
         """Returns the token that is forced after the drawn tokens, or None if any may be drawn."""
-        forced, at, left, inside = self.forced or self.end, 0, self.tokens, self.inside
-        while inside or (at := _find_end(output, self.begin, at)) >= 0:
-            inside, border, stop = False, at + left, _find_end(output, self.end, at)
-            if 0 <= stop < border + len(self.end):  # reasoning that has ended by itself
-                at, left = stop, border - stop + len(self.end)
+        begin, end, forced = self.begin, self.end, self.forced or self.end
+        assert not (isinstance(begin, str) or isinstance(end, str) or isinstance(forced, str)), "they were encoded"
+        at, left, inside = 0, self.tokens, self.inside
+        while inside or (at := _find_end(output, begin, at)) >= 0:
+            inside, border, stop = False, at + left, _find_end(output, end, at)
+            if 0 <= stop < border + len(end):  # reasoning that has ended by itself
+                at, left = stop, border - stop + len(end)
                 continue
             if len(output) < border:
                 return None
-            begun = range(min(len(self.end) - 1, left), 0, -1)  # tokens of the end at the border
-            border -= next((n for n in begun if tuple(output[border - n : border]) == self.end[:n]), 0)
+            begun = range(min(len(end) - 1, left), 0, -1)  # tokens of the end at the border
+            border -= next((n for n in begun if tuple(output[border - n : border]) == end[:n]), 0)
             if len(output) < border + len(forced):
                 return forced[len(output) - border]
             at, left = border + len(forced), 0

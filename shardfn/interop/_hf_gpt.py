@@ -244,8 +244,9 @@ def _read_leaf(
         return _read_block(archive, names[0], row, shape, slices)
     slices = (*slices, *[slice(None)] * len(shape))
     chosen = torch.arange(len(names)).view(row.spread)[slices[:num]]
+    numbers: list[int] = chosen.flatten().tolist()
     one, inner = row._replace(spread=(), names=()), tuple(slices[num : len(shape)])
-    parts = [_read_block(archive, names[at], one, shape[num:], inner) for at in chosen.flatten().tolist()]
+    parts = [_read_block(archive, names[at], one, shape[num:], inner) for at in numbers]
     if not parts:
         return torch.empty(torch.empty(shape, device="meta")[slices[: len(shape)]].shape)
     return torch.stack(parts).unflatten(0, chosen.shape)

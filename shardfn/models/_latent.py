@@ -160,9 +160,8 @@ def latent_attention(
     q_BTHK = q_BTHK if q_BTHK.ndim == 4 else q_BTHK.unflatten(-1, (stop - start, K))
     q_BTHN, q_BTHR = q_BTHK.split([N, R], -1)
     q_BTHR = _order_pairs(latent, q_BTHR)
+    multiply = functools.partial(_multiply_heads, batch_invariant=isinstance(w.wkv_a, BatchInvariantWeight))
     if absorbed:
-        exact = isinstance(w.wkv_a, BatchInvariantWeight)
-        multiply = functools.partial(_multiply_heads, batch_invariant=exact)
         q_BTHK, k_BSGK = torch.cat([q_BTHR, multiply(q_BTHN, w.wk_HNC, transposed=False)], -1), row_BTC[:, :, None]
         v_BSGV = k_BSGK
     else:

@@ -209,7 +209,8 @@ def model(tp: str | None = None, sp: str | None = None, **changes: Any) -> Model
     if not config.stacked and not config.per_head and config.swift is None and config.images is None:
         mlp = [] if config.experts else [r"\.w_down$"]
         adapters["thin"] = adapter(params[0], [r"\.wq$", *mlp], 3, 0)
-        adapters["wide"] = adapter(params[0], [r"\.wo$", r"\.wv$", *mlp, *([r"0\.w_up$"] if mlp else [])], 9, 1)
+        value = r"\.wv$" if config.latent is None else r"\.wkv_a$"
+        adapters["wide"] = adapter(params[0], [r"\.wo$", value, *mlp, *([r"0\.w_up$"] if mlp else [])], 9, 1)
     return Model(config, decoder(config, tp=tp, sp=sp), params, adapters)
 
 

@@ -304,7 +304,7 @@ def test_an_engine_of_mxfp4_draws_the_tokens_of_the_decoded_floats(tmp_path: pat
 def test_mxfp4_that_does_not_fit_is_named(tmp_path: pathlib.Path) -> None:
     made = mxfp4(2, 4, 32)
     wrong = {"a_blocks": made["blocks"], "b_scales": made["scales"], "c_blocks": made["blocks"][..., :8].contiguous()}
-    save_file(wrong | {"c_scales": made["scales"]}, tmp_path / "model.safetensors")
+    save_file(wrong | {"c_scales": made["scales"].clone()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
     with pytest.raises(ValueError) as error:
         open_archive(tmp_path)

@@ -140,16 +140,16 @@ def test_harmony_is_read_as_by_openai_harmony() -> None:
             parts, _ = parse(pieces, "harmony", "harmony")
             for kind, body in want.items():
                 assert "".join(x.text for x in parts if x.kind == kind) == body, text
-            found = [(x.text, "".join(y.text for y in parts if y.kind == "arguments" and y.call == x.call)) for x in parts
-                     if x.kind == "call"]  # fmt: skip
-            assert found == calls, text
+            named = [x for x in parts if x.kind == "call"]
+            texts = ["".join(y.text for y in parts if y.kind == "arguments" and y.call == x.call) for x in named]
+            assert [(x.text, y) for x, y in zip(named, texts, strict=True)] == calls, text
 
 
 @pytest.mark.parametrize(
     ("text", "want", "malformed"),
     [
-        (" to=functions.f<|channel|>commentary json<|message|>{\"a\": 1}", CALL, 0),
-        ("<|channel|>commentary to=functions.f<|message|>{\"a\"<|call|>", [CALL[0], Part("arguments", '{"a"')], 1),
+        (' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', CALL, 0),
+        ('<|channel|>commentary to=functions.f<|message|>{"a"<|call|>', [CALL[0], Part("arguments", '{"a"')], 1),
         ("<|channel|>analysis<|message|>a<|end|><|start|>assis", [Part("reasoning", "a")], 0),
         ("<|channel|>commentary to=browser.open<|message|>{}<|call|>", [Part("reasoning", "{}")], 0),
         ("hello", [Part("content", "hello")], 0),
@@ -168,6 +168,6 @@ def test_formats_are_found_by_templates() -> None:
     assert find_tool_format("auto", "<tool_call>") is None and find_tool_format("none", hermes) is None
     assert find_reasoning_format("auto", "content.split('</think>')") == REASONING_FORMATS["think"]
     assert find_reasoning_format("auto", hermes) is None
-    oss = '{{ tools }}<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>'
+    oss = "{{ tools }}<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
     assert find_tool_format("auto", oss) == TOOL_FORMATS["harmony"]
     assert find_reasoning_format("auto", oss) == REASONING_FORMATS["harmony"]
