@@ -3,7 +3,7 @@
     python benchmarks/bench_owl.py --out benchmarks/results/owl.md
 
 A copy task: a row repeats a series of 4 to 8 words of a dictionary, letter by letter, over and over. A small GPT is
-trained on rows of 256 letters, then on long rows, so that it copies at all lengths. Then both drafters are trained on
+trained on rows of 128 letters, then on long rows, so that it copies at all lengths. Then both drafters are trained on
 rows of 256: OWL's LSTM with its [SPEC] token, and a GPT of two layers that attends to the whole text (`DraftModel`).
 Prompts of all lengths are ends of the same rows, so that all have the same completions. All completions are compared
 with plain greedy decoding. With --keep, models stay in a directory, and a later run begins with them.
@@ -46,8 +46,8 @@ from shardfn.speculators import (
 
 SHORT, SPACE = 256, 26
 SIZES: dict[str, Any] = {"vocab_size": 27, "d_ff": None, "max_len": 2304, "batch_invariant": True}
-TARGET = gpt.Config.llama_like(num_layers=3, d_model=96, num_heads=3, **SIZES)
-DRAFT = gpt.Config.llama_like(num_layers=2, d_model=48, num_heads=2, **SIZES)
+TARGET = gpt.Config.llama_like(num_layers=2, d_model=64, num_heads=2, **SIZES)
+DRAFT = gpt.Config.llama_like(num_layers=2, d_model=32, num_heads=2, **SIZES)
 
 
 def make_rows(num: int, length: int, drawn: torch.Generator) -> torch.Tensor:
@@ -98,11 +98,11 @@ def main() -> None:
     args = _arguments()
     torch.set_num_threads(1)
     first, long = functools.partial(gpt.init, TARGET, sf.key(0)), max(args.lengths) + args.tokens
-    target = keep(args, "short", lambda: train_gpt(TARGET, first(), args.steps, 16, SHORT, 3e-3))
+    target = keep(args, "short", lambda: train_gpt(TARGET, first(), args.steps, 16, SHORT // 2, 4e-3))
     start = sf.core.tree_map(torch.clone, target)
-    target = keep(args, "long", lambda: train_gpt(TARGET, start, args.long_steps, 2, long, 1e-3))
+    target = keep(args, "long", lambda: train_gpt(TARGET, start, args.long_steps, 2, long, 2e-3))
     new = functools.partial(gpt.init, DRAFT, sf.key(1))
-    draft = keep(args, "draft", lambda: train_gpt(DRAFT, new(), args.draft_steps, 16, SHORT, 3e-3))
+    draft = keep(args, "draft", lambda: train_gpt(DRAFT, new(), args.draft_steps, 16, SHORT, 4e-3))
     made, rows = decoder(TARGET), make_rows(1024, SHORT, torch.Generator().manual_seed(5))
     config = config_of(made, "owl", num_drafts=args.drafts)
     of_batch = functools.partial(owl_loss, TARGET, config, target)
@@ -111,7 +111,7 @@ def main() -> None:
         if (step + 1) % max(1, args.owl_steps // 8) == 0:
             print(f"OWL, step {step + 1}: {loss / args.drafts:.3f} a draft", flush=True)
 
-    how: dict[str, Any] = {"learning_rate": 3e-3, "of_batch": of_batch, "report": report}
+    how: dict[str, Any] = {"batch_size": 8, "learning_rate": 4e-3, "of_batch": of_batch, "report": report}
     params = keep(args, "owl", lambda: train(config, HiddenRows(None, rows), steps=args.owl_steps, **how))
     owl, held = Speculator(config, params), make_rows(args.prompts, long, torch.Generator().manual_seed(6))
     small = limits_of(decoder(DRAFT), running=1, buckets=(1, 8, 256))
@@ -133,8 +133,8 @@ def main() -> None:
         lines.append((name, *(f"{x:.3f}" for x in each), ratio))
     lines[0] = ("copied letters of the model", *right, "")
     body = (
-        f"Target: {gpt.num_params(TARGET):,} parameters, {args.steps} steps at {SHORT} letters and {args.long_steps} at"
-        f" {long}. Draft model: {gpt.num_params(DRAFT):,} parameters, {args.draft_steps}"
+        f"Target: {gpt.num_params(TARGET):,} parameters, {args.steps} steps at {SHORT // 2} letters and"
+        f" {args.long_steps} at {long}. Draft model: {gpt.num_params(DRAFT):,} parameters, {args.draft_steps}"
         f" steps at {SHORT}. OWL: {args.drafts} drafts, {args.owl_steps} steps at {SHORT}. {args.prompts} prompts of"
         f" each length, {args.tokens} letters each, greedy; load of the machine {os.getloadavg()[0]:.1f}\n\n"
         "## Accepted drafts a step by the letters of a prompt\n\n"
@@ -167,13 +167,13 @@ def _count_copied(held: torch.Tensor, drawn: list[list[int]], tokens: int) -> fl
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=800, help="of the target, on short rows")
-    parser.add_argument("--long-steps", type=int, default=100, help="of the target, on long rows")
-    parser.add_argument("--draft-steps", type=int, default=800, help="of the draft model")
-    parser.add_argument("--owl-steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=600, help="of the target, on short rows")
+    parser.add_argument("--long-steps", type=int, default=120, help="of the target, on long rows")
+    parser.add_argument("--draft-steps", type=int, default=400, help="of the draft model")
+    parser.add_argument("--owl-steps", type=int, default=240)
     parser.add_argument("--drafts", type=int, default=4)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 512, 1024, 2048])
-    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048])
+    parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=48, help="drawn letters of each prompt")
     parser.add_argument("--keep", metavar="DIR", help="directory of the trained models")
     parser.add_argument("--out", help="write the table there")

@@ -1,6 +1,6 @@
 """SwiftKV of a small GPT: divergence from the model without before and after distillation, and time of a prompt.
 
-    python benchmarks/bench_swiftkv.py --first 2 --temperature 1 --hidden-weight 0 --distill-steps 900 --rate 5e-3
+    python benchmarks/bench_swiftkv.py --out benchmarks/results/swiftkv.md
     python benchmarks/bench_swiftkv.py --wall --out benchmarks/results/swiftkv_wall.md  # only times, two minutes
 
 The model is trained on the package's own source, and SwiftKV on the same rows. On held-out rows the divergence is the
@@ -128,10 +128,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=2)
     parser.add_argument("--group", type=int, default=1)
     parser.add_argument("--steps", type=int, default=600, help="of the model")
-    parser.add_argument("--distill-steps", type=int, default=300)
-    parser.add_argument("--temperature", type=float, default=2.0, help="of the divergence")
-    parser.add_argument("--hidden-weight", type=float, default=1.0, help="of the error of the last states")
-    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--distill-steps", type=int, default=1200)
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the divergence")
+    parser.add_argument("--hidden-weight", type=float, default=0.0, help="of the error of the last states")
+    parser.add_argument("--rate", type=float, default=5e-3)
     parser.add_argument("--batch", type=int, default=16, help="rows of a step of distillation")
     parser.add_argument("--wall", action="store_true", help="only the times of prompts, of a larger model")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of a timed prompt")

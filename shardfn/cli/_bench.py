@@ -67,6 +67,8 @@ def bench_guess(args: argparse.Namespace) -> int:
 def measure_lengths(served: LoadedModel, ids: Sequence[int], args: argparse.Namespace) -> dict[str, dict[int, float]]:
     """Returns the accepted drafts a step by drafter and length.
 
+    Prompts of all lengths end at the same places of the text, so that a length changes only what a drafter reads.
+
     Args:
         served: model.
         ids: token ids of the text.
@@ -75,8 +77,8 @@ def measure_lengths(served: LoadedModel, ids: Sequence[int], args: argparse.Name
     Raises:
         ValueError: the text has fewer tokens than the longest prompt.
     """
-    if len(ids) < max(args.lengths):
-        raise ValueError(f"TEXT must have at least {max(args.lengths)} tokens, as the longest prompt, got {len(ids)}.")
+    if len(ids) < (longest := max(args.lengths)):
+        raise ValueError(f"TEXT must have at least {longest} tokens, as the longest prompt, got {len(ids)}.")
     given: Any = (served.decoder, served.params)
     drafters: dict[str, tuple[Any, Any]] = {"n-grams": (Ngram(), given), "suffixes": (Suffix(), given)}
     for place in args.speculator:
@@ -86,15 +88,14 @@ def measure_lengths(served: LoadedModel, ids: Sequence[int], args: argparse.Name
             tree = load(place, *given, branches=args.branches)
             drafters[f"{name} with trees"] = tree, tree.prepare(*given)
         drafters[f"{name} with suffixes"] = Hybrid(made), made.prepare(*given)
+    ends = range(longest, len(ids) + 1, max(1, (len(ids) - longest) // args.prompts))[: args.prompts]
     how, found = Sampling(max_tokens=args.tokens, temperature=args.temperature), dict[str, dict[int, float]]()
     for name, (drafter, own) in drafters.items():
-        sizes = {"context": max(args.lengths) + args.tokens, "running": 2, "buckets": (1, 2, 3, 5, 9, 16, 64)}
+        sizes = {"context": longest + args.tokens, "running": 2, "buckets": (1, 2, 3, 5, 9, 16, 64)}
         engine = Engine(*own, limits=limits_of(own[0], drafts=_DRAFTS, **sizes), drafter=drafter)
         found[name] = {}
         for length in args.lengths:
-            step = max(1, (len(ids) - length) // args.prompts)
-            prompts = [ids[at : at + length] for at in range(0, len(ids) - length + 1, step)][: args.prompts]
-            found[name][length] = measure_acceptance(engine, prompts, how)
+            found[name][length] = measure_acceptance(engine, [ids[end - length : end] for end in ends], how)
     return found
 
 

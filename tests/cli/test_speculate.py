@@ -1,15 +1,18 @@
 """Covers `shardfn speculate`: a speculator in one command, served by other commands, and arguments that are refused."""
 
+import argparse
 import json
 import pathlib
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shardfn import core, interop
 from shardfn.checkpoint import save
-from shardfn.cli import main
+from shardfn.cli import _bench, main
 from shardfn.models import gpt
 
 CONFIG = gpt.Config.llama_like(vocab_size=256, num_layers=1, d_model=32, num_heads=2, d_ff=None, max_len=64)
@@ -130,3 +133,18 @@ def test_lines_without_a_text_are_refused(run: pathlib.Path, text: pathlib.Path,
     assert status == 2 and "--branches must be at least 1, and is for a --speculator, got 2" in err
     status, _, err = call("generate", run, "a", "--speculator", run, "--drafter", "ngram")
     assert status == 2 and "--speculator and --drafter ngram are 2 drafters; leave all but one of them out" in err
+
+
+def test_prompts_of_all_lengths_have_the_same_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(_bench, "Engine", lambda *given, **more: None)
+    monkeypatch.setattr(_bench, "limits_of", lambda *given, **more: None)
+    monkeypatch.setattr(_bench, "measure_acceptance", lambda engine, prompts, how: seen.append(prompts) or 0.5)
+    args = argparse.Namespace(speculator=[], branches=1, lengths=[2, 5], prompts=3, tokens=4, temperature=0.0)
+    served: Any = SimpleNamespace(decoder=None, params=None)
+    found = _bench.measure_lengths(served, range(11), args)
+    assert found == {"n-grams": {2: 0.5, 5: 0.5}, "suffixes": {2: 0.5, 5: 0.5}}
+    assert [[[*x] for x in prompts] for prompts in seen[:2]] == [
+        [[3, 4], [5, 6], [7, 8]],
+        [[0, 1, 2, 3, 4], [2, 3, 4, 5, 6], [4, 5, 6, 7, 8]],
+    ]
