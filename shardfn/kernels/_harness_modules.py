@@ -317,6 +317,7 @@ def _record_calls(model_type: str) -> list[_RecordedCall]:
 
     torch.manual_seed(0)
     config = _make_small(transformers.CONFIG_MAPPING[model_type])
+    _check_size(config)
     calls: list[_RecordedCall] = []
     with _attention_recorded(calls) as attention_name:
         try:
@@ -333,6 +334,24 @@ def _record_calls(model_type: str) -> list[_RecordedCall]:
             handle.remove()
     loss = model.loss_function(logits=logits, labels=tokens, vocab_size=logits.shape[-1])
     return [*calls, _RecordedCall(f"loss {model.loss_type}", [("causal_loss", (logits, tokens))], loss)]
+
+
+def _check_size(config: Any) -> None:
+    """Refuses a model that is large by parts of the config that `_make_small` leaves.
+
+    Raises:
+        ValueError: the model has more parameters than the limit.
+    """
+    import transformers
+
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except Exception:  # a model that needs values is built only once, with these
+        return
+    num = sum(p.numel() for p in model.parameters())
+    if num > _MOST_PARAMETERS:
+        raise ValueError(f"a small model must have at most {_MOST_PARAMETERS:,} parameters, got {num:,}")
 
 
 def _hook(calls: list[_RecordedCall]) -> Callable[..., None]:
@@ -387,7 +406,10 @@ def _attention_recorded(calls: list[_RecordedCall]) -> Iterator[str]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def record(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: Any = None, **more: Any) -> Any:
+    def record(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, scaling: Any = None, **more: Any
+    ) -> Any:
+        mask = attention_mask
         given = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         given = given or ALL_ATTENTION_FUNCTIONS["sdpa"]
         result = given(module, q, k, v, mask, scaling=scaling, **more)
@@ -425,6 +447,7 @@ def _rotary_recorded(calls: list[_RecordedCall], modeling: Any) -> Iterator[None
 
 
 # The first pattern found in the name of a field gives the size.
+_MOST_PARAMETERS = 10_000_000
 _SMALL = {
     r"(^|_)vocab_size|^vocabulary_size": 32,
     r"(max|n)_(position|ctx)|max_seq_len|^n_positions": 64,
