@@ -16,6 +16,8 @@ Parts:
     replicas tokens a second of two replicas of one thread, over those of one, on one trace in turns; and the tokens of
              prompts that are found in the cache, on a trace of conversations with common beginnings. Each replica
              needs a core, and the clients and fronts share these
+    rates    `shardfn bench serve --rates --slo` of `--model`, a GGUF file for example: latency against throughput, and
+             the goodput
     kills    seconds from the end of one of two ranks, by `kill -9`, until the last of 50 streams has its error; for
              `--kills` servers
 
@@ -100,11 +102,14 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--kills", type=int, default=2, help="servers that lose a rank, up to 4; %(default)s")
+    parser.add_argument("--model", default="", help="of the rates (default: the model of 33.7M parameters)")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0], help="arrivals a second")
+    parser.add_argument("--slo", nargs="+", default=["p95_ttft=1s", "p95_itl=100ms"])
     parser.add_argument("--out", default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
     parts = {"ratio": ratio_part, "streams": streams_part, "requests": requests_part, "idle": idle_part}
-    parts |= {"starts": starts_part, "kills": kills_part, "replicas": replicas_part}
+    parts |= {"starts": starts_part, "kills": kills_part, "replicas": replicas_part, "rates": rates_part}
     load = f"load of the machine before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     publish("The server", "\n\n".join([load, *(f"## {x}\n\n{parts[x](args)}" for x in args.parts)]), out=args.out)
 
@@ -301,6 +306,29 @@ def replicas_part(args: argparse.Namespace) -> str:
     rows = [[str(n), f"{statistics.median(rates[n]):.0f}", f"{hits[n]:.1%}"] for n in rates]
     note = f"ratio of tokens/s {mid:.2f} ({low:.2f} .. {high:.2f}), of hits {hits[2] / hits[1]:.3f}"
     return table(["replicas", "tokens/s", "tokens of prompts found"], rows) + f"\n\n{note}"
+
+
+def rates_part(args: argparse.Namespace) -> str:
+    """Latency against throughput."""
+    from shardfn.cli._bench_rates import parse_slo, run_rates, write_rates
+
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as held:
+        folder = pathlib.Path(args.model or place)
+        if not args.model:
+            made("33.7M", folder)
+        server = held.enter_context(running(folder, more=["--context", "512"]))
+        slos = [parse_slo(text) for text in args.slo]
+
+        def make_trace(rate: float | None) -> list[Arrival]:
+            return trace(args.requests, rate, prompt=64, drawn=32, vocab=8192)
+
+        async def send(arrivals: list[Arrival]) -> Any:
+            return await measure(server.url, "it", arrivals)
+
+        rows, _ = run_rates(args.rates, make_trace, send, slos)
+    name = folder.name if args.model else "33.7M"
+    about = f"{name}, {args.requests} requests a rate, prompts of 64 and answers of 32 tokens in the median"
+    return f"{about}\n\n```text\n{write_rates(rows, slos)}\n```"
 
 
 def _talks(turn: int, num: int) -> list[Arrival]:
