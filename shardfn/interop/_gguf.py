@@ -159,9 +159,15 @@ def _scales_of_six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q4_k(b: Tensor) -> Tensor:
-    scales, least = _scales_of_six_bits(b[:, 4:16])
-    q = _nibbles(b[:, 16:].reshape(len(b), 4, 32)).view(len(b), 8, 32).float()
-    return _by_scales(b, scales, least, q)
+    scale, least, q = read_q4_k(b)
+    return (scale.unsqueeze(-1) * q.float() - least.unsqueeze(-1)).flatten(1)
+
+
+def read_q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns scales [n, 8] of blocks of Q4_K, numbers [n, 8] that are subtracted, and codes [n, 8, 32]."""
+    scales, least = _scales_of_six_bits(blocks[:, 4:16])
+    q = _nibbles(blocks[:, 16:].reshape(len(blocks), 4, 32)).view(len(blocks), 8, 32)
+    return _halves(blocks, 0) * scales, _halves(blocks, 2) * least, q
 
 
 def _q5_k(b: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from shardfn.core import raise_all
 from shardfn.interop.quantized import QuantizedEntry, Span
 from shardfn.models import gpt
 
-from ._gguf import GGUFFile, read_q5_0
+from ._gguf import GGUFFile, read_q4_k, read_q5_0
 from ._hf_config import gpt_config
 from ._hf_gpt import params_of_archive
 
@@ -50,8 +50,9 @@ _INNER = {
     "ffn_down": "mlp.down_proj",
 }
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-# Kinds of blocks -> codes of the kernels with the same values. Blocks of Q4_0 and Q5_0 are converted.
-_CODES: dict[str, kernels.Quantization] = {"Q8_0": "int8", "Q4_1": "int4", "Q4_0": "int4", "Q5_0": "int8"}
+# Kinds of blocks -> codes of the kernels with the same values. Blocks of Q4_0, Q5_0 and Q4_K are converted.
+_CODES: dict[str, kernels.Codes] = {"Q8_0": "int8", "Q4_1": "int4", "Q4_0": "int4", "Q5_0": "int8"}
+_CODES |= {"Q4_K": "int4_wide"}
 
 
 class GGUFArchive(Mapping[str, QuantizedEntry]):
@@ -70,7 +71,7 @@ class GGUFArchive(Mapping[str, QuantizedEntry]):
         self.directory, self._file = file.path, file
         self._heads = {} if heads is None else {"attn_q": heads[0], "attn_k": heads[1]}
         self._names = {_name_in_transformers(name): name for name in file}
-        self._codes: dict[str, kernels.Quantization] | None = None
+        self._codes: dict[str, kernels.Codes] | None = None
 
     def __getitem__(self, name: str) -> QuantizedEntry:
         return QuantizedEntry(torch.float32, self._file[self._names[name]].shape)
@@ -87,7 +88,7 @@ class GGUFArchive(Mapping[str, QuantizedEntry]):
         return whole.view(tuple(shape or whole.shape))[tuple(slice(lo, hi) for lo, hi in box)]
 
     @property
-    def codes(self) -> dict[str, kernels.Quantization]:
+    def codes(self) -> dict[str, kernels.Codes]:
         """Returns the codes that hold a tensor exactly, by name: see `CodedArchive`."""
         if self._codes is None:
             self._codes = {
@@ -102,7 +103,7 @@ class GGUFArchive(Mapping[str, QuantizedEntry]):
     def blocks(self, name: str, rows: Span, groups: Span) -> Tensor:
         """Returns blocks of codes of a tensor: see `CodedArchive`."""
         own, size = self._names[name], kernels.BLOCK_BYTES[self.codes[name]]
-        found, widen = self._file.blocks(own), {"Q4_0": widen_q4_0, "Q5_0": widen_q5_0}
+        found, widen = self._file.blocks(own), {"Q4_0": widen_q4_0, "Q5_0": widen_q5_0, "Q4_K": widen_q4_k}
         found = widen.get(self._file[own].kind.name, lambda x: x)(found)
         return self._order(name, found)[slice(*rows), groups[0] * size : groups[1] * size]
 
@@ -125,6 +126,14 @@ def widen_q5_0(blocks: Tensor) -> Tensor:
     parts = blocks.unflatten(1, (-1, 22))
     codes = read_q5_0(parts.flatten(0, 1)).view(torch.uint8).view(*parts.shape[:2], 32)
     return torch.cat([parts[..., :2], codes], -1).flatten(1)
+
+
+def widen_q4_k(blocks: Tensor) -> Tensor:
+    """Returns rows of blocks of Q4_K as blocks of "int4_wide" with the same values: products of its two scales."""
+    scale, least, q = read_q4_k(blocks.unflatten(1, (-1, 144)).flatten(0, 1))
+    numbers = torch.stack([scale, -least], -1).view(torch.uint8)
+    nibbles = q[..., :16] | q[..., 16:] << 4
+    return torch.cat([numbers, nibbles], -1).view(len(blocks), -1)
 
 
 def is_exact_q4_1(blocks: Tensor) -> bool:
@@ -151,9 +160,10 @@ def gpt_from_gguf(
     Args:
         path: path of a file with a Llama, Mistral or Qwen2, or the file.
         dtype: dtype of the parameters. Default: float32, to which blocks are decoded without rounding of ours.
-        keep_codes: whether weights of linear layers in blocks of Q8_0, Q5_0, Q4_1 and Q4_0 stay blocks, uint8 of shape
-            (rows, bytes of a row). An engine serves these as they are, with the bits of the decoded weights. Blocks of
-            Q4_0 become blocks of Q4_1 with the same values, and blocks of Q5_0 blocks of Q8_0.
+        keep_codes: whether weights of linear layers in blocks of Q8_0, Q5_0, Q4_1, Q4_0 and Q4_K stay blocks, uint8 of
+            shape (rows, bytes of a row). An engine serves these as they are, with the bits of the decoded weights.
+            Blocks of Q4_0 become blocks of Q4_1 with the same values, blocks of Q5_0 blocks of Q8_0, and blocks of
+            Q4_K blocks of 4 bits with scales in float32.
         **changes: other fields of the `Config`, such as `batch_invariant=True`.
 
     Returns:

@@ -29,7 +29,7 @@ from ._penalise import penalise as penalise
 from ._row_linear import sum_chunks as sum_chunks, pack_rows as pack_rows
 from ._row_linear import row_linear as row_linear, row_linears as row_linears
 from ._integer_linear import Activations as Activations, integer_linears as integer_linears, linears as linears
-from ._row_codes import BLOCK_BYTES as BLOCK_BYTES, GROUP as GROUP, Quantization as Quantization
+from ._row_codes import BLOCK_BYTES as BLOCK_BYTES, Codes as Codes, GROUP as GROUP, Quantization as Quantization
 from ._row_codes import block_bytes as block_bytes, dequantize_blocks as dequantize_blocks
 from ._row_codes import quantize_blocks as quantize_blocks, pack_blocks as pack_blocks, slice_panels as slice_panels
 from ._row_codes import take_rows as take_rows, packed_shape as packed_shape, unpack_rows as unpack_rows

@@ -90,7 +90,8 @@ struct Vnni {
     }
     // Bytes without a sign: those of Int8 are 128 too large.
     static INLINE Int ready(const Int8&, Int word, int) { return word ^ (int32_t)0x80808080; }
-    static INLINE Int ready(const Int4&, Int word, int half) { return word >> 4 * half & 0x0F0F0F0F; }
+    template <typename N>
+    static INLINE Int ready(const Nibbles<N>&, Int word, int half) { return word >> 4 * half & 0x0F0F0F0F; }
     template <typename W>
     static INLINE void dot(Int& sum, Int weight, Int x) {
         asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(x));
@@ -110,10 +111,11 @@ struct Maddubs {
     template <typename W>
     static INLINE Int begin(const Rounded&) { return Int{}; }
     static INLINE Int ready(const Int8&, Int word, int) { return word; }
-    static INLINE Int ready(const Int4&, Int word, int half) { return word >> 4 * half & 0x0F0F0F0F; }
+    template <typename N>
+    static INLINE Int ready(const Nibbles<N>&, Int word, int half) { return word >> 4 * half & 0x0F0F0F0F; }
     template <typename W>
     static INLINE void dot(Int& sum, Int weight, Int x) {
-        if constexpr (std::is_same_v<W, Int4>) {
+        if constexpr (W::inputs == 8) {
             // A group adds up at most 16 products of at most 15 * 127 in each half word.
             sum = (Int)((Short)sum + (Short)__builtin_ia32_pmaddubsw256((Char)weight, (Char)x));
         } else {
@@ -123,7 +125,7 @@ struct Maddubs {
     }
     template <typename W>
     static INLINE Int finish(Int sum) {
-        return std::is_same_v<W, Int4> ? pairs((Short)sum) : sum;
+        return W::inputs == 8 ? pairs((Short)sum) : sum;
     }
     static INLINE Int pairs(Short sum) { return (Int)__builtin_ia32_pmaddwd256(sum, Short{} + 1); }
 };
@@ -135,7 +137,8 @@ struct Plain {
     template <typename W>
     static INLINE Int begin(const Rounded&) { return Int{}; }
     static INLINE Int ready(const Int8&, Int word, int) { return word; }
-    static INLINE Int ready(const Int4&, Int word, int half) { return word >> 4 * half & 0x0F0F0F0F; }
+    template <typename N>
+    static INLINE Int ready(const Nibbles<N>&, Int word, int half) { return word >> 4 * half & 0x0F0F0F0F; }
     template <typename W>
     static INLINE void dot(Int& sum, Int weight, Int x) {
         UNROLL
@@ -207,7 +210,8 @@ struct Chain<float, Whole<W, Dot>, BYTES, FUSES, R, NV> {
     static INLINE V scaled(const Numbers<BYTES, NV, Int8>& numbers, V whole, const Rounded&, int v) {
         return numbers.scale[v] * whole;
     }
-    static INLINE V scaled(const Numbers<BYTES, NV, Int4>& numbers, V whole, const Rounded& x, int v) {
+    template <typename N>
+    static INLINE V scaled(const Numbers<BYTES, NV, Nibbles<N>>& numbers, V whole, const Rounded& x, int v) {
         return fused<BYTES>(numbers.least[v], x.total - V{}, numbers.scale[v] * whole);
     }
 };
@@ -238,7 +242,7 @@ struct Layer {
     const void* w;
     const float* bias;
     float* y;
-    int64_t N, apart, kind;  // int8 (0) or int4 (1)
+    int64_t N, apart, kind;  // int8 (0), int4 (1) or int4_wide (2)
 
     int64_t panels() const { return (N + PANEL - 1) / PANEL; }
 };
@@ -275,7 +279,8 @@ void integer_linears(const float* x, const void* given, int64_t num, int64_t M, 
         int64_t panel = part % panels;
         const Layer* layer = layers;
         for (; panel >= layer->panels(); ++layer) panel -= layer->panels();
-        (layer->kind ? run_panel<Int4> : run_panel<Int8>)(*layer, rounded, row, rows, panel, groups, chunks);
+        const auto run = layer->kind == 2 ? run_panel<Int4Wide> : layer->kind ? run_panel<Int4> : run_panel<Int8>;
+        run(*layer, rounded, row, rows, panel, groups, chunks);
     });
 }
 

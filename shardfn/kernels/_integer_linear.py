@@ -187,9 +187,12 @@ def _compute_layers(
 # In C++.
 
 
+_KINDS = {"int8": 0, "int4": 1, "int4_wide": 2}
+
+
 def _list_layers(packed: Sequence[Tensor], biases: Sequence[Tensor | None], ys: Sequence[Tensor]) -> list[Any]:
     layers = zip(packed, biases, ys, strict=True)
-    return [p for w, bias, y in layers for p in (w, bias, y, y.shape[-1], rows_apart(w), int(kind_of(w) == "int4"))]
+    return [p for w, bias, y in layers for p in (w, bias, y, y.shape[-1], rows_apart(w), _KINDS[kind_of(w) or ""])]
 
 
 def _compute_natively(

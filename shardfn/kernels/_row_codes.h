@@ -1,5 +1,6 @@
 // Weights in codes, decoded in registers: scale q, or scale q + least, of groups of GROUP inputs. A scale has 11 bits
-// and q at most 8, so that their product is exact, and a weight is rounded at most once, as is that of the reference.
+// and q at most 8, or 20 and 4, so that their product is exact, and a weight is rounded at most once, as is that of the
+// reference.
 #pragma once
 #include "_panels.h"
 
@@ -15,11 +16,14 @@ struct Int8 {
     uint16_t scale[PANEL];
     int8_t q[GROUP / inputs][PANEL][4];
 };
-struct Int4 {
+template <typename N>
+struct Nibbles {
     static constexpr int inputs = 8;
-    uint16_t scale[PANEL], least[PANEL];
+    N scale[PANEL], least[PANEL];
     uint8_t q[GROUP / inputs][PANEL][4];
 };
+typedef Nibbles<uint16_t> Int4;
+typedef Nibbles<float> Int4Wide;
 
 template <int BYTES>
 struct Lanes : Wide<float, BYTES> {
@@ -47,6 +51,11 @@ INLINE typename Lanes<BYTES>::V of_half(const uint16_t* p) {
     return (typename L::V)((size < 0x400 ? (Int)small : large) | sign);
 }
 
+template <int BYTES>
+INLINE typename Lanes<BYTES>::V number(const uint16_t* p) { return of_half<BYTES>(p); }
+template <int BYTES>
+INLINE typename Lanes<BYTES>::V number(const float* p) { return *(const typename Lanes<BYTES>::V*)p; }
+
 // The words of a row of codes, from an output on.
 template <int BYTES, typename W>
 INLINE typename Lanes<BYTES>::Int words(const W& group, int64_t row, int at) {
@@ -59,8 +68,8 @@ INLINE typename Lanes<BYTES>::V code(const Int8&, typename Lanes<BYTES>::Int wor
     return __builtin_convertvector(word << (24 - 8 * input) >> 24, typename Lanes<BYTES>::V);
 }
 
-template <int BYTES>
-INLINE typename Lanes<BYTES>::V code(const Int4&, typename Lanes<BYTES>::Int word, int input) {
+template <int BYTES, typename N>
+INLINE typename Lanes<BYTES>::V code(const Nibbles<N>&, typename Lanes<BYTES>::Int word, int input) {
     typedef Lanes<BYTES> L;
     const typename L::Int q = word >> (input % 4 * 8 + input / 4 * 4);
 #if GENERATION == 4
@@ -87,15 +96,15 @@ struct Numbers<BYTES, NV, Int8> {
     INLINE typename Lanes<BYTES>::V value(typename Lanes<BYTES>::V q, int v) const { return q * scale[v]; }
 };
 
-template <int BYTES, int NV>
-struct Numbers<BYTES, NV, Int4> {
+template <int BYTES, int NV, typename N>
+struct Numbers<BYTES, NV, Nibbles<N>> {
     typename Lanes<BYTES>::V scale[NV], least[NV];
 
-    INLINE Numbers(const Int4& group, int at) {
+    INLINE Numbers(const Nibbles<N>& group, int at) {
         UNROLL
         for (int v = 0; v < NV; ++v) {
-            scale[v] = of_half<BYTES>(group.scale + at + v * Lanes<BYTES>::lanes);
-            least[v] = of_half<BYTES>(group.least + at + v * Lanes<BYTES>::lanes);
+            scale[v] = number<BYTES>(group.scale + at + v * Lanes<BYTES>::lanes);
+            least[v] = number<BYTES>(group.least + at + v * Lanes<BYTES>::lanes);
         }
     }
     INLINE typename Lanes<BYTES>::V value(typename Lanes<BYTES>::V q, int v) const { return q * scale[v] + least[v]; }
@@ -145,8 +154,8 @@ struct CodedChain {
 
 template <int BYTES, bool FUSES, int R, int NV>
 struct Chain<float, Int8, BYTES, FUSES, R, NV> : CodedChain<Int8, BYTES, FUSES, R, NV> {};
-template <int BYTES, bool FUSES, int R, int NV>
-struct Chain<float, Int4, BYTES, FUSES, R, NV> : CodedChain<Int4, BYTES, FUSES, R, NV> {};
+template <typename N, int BYTES, bool FUSES, int R, int NV>
+struct Chain<float, Nibbles<N>, BYTES, FUSES, R, NV> : CodedChain<Nibbles<N>, BYTES, FUSES, R, NV> {};
 
 // The weights of a group, [GROUP, PANEL].
 template <int BYTES, typename W>
@@ -173,7 +182,7 @@ inline float* decoded_room(int64_t size) {
 // The most rows for which decoding in registers, for eight at a time, is the faster way. A nibble takes more
 // instructions than a byte, most of all without wide permutations.
 template <typename W, int BYTES>
-constexpr int64_t few_rows = (BYTES < 64 ? 8 : 16) * (sizeof(W) == sizeof(Int4) ? 1 : 2);
+constexpr int64_t few_rows = (BYTES < 64 ? 8 : 16) * (W::inputs == 8 ? 1 : 2);
 
 // Many rows: a panel is decoded once for all of them.
 template <typename W, int BYTES>

@@ -2,8 +2,10 @@
 
     int8    w = scale q,            q from -127 to 127    GGUF's Q8_0: 34 bytes a group
     int4    w = scale q + least,    q from 0 to 15        GGUF's Q4_1: 20 bytes a group
+    int4_wide    the same, with float32 scales of at most 20 bits, such as of GGUF's Q4_K: 24 bytes a group
 
-Scales and least values are float16. So scale * q is exact in float32, and a weight is rounded at most once.
+Scales and least values of the others are float16. So scale * q is exact in float32, and a weight is rounded at most
+once.
 
 A panel of 64 outputs keeps a record for each group, with the bytes of 64 blocks of GGUF: the scales of all outputs, in
 int4 also the least values, then rows of codes. A row has the codes of 4 inputs, side by side for each output, since
@@ -24,8 +26,10 @@ _SOURCE = "_row_linear.cpp"
 _FEW = 1 << 16  # elements of a decoding up to which a single thread is fastest
 PANEL, GROUP = 64, 32
 Quantization = Literal["int8", "int4"]
-# The bytes of a block.
-BLOCK_BYTES: dict[Quantization, int] = {"int8": 34, "int4": 20}
+Codes = Literal["int8", "int4", "int4_wide"]
+# The bytes of a block. Blocks of "int4_wide" have scale and least value in float32, and then nibbles as of "int4".
+BLOCK_BYTES: dict[Codes, int] = {"int8": 34, "int4": 20, "int4_wide": 24}
+CODES: tuple[Codes, ...] = tuple(BLOCK_BYTES)
 _LARGEST = torch.finfo(torch.float16).max
 
 
@@ -82,7 +86,8 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
     """Returns blocks of codes in the order in which `row_linear` reads blocks. Values do not change.
 
     Args:
-        blocks: blocks of GGUF's Q8_0 or Q4_1, the rows of a weight [n, k], as from `quantize_blocks`.
+        blocks: blocks of GGUF's Q8_0 or Q4_1, the rows of a weight [n, k], as from `quantize_blocks`, or blocks of
+            "int4_wide": scale and least value in float32, and then nibbles as of Q4_1.
         k: elements of a row, a multiple of 32.
 
     Returns:
@@ -99,7 +104,7 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
     if blocks.dtype != torch.uint8:
         raise TypeError(f"blocks are {blocks.dtype}, must be torch.uint8: the bytes of GGUF's blocks")
     (n, size), groups = blocks.shape, k // GROUP
-    kinds: list[Quantization] = [c for c in BLOCK_BYTES if k % GROUP == 0 and size == groups * BLOCK_BYTES[c]]
+    kinds: list[Codes] = [c for c in BLOCK_BYTES if k % GROUP == 0 and size == groups * BLOCK_BYTES[c]]
     if not kinds:
         raise ValueError(
             f"blocks have rows of {size} bytes, and rows of {k} elements have {groups * 34} (Q8_0) or {groups * 20}"
@@ -119,12 +124,16 @@ def pack_blocks(blocks: UInt8[Tensor, "n bytes"], k: int) -> UInt8[Tensor, "pane
         _split_panels(out[..., 2 * PANEL :], torch.int32).copy_(q.view(torch.int32).permute(0, 2, 3, 1))
         return out
     words = by_output.view(torch.int32).permute(0, 2, 3, 1).contiguous()  # two numbers, and 4 times 8 nibbles
-    numbers = words[:, :, 0].contiguous().view(torch.int16).unflatten(-1, (PANEL, 2))
-    _split_panels(out[..., : 4 * PANEL], torch.int16).copy_(numbers.transpose(-1, -2))
+    made, head = _split_panels(out, torch.int32), 1 if kinds[0] == "int4" else 2
+    if kinds[0] == "int4":
+        numbers = words[:, :, 0].contiguous().view(torch.int16).unflatten(-1, (PANEL, 2))
+        _split_panels(out[..., : 4 * PANEL], torch.int16).copy_(numbers.transpose(-1, -2))
+    else:
+        made[:, :, :2] = words[:, :, :2]
     # Bytes 8 i + 4 h + j have the inputs 8 i + 4 h + j in the low and 16 + 8 i + 4 h + j in the high nibbles.
-    first, last, made = words[:, :, 1::2], words[:, :, 2::2], _split_panels(out, torch.int32)
-    made[:, :, 1:3] = (first & _LOW) | (last & _LOW) << 4
-    made[:, :, 3:5] = (first >> 4 & _LOW) | (last & ~_LOW)
+    first, last = words[:, :, head::2], words[:, :, head + 1 :: 2]
+    made[:, :, head : head + 2] = (first & _LOW) | (last & _LOW) << 4
+    made[:, :, head + 2 :] = (first >> 4 & _LOW) | (last & ~_LOW)
     return out
 
 
@@ -137,7 +146,7 @@ def _split_panels(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.view(dtype).unflatten(-1, (-1, PANEL))
 
 
-def kind_of(packed: Tensor) -> Quantization | None:
+def kind_of(packed: Tensor) -> Codes | None:
     """Returns the codes of a packed weight, or None for floats.
 
     Raises:
@@ -145,7 +154,7 @@ def kind_of(packed: Tensor) -> Quantization | None:
     """
     if packed.dtype != torch.uint8:
         return None
-    kinds: list[Quantization] = [c for c in BLOCK_BYTES if packed.shape[-1] == PANEL * BLOCK_BYTES[c]]
+    kinds: list[Codes] = [c for c in BLOCK_BYTES if packed.shape[-1] == PANEL * BLOCK_BYTES[c]]
     if not kinds or packed.ndim != 3:
         raise ValueError(f"packed must be from pack_rows or pack_blocks, got bytes of shape {tuple(packed.shape)}")
     return kinds[0]
@@ -210,7 +219,7 @@ def check_codes(quantization: str) -> None:
     Raises:
         ValueError: unknown codes. The message names the known codes.
     """
-    if quantization not in BLOCK_BYTES:
+    if quantization not in ("int8", "int4"):
         raise ValueError(f"codes must be 'int8' or 'int4', got {quantization!r}")
 
 
@@ -223,8 +232,9 @@ class _Parts(NamedTuple):
 
 
 def _split_parts(packed: Tensor) -> _Parts:
-    head = 2 if kind_of(packed) == "int8" else 4
-    numbers, rows = packed[..., : head * PANEL].view(torch.float16), packed[..., head * PANEL :]
+    kind = kind_of(packed)
+    head, dtype = {"int8": 2, "int4": 4}.get(kind or "", 8), torch.float32 if kind == "int4_wide" else torch.float16
+    numbers, rows = packed[..., : head * PANEL].view(dtype), packed[..., head * PANEL :]
     scale, *least = numbers.transpose(1, 2).split(PANEL, 1)
     by_output = rows.unflatten(-1, (-1, PANEL, 4)).movedim(3, 1)
     return _Parts(scale, least[0] if least else None, by_output)
@@ -309,7 +319,8 @@ def dequantize_blocks(
         int8    scale q               int4    scale q + least
 
     Args:
-        blocks: blocks of GGUF's Q8_0 or Q4_1, as from `quantize_blocks`, with any dims before the last.
+        blocks: blocks of GGUF's Q8_0 or Q4_1, as from `quantize_blocks`, or of "int4_wide", with any dims before the
+            last.
         k: number of elements of a row. Further elements, up to a multiple of 32, are left out.
         dtype: dtype of the result. The values are in float32, and are rounded to the dtype.
 
@@ -330,7 +341,7 @@ def dequantize_blocks(
     return DECODE_BLOCKS(blocks, k, dtype)
 
 
-def block_bytes(k: int, quantization: Quantization) -> int:
+def block_bytes(k: int, quantization: Codes) -> int:
     """Returns the bytes of the blocks of a row of k elements.
 
     Example:
@@ -343,26 +354,28 @@ def block_bytes(k: int, quantization: Quantization) -> int:
 def _decode_blocks(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
     lead, groups = blocks.shape[:-1], -(-k // GROUP)
     by_group = blocks.reshape(-1, groups, blocks.shape[-1] // groups)
-    if by_group.storage_offset() % 2:  # float16 lies at even bytes
+    wide = by_group.shape[-1] == BLOCK_BYTES["int4_wide"]
+    head, dtype = (4, torch.float32) if wide else (2, torch.float16)
+    if by_group.storage_offset() % head:  # numbers lie at multiples of their size
         by_group = by_group.clone()
-    scale = by_group[..., :2].view(torch.float16).float()
+    scale = by_group[..., :head].view(dtype).float()
     if by_group.shape[-1] == BLOCK_BYTES["int8"]:
         out = by_group[..., 2:].view(torch.int8).float().mul_(scale)
     else:
-        q = by_group[..., 4:]
+        q = by_group[..., 2 * head :]
         out = torch.empty(*by_group.shape[:-1], GROUP, device=blocks.device)
         out[..., : GROUP // 2], out[..., GROUP // 2 :] = q & 15, q >> 4
         # The products are exact, so the result is the same fused or not.
-        out.mul_(scale).add_(by_group[..., 2:4].view(torch.float16).float())
+        out.mul_(scale).add_(by_group[..., head : 2 * head].view(dtype).float())
     out = out.view(*lead, groups * GROUP)
     return (out if k == groups * GROUP else out[..., :k]).to(dtype).contiguous()
 
 
 def _decode_natively(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
     out = torch.empty(*blocks.shape[:-1], k)
-    is_int4 = blocks.shape[-1] == block_bytes(k, "int4")
+    kind = [block_bytes(k, codes) for codes in CODES].index(blocks.shape[-1])
     run = function(_SOURCE, "decode_blocks", "pp" + "i" * 4)
-    run(blocks.data_ptr(), out.data_ptr(), out.numel() // k, k, is_int4, threads_for(out.numel(), _FEW))
+    run(blocks.data_ptr(), out.data_ptr(), out.numel() // k, k, kind, threads_for(out.numel(), _FEW))
     return out.to(dtype)
 
 

@@ -10,7 +10,7 @@
 namespace {
 
 // A layer of some that have the same inputs: w of `kind`, [panels, K, PANEL] float (0) or bfloat16 (1), or [panels,
-// groups] records of int8 (2) or int4 (3), bias [N] or null -> y [M, N]. A panel begins `apart` rows or records after the
+// groups] records of int8 (2), int4 (3) or int4_wide (4), bias [N] or null -> y [M, N]. A panel begins `apart` rows or records after the
 // panel before: more than it has, where w is a part of the inputs of a larger weight.
 struct Layer {
     const void* w;
@@ -73,26 +73,35 @@ INLINE float half_at(const uint8_t* p) {
 }
 
 // The values of a block of GGUF. The product is exact, so that a value is the same fused or not.
-template <bool FOUR>
+INLINE float float_at(const uint8_t* p) {
+    float value;
+    std::memcpy(&value, p, sizeof value);
+    return value;
+}
+
+constexpr int BLOCK_BYTES[] = {34, 20, 24};  // int8 (0), int4 (1) and int4_wide (2)
+
+template <int KIND>
 INLINE void decode_block(const uint8_t* p, float* y) {
-    const float scale = half_at(p), least = FOUR ? half_at(p + 2) : 0.0f;
-    if (FOUR) {
+    const float scale = KIND == 2 ? float_at(p) : half_at(p);
+    if (KIND) {
+        const float least = KIND == 2 ? float_at(p + 4) : half_at(p + 2);
+        const uint8_t* q = p + (KIND == 2 ? 8 : 4);
         for (int i = 0; i < GROUP / 2; ++i) {
-            y[i] = (float)(p[4 + i] & 15) * scale + least;
-            y[i + GROUP / 2] = (float)(p[4 + i] >> 4) * scale + least;
+            y[i] = (float)(q[i] & 15) * scale + least;
+            y[i + GROUP / 2] = (float)(q[i] >> 4) * scale + least;
         }
     } else {
         for (int i = 0; i < GROUP; ++i) y[i] = (float)(int8_t)p[2 + i] * scale;
     }
 }
 
-template <bool FOUR>
+template <int KIND>
 void decode_row(const uint8_t* p, float* y, int64_t k) {
-    constexpr int bytes = FOUR ? 20 : 34;
-    for (; k >= GROUP; k -= GROUP, p += bytes, y += GROUP) decode_block<FOUR>(p, y);
+    for (; k >= GROUP; k -= GROUP, p += BLOCK_BYTES[KIND], y += GROUP) decode_block<KIND>(p, y);
     if (!k) return;
     float last[GROUP];
-    decode_block<FOUR>(p, last);
+    decode_block<KIND>(p, last);
     std::memcpy(y, last, k * sizeof(float));
 }
 
@@ -101,11 +110,12 @@ void decode_row(const uint8_t* p, float* y, int64_t k) {
 extern "C" {
 
 // Rows of blocks of GGUF -> y [rows, K].
-void decode_blocks(const uint8_t* blocks, float* y, int64_t rows, int64_t K, int64_t four, int64_t threads) {
-    const int64_t bytes = (K + GROUP - 1) / GROUP * (four ? 20 : 34), each = 16384 / K + 1;
+void decode_blocks(const uint8_t* blocks, float* y, int64_t rows, int64_t K, int64_t kind, int64_t threads) {
+    const auto decode = kind == 2 ? decode_row<2> : kind == 1 ? decode_row<1> : decode_row<0>;
+    const int64_t bytes = (K + GROUP - 1) / GROUP * BLOCK_BYTES[kind], each = 16384 / K + 1;
     share((rows + each - 1) / each, threads, [&](int64_t part) {
         for (int64_t r = part * each; r < rows && r < (part + 1) * each; ++r)
-            (four ? decode_row<true> : decode_row<false>)(blocks + r * bytes, y + r * K, K);
+            decode(blocks + r * bytes, y + r * K, K);
     });
 }
 
@@ -118,6 +128,7 @@ void row_linears(const float* x, const void* layers, int64_t num, int64_t M, int
         case 1: return by_panels(multiply<float, uint16_t>, o, PANEL);
         case 2: return by_panels(multiply_coded<Int8>, o, 0);
         case 3: return by_panels(multiply_coded<Int4>, o, 0);
+        case 4: return by_panels(multiply_coded<Int4Wide>, o, 0);
     }
 }
 

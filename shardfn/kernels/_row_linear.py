@@ -34,7 +34,7 @@ LEVELS = 16
 # Multiply-adds up to which a second thread does not pay.
 FEW = 1 << 21
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float64)
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3, "int4_wide": 4}
 _SOURCE = "_row_linear.cpp"
 
 

@@ -28,8 +28,13 @@ def _compute_rows(x: Tensor, packed: Tensor, num: int, chunks: int, bias: Tensor
     if (kind := kind_of(packed)) is None:
         launch(_chain_kernel, chunks * panels * tiles, x.device, x, packed, parts, *sizes, ROWS=ROWS, N=PANEL)
     else:
-        views = packed, packed.view(torch.float16)
-        code = {"BITS": 8 if kind == "int8" else 4, "GROUP": GROUP, "RECORD": packed.shape[2]}
+        views = packed, packed.view(torch.float32 if kind == "int4_wide" else torch.float16)
+        code = {
+            "BITS": 8 if kind == "int8" else 4,
+            "HALF": 4 if kind == "int4_wide" else 2,
+            "GROUP": GROUP,
+            "RECORD": packed.shape[2],
+        }
         launch(_coded_chain, chunks * panels * tiles, x.device, x, *views, parts, *sizes, ROWS=ROWS, N=PANEL, **code)
     out = sum_chunks(list(parts[..., :num].unbind()))
     return out.clone() if bias is None else out + bias
@@ -62,7 +67,8 @@ def _chain_kernel(x, w, parts, m, k, chunks, panels, tiles, apart, ROWS: tl.cons
 @no_type_check
 def _coded_chain(
     x, w, halves, parts, m, k, chunks, panels, tiles, apart,
-    ROWS: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, RECORD: tl.constexpr,
+    ROWS: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    RECORD: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     tile, panel, chunk = program % tiles, program // tiles % panels, program // (tiles * panels)
@@ -71,13 +77,13 @@ def _coded_chain(
     for at in range(chunk * k // chunks, (chunk + 1) * k // chunks):
         left = tl.load(x + row * k + at, mask=row < m, other=0.0)
         record, inner = (panel * apart + at // GROUP) * RECORD, at % GROUP
-        scale = tl.load(halves + record // 2 + column).to(tl.float32)
+        scale = tl.load(halves + record // HALF + column).to(tl.float32)
         if BITS == 8:
             code = tl.load(w + record + 2 * N + (inner // 4 * N + column) * 4 + inner % 4).to(tl.int8, bitcast=True)
             right = scale * code.to(tl.float32)
         else:
-            byte = tl.load(w + record + 4 * N + (inner // 8 * N + column) * 4 + inner % 4).to(tl.int32)
-            least = tl.load(halves + record // 2 + N + column).to(tl.float32)
+            byte = tl.load(w + record + 2 * HALF * N + (inner // 8 * N + column) * 4 + inner % 4).to(tl.int32)
+            least = tl.load(halves + record // HALF + N + column).to(tl.float32)
             right = scale * (tl.where(inner % 8 < 4, byte, byte >> 4) & 15).to(tl.float32) + least
         total = tl.fma(tl.broadcast_to(left[:, None], (ROWS, N)), tl.broadcast_to(right[None, :], (ROWS, N)), total)
     where = (chunk * m + row[:, None]) * (panels * N) + panel * N + column[None, :]

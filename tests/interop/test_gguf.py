@@ -19,7 +19,7 @@ from shardfn import inference, kernels
 from shardfn.core import tree_leaves, tree_map
 from shardfn.interop import GGUFFile, gguf_config, gpt_from_gguf
 from shardfn.interop._gguf import decode_gguf_blocks, gguf_kind
-from shardfn.interop._gguf_model import is_exact_q4_1, widen_q4_0, widen_q5_0
+from shardfn.interop._gguf_model import is_exact_q4_1, widen_q4_0, widen_q4_k, widen_q5_0
 from shardfn.memory import DamagedError
 from shardfn.models import gpt
 
@@ -227,6 +227,33 @@ def test_blocks_of_q5_0_become_blocks_with_the_same_values() -> None:
     blocks.view(3, 5, 22)[..., 1] &= 0x9F
     want = decode_gguf_blocks(blocks, gguf_kind(6))
     assert torch.equal(kernels.dequantize_blocks(widen_q5_0(blocks), 160), want)
+
+
+def test_blocks_of_q4_k_become_blocks_with_the_same_values() -> None:
+    blocks = torch.randint(0, 256, (3, 2 * 144), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
+    blocks.view(3, 2, 144)[..., 1::2][..., :2] &= 0x9F
+    want = decode_gguf_blocks(blocks, gguf_kind(12))
+    assert torch.equal(kernels.dequantize_blocks(widen_q4_k(blocks), 512), want)
+
+
+def test_a_file_of_q4_k_is_served_with_the_tokens_and_logits_of_the_decoded_weights(tmp_path: pathlib.Path) -> None:
+    fields, tensors = quantized_parts(random.Random(3))
+    draw = torch.Generator().manual_seed(5)
+    for name, (kind, _, shape) in tensors.items():
+        if kind != F32 and "embd" not in name:
+            blocks = torch.randint(0, 256, (shape[0], 144), dtype=torch.uint8, generator=draw)
+            blocks[:, 1], blocks[:, 3] = 0x18, 0x1C  # small scales
+            tensors[name] = 12, blocks, shape
+    tensors["token_embd.weight"] = F32, torch.randn(4, 256, generator=draw), (4, 256)
+    (tmp_path / "m.gguf").write_bytes(file_of(fields, tensors))
+    outputs = []
+    for keep in (False, True):
+        config, params = gpt_from_gguf(tmp_path / "m.gguf", keep_codes=keep, batch_invariant=True)
+        coded = {name for name, x in params["blocks"][0].items() if x.dtype == torch.uint8}
+        assert coded == ({name for name in NAMES if name.startswith("w")} if keep else set())
+        how = inference.Sampling(max_tokens=6, temperature=0.0, prompt_logprobs=True)
+        outputs.append(inference.Engine(inference.decoder(config), params).generate([[1, 2, 3], [0, 2]], how))
+    assert outputs[0] == outputs[1]
 
 
 def test_numbers_and_rows_that_are_empty() -> None:

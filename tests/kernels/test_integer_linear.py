@@ -21,11 +21,15 @@ def _draw(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def _pack(n: int, k: int, codes: kernels.Quantization) -> Tensor:
+def _pack(n: int, k: int, codes: kernels.Codes) -> Tensor:
     """Codes of all values, -128 too, which GGUF files may hold."""
     random = torch.Generator().manual_seed(n + k)
     groups, size = -(-k // 32), kernels.BLOCK_BYTES[codes]
     blocks = torch.randint(0, 256, (n, groups, size), dtype=torch.uint8, generator=random)
+    if codes == "int4_wide":
+        numbers = torch.randn(n, groups, 2, generator=random).half().float() * torch.tensor([53.0, 61.0]) / 512
+        blocks[..., :8] = numbers.view(torch.uint8)
+        return kernels.pack_blocks(blocks.flatten(1), 32 * groups)
     numbers = torch.randn(n, groups, size - (32 if codes == "int8" else 16), generator=random)[..., ::2] / 8
     blocks[..., : 2 * numbers.shape[-1]] = numbers.half().view(torch.uint8)
     return kernels.pack_blocks(blocks.flatten(1), 32 * groups)
@@ -37,10 +41,10 @@ def _define(x: Tensor, packed: Tensor, n: int, chunks: int, bias: Tensor | None)
 
 
 @pytest.mark.parametrize("generation", [4, 3, 1])
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("codes", [*CODES, "int4_wide"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_have_the_bits_of_the_definition_in_any_company(
-    generation: int, shape: tuple[int, int], codes: kernels.Quantization, monkeypatch: pytest.MonkeyPatch
+    generation: int, shape: tuple[int, int], codes: kernels.Codes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if _build.library() is None:
         pytest.skip("no C++ compiler")
@@ -55,8 +59,8 @@ def test_rows_have_the_bits_of_the_definition_in_any_company(
             assert torch.equal(got, want[:rows]), (chunks, rows)
 
 
-@pytest.mark.parametrize("codes", CODES)
-def test_triton_has_the_bits_of_the_definition(codes: kernels.Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("codes", [*CODES, "int4_wide"])
+def test_triton_has_the_bits_of_the_definition(codes: kernels.Codes, monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     x, packed = _draw(5, 150), _pack(70, 150, codes)

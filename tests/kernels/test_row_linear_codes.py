@@ -21,6 +21,17 @@ def _draw(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def _pack(weight: Tensor, codes: kernels.Codes) -> Tensor:
+    """A weight in codes. Scales of "int4_wide" are products with a number of 6 bits, as of GGUF's Q4_K."""
+    if codes != "int4_wide":
+        return kernels.pack_rows(weight, codes)
+    k = -(-weight.shape[1] // 32) * 32
+    blocks = kernels.quantize_blocks(torch.nn.functional.pad(weight, (0, k - weight.shape[1])), "int4")
+    parts = blocks.view(len(weight), -1, 20)
+    numbers = parts[..., :4].contiguous().view(torch.float16).float() * torch.tensor([53.0, 61.0]) / 64
+    return kernels.pack_blocks(torch.cat([numbers.view(torch.uint8), parts[..., 4:]], -1).flatten(1), k)
+
+
 def _of_gguf(blocks: Tensor, codes: str) -> Tensor:
     """GGUF's definition of Q8_0 and Q4_1, block by block."""
     n, size = blocks.shape[0], 34 if codes == "int8" else 20
@@ -33,14 +44,12 @@ def _of_gguf(blocks: Tensor, codes: str) -> Tensor:
     return (scale * q.float() + least).view(n, -1)
 
 
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("codes", [*CODES, "int4_wide"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bits_are_those_of_the_decoded_weight(
-    generation: int, shape: tuple[int, int], codes: kernels.Quantization
-) -> None:
+def test_bits_are_those_of_the_decoded_weight(generation: int, shape: tuple[int, int], codes: kernels.Codes) -> None:
     k, n = shape
     x, weight, bias = _draw(34, k), _draw(n, k), _draw(n)
-    packed = kernels.pack_rows(weight, codes)
+    packed = _pack(weight, codes)
     whole = kernels.pack_rows(kernels.unpack_rows(packed, n, k))
     for chunks in (8, 1, 24):
         want = kernels.row_linear(x, whole, n, chunks=chunks, bias=bias)
@@ -51,15 +60,15 @@ def test_bits_are_those_of_the_decoded_weight(
 
 @pytest.mark.day("int8-reference", "int8-triton", "int4-reference")
 @pytest.mark.parametrize("kind", ["reference", "triton"])
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("codes", [*CODES, "int4_wide"])
 def test_every_implementation_multiplies_by_the_decoded_weight(
-    kind: str, codes: kernels.Quantization, monkeypatch: pytest.MonkeyPatch
+    kind: str, codes: kernels.Codes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "triton":
         pytest.importorskip("triton")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     x, weight = _draw(5, 45), _draw(70, 45)
-    packed = kernels.pack_rows(weight, codes)
+    packed = _pack(weight, codes)
     decoded = kernels.unpack_rows(packed, 70, 45)
     with kernels.implemented_by(kind):
         got = kernels.row_linear(x, packed, 70)

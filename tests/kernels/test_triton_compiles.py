@@ -61,11 +61,12 @@ for x, double in (("bf16", False), ("fp64", True)):
     CASES += [(gather._gather_kernel, row, dict(WEIGHTED=True, DOUBLE=double, WIDTH=1024))]
 EXACT = len(CASES)
 # The chains of a linear layer, exponentials and norms are fused on purpose.
-CASES += [(rows._chain_kernel, f"*fp32 *{x} *fp32 i32 i32 i32 i32 i32", dict(ROWS=16, N=64)) for x in ("fp32", "bf16")]
-for record, bits in ((2176, 8), (1280, 4)):
-    code = dict(ROWS=16, N=64, BITS=bits, GROUP=32, RECORD=record)
-    CASES += [(rows._coded_chain, "*fp32 *u8 *fp16 *fp32 i32 i32 i32 i32 i32", code)]
-    CASES += [(whole._whole_chain, "*i8 *fp32 *fp32 *u8 *fp16 *fp32 i32 i32 i32 i32 i32", code)]
+for x in ("fp32", "bf16"):
+    CASES += [(rows._chain_kernel, f"*fp32 *{x} *fp32 i32 i32 i32 i32 i32 i32", dict(ROWS=16, N=64))]
+for record, bits, half in ((2176, 8, 2), (1280, 4, 2), (1536, 4, 4)):
+    code, number = dict(ROWS=16, N=64, BITS=bits, HALF=half, GROUP=32, RECORD=record), f"*fp{8 * half}"
+    CASES += [(rows._coded_chain, f"*fp32 *u8 {number} *fp32 i32 i32 i32 i32 i32 i32", code)]
+    CASES += [(whole._whole_chain, f"*i8 *fp32 *fp32 *u8 {number} *fp32 i32 i32 i32 i32 i32 i32", code)]
 CASES += [
     (
         ragged._row_kernel,
@@ -115,4 +116,4 @@ def test_every_kernel_compiles_for_a_gpu() -> None:
     pytest.importorskip("triton")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
-    assert run.stdout.split() == ["compiled", "48"], run.stderr
+    assert run.stdout.split() == ["compiled", "56"], run.stderr

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardfn.checkpoint import SafetensorsEntry
 from shardfn.core import did_you_mean, raise_all
 from shardfn.interop.leaves import Archive
-from shardfn.kernels import BLOCK_BYTES, Quantization
+from shardfn.kernels import BLOCK_BYTES, Codes
 
 from ._formats import Finder, LayerTensors, find_awq, find_bytes, find_fp8, find_gptq, find_packed
 from ._mxfp4 import MXFP4Archive
@@ -154,7 +154,7 @@ class CodedArchive(Protocol):
     directory: pathlib.Path
 
     @property
-    def codes(self) -> Mapping[str, Quantization]: ...
+    def codes(self) -> Mapping[str, Codes]: ...
 
     def __getitem__(self, name: str, /) -> SafetensorsEntry | QuantizedEntry: ...
 
@@ -193,7 +193,7 @@ class QuantizedArchive(Mapping[str, SafetensorsEntry | QuantizedEntry]):
 
     def __init__(self, archive: Archive, settings: Mapping[str, Any]) -> None:
         self.directory, self._archive = archive.directory, archive
-        self._codes: dict[str, Quantization] | None = None
+        self._codes: dict[str, Codes] | None = None
         self._weights, taken = find_weights(archive, settings)
         self._plain = [name for name in archive if name not in taken and not name.endswith(_ACTIVATIONS)]
 
@@ -229,14 +229,14 @@ class QuantizedArchive(Mapping[str, SafetensorsEntry | QuantizedEntry]):
         return decoded.as_strided(sizes, [n * width for n in strides[:split]] + strides[split:]).clone()
 
     @property
-    def codes(self) -> dict[str, Quantization]:
+    def codes(self) -> dict[str, Codes]:
         """Returns the codes that hold a weight exactly, by name: see `CodedArchive`.
 
         Symmetric weights of 4 bits are held by "int4", and other integers of up to 8 bits by "int8", where the scales
         are exact in float16 and groups are multiples of 32 consecutive inputs.
         """
         if self._codes is None:
-            codes: dict[str, Quantization] = {}
+            codes: dict[str, Codes] = {}
             for name, weight in self._weights.items():
                 if (code := weight.find_codes()) is not None:
                     codes[name] = code
