@@ -289,7 +289,8 @@ def check_request(request: Request, limits: Limits) -> None:
     _check_matchers(sampling.grammar, sampling.n)
     if sampling.min_tokens > sampling.max_tokens:
         raise ValueError(f"min_tokens must be at most max_tokens={sampling.max_tokens}, got {sampling.min_tokens}.")
-    _check_size(len(request.prompt), sampling.max_tokens, limits)
+    is_scored = sampling.prompt_logprobs and sampling.prompt_logprobs_start < len(request.prompt)
+    _check_size(len(request.prompt), sampling.max_tokens, limits, is_scored)
 
 
 def encode_sampling(sampling: Sampling, encode: Encode | None) -> Sampling:
@@ -338,19 +339,20 @@ def _check_matchers(grammar: Grammar | None, n: int) -> None:
         )
 
 
-def _check_size(prompt: int, drawn: int, limits: Limits) -> None:
-    most = limits.context - (drawn > 0)
+def _check_size(prompt: int, drawn: int, limits: Limits, is_scored: bool) -> None:
+    unfed = is_scored and not drawn  # the last token of a prompt that is only scored is never fed
+    most = limits.context - (drawn > 0) + unfed
     if not 1 <= prompt <= most:
         raise ValueError(
             f"prompt must have from 1 to {most} tokens, got {prompt}: the context has {limits.context}"
-            + (", and one is drawn at least." if drawn else ".")
+            + (", and one is drawn at least." if drawn else ", and the last token is only scored." if unfed else ".")
         )
-    if prompt + drawn > limits.context:
+    if prompt + drawn > limits.context + unfed:
         raise ValueError(
             f"prompt and max_tokens must fit together in the context of {limits.context} tokens, got {prompt} + {drawn}"
             f" = {prompt + drawn}."
         )
-    need = limits.blocks_of(prompt + max(0, drawn - 1))  # the last drawn token is never fed
+    need = limits.blocks_of(prompt - unfed + max(0, drawn - 1))  # the last drawn token is never fed
     if need > limits.usable:
         raise ValueError(
             f"prompt and max_tokens must need at most {limits.usable} blocks of {limits.block} tokens, all blocks of"

@@ -210,6 +210,7 @@ def _take_token(
         return True
     if place < len(known):
         token, sequence.scored = known[place], place
+        finish = None if sequence.draws or place + 1 < len(known) else "length"
     elif not sampling.max_tokens:  # the prompt is computed, and the row's draw is dropped
         outputs.append(_make_end(name, choice, state, "length"))
         return True

@@ -65,7 +65,7 @@ def _select_prefill_chunks(state: State, decodes: list[Sequence]) -> Chunks:
                 continue
             decodes[:] = [d for d in decodes if d.blocks]
             left = state.limits.budget - len(decodes) - used
-        count = min(left, len(sequence.tokens) - sequence.computed)
+        count = min(left, sequence.goal - sequence.computed)
         count = _bound_rows(sequence, count, state.limits.running - len(state.running) - extra)
         count = _keep_images_whole(sequence, count)
         if not count:  # the next step begins with this image
@@ -96,7 +96,7 @@ def _admit_waiting(state: State, sequence: Sequence, extra: int) -> bool:
     extend_contents(sequence.contents, sequence.keyed, limits.block, num_shared, state.scope(sequence))
     shared = pool.find(sequence.contents[:num_shared])
     pool.hold(shared)
-    need = limits.blocks_of(len(tokens)) - len(shared)
+    need = limits.blocks_of(sequence.goal) - len(shared)
     leavers = _choose_preemption_victims(state, sequence, need, len(state.running) + extra >= limits.running)
     if leavers is None:
         pool.release(shared)

@@ -85,6 +85,7 @@ class Sequence:
     prompt: int  # tokens of the prompt
     scored: int  # the first position whose row of logits is still wanted
     tokens: array  # prompt, then drawn tokens
+    draws: bool = True  # False for a prompt that is only scored: its last token is not computed
     computed: int = 0  # tokens whose keys and values are in the cache
     blocks: list[int] = field(default_factory=list)  # empty in a waiting sequence
     source_blocks: list[int] = field(default_factory=list)  # of its source's keys, as long as it has blocks
@@ -103,6 +104,11 @@ class Sequence:
         Neither the last, whose logits are needed, nor scored tokens.
         """
         return len(self.tokens) - 1 if self.scored >= self.prompt - 1 else self.scored
+
+    @property
+    def goal(self) -> int:
+        """Returns the number of known tokens to compute."""
+        return len(self.tokens) - (not self.draws)
 
     @property
     def keyed(self) -> array:
@@ -381,6 +387,7 @@ class State:
                 *(self.arrivals, name, choice, request, self.step, draw_key(request.sampling.seed, choice), prompt),
                 scored=first if wants else prompt - 1,
                 tokens=array("q", request.prompt),
+                draws=bool(how.max_tokens) or not wants or first == prompt - 1,
             )
             self.sequences[new.serial] = new
             self.wait(new)

@@ -93,7 +93,7 @@ def make_harness_model(llm: LLM, *, batch_size: int = _BATCH) -> Any:
     class EngineModel(base):
         """Model of the harness over an engine."""
 
-        max_length = llm.engine.limits.context - 1  # the last token is computed, too
+        max_length = llm.engine.limits.context
         tokenizer_name = "shardfn"
 
         @property

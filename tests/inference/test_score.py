@@ -70,7 +70,7 @@ def test_a_request_without_draws(engine: Engine) -> None:
         ([[]], [[[1]]], "prompt 0 has no tokens"),
         ([[1], [2]], [[[1]], [[1], []]], "at least one token, but choice 1 of prompt 1 is empty"),
         ([[1]], [[[64]]], "must be an integer from 0 to 63, got 64"),
-        ([[1]], [[[1] * 64]], "prompt must have from 1 to 64 tokens, got 65"),
+        ([[1]], [[[1] * 65]], "prompt must have from 1 to 65 tokens, got 66"),
     ],
     ids=lambda x: str(x)[:20],
 )

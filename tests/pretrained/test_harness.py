@@ -75,11 +75,11 @@ def test_scores_are_those_of_the_engine(harness: str, llm: Any, batch_size: int)
     pairs = [("the sea", " is"), ("a", "b"), ("the sea", " was"), ("x" * 60, "yes")]
     ids = [(list(left.encode()), list(right.encode())) for left, right in pairs]
     found = model._loglikelihood_tokens([(None, *pair) for pair in ids])
-    kept = [(left[-(48 - len(right)) :], right) for left, right in ids]  # a long context loses its beginning
+    kept = [(left[-(49 - len(right)) :], right) for left, right in ids]  # a long context loses its beginning
     for one, (left, right) in zip(found, kept, strict=True):
         [[want]] = llm.engine.score([left], [[right]])
         assert one == (want.logprob, want.is_greedy)
-    assert model.tok_encode("ab") == [97, 98] and model.max_length == 47
+    assert model.tok_encode("ab") == [97, 98] and model.max_length == 48
 
 
 def test_a_whole_text_is_scored_after_the_first_token(harness: str, llm: Any) -> None:
