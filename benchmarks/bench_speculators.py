@@ -14,6 +14,9 @@ All tokens and log probabilities are compared with those without a drafter. Acce
 sequence, also those without drafts. For EAGLE-3 and MTP the part of right drafts after each place of held-out rows is
 reported, with the text before each draft.
 
+The costs of a step say how many drafts must be accepted for 1.5 times the speed: 1.5 times the time of a step over the
+time without a drafter, less 1. They have the prompts' steps in them.
+
 The bound is the number of drafts that a drafter of n tokens would have accepted that guesses every token whose
 probability under the model is above a half, and no other: what the model's own certainty allows.
 """
@@ -59,12 +62,39 @@ class Measured(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A round of a drafter: processor time of prompts one after another and together, accepted drafts, completions."""
+    """A round of a drafter.
+
+    Attributes:
+        seconds: processor time of prompts one after another.
+        proposals: part of the time in proposals of a speculator.
+        together: processor time of 16 prompts together.
+        accepted: accepted drafts a step.
+        steps: steps in which tokens of single prompts were drawn.
+        found: completions.
+    """
 
     seconds: float
+    proposals: float
     together: float
     accepted: float
+    steps: int
     found: list[Any]
+
+
+class Clock:
+    """Sum of the processor time of the proposals of a speculator. It replaces `propose_all` of the speculator."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.seconds, self._propose = 0.0, getattr(drafter, "propose_all", None)
+        if self._propose is not None:
+            drafter.propose_all = self._propose_all
+
+    def _propose_all(self, asks: Any) -> Any:
+        assert self._propose is not None
+        start = time.process_time()
+        found = self._propose(asks)
+        self.seconds += time.process_time() - start
+        return found
 
 
 def main() -> None:
@@ -73,10 +103,12 @@ def main() -> None:
     torch.set_num_threads(1)
     given = _train_all(args) if args.model is None else _load(args)
     made, params, prompts, drafters = given.decoder, given.params, given.prompts, given.drafters
-    limits = limits_of(made, drafts=15, running=16, buckets=(1, 2, 5, 8, 16, 64))
+    context = len(prompts[0]) + args.tokens
+    limits = limits_of(made, context=context, drafts=15, running=16, buckets=(1, 2, 5, 8, 16, 64))
     given_of = {name: _prepare(x, made, params) for name, x in drafters.items()}
     plain = Runner(made, limits)
     runners = {name: plain if own[0] is made else Runner(own[0], limits) for name, own in given_of.items()}
+    clocks = {name: Clock(x) for name, x in drafters.items()}
     body = [
         f"{given.title}; {len(prompts)} prompts of {len(prompts[0])} tokens, {args.tokens} tokens each;"
         f" {args.rounds} rounds; one thread, processor time; load of the machine {os.getloadavg()[0]:.1f}"
@@ -88,13 +120,15 @@ def main() -> None:
         for _ in range(1 + args.rounds):  # the first round captures graphs
             for each, drafter in drafters.items():
                 engine = Engine(*given_of[each], limits=limits, runner=runners[each], drafter=drafter)
-                start = time.process_time()
+                start, proposed = time.process_time(), clocks[each].seconds
                 found = [engine.generate([prompt], how)[0] for prompt in prompts]
-                seconds, accepted = time.process_time() - start, engine.stats.speculation.accepted
-                drawn = sum(len(one.tokens) for one in found)
+                seconds, proposals = time.process_time() - start, clocks[each].seconds - proposed
+                accepted = engine.stats.speculation.accepted
+                steps = sum(len(one.tokens) for one in found) - accepted
                 start = time.process_time()
                 together = engine.generate(many, how)
-                runs[each].append(Run(seconds, time.process_time() - start, accepted / (drawn - accepted), found))
+                taken = time.process_time() - start
+                runs[each].append(Run(seconds, proposals, taken, accepted / steps, steps, found))
                 assert found == runs["none"][0].found and together == [*found, *found][: len(many)], each
         rows = [_row(each, runs[each][1:] or runs[each], runs["none"][1:] or runs["none"]) for each in drafters]
         head = (
@@ -103,7 +137,9 @@ def main() -> None:
             "speed over none",
             "quartiles",
             "speed of 16 over none",
-            "s, least",
+            "ms a step, least",
+            "of them proposals",
+            "accepted for 1.5",
         )
         bound = _bound(runs["none"][0].found, args.drafts)
         body.append(
@@ -123,7 +159,7 @@ def _load(args: argparse.Namespace) -> Measured:
     served = load_model(ModelSettings(model=args.model, kind=detect_kind(path)), make_mesh({}, alone=True))
     made = served.decoder
     ids = served.text.plain(pathlib.Path(args.text).read_text(encoding="utf-8", errors="replace"))
-    room = made.context - args.tokens
+    room = made.context - args.tokens if args.length is None else args.length
     places = range(0, len(ids) - room, max(1, (len(ids) - room) // args.prompts))
     prompts = [ids[at : at + room] for at in places][: args.prompts]
     drafters: dict[str, Drafter | None] = {"none": None, "n-grams": Ngram(), "suffixes": Suffix()}
@@ -184,8 +220,11 @@ def _row(name: str, mine: list[Run], plain: list[Run]) -> tuple[str, ...]:
     ratios = sorted(one.seconds / other.seconds for one, other in zip(plain, mine, strict=True))
     low, mid, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     together = statistics.median(one.together / other.together for one, other in zip(plain, mine, strict=True))
-    least = f"{min(one.seconds for one in mine):.2f}"
-    return name, f"{mine[0].accepted:.2f}", f"{mid:.2f}", f"{low:.2f} .. {high:.2f}", f"{together:.2f}", least
+    least = min(mine, key=lambda one: one.seconds)
+    step, base = least.seconds / least.steps, min(one.seconds / one.steps for one in plain)
+    speeds = f"{mine[0].accepted:.2f}", f"{mid:.2f}", f"{low:.2f} .. {high:.2f}", f"{together:.2f}"
+    costs = f"{1e3 * step:.2f}", f"{1e3 * least.proposals / least.steps:.2f}", f"{max(0.0, 1.5 * step / base - 1):.2f}"
+    return name, *speeds, *costs
 
 
 def _bound(found: list[Any], heads: int) -> float:
@@ -210,6 +249,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48, help="drawn tokens of each prompt")
+    parser.add_argument("--length", type=int, help="tokens of a prompt, default: what the model's context leaves")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--model-steps", type=int, default=600, help="of the small model's training")
     parser.add_argument("--steps", type=int, default=600, help="of each speculator's training, without a model")

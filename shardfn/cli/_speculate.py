@@ -91,6 +91,10 @@ def force_model(job: Any, served: LoadedModel, rows: Tensor, held: Tensor, repor
 
 _JACOBI = "jacobi"  # no speculator: the model itself is trained
 _HELD = 20  # one row of so many is held out
+_SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "at temperature 0.8": {"temperature": 0.8, "seed": 1},
+}
 _PROMPTS = 16  # held-out rows that are completed
 
 
@@ -112,6 +116,7 @@ class SpeculateJob:
         length: tokens of a row.
         tokens: most tokens of the text.
         learning_rate: largest learning rate.
+        draw: temperature at which the model draws the second half of each row, or None for the text as it is.
         seed: seed.
         png: file for a picture of the losses and the accepted drafts, or None.
     """
@@ -129,6 +134,7 @@ class SpeculateJob:
     length: int = 128
     tokens: int = 400_000
     learning_rate: float = 2e-3
+    draw: float | None = None
     seed: int = 0
     png: str | None = None
 
@@ -158,6 +164,8 @@ def add_speculate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--length", type=int, default=of.length, metavar="N", help="tokens of a row (default %(default)s)")
     add("--tokens", type=int, default=of.tokens, metavar="N", help="the most tokens of the text (default %(default)s)")
     add("--lr", type=float, default=of.learning_rate, dest="learning_rate", help="(default %(default)s)")
+    text = "the model draws the second half of each row at temperature T: a speculator meets the model's own text"
+    add("--draw", type=float, metavar="T", help=text)
     add("--seed", type=int, default=0, help="(default %(default)s)")
     add("--png", metavar="FILE", help="write a picture of losses and accepted drafts to this file (needs matplotlib)")
 
@@ -184,6 +192,8 @@ def parse_speculate(args: argparse.Namespace) -> SpeculateJob:
         problems.append(f"--draft-vocab is not for --kind {args.kind}; leave --draft-vocab out")
     if not args.learning_rate > 0:
         problems.append(f"--lr must be above 0, got {args.learning_rate}")
+    if args.draw is not None and (args.draw < 0 or args.kind == _JACOBI):
+        problems.append(f"--draw must be at least 0, and is for a speculator, got {args.draw} and --kind {args.kind}")
     if args.png is not None and (args.kind == _JACOBI or importlib.util.find_spec("matplotlib") is None):
         problems.append("--png needs a speculator and matplotlib: pip install 'shardfn[train]', or leave --png out")
     if num_launched() > 1:
@@ -209,6 +219,7 @@ def speculate(job: SpeculateJob) -> int:
         served = load_model(job.model, make_mesh({}, alone=True))
     made = served.decoder
     rows = _read_rows(job, made, served.text.plain)
+    rows = rows if job.draw is None else _draw_rows(made, served.params, rows, job)
     held = max(1, len(rows) // _HELD)
     if job.kind == _JACOBI:
         with progress(total=job.steps, desc="training", unit="step") as bar:
@@ -247,15 +258,16 @@ def speculate(job: SpeculateJob) -> int:
     drafters = {f"{job.kind} speculator": found, "n-grams": Ngram()}
     given = found.prepare(made, served.params)
     accepted = {name: _measure(*given, drafter, prompts, job) for name, drafter in drafters.items()}
-    for name, value in accepted.items():
-        print(f"{name}: {value:.2f} accepted drafts a step")
+    for name, values in accepted.items():
+        drawn = ", ".join(f"{value:.2f} {how}" for how, value in values.items())
+        print(f"{name}: {drawn} accepted drafts a step")
     if job.png is not None:
         _draw_training(losses, accepted, job.png)
     print(f"{job.out}: for shardfn generate --speculator {job.out}")
     return 0
 
 
-def _draw_training(losses: Sequence[float], accepted: Mapping[str, float], path: str) -> None:
+def _draw_training(losses: Sequence[float], accepted: Mapping[str, Mapping[str, float]], path: str) -> None:
     """Draws the losses of all steps, and the accepted drafts a step of each drafter."""
     from matplotlib.figure import Figure
 
@@ -263,9 +275,25 @@ def _draw_training(losses: Sequence[float], accepted: Mapping[str, float], path:
     left, right = figure.subplots(1, 2)
     left.plot(losses)
     left.set(xlabel="step", ylabel="cross entropy of a draft")
-    right.bar([*accepted], [*accepted.values()])
+    for i, how in enumerate(_SAMPLINGS):
+        places = [place + 0.4 * i for place in range(len(accepted))]
+        right.bar(places, [values[how] for values in accepted.values()], width=0.4, label=how)
+    right.set_xticks([place + 0.2 for place in range(len(accepted))], [*accepted])
     right.set(ylabel="accepted drafts a step, held-out text")
+    right.legend()
     figure.savefig(path, dpi=120)
+
+
+def _draw_rows(made: Decoder, params: Any, rows: Tensor, job: SpeculateJob) -> Tensor:
+    """Returns the rows with a second half that the model draws."""
+    kept, found = job.length // 2, list[list[int]]()
+    engine = Engine(made, params, limits=limits_of(made, context=job.length, running=16))
+    how = Sampling(max_tokens=job.length - kept, temperature=job.draw or 0.0, seed=job.seed)
+    with progress(total=len(rows), desc="drawing", unit="row") as bar:
+        for some in rows[:, :kept].split(16):
+            found += [one.tokens for one in engine.generate(some.tolist(), how)]
+            bar.update(len(some))
+    return torch.cat([rows[:, :kept], torch.tensor(found)], 1)
 
 
 def _compute_hidden(made: Decoder, params: Any, training: Tensor, layers: Sequence[int]) -> Tensor:
@@ -310,8 +338,13 @@ def _read_texts(path: pathlib.Path) -> Any:
         yield row["text"]
 
 
-def _measure(made: Decoder, params: Any, drafter: Drafter, prompts: list[list[int]], job: SpeculateJob) -> float:
+def _measure(
+    made: Decoder, params: Any, drafter: Drafter, prompts: list[list[int]], job: SpeculateJob
+) -> dict[str, float]:
+    """Returns the accepted drafts a step by kind of sampling."""
     limits = limits_of(made, context=job.length, drafts=15, running=4, buckets=(1, 2, 3, 5, 9, 16, 64))
-    engine = Engine(made, params, limits=limits, drafter=drafter)
-    most = job.length - max(map(len, prompts))
-    return speculators.measure_acceptance(engine, prompts, Sampling(max_tokens=most, temperature=0.0))
+    engine, most = Engine(made, params, limits=limits, drafter=drafter), job.length - max(map(len, prompts))
+    return {
+        how: measure_acceptance(engine, prompts, Sampling(max_tokens=most, **fields))
+        for how, fields in _SAMPLINGS.items()
+    }

@@ -54,9 +54,12 @@ def test_a_speculator_in_one_command(
 ) -> None:
     out = run.parent / "made"
     png = run.parent / "training.png"
-    status, said, err = call("speculate", run, text, "--kind", kind, "--out", out, *SMALL, "--png", png)
+    more = {"lstm": ["--draw", "0.7"], "mlp": ["--draft-vocab", "3"], "mtp": ["--window", "3"]}.get(kind, [])
+    status, said, err = call("speculate", run, text, "--kind", kind, "--out", out, *SMALL, "--png", png, *more)
     assert png.read_bytes().startswith(b"\x89PNG")
-    assert status == 0 and re.search(rf"{kind} speculator: \d\.\d\d accepted drafts a step\nn-grams: \d\.", said), err
+    assert status == 0 and re.search(
+        rf"{kind} speculator: \d\.\d\d greedy, \d\.\d\d at .* 0.8 accepted drafts a step\nn-grams: \d\.", said
+    ), err
     asked = ["generate", run, "abcab", "cabd", "--json", "--seed", "2", "--max-tokens", "12"]
     plain, guessed = call(*asked), call(*asked, "--speculator", out)
     assert plain[:2] == (0, guessed[1]) and "drafts accepted" in guessed[2]
@@ -104,6 +107,7 @@ def test_a_model_for_jacobi_decoding(run: pathlib.Path, text: pathlib.Path, call
         ("--window 4", "--window is only for eagle3 and mtp, got --kind lstm; leave --window out"),
         ("--kind mtp --draft-vocab 4", "--draft-vocab is not for --kind mtp; leave --draft-vocab out"),
         ("--draft-vocab 0", "--draft-vocab must be at least 1, got 0"),
+        ("--draw -1", "--draw must be at least 0, and is for a speculator, got -1.0 and --kind lstm"),
         ("--drafts 0", "--drafts must be at least 1, got 0"),
         ("--length 5", "--length must be at least 6, --drafts and two more, got 5"),
         ("--lr 0", "--lr must be above 0, got 0"),
