@@ -331,7 +331,7 @@ def _list_problems(c: Config) -> list[str]:
         out.append(f"num_kv_heads={c.kv_heads} does not divide num_heads={c.num_heads}.")
     if c.position == "rope" and c.rope is None and c.rotary_dim % 2:
         out.append(f"position='rope' needs an even head dim, but d_model={c.d_model} / num_heads={c.num_heads} is odd.")
-    out += _find_rope_problems(c) + _find_shape_problems(c) + _find_swift_problems(c)
+    out += _find_rope_problems(c) + _find_shape_problems(c) + _find_swift_problems(c) + _find_latent_problems(c)
     for name, asked in (("position='alibi'", c.position == "alibi"), (f"window={c.window}", c.window is not None)):
         if asked and not c.causal:
             out.append(f"{name} looks back only, but causal=False. Leave one of them out.")

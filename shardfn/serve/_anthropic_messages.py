@@ -76,6 +76,7 @@ _THINKING: Mapping[str, FieldKind] = {
     "display": ignored_kind(TEXT),
 }
 _RENAMED = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
+_RENAMED |= {"thinking_token_budget": "thinking.budget_tokens"}
 
 
 def parse_messages(body: Mapping[str, Any], model: Model) -> tuple[ParsedRequest, "MessageWriter"]:

@@ -247,6 +247,9 @@ def _read_message(message: Any, at: str, model: Model) -> dict[str, Any]:
     can_be_null = role in ("assistant", "tool")
     content = given.get("content", "") if can_be_null else get_required(given, "content", at)
     more = {name: given[name] for name in ("name", "reasoning", "reasoning_content", "tool_call_id") if name in given}
+    thought = given.get("reasoning_content", given.get("reasoning"))
+    if thought and model.reasoning is not None and model.reasoning.channels:
+        more["thinking"] = thought  # the name in gpt-oss's template
     if calls := given.get("tool_calls"):
         if role != "assistant":
             text = f"{at}.tool_calls is a field of role assistant, got {role!r}."

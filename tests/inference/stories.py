@@ -16,7 +16,6 @@ from torch import Tensor
 
 from shardfn import core, kernels, nn
 from shardfn.inference import (
-    CacheLayout,
     Compiler,
     Decoder,
     Drafter,
@@ -170,9 +169,7 @@ class Model:
                 return gpt.apply(self.config, params, tokens_T[None], image_features=seen)[0]
             T, then = len(tokens), products(*self.adapters[adapter])
             at_T = torch.arange(T, dtype=torch.int32)
-            bodies = make_single_bodies(
-                CacheLayout(self.config.num_layers, self.config.kv_heads, self.config.head_dim), T
-            )
+            bodies = make_single_bodies(self.decoder.cache, T)
             packed = gpt.pack(self.config, params)
             return gpt.decode(self.config, packed, tokens_T, at_T, at_T, bodies, then=then).logits
 

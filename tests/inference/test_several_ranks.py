@@ -46,14 +46,20 @@ def test_many_stories(world: int, part: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@distributed(world=2)
+def test_stories_of_latent_attention() -> None:
+    tell(2, "latent", 6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek"])
 @distributed(world=2)
 def test_stories_of_experts(kind: str) -> None:
     changes, limits = KINDS[kind]
     experts = replace(changes["experts"], exchange=moe.AllReduce("tp", in_order=True))
     one, cut = model(**changes), model("tp", **changes | {"experts": experts})
     runner = Runner(cut.decoder, limits, mesh=make_mesh({"tp": 2}))
-    for story in drawn_stories(limits, 6 if kind == "mixtral" else 30):
+    for story in drawn_stories(limits, 30 if kind == "qwen3_moe" else 6):
         told, _ = run(story, cut, runner, limits)
         check(story, told, one)
 
@@ -144,15 +150,16 @@ def test_a_rank_that_is_killed_is_an_error_of_the_others(tmp_path: pathlib.Path)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek"])
 @distributed(world=[2, 3])
 def test_steps_of_experts_in_each_layout(world: int, kind: str) -> None:
     """Experts are cut by number beside all tokens, get tokens, or are gathered: tokens and experts are the same."""
     given, limits = KINDS[kind]
     changes: dict[str, Any] = given | {
         "num_heads": 6,
-        "num_kv_heads": 6,
+        "num_kv_heads": None if kind == "deepseek" else 6,
         "d_model": 48,
+        "d_ff": 96,
         "chunks": 24 if world == 3 else 8,
     }
     experts = replace(changes["experts"], exchange=moe.AllReduce("tp", in_order=True))

@@ -61,7 +61,7 @@ KINDS: dict[str, tuple[dict[str, Any], Limits]] = {
                 first=1,
                 route=functools.partial(moe.sigmoid_groups, groups=3, groups_kept=2, scale=2.5),
                 shared=True,
-                shared_d_ff=11,
+                shared_d_ff=12,
             ),
         },
         LIMITS,

@@ -12,6 +12,7 @@ import shardfn as sf
 from shardfn import nn, optim
 from shardfn.core import block_slices, tree_flatten, tree_paths, tree_unflatten
 from shardfn.models import gpt
+from shardfn.models.moe import Experts
 from shardfn.testing import assert_parity, distributed
 
 GPT2: dict[str, Any] = {"vocab_size": 13, "num_layers": 2, "d_model": 12, "num_heads": 3, "max_len": 7, "d_ff": 10}
@@ -50,9 +51,33 @@ CONFIGS = {
         rope=nn.Rope(scaling=nn.YarnScaling(4.0, 16)),
         per_head=True,
     ),
+    "gpt_oss": gpt.Config(
+        **{**GPT2, **LLAMA, "bias": True, "sinks": True, "window": (3, None)},
+        rope=nn.Rope(scaling=nn.YarnScaling(4.0, 16, truncate=False)),
+        experts=Experts(
+            num=3,
+            route=functools.partial(nn.moe.top_k, softmax="after"),
+            balance=0.0,
+            gate=nn.moe.ClampedGate(limit=0.2),
+            biases=True,
+        ),
+        per_head=True,
+    ),
+    "deepseek": gpt.Config(
+        **{**GPT2, **LLAMA, "latent": gpt.Latent(5, 3, 4, 2, q_rank=5)},
+        experts=Experts(
+            num=4,
+            d_ff=6,
+            route=functools.partial(nn.moe.sigmoid_groups, groups=2, groups_kept=1, scale=2.5),
+            balance=0.0,
+            shared=True,
+            shared_d_ff=4,
+        ),
+        per_head=True,
+    ),
     "latent_q": gpt.Config(**{**GPT2, **LLAMA, "latent": gpt.Latent(6, 4, 2, 3, q_rank=5)}, per_head=True),
 }
-SLOW = "latent", "latent_q", "mqa", "gpt2_tied", "olmo2", "olmo2_gqa", "phi", "sinks"
+SLOW = "latent", "latent_q", "gpt_oss", "deepseek", "mqa", "gpt2_tied", "olmo2", "olmo2_gqa", "phi", "sinks"
 
 
 def params_of(config: gpt.Config, dtype: torch.dtype) -> Any:
