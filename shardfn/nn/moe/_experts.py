@@ -280,8 +280,8 @@ class ClampedGate(NamedTuple):
         limit: most of a gate, and most of the absolute value of the other half.
 
     Example:
-        >>> ClampedGate()(torch.tensor([9.0]), torch.tensor([-9.0])).item()
-        -41.99971771240234
+        >>> ClampedGate(alpha=1.0)(torch.tensor([0.0, 9.0]), torch.tensor([3.0, -1.0]))
+        tensor([0., 0.])
 
     References:
         OpenAI, gpt-oss-120b and gpt-oss-20b Model Card, 2025, https://arxiv.org/abs/2508.10925
