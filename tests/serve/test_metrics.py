@@ -1,10 +1,14 @@
-"""Covers the spans of requests for OpenTelemetry, as its exporter in memory has them."""
+"""Covers the spans of requests for OpenTelemetry, as its exporter in memory has them, and a collector over HTTP."""
 
+import gzip
+import http.server
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("opentelemetry.sdk")
 
@@ -13,6 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+from shardfn.serve._metrics import make_trace_provider
 from tests.serve.server import NAME, Running
 
 BODY = {"model": NAME, "prompt": "abc", "max_tokens": 5, "ignore_eos": True, "temperature": 0.5, "n": 2}
@@ -78,3 +83,85 @@ def test_a_client_that_leaves_is_an_error(traced: Running, spans: InMemorySpanEx
     stream.close()
     [one] = wait_spans(traced, spans, 1)
     assert one.status.status_code == StatusCode.ERROR and one.status.description == "the client has left"
+
+
+class Collector:
+    """A receiver of OTLP over HTTP, which decodes each message by OpenTelemetry's own protobuf types."""
+
+    def __init__(self) -> None:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        self.services, self.spans = set[str](), list[Any]()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(handler) -> None:
+                data = handler.rfile.read(int(handler.headers["Content-Length"]))
+                data = gzip.decompress(data) if handler.headers.get("Content-Encoding") == "gzip" else data
+                assert handler.headers["Content-Type"] == "application/x-protobuf" and handler.path == "/v1/traces"
+                for resource in ExportTraceServiceRequest.FromString(data).resource_spans:
+                    self.services |= {
+                        x.value.string_value for x in resource.resource.attributes if x.key == "service.name"
+                    }
+                    self.spans += [span for scope in resource.scope_spans for span in scope.spans]
+                handler.send_response(200)
+                handler.end_headers()
+
+            def log_message(handler, *given: Any) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    for name in ("opentelemetry.exporter.otlp.proto.http", "opentelemetry.proto"):
+        pytest.importorskip(name)
+    made = Collector()
+    yield made
+    made.close()
+
+
+@pytest.mark.nightly
+def test_spans_of_requests_arrive_at_a_collector(start: Callable[..., Running], collector: Collector) -> None:
+    provider = make_trace_provider(collector.url)
+    server = start(provider=provider)
+    parent = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+    for i in range(20):
+        assert server.send("/v1/completions", BODY, parent if i % 2 else None).status == 200
+    assert server.close() == 0
+    provider.shutdown()  # as `serve` does: spans that wait for their message are sent
+    assert collector.services == {"shardfn"} and [x.name for x in collector.spans] == ["llm_request"] * 20
+    below = [x for x in collector.spans if x.parent_span_id]
+    assert {(x.trace_id.hex(), x.parent_span_id.hex()) for x in below} == {("ab" * 16, "cd" * 8)} and len(below) == 10
+    assert len({x.span_id for x in collector.spans}) == 20
+    found = {x.key: x.value for x in below[0].attributes}
+    assert found["gen_ai.usage.completion_tokens"].int_value == 10
+    assert found["gen_ai.latency.e2e"].double_value == pytest.approx(
+        (below[0].end_time_unix_nano - below[0].start_time_unix_nano) / 1e9, rel=1e-3
+    )
+
+
+@pytest.mark.nightly
+def test_spans_of_steps_arrive_at_a_collector(collector: Collector) -> None:
+    import shardfn as sf
+
+    step = sf.sharded_step(lambda params, batch: (batch @ params["w"]).square().mean(), sf.optim.adamw(0.1))
+    state, provider = step.init({"w": torch.ones(4, 3)}), make_trace_provider(collector.url)
+    tracer = provider.get_tracer("training")
+    with tracer.start_as_current_span("epoch"), sf.trace_steps(tracer):
+        for _ in range(3):
+            state, _ = step(state, torch.ones(2, 4))
+    provider.shutdown()
+    by_name = {x.name: x for x in collector.spans}
+    names = {x.span_id: x.name for x in collector.spans}
+    steps = [f"shardfn.step {i}" for i in range(3)]
+    assert {by_name[name].parent_span_id for name in steps} == {by_name["epoch"].span_id}
+    parts = {(names[x.parent_span_id], x.name) for x in collector.spans if x.parent_span_id}
+    assert {(one, f"shardfn.{part}") for one in steps for part in ("forward", "backward", "update")} <= parts
+    assert len({x.trace_id for x in collector.spans}) == 1
