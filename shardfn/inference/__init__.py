@@ -33,7 +33,8 @@ from ._seq2seq_decoder import seq2seq_decoder as seq2seq_decoder
 from ._hf_decoder import hf_decoder as hf_decoder
 from ._fit_codes import fit_quantization as fit_quantization
 from ._results import MemoryPlan as MemoryPlan
-from ._runner import Runner as Runner, limits_of as limits_of
+from ._checks import limits_of as limits_of
+from ._runner import Runner as Runner
 from ._draft_model import DraftModel as DraftModel
 from ._detokenize import Detokenizer as Detokenizer, DecodeStream as DecodeStream, detokenizer as detokenizer
 from ._score import Score as Score, make_score_sampling as make_score_sampling, sum_tokens as sum_tokens

@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from ._adapters import Adapters
+from ._checks import limits_of
 from ._decoder import Decoder, SourceEncoder
 from ._drafters import BatchDrafter, Drafter, RejectionDrafter, find_wanted_layers, wants_spec_token
 from ._image_rows import RequestImages
 from ._limits import DRAFTS, Limits
 from ._options import Encode
 from ._requests import Request, Sampling, check_request, encode_sampling, ids_of
-from ._runner import limits_of
 from ._speech import make_features
 
 

@@ -97,6 +97,19 @@ def check_memory(kind: MemoryKind) -> MemoryKind:
     return kind
 
 
+class Lanes(NamedTuple):
+    """Parts of the ranks that run plans of disjoint sequences at the same time.
+
+    Attributes:
+        axis: mesh axis of the parts, each with a separate cache.
+        stages: whether a part has some of the layers, and each plan runs on all parts, one after another. Otherwise
+            each part has all layers, and plans of its own.
+    """
+
+    axis: str
+    stages: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
     """Form of a model's KV cache: for each layer [blocks, 2, G, block, K], of keys and values.
@@ -115,6 +128,8 @@ class CacheLayout:
         axis: mesh axes that cut the heads.
         cross_layers: number of layers of cross attention.
         parts: 2 of keys and values, or 1 of rows that are both.
+        lanes: parts of the ranks with a separate cache each, or None. Of stages, `layers` is the number of one stage,
+            and a rank's cache has the blocks of all lanes, one lane after another.
 
     Example:
         >>> layout = CacheLayout(layers=2, heads=4, head_dim=8)
@@ -129,11 +144,19 @@ class CacheLayout:
     axis: Axes = None
     cross_layers: int = 0
     parts: int = 2
+    lanes: Lanes | None = None
 
     @property
     def spec(self) -> P:
         """Returns the spec of a layer's cache."""
-        return P(None, None, self.axis) if self.axis else P()
+        outer = None if self.lanes is None else self.lanes.axis
+        return P(outer, None, self.axis) if self.axis or outer else P()
+
+    def count_blocks(self, blocks: int, mesh: Mesh) -> tuple[int, int]:
+        """Returns the number of blocks of a rank's cache, and of the caches of all lanes, for a lane of `blocks`."""
+        num = 1 if self.lanes is None else mesh.axis_size(self.lanes.axis)
+        own = blocks * num if self.lanes is not None and self.lanes.stages else blocks
+        return own, own * num
 
     def kept(self, memory: MemoryKind) -> P | Sharding:
         """Returns the entry of `in_specs` for the cache in a memory."""
@@ -179,7 +202,9 @@ class CacheLayout:
         ranks, dtype = mesh.axis_size(self.axis), DTYPES[limits.cache_dtype]
 
         def make_layer(blocks: int) -> GlobalTensor:
-            shape, own = (self.layer_shape(blocks, limits.block, ranks=n, dtype=limits.cache_dtype) for n in (1, ranks))
+            held, whole = self.count_blocks(blocks, mesh)
+            shape = self.layer_shape(whole, limits.block, dtype=limits.cache_dtype)
+            own = self.layer_shape(held, limits.block, ranks=ranks, dtype=limits.cache_dtype)
             return GlobalTensor(zero_block(own, dtype, memory, mesh.device, pool), shape, self.spec, mesh, memory)
 
         numbers = [limits.blocks] * self.layers + [limits.source_blocks] * self.cross_layers
@@ -197,13 +222,20 @@ class CacheLayout:
         own: list[PagedAttention | SourceAttention] = [PagedAttention(x, *plan, **kinds) for x in cache[: self.layers]]
         return own + [SourceAttention(x, step.source, step.sequences) for x in cache[self.layers :]]
 
+    @staticmethod
+    def read_block(cache: Seq[Tensor]) -> int:
+        """Returns the number of tokens of a block of a cache."""
+        return cache[0].shape[3]
+
     def make_abstract(self, limits: Limits, mesh: Mesh) -> list[GlobalTensor]:
         """Returns a cache without data, for a capture. The mesh may be abstract."""
         ranks, dtype = mesh.axis_size(self.axis), DTYPES[limits.cache_dtype]
-        own = self.layer_shape(limits.blocks, limits.block, ranks=ranks, dtype=limits.cache_dtype)
+        held, whole = self.count_blocks(limits.blocks, mesh)
+        own = self.layer_shape(held, limits.block, ranks=ranks, dtype=limits.cache_dtype)
+        shape = self.layer_shape(whole, limits.block, dtype=limits.cache_dtype)
 
         def make_layer() -> GlobalTensor:
-            return GlobalTensor(torch.empty(own, dtype=dtype, device=mesh.device), self.shape(limits), self.spec, mesh)
+            return GlobalTensor(torch.empty(own, dtype=dtype, device=mesh.device), shape, self.spec, mesh)
 
         with FakeTensorMode():
             return [make_layer() for _ in range(self.layers)]

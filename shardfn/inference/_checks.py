@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from shardfn.core import Axes, Mesh, P, PyTree, raise_all, tree_leaves, tree_paths
+from shardfn.core import Axes, Mesh, P, PyTree, explains_keywords, raise_all, tree_leaves, tree_paths
 
 from ._cache import DTYPES
 from ._decoder import Decoder
@@ -44,6 +44,44 @@ MEANT = {name: f"limits=limits_of(decoder, {text.partition(',')[0]})" for name, 
     "routes": "record_experts={value!r}",
     "seed": "Sampling(seed={value!r}): each request has its own",
 }
+
+
+@explains_keywords(**MEANT_BY_LIMITS)
+def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int = 1 << 30, **sizes: Any) -> Limits:
+    """Returns the sizes of an engine for a model.
+
+    Args:
+        decoder: model.
+        context: most tokens of a sequence. Default: the model's.
+        cache_bytes: most bytes of the KV cache, on all ranks together. Fewer if all sequences that run need less.
+        **sizes: other fields of `Limits`.
+
+    Raises:
+        ValueError: a size is out of range, or the cache has no room for a single sequence.
+
+    Example:
+        >>> from shardfn.inference import decoder
+        >>> from shardfn.models import gpt
+        >>> config = gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4, max_len=64)
+        >>> limits_of(decoder(config), running=2).blocks
+        9
+    """
+    context = decoder.context if context is None else context
+    if "blocks" in sizes:
+        raise ValueError("limits_of: blocks follow from cache_bytes. Pass that, or make Limits(...) of your own.")
+    sizes = {"source": 0 if decoder.sources is None else decoder.sources.longest} | sizes
+    one = Limits(vocab=decoder.vocab, context=context, blocks=2, **sizes)
+    raise_all(ValueError, "limits_of:", list_misfits(decoder, one))
+    sources = decoder.cache.num_source_bytes(one)
+    each = (decoder.cache.num_bytes(one) - sources) // 2
+    held, least = (cache_bytes - sources) // each, 1 + one.width
+    if held < least:
+        raise ValueError(
+            f"cache_bytes={cache_bytes} holds {max(held - 1, 0) * one.block} tokens, fewer than context={context}."
+            f" Give {least * each + sources} bytes or more, or take a shorter context."
+        )
+    blocks = min(held, one.running * one.width + 1)
+    return Limits(vocab=decoder.vocab, context=context, blocks=blocks, **sizes)
 
 
 def check_decoder(decoder: Decoder, limits: Limits, mesh: Mesh, weights_axis: Axes = None) -> None:

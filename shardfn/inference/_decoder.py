@@ -16,9 +16,9 @@ from shardfn.kernels import Activations
 from shardfn.models import gpt
 from shardfn.nn import moe
 
-from ._cache import CacheLayout
+from ._cache import CacheLayout, Lanes
 from ._image_rows import ImageRule
-from ._layouts import Layout, Outputs, make_outputs, make_sequence_layout
+from ._layouts import Layout, Outputs, make_group, make_outputs, make_sequence_layout, make_stage
 from ._limits import DEFAULT_LAYOUT
 from ._low_rank import Linear, LowRank
 from ._requests import Request, Sampling
@@ -75,6 +75,7 @@ class Decoder:
         embed_size: width of the embeddings of tokens, which prompts may give through `images=`, or 0 without such
             prompts.
         list_misfits: function from a mesh to what the mesh cannot cut, as lines of a message.
+        masked: whether `outputs` takes `mask=`, False for padding.
     """
 
     vocab: int
@@ -99,6 +100,7 @@ class Decoder:
     images: ImageRule | None = None
     embed_size: int = 0
     list_misfits: Callable[[Mesh], list[str]] = lambda mesh: []
+    masked: bool = False
 
     @property
     def embeds(self) -> bool:
@@ -113,7 +115,10 @@ class Decoder:
     @property
     def layouts(self) -> dict[str, Layout]:
         """Returns all layouts by name, "tp" first."""
-        return {DEFAULT_LAYOUT: Layout(self.outputs, self.specs, self.pack, self.packed), **self.more_layouts}
+        return {
+            DEFAULT_LAYOUT: Layout(self.outputs, self.specs, self.pack, self.packed, masked=self.masked),
+            **self.more_layouts,
+        }
 
     @property
     def axes(self) -> set[str]:
@@ -143,6 +148,8 @@ def decoder(
     *,
     tp: str | None = None,
     sp: str | None = None,
+    pp: tuple[str, int] | None = None,
+    dp: str | None = None,
     quantization: QuantizationPolicy = None,
     activations: Activations | None = None,
 ) -> Decoder:
@@ -157,6 +164,12 @@ def decoder(
             heads, features and vocabulary along both axes. The layout "sp" cuts them along `tp`, and the tokens of a
             step along `sp`. Both read one copy of the weights, a rank's block of `tp`. The ranks of both axes divide
             the number of key heads.
+        pp: mesh axis of the stages of a pipeline, and their number. Each stage has some of the layers, and a plan
+            travels from stage to stage, next to plans of other sequences. For a batch-invariant model with
+            `stacked=True`, also with `tp`. Sizes of `Limits` are those of one of as many lanes as stages.
+        dp: mesh axis of groups of ranks with plans of their own (attention in data parallelism). Experts lie on all
+            ranks of `dp` and `tp`, and tokens are sent to their experts. A group without a plan takes part without
+            tokens. For a batch-invariant model. Sizes of `Limits` are those of one group.
         quantization: "int8" or "int4" for the weights of linear layers, or codes by regular expressions found in names
             such as "blocks.0.wq" and "embed", for example `{"embed|head": "int8", "": "int4"}`. Logits equal the logits
             of the rounded weights, bit for bit. Leaves that are blocks of codes already, as of `kernels.fit_blocks` or
@@ -182,6 +195,11 @@ def decoder(
     check_activations(activations, "decoder", config.batch_invariant)
     if sp is not None:
         _check_shift(config, tp, sp)
+    _check_axes(config, sp=sp, pp=pp, dp=dp)
+    if pp is not None:
+        return _make_stages(config, tp, pp, quantization, activations)
+    if dp is not None:
+        return _make_groups(config, tp, dp, quantization, activations)
     axes = tp if sp is None else (*P(tp).axes, sp)
     flat = dataclasses.replace(config, stacked=False)
     linear = {name: Linear(*sizes) for name, sizes in gpt.linear_sizes(flat).items()} if config.batch_invariant else {}
@@ -236,14 +254,93 @@ def decoder(
     )
 
 
+def _check_axes(config: gpt.Config, **given: Any) -> None:
+    """Refuses several of the axes that give ranks plans of their own, or other tokens.
+
+    Raises:
+        ValueError: names the axes.
+    """
+    named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise ValueError(f"decoder: only one of sp, pp and dp may be given, got {' and '.join(named)}.")
+    parts = ("images", config.images is not None), ("latent attention", config.latent is not None)
+    if named and (found := [name for name, has in parts if has]):
+        raise ValueError(f"decoder: {named[0]} must be of a model without {' and '.join(found)}. Leave it out.")
+
+
+def _make_groups(
+    config: gpt.Config,
+    tp: str | None,
+    dp: str,
+    quantization: QuantizationPolicy,
+    activations: Activations | None,
+) -> Decoder:
+    """Returns the decoder of groups of ranks with plans of their own."""
+    if not config.batch_invariant:
+        raise ValueError(f"decoder: dp={dp!r} needs batch-invariant layers. Use Config(batch_invariant=True).")
+    layout = make_group(config, dp, tp, quantization, activations)
+    return Decoder(
+        vocab=config.vocab_size,
+        context=config.max_len,
+        cache=CacheLayout(config.num_cache_layers, config.kv_heads, config.head_dim, tp, lanes=Lanes(dp)),
+        specs=layout.specs,
+        outputs=layout.outputs,
+        pack=lambda params: check_coded(layout.pack(params), activations, "decoder"),
+        packed=layout.packed,
+        batch_invariant=True,
+        num_layers=config.num_layers,
+        hidden_size=config.d_model,
+        digest=_digest_config(config),
+        name_weights=functools.partial(_name_weights, config),
+        config=config,
+        list_misfits=functools.partial(_list_uncut, config, tp),
+        masked=layout.masked,
+    )
+
+
+def _make_stages(
+    config: gpt.Config,
+    tp: str | None,
+    pp: tuple[str, int],
+    quantization: QuantizationPolicy,
+    activations: Activations | None,
+) -> Decoder:
+    """Returns the decoder of a pipeline."""
+    axis, stages = pp
+    layout = make_stage(config, axis, stages, tp, quantization, activations)
+    num = config.num_layers // stages
+
+    def list_misfits(mesh: Mesh) -> list[str]:
+        ranks = mesh.axis_size(axis)
+        wrong = (
+            f"the mesh has {ranks} ranks of {axis!r}, but the decoder has {stages} stages; pass pp=({axis!r}, {ranks})"
+        )
+        return ([] if ranks == stages else [wrong]) + _list_uncut(config, tp, mesh)
+
+    return Decoder(
+        vocab=config.vocab_size,
+        context=config.max_len,
+        cache=CacheLayout(num, config.kv_heads, config.head_dim, tp, lanes=Lanes(axis, stages=True)),
+        specs=layout.specs,
+        outputs=layout.outputs,
+        pack=lambda params: check_coded(layout.pack(params), activations, "decoder"),
+        packed=layout.packed,
+        batch_invariant=True,
+        num_layers=config.num_layers,
+        hidden_size=config.d_model,
+        digest=_digest_config(config),
+        name_weights=functools.partial(_name_weights, config),
+        config=config,
+        list_misfits=list_misfits,
+    )
+
+
 def _check_shift(config: gpt.Config, tp: str | None, sp: str) -> None:
     """Refuses a model whose layouts over two axes would not share the weights."""
-    parts = ("experts", config.experts is not None), ("images", config.images is not None)
-    parts = *parts, ("latent attention", config.latent is not None)
     if not config.batch_invariant:
         raise ValueError(f"decoder: sp={sp!r} needs batch-invariant layers. Use Config(batch_invariant=True).")
-    if found := [name for name, has in parts if has]:
-        raise ValueError(f"decoder: sp={sp!r} must be of a model without {' and '.join(found)}. Leave it out.")
+    if config.experts is not None:
+        raise ValueError(f"decoder: sp={sp!r} must be of a model without experts. Leave it out, or use dp=.")
     if tp == sp:
         raise ValueError(
             f"decoder: tp and sp must be different axes, got {sp!r} twice. Leave sp out for both over one."

@@ -19,6 +19,7 @@ from collections.abc import Sequence as Seq
 from shardfn.collectives import GlobalTensor
 from shardfn.core import PyTree
 
+from ._checks import limits_of
 from ._decoder import Decoder
 from ._draft_tree import DraftTree
 from ._drafters import Context
@@ -27,7 +28,7 @@ from ._plan import find_wanted, make_plan
 from ._pool import BlockPool, PrefixScope, extend_contents
 from ._requests import Request
 from ._results import MemoryPlan
-from ._runner import Cache, Runner, limits_of
+from ._runner import Cache, Runner
 from ._state import Rows, Sequence
 
 

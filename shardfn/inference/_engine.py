@@ -28,6 +28,7 @@ from ._embed import Embeddings, check_end, check_pooling
 from ._engine_core import Admitted, EngineCore
 from ._expert_recorder import ExpertRecorder
 from ._images import ImageInputs
+from ._lanes import LaneCore
 from ._limits import Limits
 from ._processors import LogitsProcessors
 from ._requests import Sampling, ids_of
@@ -139,8 +140,14 @@ class Engine:
         self._texts = Texts(self.detokenizer, lambda: detokenizer(tokenizer, special=True))
         extras = self._constraints, self._texts, self.embeddings, self.adapters, self.logits_processors
         hooks = [x.hooks for x in (*extras, self._images, *recorders)]
-        state = start(limits, self.detokenizer.digest if self.detokenizer else b"", drafter)
-        self.core = EngineCore(self.runner, params, state, hooks, self._constraints.cut, decisions)
+        digest = self.detokenizer.digest if self.detokenizer else b""
+        state, *states = [start(limits, digest, drafter) for _ in range(self.runner.num_lanes)]
+        how: Any = {"hooks": hooks, "permit": self._constraints.cut, "decisions": decisions}
+        self.core: EngineCore | LaneCore = (
+            LaneCore(self.runner, params, [state, *states], **how)
+            if states
+            else EngineCore(self.runner, params, state, **how)
+        )
         self._queues = TokenQueues(self.core.step, self.cancel, self.core.__contains__)
         ops = ["row_linear", "ragged_attention", "draw", "row_norm", "pointwise"]  # slow builds first
         ops += ["grouped_product", "gather_rows"] if any(decoder.expert_shape) else []

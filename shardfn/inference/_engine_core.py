@@ -39,6 +39,20 @@ class Admitted(NamedTuple):
     values: Sequence[Any]
 
 
+class Launch(NamedTuple):
+    """Plan that is about to run.
+
+    Attributes:
+        plan: plan, or None where there is nothing to compute.
+        columns: arguments of `Runner.run` for the plan.
+        weights: weights of the plan's version.
+    """
+
+    plan: StepPlan | None
+    columns: dict[str, Any]
+    weights: ServedWeights
+
+
 class EngineCore:
     """Schedule of an engine, its weights and KV cache, and the results of the plan in flight.
 
@@ -51,6 +65,8 @@ class EngineCore:
         hooks: hooks of texts, grammars and other extras.
         permit: function that keeps the drafts that a request's grammar permits, for example only digits.
         decisions: log of the decisions, or None.
+        packed: served form of the parameters, of a core that is one of several lanes. The lanes share a cache, which
+            the core does not have then.
     """
 
     def __init__(
@@ -61,14 +77,15 @@ class EngineCore:
         hooks: Sequence[EngineHooks],
         permit: Permit,
         decisions: DecisionLog | None = None,
+        packed: ServedWeights | None = None,
     ) -> None:
         self._decisions = decisions
         if decisions is not None:
             decisions.begin(state)
         self._runner, self._state, self._hooks, self._permit = runner, state, hooks, permit
         self._active = {name: list_active(hooks, name) for name in EngineHooks._fields}
-        self._versions: dict[int, ServedWeights] = {0: runner.pack_weights(params)}
-        self._cache, self._buffers = runner.empty_cache(), runner.make_buffers()
+        self._versions: dict[int, ServedWeights] = {0: runner.pack_weights(params) if packed is None else packed}
+        self._cache, self._buffers = runner.empty_cache() if packed is None else [], runner.make_buffers()
         self._events: list[Event] = []
         self._adding: dict[str, None] = {}  # names of requests that no step has taken, in order
         self._results: StepResults | None = None  # of the plan in flight
@@ -102,7 +119,7 @@ class EngineCore:
         Raises:
             RuntimeError: the engine is closed.
         """
-        self._check_open()
+        self.check_open()
         return self._versions[self._newest]
 
     @property
@@ -163,7 +180,10 @@ class EngineCore:
             RuntimeError: the engine is closed.
             ValueError: the parameters are of another model.
         """
-        packed = self._runner.pack_weights(params, like=self.weights)
+        return self.take_weights(self._runner.pack_weights(params, like=self.weights), recompute=recompute)
+
+    def take_weights(self, packed: ServedWeights, *, recompute: bool) -> int:
+        """Changes the weights to a served form, and returns their version."""
         if recompute:  # the next step changes to the version at once, and versions that have waited never run
             self._versions = {v: w for v, w in self._versions.items() if v == self._state.version}
         self._newest += 1
@@ -178,7 +198,7 @@ class EngineCore:
             RankError: ranks hold different states. The message names the first field that differs.
             RuntimeError: the engine is closed, or an earlier step failed.
         """
-        self._check_open()
+        self.check_open()
         if self._failed is not None:
             raise RuntimeError("a step of this engine failed before. Make another engine.") from self._failed
         try:
@@ -192,13 +212,31 @@ class EngineCore:
         self._closed = True
         self._versions, self._cache, self._results = {}, [], None
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this engine is closed. Make another one.")
 
+    @property
+    def num_sequences(self) -> int:
+        """Returns the number of choices in progress."""
+        return len(self._state.sequences) + sum(x.request.sampling.n for x in self._events if isinstance(x, Add))
+
     def _run_step(self) -> list[Token]:
-        began, drawn = time.perf_counter(), self._tokens_in_flight
+        began = time.perf_counter()
+        found, launch = self.schedule()
+        if launch.plan is not None:
+            results = self._runner.run(launch.weights, self._cache, launch.plan, **launch.columns)
+            self._cache = results.cache
+            self.finish(launch.plan, results)
+        if self._decisions is not None:
+            self._decisions.record(*self._last, self._state, launch.plan, began)
+        return found
+
+    def schedule(self) -> tuple[list[Token], Launch]:
+        """Takes what has happened since the last step, and returns the tokens of the last step and the next plan."""
+        drawn = self._tokens_in_flight
         events, self._events, self._adding = [*self._events, *self._find_stops(drawn)], [], {}
+        self._last = events, drawn
         for before in self._active["before"]:
             before(self._state)
         states = None if self._results is None else self._results.states
@@ -212,20 +250,18 @@ class EngineCore:
         reachable = self._state.version, self._state.pending
         self._versions = {v: w for v, w in self._versions.items() if v in reachable}
         compare_states(self._state, self._runner.mesh)
-        if plan is not None:
-            self._launch_plan(plan)
-        if self._decisions is not None:
-            self._decisions.record(events, drawn, self._state, plan, began)
-        return found
-
-    def _launch_plan(self, plan: StepPlan) -> None:
+        if plan is None:
+            return found, Launch(None, {}, self.weights)
         self._rows, self._run_rows = self._rows + plan.num_tokens, self._run_rows + plan.bucket
         columns = {k: v for f in self._active["columns"] for k, v in f(self._state, plan).items()}
         columns |= {"states": self._state.wanted_layers, "buffers": self._buffers}
-        self._results = self._runner.run(self._versions[plan.version], self._cache, plan, **columns)
-        self._cache = self._results.cache
+        return found, Launch(plan, columns, self._versions[plan.version])
+
+    def finish(self, plan: StepPlan, results: StepResults) -> None:
+        """Takes the results of the plan that `schedule` has returned."""
+        self._results = results
         for ran in self._active["ran"]:
-            ran(plan, self._results)
+            ran(plan, results)
 
     @property
     def _tokens_in_flight(self) -> list[int]:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shardfn import nn
@@ -50,12 +51,14 @@ class Outputs(NamedTuple):
             decoder without `expert_shape`.
         state_after: function from a number of layers to the states of the rows after so many layers, [R, D], for
             `Decoder.hidden_layers`. After all layers the states are `hidden`.
+        carry: [T, D], the states of all tokens for the next stage, of a decoder of stages.
     """
 
     logits: Tensor
     hidden: Tensor | None = None
     experts: Callable[[], Tensor | None] = lambda: None
     state_after: Callable[[int], Tensor | None] = lambda layers: None
+    carry: Tensor | None = None
 
 
 class Layout(NamedTuple):
@@ -69,6 +72,7 @@ class Layout(NamedTuple):
             same function share one copy of the weights.
         packed: specs of the result of `pack`, a prefix tree.
         tokens: mesh axis that cuts the tokens of a step, or None where each rank computes all tokens.
+        masked: whether `outputs` takes `mask=`, False for padding.
     """
 
     outputs: Callable[..., Outputs]
@@ -76,6 +80,7 @@ class Layout(NamedTuple):
     pack: Callable[[PyTree], PyTree]
     packed: PyTree = P()
     tokens: Axes = None
+    masked: bool = False
 
 
 def make_sequence_layout(
@@ -131,6 +136,124 @@ def make_sequence_layout(
         packed=gpt.packed_specs(config, tp=tp),
         tokens=axis,
     )
+
+
+def make_stage(
+    config: gpt.Config,
+    axis: str,
+    stages: int,
+    tp: Axes = None,
+    quantization: QuantizationPolicy = None,
+    activations: Activations | None = None,
+) -> Layout:
+    """Returns the layout of a pipeline: each rank of the axis has a stage, with equally many layers.
+
+    Each stage embeds its tokens and computes logits, of which the first stage's and the last stage's count. The slowest
+    stage is the last one, whose work does not grow by it.
+
+    Args:
+        config: shape of the model, with stacked layers.
+        axis: mesh axis of the stages.
+        stages: number of stages.
+        tp: mesh axes that cut heads, features and vocabulary.
+        quantization: see `decoder`.
+        activations: see `decoder`.
+
+    Raises:
+        ValueError: stages would have unlike layers.
+    """
+    one = make_stage_config(config, axis, stages)
+    flat = replace(one, stacked=False)
+
+    def compute_outputs(
+        weights: PyTree,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        rows_R: Tensor,
+        bodies: Sequence[nn.AttentionBackend],
+        low: LowRank | None = None,
+        carry: Tensor | None = None,
+    ) -> Outputs:
+        assert low is None, "a decoder of stages has no layers with adapters"
+        own = weights | {"blocks": [{name: x[0] for name, x in p.items()} for p in weights["blocks"]]}
+        begins = take_own_block(torch.arange(stages, device=tokens_T.device) == 0, axis, dim=0)
+        enter = None if carry is None else lambda x_TD: torch.where(begins, x_TD, carry.to(x_TD.dtype))
+        how: Any = {"axis": tp, "activations": activations, "enter": enter}
+        found = gpt.decode(flat, own, tokens_T, positions_T, rows_R, bodies, **how)
+        return Outputs(found.logits, carry=found.stream)
+
+    def pack(params: PyTree) -> PyTree:
+        packed = gpt.pack(one, params, axis=tp, quantization=quantization)
+        return packed | {"blocks": [{name: x[None] for name, x in p.items()} for p in packed["blocks"]]}
+
+    packed = gpt.packed_specs(one, tp=tp)
+    packed |= {"blocks": [{name: P(axis, *spec) for name, spec in p.items()} for p in packed["blocks"]]}
+    return Layout(compute_outputs, gpt.specs(config, tp=tp, pp=axis), pack, packed)
+
+
+def make_group(
+    config: gpt.Config,
+    axis: str,
+    tp: Axes = None,
+    quantization: QuantizationPolicy = None,
+    activations: Activations | None = None,
+) -> Layout:
+    """Returns the layout of groups of ranks with plans of their own, and with experts on all ranks.
+
+    Args:
+        config: shape of the model, batch-invariant.
+        axis: mesh axis of the groups.
+        tp: mesh axes that cut heads, features and vocabulary inside a group.
+        quantization: see `decoder`.
+        activations: see `decoder`.
+    """
+    config = _exchange_by(config, moe.AllToAll((axis, *P(tp).axes)))
+    flat = replace(config, stacked=False)
+
+    def compute_outputs(
+        weights: PyTree,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        rows_R: Tensor,
+        bodies: Sequence[nn.AttentionBackend],
+        low: LowRank | None = None,
+        mask: Tensor | None = None,
+    ) -> Outputs:
+        assert low is None, "a decoder of groups has no layers with adapters"
+        how: Any = {"axis": tp, "activations": activations, "mask_T": mask}
+        return make_outputs(gpt.decode(flat, weights, tokens_T, positions_T, rows_R, bodies, **how))
+
+    return Layout(
+        outputs=compute_outputs,
+        specs=gpt.served_specs(config, tp=tp),
+        pack=functools.partial(gpt.pack, config, axis=tp, quantization=quantization),
+        packed=gpt.packed_specs(config, tp=tp),
+        masked=config.experts is not None,
+    )
+
+
+def make_stage_config(config: gpt.Config, axis: str, stages: int) -> gpt.Config:
+    """Returns the shape of one of several stages of equal layers.
+
+    Raises:
+        ValueError: stages would have unlike layers, or layers are not stacked.
+    """
+    if not config.stacked or not config.batch_invariant or config.experts or config.images or config.swift:
+        raise ValueError(
+            f"decoder: pp={axis!r} must be of a batch-invariant model with stacked layers, without experts, images and"
+            " SwiftKV. Use Config(batch_invariant=True, stacked=True), and gpt.stack_blocks for parameters by layer."
+        )
+    num, rest = divmod(config.num_layers, stages)
+    if rest:
+        raise ValueError(f"decoder: {stages} stages of {axis!r} must divide the {config.num_layers} layers.")
+    by_layer = {name: x[:num] for name in ("window", "rope") if type(x := getattr(config, name)) is tuple}
+    one, kinds = replace(config, num_layers=num, **by_layer), config.layer_settings
+    if any(kinds[i] != one.layer_settings[i % num] for i in range(config.num_layers)):
+        raise ValueError(
+            f"decoder: each of {stages} stages of {axis!r} must have the same kinds of layers in the same order, got"
+            f" {kinds}. Use fewer stages."
+        )
+    return one
 
 
 def make_outputs(found: gpt.Decoded, gather: Callable[[Tensor], Tensor] = lambda x: x) -> Outputs:

@@ -4,7 +4,7 @@ import itertools
 import operator
 from array import array
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ._limits import DEFAULT_LAYOUT, Limits
@@ -246,6 +246,49 @@ def _make_histories(chunks: Seq[Rows], num: int, context: int) -> tuple[array, a
         histories[i * context : i * context + len(before)] = array("i", before)
         prompts[i] = min(chunk.sequence.prompt, len(before))
     return histories, prompts
+
+
+def widen_plan(plan: StepPlan, bucket: int, limits: Limits, *, extended: bool) -> StepPlan:
+    """Returns a plan with the rows of a larger bucket.
+
+    Args:
+        plan: plan.
+        bucket: number of rows.
+        limits: sizes.
+        extended: whether the plan has histories even where no row has an extended sampling.
+
+    Example:
+        >>> limits = Limits(vocab=100, context=8, blocks=5, block=4, buckets=(4, 8), running=2)
+        >>> wide = widen_plan(make_padding(4, limits), 8, limits, extended=True)
+        >>> want = make_padding(8, limits, extended=True)
+        >>> wide.arrays() == want.arrays(), wide.histories == want.histories
+        (True, True)
+    """
+    columns, tokens, rows = _Columns(), plan.num_tokens, plan.num_rows
+    num = max(plan.sequences[:tokens], default=-1) + 1
+    sizes = *[tokens] * 4, num * limits.width, num, *[rows] * 4
+    for name, array_, size in zip(_ARRAYS, plan.arrays(), sizes, strict=True):
+        setattr(columns, name, array_[:size])
+    arrays, wanted, histories, prompts = columns.padded(bucket, limits), limits.wanted(bucket), None, None
+    if extended:
+        histories, prompts = _make_empty_histories(wanted, limits.context)
+        if plan.histories is not None and plan.prompts is not None:
+            histories[: len(plan.histories)], prompts[: len(plan.prompts)] = plan.histories, plan.prompts
+    return replace(
+        plan,
+        **dict(zip(_ARRAYS, arrays, strict=True)),
+        bucket=bucket,
+        histories=histories,
+        prompts=prompts,
+        layout=limits.layout_of(bucket),
+    )
+
+
+# The names of `StepPlan.arrays`.
+_ARRAYS = (
+    *("tokens", "positions", "sequences", "slots", "tables", "lengths"),
+    *("rows", "keys", "places", "targets"),
+)
 
 
 def make_padding(bucket: int, limits: Limits, *, extended: bool = False) -> StepPlan:

@@ -20,28 +20,37 @@ from shardfn.core import (
     Draw,
     MemoryKind,
     Mesh,
+    P,
     PyTree,
-    explains_keywords,
     is_device,
     make_mesh,
-    raise_all,
     tree_leaves,
 )
 from shardfn.engine import BoundCall, Donated, Sharded, reshard, sharded
 from shardfn.graph import MemoryAnalysis
 from shardfn.transforms import jit
 
-from ._cache import CacheLayout, check_memory
-from ._checks import MEANT_BY_LIMITS, check_cache, check_decoder, check_same_model, list_misfits
-from ._decoder import Decoder, SourceEncoder
-from ._draw_rows import LogitsEdit, Top, draw_tokens, edit_logits, find_top, read_tops
-from ._image_rows import ImageRows, ImageRule
+from ._cache import Lanes, check_memory
+from ._checks import check_cache, check_decoder, check_same_model
+from ._decoder import Decoder
+from ._draw_rows import LogitsEdit, Top, draw_tokens, edit_logits, read_tops
+from ._image_rows import ImageRows
+from ._lane_tensors import (
+    LanePlan,
+    list_moves,
+    make_carry,
+    make_lane_tensors,
+    split_part,
+    stack_steps,
+    widen_plans,
+)
 from ._layouts import Layout
 from ._limits import DEFAULT_LAYOUT, Limits
 from ._low_rank import LowRank
 from ._plan import StepPlan, make_padding
+from ._pure_step import fill_source, run_part, run_step
 from ._results import MemoryPlan
-from ._tensors import FillTensors, StepBuffers, StepTensors, fill_tensors, make_image_padding, make_tensors
+from ._tensors import StepBuffers, StepTensors, fill_tensors, make_image_padding, make_tensors
 from ._weights import (
     WeightSource,
     abstract_weights,
@@ -54,44 +63,6 @@ from ._weights import (
 
 Cache = list[GlobalTensor]
 Weights = dict[str, PyTree]  # served forms by layout
-
-
-@explains_keywords(**MEANT_BY_LIMITS)
-def limits_of(decoder: Decoder, *, context: int | None = None, cache_bytes: int = 1 << 30, **sizes: Any) -> Limits:
-    """Returns the sizes of an engine for a model.
-
-    Args:
-        decoder: model.
-        context: most tokens of a sequence. Default: the model's.
-        cache_bytes: most bytes of the KV cache, on all ranks together. Fewer if all sequences that run need less.
-        **sizes: other fields of `Limits`.
-
-    Raises:
-        ValueError: a size is out of range, or the cache has no room for a single sequence.
-
-    Example:
-        >>> from shardfn.inference import decoder
-        >>> from shardfn.models import gpt
-        >>> config = gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4, max_len=64)
-        >>> limits_of(decoder(config), running=2).blocks
-        9
-    """
-    context = decoder.context if context is None else context
-    if "blocks" in sizes:
-        raise ValueError("limits_of: blocks follow from cache_bytes. Pass that, or make Limits(...) of your own.")
-    sizes = {"source": 0 if decoder.sources is None else decoder.sources.longest} | sizes
-    one = Limits(vocab=decoder.vocab, context=context, blocks=2, **sizes)
-    raise_all(ValueError, "limits_of:", list_misfits(decoder, one))
-    sources = decoder.cache.num_source_bytes(one)
-    each = (decoder.cache.num_bytes(one) - sources) // 2
-    held, least = (cache_bytes - sources) // each, 1 + one.width
-    if held < least:
-        raise ValueError(
-            f"cache_bytes={cache_bytes} holds {max(held - 1, 0) * one.block} tokens, fewer than context={context}."
-            f" Give {least * each + sources} bytes or more, or take a shorter context."
-        )
-    blocks = min(held, one.running * one.width + 1)
-    return Limits(vocab=decoder.vocab, context=context, blocks=blocks, **sizes)
 
 
 class StepResults(NamedTuple):
@@ -178,6 +149,12 @@ class Runner:
         # By layout, further results, and whether the step is captured.
         self._steps: dict[tuple[str, _Further, bool], Sharded] = {}
         self._bound: dict[Any, BoundCall] = {}
+        self.num_lanes = 1 if decoder.cache.lanes is None else mesh.axis_size(decoder.cache.lanes.axis)
+        if self.num_lanes > 1 and (self._host_cache or self._by_leaf):
+            raise ValueError(
+                f"engine: weights and cache of a decoder over {decoder.cache.lanes} must be on the device, and weights"
+                " without weights_axis. Leave out weights=, cache= and weights_axis=."
+            )
         if decoder.sources is not None and self._host_cache:
             raise ValueError("engine: cache='host' knows no sources of an encoder-decoder model. Take cache='device'.")
         self._eager_steps, self._eager_calls = eager_steps, collections.Counter[Any]()
@@ -190,24 +167,33 @@ class Runner:
         schedule: dict[str, Any] = {} if ahead is None else {"prefetch": ahead, "passes": (drop_copies,)}
         # Its bits are torch's on every back end, and what lies between its kernels is not worth a compiler's time.
         backend = "graph" if self._decoder.batch_invariant else None
-        run = functools.partial(_run_step, self._decoder, self._layouts[layout], further)
+        run, more = functools.partial(run_step, self._decoder, self._layouts[layout], further), list[P]()
+        if self.num_lanes > 1:
+            run = functools.partial(run_part, self.lanes, self.num_lanes, run)
+            more = [P(self.lanes.axis)] if self.lanes.stages else []
         made = self._steps[layout, further, captured] = sharded(
             jit(run, backend=backend, **schedule) if captured else run,
             mesh=self.mesh,
             specs=self._layouts[layout].packed,
             zero=self._zero,
-            in_specs=(self._decoder.cache.kept(self._cache), None),
-            out_specs=(None, None, Donated(1), None, *[None] * len(further)),
+            in_specs=(self._decoder.cache.kept(self._cache), None, *more),
+            out_specs=(None, None, Donated(1), None, *more, *[None] * len(further)),
             donate=1,
         )
         return made
+
+    @property
+    def lanes(self) -> Lanes:
+        """Returns the lanes of the decoder, which has several."""
+        assert self._decoder.cache.lanes is not None
+        return self._decoder.cache.lanes
 
     @functools.cached_property
     def _fill_call(self) -> Sharded:
         """Returns the pure step that encodes a source into the donated cache. It runs op by op, for any length."""
         assert self._decoder.sources is not None
         return sharded(
-            functools.partial(_fill_source, self._decoder.cache, self._decoder.sources),
+            functools.partial(fill_source, self._decoder.cache, self._decoder.sources),
             mesh=self.mesh,
             specs=self._layouts[DEFAULT_LAYOUT].packed,
             zero=self._zero,
@@ -293,6 +279,7 @@ class Runner:
         edited: bool = False,
         states: tuple[int, ...] = (),
         layout: str = "",
+        more: Sequence[GlobalTensor] = (),
     ) -> BoundCall:
         """Returns the graph of a bucket, captured at the first call. The first call is collective."""
         if step is None:
@@ -300,13 +287,14 @@ class Runner:
             allowed = np.ones((len(plan.rows), self.limits.vocab), bool) if grammars else None
             how: dict[str, Any] = {"host_cache": self._host_cache, "images": self._pad_images(bucket)}
             step = make_tensors(plan, self.limits, self.mesh.device, allowed, low, **how)
+            step, more = self._stack_padding(step)
         layout = layout or self.limits.layout_of(bucket, adapters=step.low is not None)
         further = list_further(hidden=hidden, routed=routed, edited=edited, states=states)
         key = _find_graph_key(layout, bucket, step, further)
         if key not in self._bound:
             # Engines compare their states before each step, so calls need no check of their own.
             with self._threads():
-                call = self._step_of(layout, further).bind(weights[layout], cache, step, check_every=0)
+                call = self._step_of(layout, further).bind(weights[layout], cache, step, *more, check_every=0)
                 self._bound[key] = call
         return self._bound[key]
 
@@ -345,8 +333,9 @@ class Runner:
         cache = self._decoder.cache.make_abstract(self.limits, self.mesh)
         layout, padding = self.limits.layout_of(self.limits.budget), make_padding(self.limits.budget, self.limits)
         step = make_tensors(padding, self.limits, self.mesh.device, images=self._pad_images(self.limits.budget))
+        step, more = self._stack_padding(step)
         with self._threads():
-            lowered = self._step_of(layout).lower(weights[layout], cache, step)
+            lowered = self._step_of(layout).lower(weights[layout], cache, step, *more)
         return self._add_step(lowered.memory_analysis(), weights, cache)
 
     def _add_step(self, graph: MemoryAnalysis, weights: Weights, cache: Cache) -> MemoryPlan:
@@ -420,6 +409,70 @@ class Runner:
         tokens, logprobs = tokens[: plan.num_rows].tolist(), logprobs[: plan.num_rows].tolist()
         return StepResults(tokens, logprobs, cache, last, read_tops(plan, top), experts, after)
 
+    def run_lanes(
+        self,
+        weights: Sequence[Weights],
+        cache: Cache,
+        plans: Sequence[LanePlan],
+        columns: Sequence[dict[str, Any]],
+        carry: GlobalTensor | None,
+    ) -> "TurnResults":
+        """Returns the results of the plans of all parts of the ranks, of which each runs at the same time.
+
+        Args:
+            weights: weights of each part's plan.
+            cache: caches of all lanes.
+            plans: plan of each part.
+            columns: arguments of `run` for each plan. Some may be missing.
+            carry: states that the last turn has handed to the next part, of stages.
+        """
+        lanes, part = self.lanes, self.mesh.coords[self.lanes.axis]
+        if moves := list_moves(plans[part], self.limits, lanes):
+            cache = list(self._decoder.cache.move(cache, moves))
+        edits, hidden = [x.get("edits", ()) for x in columns], any(x.get("hidden") for x in columns)
+        wide = widen_plans(plans, self.limits)
+        steps = make_lane_tensors(plans, wide, self.limits, self.mesh.device, lanes)
+        kind: dict[str, Any] = {"hidden": hidden, "routed": False, "edited": any(edits)}
+        further, step, layout = list_further(**kind), stack_steps(steps), wide[0].layout
+        own = weights[part]
+        more = self._make_more(wide[0].bucket, carry)
+        key = _find_graph_key(layout, wide[0].bucket, step, further)
+        if key in self._bound or self._eager_calls[key] >= self._eager_steps:
+            call: Any = self.bind(wide[0].bucket, own, cache, step, layout=layout, more=more, **kind)
+        else:
+            self._eager_calls[key] += 1
+            call = self._step_of(layout, further, captured=False)
+        with self._threads():
+            tokens, logprobs, cache, top, *rest = call(own[layout], cache, step, *more)
+        carry = rest.pop(0) if lanes.stages else None
+        found = list[StepResults | None]()
+        for i, (one, plan) in enumerate(zip(plans, wide, strict=True)):
+            if one.plan is None or (lanes.stages and i < self.num_lanes - 1):
+                found.append(None)
+                continue
+            ids, probs, tops, extra = tokens[i], logprobs[i], split_part(top, i), dict(zip(further, rest, strict=True))
+            if edits[i]:
+                with self._threads(), torch.no_grad():
+                    logits = extra["logits"][i]
+                    ids, probs = draw_tokens(logits, steps[i], edit_logits(logits, edits[i]))
+            last = extra["hidden"][i][: plan.num_rows].float() if hidden else None
+            ids, probs = ids[: plan.num_rows].tolist(), probs[: plan.num_rows].tolist()
+            found.append(StepResults(ids, probs, cache, last, read_tops(plan, tops), None, None))
+        return TurnResults(found, cache, carry)
+
+    def _stack_padding(self, step: StepTensors) -> tuple[StepTensors, list[GlobalTensor]]:
+        """Returns a step of padding for all parts of the ranks, and the further arguments of such a step."""
+        if self.num_lanes == 1:
+            return step, []
+        return stack_steps([step] * self.num_lanes), self._make_more(len(step.tokens))
+
+    def _make_more(self, bucket: int, carry: GlobalTensor | None = None) -> list[GlobalTensor]:
+        """Returns the further arguments of a step of lanes: the states between stages."""
+        if not self.lanes.stages:
+            return []
+        kind = torch.float64 if self.limits.cache_dtype == "float64" else torch.float32
+        return [make_carry(carry, bucket, self._decoder.hidden_size, kind, self.lanes, self.mesh)]
+
     def _pad_images(self, bucket: int) -> ImageRows | None:
         """Returns the tensors of a step without an image, or None for a model without images."""
         rule, width = self._decoder.images, self._decoder.hidden_size
@@ -447,22 +500,18 @@ def _find_graph_key(layout: str, bucket: int, step: StepTensors, further: _Furth
     return layout, bucket, *kinds, sites, further
 
 
-def _run_step(
-    decoder: Decoder, layout: Layout, further: _Further, weights: PyTree, cache: list[Tensor], step: StepTensors
-) -> tuple[Tensor, Tensor, list[Tensor], Any, *tuple[Tensor | None, ...]]:
-    """Runs the pure step: `(weights, cache, step) -> (tokens, log probabilities, cache, top, *further results)`.
+class TurnResults(NamedTuple):
+    """Results of a turn of several lanes.
 
-    `top` has the most probable tokens and their log probabilities in an extended step, and is empty otherwise.
+    Attributes:
+        results: results of each part's plan. Of stages only the last part has results.
+        cache: caches in place of the given caches.
+        carry: states for the next part, of stages.
     """
-    bodies = decoder.cache.make_bodies(cache, step, **_find_kinds(decoder.images, step))
-    images: dict[str, Any] = {} if step.images is None else {"images": (step.images.rows, step.images.features)}
-    shifts = None if step.images is None else step.images.shifts
-    positions = step.positions if shifts is None else step.positions + shifts
-    found = layout.outputs(weights, step.tokens, positions, step.rows, bodies, step.low, **images)
-    drawn = draw_tokens(found.logits, step)
-    results = {"hidden": lambda: found.hidden, "experts": found.experts, "logits": lambda: found.logits}
-    more = (found.state_after(x) if isinstance(x, int) else results[x]() for x in further)
-    return *drawn, cache, find_top(found.logits, step), *more
+
+    results: Sequence[StepResults | None]
+    cache: Cache
+    carry: GlobalTensor | None
 
 
 def find_layouts(decoder: Decoder, limits: Limits) -> dict[str, Layout]:
@@ -501,21 +550,3 @@ def make_runner(
         raise ValueError(f"engine: {shown} is the runner's to choose: Runner(..., {names}).")
     runner.check(decoder, limits, mesh)
     return runner
-
-
-def _fill_source(
-    form: CacheLayout, sources: SourceEncoder, weights: PyTree, cache: list[Tensor], fill: FillTensors
-) -> tuple[list[Tensor]]:
-    """Writes the keys and values of a source into the layers of cross attention."""
-    found = sources.encode(weights, fill.tokens)
-    for layer, (k, v) in zip(cache[form.layers :], found, strict=True):
-        kind = torch.float64 if layer.dtype == torch.float64 else torch.float32
-        kernels.write_cache(k.to(kind), v.to(kind), layer, fill.slots)
-    return (cache,)
-
-
-def _find_kinds(rule: ImageRule | None, step: StepTensors) -> dict[str, Any]:
-    """Returns the arguments of bodies that read images by a separate softmax, or images as a whole."""
-    if rule is None or step.images is None or rule.rule == "causal":
-        return {}
-    return {"images": step.images.words, "rule": rule.rule}

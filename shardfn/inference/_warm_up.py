@@ -10,6 +10,7 @@ from shardfn.waits import waiting
 
 from ._drafters import BatchDrafter, Drafter, find_wanted_layers
 from ._engine_core import EngineCore
+from ._lanes import LaneCore
 from ._low_rank import LowRank
 from ._runner import Runner
 
@@ -60,7 +61,7 @@ class GraphCaptures:
     """
 
     def __init__(
-        self, core: EngineCore, runner: Runner, drafter: Drafter | None, kernels: Sequence[str], routed: bool
+        self, core: EngineCore | LaneCore, runner: Runner, drafter: Drafter | None, kernels: Sequence[str], routed: bool
     ) -> None:
         self._core, self._runner, self._drafter, self._kernels, self._routed = core, runner, drafter, kernels, routed
         self._left = deque[GraphKind]()

@@ -36,12 +36,14 @@ class Decoded(NamedTuple):
         experts: experts of each token, in each of the m layers with experts.
         state_after: function from a number of layers to the states of the rows after so many layers, [R, D]. After all
             layers they are `hidden`.
+        stream: states after the last layer, before the last norm, of all tokens with `enter`.
     """
 
     logits: Float[Tensor, "r v"]
     hidden: Float[Tensor, "r d"]
     experts: Int[Tensor, "t m k"]
     state_after: Callable[[int], Tensor]
+    stream: Float[Tensor, "t d"]
 
 
 class TokenParts(NamedTuple):
@@ -79,6 +81,8 @@ def decode(
     parts: TokenParts = _WHOLE,
     activations: Activations | None = None,
     images: tuple[Bool[Tensor, " t"], Float[Tensor, "t d"]] | None = None,
+    enter: Callable[[Tensor], Tensor] | None = None,
+    mask_T: Bool[Tensor, " t"] | None = None,
 ) -> Decoded:
     """Returns logits of some of the tokens of several sequences, and the hidden states and experts behind the logits.
 
@@ -103,6 +107,9 @@ def decode(
         activations: "int8" rounds the inputs of layers in codes, see `kernels.integer_linears`.
         images: True for image tokens, and features in the rows of these tokens. The bodies read images by the rule of
             the config.
+        enter: function from the states of tokens before the first layer to the states in their place, for example those
+            of an earlier stage of a pipeline.
+        mask_T: False for padding, which gets no expert.
 
     Returns:
         Logits of the whole vocabulary on all ranks.
@@ -146,13 +153,15 @@ def decode(
         body if kind.rope is None else _Rotating(body, kind.rope, *rotations[kind.rope])
         for body, kind in zip(bodies, kinds, strict=True)
     ]
-    shared, x_1TD = score_arguments(config, positions_T, x_TD.dtype), x_TD[None]
-    shared |= {} if config.latent is None else {"absorbed": True}
+    x_1TD = (x_TD if enter is None else enter(x_TD))[None]
+    common = score_arguments(config, positions_T, x_TD.dtype)
+    mask_1T = None if mask_T is None else mask_T[None]
+    common |= {} if config.latent is None else {"absorbed": True}
     blocks, keys = params["blocks"], SwiftKeys(config, along, params)
     shares_keys = swift is not None and swift.first < config.num_layers
     first = swift.first if swift is not None and shares_keys else config.num_layers - 1
     # Adapters and records of experts need all tokens, and so do layers without shared keys where ranks have parts.
-    are_all = bool(then) or "router" in blocks[-1] or not (shares_keys or parts.num is None)
+    are_all = bool(then) or "router" in blocks[-1] or not (shares_keys or parts.num is None) or enter is not None
     num = len(tokens_T) if parts.num is None else parts.num
 
     @functools.cache
@@ -165,12 +174,12 @@ def decode(
     experts, states, biases = list[Tensor](), [x_1TD], params.get(EXPERT_BIAS)
     for i, (p, body, kind) in enumerate(zip(blocks, bodies, kinds, strict=True)):
         body = narrow[i - first] or body if is_narrow and i >= first else body
-        table = keys.add_to(shared | {"how": nn.Attending(causal_mask(kind), body)}, i, x_1TD)
+        table = keys.add_to(common | {"how": nn.Attending(causal_mask(kind), body)}, i, x_1TD)
         rows = rows_R if is_narrow and i == first else None
         if rows is not None and "keys" in table:  # all tokens have given their keys and values
             x_1TD, rows = parts.cut(parts.gather(x_1TD[0])[rows_R])[None], None
         bias_E = None if biases is None or "router" not in p else biases[len(experts)]
-        x_1TD, seen = block(config, along, None, p, x_1TD, table, None, None, bias_E, rows_R=rows)
+        x_1TD, seen = block(config, along, None, p, x_1TD, table, None, None, bias_E, mask_BT=mask_1T, rows_R=rows)
         experts += [] if seen is None else [seen.experts]
         states.append(x_1TD)
     x_RD = parts.join(x_1TD[0]) if is_narrow else parts.gather(x_1TD[0])[rows_R]
@@ -183,6 +192,7 @@ def decode(
         x_RD,
         experts_Tmk,
         _LayerStates(states, x_RD, rows_R, parts, first + 1 if is_narrow else len(states)),
+        x_1TD[0],
     )
 
 

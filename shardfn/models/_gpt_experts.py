@@ -87,9 +87,16 @@ def mixture(
         run = functools.partial(moe.swiglu_experts, gate=config.experts.gate, **how)
     leaves = {n.removeprefix("e_"): x for n, x in p.items() if n.startswith("e_")}
     leaves = {n if n.startswith("b_") else f"w_{n}": x for n, x in leaves.items()}
-    if isinstance(exchange, moe.AllToAll):
+    x_SD, shares = x_BTD.flatten(0, 1), _shares_tokens(config.experts, along)
+    if shares:
+        x_SD, *rows = (take_own_block(x, along.axis, dim=0) for x in (x_SD, *routing))
+        num, routing = len(x_BTD.flatten(0, 1)), moe.Routing(*rows)
+        rest = tuple(x for x in P(exchange.axis).axes if x not in P(along.axis).axes)
+        exchange = dataclasses.replace(exchange, tokens=axis_size(rest or None) * num)
+    elif isinstance(exchange, moe.AllToAll):
         exchange = _fit_exchange(config, along, exchange, dealt, *x_BTD.shape[:2])
-    y_SD = moe.apply(run, leaves, x_BTD.flatten(0, 1), routing, exchange=exchange, name=name)
+    y_SD = moe.apply(run, leaves, x_SD, routing, exchange=exchange, name=name)
+    y_SD = all_gather_invariant(y_SD, along.axis, dim=0, size=len(x_BTD.flatten(0, 1))) if shares else y_SD
     y_BTD = y_SD.view_as(x_BTD)
     return (leave_parallel(y_BTD, *along) if cut and not dealt else y_BTD), seen
 
@@ -200,13 +207,23 @@ def _features_are_cut(experts: Experts, along: Along) -> bool:
     shared = set(P(along.axis).axes) & set(experts.exchange.spec.axes)
     if axis_size(along.axis) == 1 or not shared:
         return axis_size(along.axis) > 1
-    if isinstance(experts.exchange, moe.AllReduce) == (along.sequence is not None):
+    if not _shares_tokens(experts, along) and isinstance(experts.exchange, moe.AllReduce) == (
+        along.sequence is not None
+    ):
         own = "their own" if along.sequence is not None else "the same"
         remedy = "AllToAll or GatherExperts" if along.sequence is not None else "AllReduce, or sequence=True"
         raise ValueError(
             f"experts: ranks along {along.axis!r} have {own} tokens, but not for {experts.exchange}. Use {remedy}."
         )
     return False
+
+
+def _shares_tokens(experts: Experts, along: Along) -> bool:
+    """Returns whether ranks along the blocks' axis have the same tokens, and each sends its part of them to experts."""
+    exchange = experts.exchange
+    if not isinstance(exchange, moe.AllToAll) or along.sequence is not None or axis_size(along.axis) == 1:
+        return False
+    return set(P(along.axis).axes) < set(P(exchange.axis).axes) and axis_size(exchange.dealt) == 1
 
 
 def _route_tokens(

@@ -12,7 +12,7 @@ import shardfn as sf
 from shardfn import memory
 from shardfn.inference import DraftModel, Engine, Ngram, Runner, Sampling, decoder, limits_of
 from shardfn.inference._plan import make_padding
-from shardfn.inference._runner import _run_step
+from shardfn.inference._pure_step import run_step
 from shardfn.inference._tensors import make_tensors
 from shardfn.models import gpt
 from shardfn.testing import distributed
@@ -124,7 +124,7 @@ def test_the_step_is_the_same_eager_and_captured() -> None:
     plan.tables[:3], plan.lengths[0] = type(plan.tables)("i", [2, 3, 4]), 7
     step = make_tensors(plan, limits, runner.mesh.device, host_cache=True)
     eager = sf.sharded(
-        functools.partial(_run_step, one.decoder, one.decoder.layouts["tp"], ()),
+        functools.partial(run_step, one.decoder, one.decoder.layouts["tp"], ()),
         specs=one.decoder.packed,
         in_specs=(one.decoder.cache.kept("host"), None),
         out_specs=(None, None, sf.Donated(1), None),

@@ -124,3 +124,35 @@ def test_layouts_that_cannot_shift_are_refused() -> None:
         ValueError, match=r"32 inputs .* share a scale(.|\n)*blocks.0.wo: each of 2 ranks of 'sp' has 16"
     ):
         Runner(coded, limits_of(coded), mesh=mesh).plan_memory(gpt.init(config, core.key(0)))
+
+
+def test_lanes_that_do_not_fit_are_refused() -> None:
+    base: dict[str, Any] = {"vocab_size": 61, "num_layers": 4, "d_model": 32, "num_heads": 4, "max_len": 32}
+    exact = gpt.Config(**base, batch_invariant=True)
+    stacked = dataclasses.replace(exact, stacked=True)
+    mesh = make_mesh({"pp": 2}, device="cpu", abstract=True)
+    for said, call in (
+        ("must be of a batch-invariant model with stacked layers", lambda: decoder(exact, pp=("pp", 2))),
+        ("3 stages of 'pp' must divide the 4 layers", lambda: decoder(stacked, pp=("pp", 3))),
+        ("only one of sp, pp and dp may be given", lambda: decoder(stacked, pp=("pp", 2), dp="dp")),
+        ("dp='dp' needs batch-invariant layers", lambda: decoder(gpt.Config(**base), dp="dp")),
+        (
+            "must have the same kinds of layers in the same order",
+            lambda: decoder(dataclasses.replace(stacked, window=(5, None, None, 7)), pp=("pp", 2)),
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+    four = decoder(stacked, pp=("pp", 4))
+    with pytest.raises(ValueError, match="2 ranks of 'pp', but the decoder has 4 stages"):
+        Runner(four, limits_of(four), mesh=mesh)
+    two = decoder(stacked, pp=("pp", 2))
+    with pytest.raises(ValueError, match="must be on the device"):
+        Runner(two, limits_of(two), mesh=mesh, cache="host")
+    assert decoder(dataclasses.replace(stacked, window=(5, None, 5, None)), pp=("pp", 2)).cache.layers == 2
+    with core.deferred():
+        params, whole = gpt.init(stacked, core.key(0)), gpt.init(exact, core.key(0))
+    cut, one = Runner(two, limits_of(two), mesh=mesh), Runner(decoder(exact), limits_of(decoder(exact)))
+    stage, alone = cut.plan_memory(params), one.plan_memory(whole)
+    assert stage.cache == alone.cache  # half of the layers, of two lanes
+    assert stage.weights < 0.6 * alone.weights

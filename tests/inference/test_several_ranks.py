@@ -14,9 +14,10 @@ import torch
 from shardfn import RankError, make_mesh
 from shardfn.core import Mesh
 from shardfn.inference import Engine, EngineCore, Runner, Sampling, Token, decoder
+from shardfn.models import gpt
 from shardfn.nn import moe
 from shardfn.testing import distributed
-from tests.inference.stories import check, model, run
+from tests.inference.stories import Model, check, model, run
 from tests.inference.test_stories import KINDS, MANY, drawn_stories
 
 PARTS = 10
@@ -192,6 +193,42 @@ def test_stories_that_shift(world: int, kind: str) -> None:
     runner = Runner(cut.decoder, own, mesh=make_shift_mesh(world))
     for story in drawn_stories(own, 12 if kind == "gpt2" else 5):
         told, _ = run(story, cut, runner, own)
+        check(story, told, one)
+
+
+def stack(one: Model, **how: Any) -> Model:
+    """Returns the model with stacked layers, cut otherwise, without adapters."""
+    config = replace(one.config, stacked=True)
+    params = [gpt.stack_blocks(config, x, torch.stack) for x in one.params]
+    return Model(config, decoder(config, **how), params)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@distributed(world=[2, 4], timeout=600)
+def test_stories_of_a_pipeline(world: int, kind: str) -> None:
+    """Plans of two lanes of sequences are in flight, on two stages of layers."""
+    changes, limits = KINDS[kind]
+    one = Model((whole := model(**changes)).config, whole.decoder, whole.params)
+    cut = stack(one, tp="tp" if world == 4 else None, pp=("pp", 2))
+    runner = Runner(cut.decoder, limits, mesh=make_mesh({"pp": 2} | ({"tp": 2} if world == 4 else {})))
+    for story in drawn_stories(limits, 8):
+        told, _ = run(story, cut, runner, limits)
+        check(story, told, one)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt2"])
+@distributed(world=[2, 4], timeout=600)
+def test_stories_of_groups(world: int, kind: str) -> None:
+    """Sequences are dealt to groups of ranks, and experts lie on all ranks."""
+    changes, limits = KINDS[kind]
+    one = Model((whole := model(**changes)).config, whole.decoder, whole.params)
+    made = decoder(one.config, tp="tp" if world == 4 else None, dp="dp")
+    cut = Model(one.config, made, one.params)
+    runner = Runner(made, limits, mesh=make_mesh({"dp": 2} | ({"tp": 2} if world == 4 else {})))
+    for story in drawn_stories(limits, 8):
+        told, _ = run(story, cut, runner, limits)
         check(story, told, one)
 
 
