@@ -185,7 +185,7 @@ def decoder(
 
     Example:
         >>> decoder(gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4)).cache
-        CacheLayout(layers=2, heads=4, head_dim=8, axis=None, cross_layers=0, parts=2)
+        CacheLayout(layers=2, heads=4, head_dim=8, axis=None, cross_layers=0, parts=2, lanes=None)
     """
     gpt.check_decodable(config)
     if quantization is not None and not config.batch_invariant:

@@ -177,7 +177,7 @@ def hf_decoder(
         >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **sizes)).eval()
         >>> made, params = hf_decoder(model)
         >>> made.batch_invariant, made.cache
-        (True, CacheLayout(layers=1, heads=2, head_dim=8, axis=None, cross_layers=0, parts=2))
+        (True, CacheLayout(layers=1, heads=2, head_dim=8, axis=None, cross_layers=0, parts=2, lanes=None))
         >>> [completion] = Engine(made, params).generate([[5, 6, 7]], Sampling(max_tokens=4))
         >>> len(completion.tokens)
         4

@@ -26,7 +26,7 @@ from shardfn.core import (
     make_mesh,
     tree_leaves,
 )
-from shardfn.engine import BoundCall, Donated, Sharded, reshard, sharded
+from shardfn.engine import BoundCall, Donated, Lowered, Sharded, reshard, sharded
 from shardfn.graph import MemoryAnalysis
 from shardfn.transforms import jit
 
@@ -313,7 +313,7 @@ class Runner:
 
         Example:
             >>> from shardfn.core import deferred, key
-            >>> from shardfn.inference import decoder
+            >>> from shardfn.inference import decoder, limits_of
             >>> from shardfn.models import gpt
             >>> config = gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4, max_len=64)
             >>> one = decoder(config, tp="tp")
@@ -323,20 +323,34 @@ class Runner:
             >>> Runner(one, limits_of(one, running=2), mesh=mesh).plan_memory(params).weights
             39104
         """
+        lowered, weights, cache = self._lower(params, self.limits.budget, "", "plan_memory")
+        return self._add_step(lowered.memory_analysis(), weights, cache)
+
+    def lower_step(self, params: PyTree, bucket: int, layout: str = "") -> Lowered:
+        """Returns the step of a bucket as a captured program, from shapes only. The mesh may be abstract.
+
+        Args:
+            params: parameters as of `plan_memory`.
+            bucket: number of rows.
+            layout: layout of the step. Default: by the limits.
+
+        Raises:
+            ValueError: weights or cache are not on the device.
+        """
+        return self._lower(params, bucket, layout, "lower_step")[0]
+
+    def _lower(self, params: PyTree, bucket: int, layout: str, who: str) -> tuple[Lowered, Weights, Cache]:
         if self._by_leaf or self._host_cache:
-            raise ValueError(
-                "plan_memory: weights and cache must be on the device. Make a Runner without weights=, cache=."
-            )
+            raise ValueError(f"{who}: weights and cache must be on the device. Make a Runner without weights=, cache=.")
         sources = {x: WeightSource(y, params, self._pack[x].specs(params), self.mesh) for x, y in self._layouts.items()}
         made = {x: abstract_weights(sources[x]) for x in dict.fromkeys(self._source.values())}
         weights: Weights = {x: made[source] for x, source in self._source.items()}
         cache = self._decoder.cache.make_abstract(self.limits, self.mesh)
-        layout, padding = self.limits.layout_of(self.limits.budget), make_padding(self.limits.budget, self.limits)
-        step = make_tensors(padding, self.limits, self.mesh.device, images=self._pad_images(self.limits.budget))
+        layout, padding = layout or self.limits.layout_of(bucket), make_padding(bucket, self.limits)
+        step = make_tensors(padding, self.limits, self.mesh.device, images=self._pad_images(bucket))
         step, more = self._stack_padding(step)
         with self._threads():
-            lowered = self._step_of(layout).lower(weights[layout], cache, step, *more)
-        return self._add_step(lowered.memory_analysis(), weights, cache)
+            return self._step_of(layout).lower(weights[layout], cache, step, *more), weights, cache
 
     def _add_step(self, graph: MemoryAnalysis, weights: Weights, cache: Cache) -> MemoryPlan:
         """Returns the bytes of weights and cache, and of all else in a graph of the largest bucket."""
