@@ -124,7 +124,7 @@ class Decoder:
     def axes(self) -> set[str]:
         """Returns the mesh axes that the cache or a layout uses."""
         specs = [x for layout in self.layouts.values() for x in tree_leaves((layout.specs, layout.packed))]
-        cut = [P(self.cache.axis), *(P(x.tokens) for x in self.layouts.values())]
+        cut = [self.cache.spec, *(P(x.tokens) for x in self.layouts.values())]
         return {axis for x in (*cut, *specs) if isinstance(x, P) for axis in x.axes}
 
     def make_request(self, ids: Sequence[int], sampling: Sampling) -> Request:
