@@ -71,7 +71,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
         "logits_processors",
         "logits_processors has 'f', but this engine has ['even', 'say']",
     ),
-    ({"use_beam_search": True}, "use_beam_search", "is not served"),
+    ({"use_beam_search": 1}, "use_beam_search", "use_beam_search must be true or false, got 1"),
     ({"skip_special_tokens": 1}, "skip_special_tokens", "must be true or false"),
     ({"store": 0}, "store", "store is 0, which is not served"),
     ({"\ud800": 1}, r"'\ud800'", r"'\ud800' has half of a surrogate pair"),
