@@ -267,18 +267,19 @@ async def join_front(host: str, port: int, key: bytes, workers: WorkerProcesses,
             while data := await workers.receive_bytes(_CHUNK):
                 link.send(data)
 
-        tasks = [asyncio.ensure_future(x) for x in (pass_down(), pass_up(), workers.first_end())]
+        down, up = asyncio.ensure_future(pass_down()), asyncio.ensure_future(pass_up())
+        ended = asyncio.ensure_future(workers.first_end())
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
+            await asyncio.wait({down, up, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if down.done():
+                down.result()
                 return 0
             with contextlib.suppress(TimeoutError):
-                _, status = await asyncio.wait_for(asyncio.shield(tasks[2]), 1.0)
+                _, status = await asyncio.wait_for(asyncio.shield(ended), 1.0)
                 return status if status >= 0 else 1
             return 1
         finally:
-            for task in tasks:
+            for task in (down, up, ended):
                 task.cancel()
     finally:
         link.close()

@@ -153,7 +153,8 @@ def test_a_whisper_has_the_logits_and_gradients_of_transformers(tmp_path: pathli
     with pytest.raises(ValueError, match=r"stages: sources must be token ids, got features=8"):
         seq2seq.stages(config)
     with pytest.raises(ValueError, match=r"features must be 1 or more, with position='learned'"):
-        seq2seq.Config(*(seq2seq.replace_half(x, position=None) for x in (config.encoder, config.decoder)), features=8)
+        halves = {name: seq2seq.replace_half(half, position=None) for name, half in config.halves.items()}
+        seq2seq.replace_halves(config, halves)
 
 
 @pytest.mark.parametrize("name", MODELS)
