@@ -147,6 +147,21 @@ def matrices(config: gpt.Config) -> int:
     return 3 if config.is_gated else 2
 
 
+def attention_weights(config: gpt.Config) -> int:
+    """Returns the weights of attention that multiply a row in a layer.
+
+    Example:
+        >>> attention_weights(gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4))
+        4096
+    """
+    D, H, latent = config.d_model, config.num_heads, config.latent
+    if latent is None:
+        return 2 * D * (H + config.kv_heads) * config.head_dim
+    queries = H * latent.head_dim
+    queries = D * queries if latent.q_rank is None else latent.q_rank * (D + queries)
+    return queries + D * latent.row + H * ((latent.nope_dim + latent.v_dim) * latent.kv_rank + latent.v_dim * D)
+
+
 def widths(config: gpt.Config) -> list[int]:
     """Returns the ffn features of a token in its products for each layer.
 
@@ -158,7 +173,9 @@ def widths(config: gpt.Config) -> list[int]:
     experts = config.experts
     if experts is None:
         return [config.ff_dim] * config.num_layers
-    own = experts.top_k * (experts.d_ff or config.ff_dim) + (config.ff_dim if experts.shared or experts.residual else 0)
+    own = experts.top_k * (experts.d_ff or config.ff_dim) + (
+        config.shared_ff_dim if experts.shared or experts.residual else 0
+    )
     return [own if experts.in_layer(i) else config.ff_dim for i in range(config.num_layers)]
 
 

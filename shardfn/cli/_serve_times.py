@@ -18,7 +18,7 @@ from shardfn.inference import Limits, LoggedStep, count_pairs
 from shardfn.inference import StepPlan as Plan
 from shardfn.models import gpt
 
-from ._layout import matrices, mean_width, router_weights
+from ._layout import attention_weights, matrices, mean_width, router_weights
 
 StepTimes = Callable[[Plan | None], float]
 
@@ -91,15 +91,17 @@ class Roofline:
             most = window or self.limits.context
             pairs += layers * sum([min(p + 1, most) for p in positions])
             read += layers * sum([min(length, most) for length in plan.lengths[:num]])
-        computing = 4 * c.num_heads * c.head_dim * pairs / self.tp / device.rate(self._dtype)
-        reading = 2 * c.kv_heads * c.head_dim * self.itemsize * read / self.tp / device.bandwidth
+        # Latent rows are read whole by each rank.
+        wide, kept = c.head_dim, 2 * c.kv_heads * c.head_dim / self.tp
+        wide, kept = (wide, kept) if c.latent is None else (c.latent.row, c.latent.row)
+        computing = 4 * c.num_heads * wide * pairs / self.tp / device.rate(self._dtype)
+        reading = kept * self.itemsize * read / device.bandwidth
         return max(computing, reading) / self.efficiency
 
 
 def _block_weights(c: gpt.Config) -> float:
     """Returns the weights that multiply a row in a mean layer."""
-    wide, kv = c.num_heads * c.head_dim, c.kv_heads * c.head_dim
-    return 2 * c.d_model * (wide + kv) + matrices(c) * c.d_model * mean_width(c) + router_weights(c)
+    return attention_weights(c) + matrices(c) * c.d_model * mean_width(c) + router_weights(c)
 
 
 @dataclasses.dataclass(frozen=True)

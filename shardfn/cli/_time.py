@@ -13,7 +13,16 @@ import math
 from shardfn.core import is_device, is_disk
 from shardfn.models import gpt
 
-from ._layout import activation_bytes, experts_plan, matrices, mean_width, pipeline, router_weights, stage_layers
+from ._layout import (
+    activation_bytes,
+    attention_weights,
+    experts_plan,
+    matrices,
+    mean_width,
+    pipeline,
+    router_weights,
+    stage_layers,
+)
 from ._states import Setup, States, model_states
 
 
@@ -290,8 +299,8 @@ def _head_imbalance(setup: Setup) -> float:
 
 def _block_flops_per_token(c: gpt.Config, seq: int) -> float:
     """Returns the operations per token of all blocks: 6 per weight, and 12 H K T per block for attention."""
-    wide, kv = c.num_heads * c.head_dim, c.kv_heads * c.head_dim
-    weights = 2 * c.d_model * (wide + kv) + matrices(c) * c.d_model * mean_width(c) + router_weights(c)
+    wide = c.num_heads * c.head_dim
+    weights = attention_weights(c) + matrices(c) * c.d_model * mean_width(c) + router_weights(c)
     seen = [min(seq, x.window or seq) for x in c.layer_settings]  # tokens that a token attends to, with a window
     return c.num_layers * 6.0 * weights + 12.0 * wide * sum(seen)
 

@@ -365,7 +365,7 @@ def _is_branch(x: Any) -> bool:
 
 
 def _is_of_experts(name: str) -> bool:
-    return name == "router" or name.startswith("e_")
+    return name in ("router", "router_b") or name.startswith("e_")
 
 
 def _map_layers(config: Config, f: Callable[[Tensor, int], Tensor], layers: Sequence[int], x: Tensor) -> Tensor:
@@ -429,6 +429,8 @@ def _check_dense(config: Config, experts: Experts, noise: float) -> None:
         problems.append("layers must be unstacked, got stacked=True. Use stacked=False")
     if experts.d_ff not in (None, config.ff_dim):
         problems.append(f"experts must have the model's F, {config.ff_dim}, got d_ff={experts.d_ff}. Leave it out")
+    asked = {"gate": experts.gate, "biases": experts.biases, "shared_d_ff": experts.shared_d_ff}
+    problems += [f"experts must have the model's MLP, got {n}={x}. Leave it out" for n, x in asked.items() if x]
     if not 0 <= noise < float("inf"):
         problems.append(f"noise must be 0 or more and finite, got {noise}")
     raise_all(ValueError, "upcycle_experts:", problems)

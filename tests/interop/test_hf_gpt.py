@@ -383,6 +383,23 @@ def test_the_largest_sizes_pass_and_other_numbers_are_finite() -> None:
                 gpt_config(told | part)
 
 
+def test_published_sizes_have_their_numbers_of_parameters() -> None:
+    deepseek, oss = (gpt_config({"model_type": kind}) for kind in ("deepseek_v3", "gpt_oss"))
+    assert gpt.num_params(deepseek) == 671_026_404_352 and gpt.num_params(oss) == 116_829_156_672
+    # A token has 576 numbers in each layer: 1.7% of 128 heads of 128 numbers of keys and of values.
+    limits = Limits(vocab=129280, context=64, blocks=2, block=64)
+    assert decoder(deepseek).cache.num_bytes(limits) == 2 * 64 * 61 * 576 * 4
+    other = {"kv_lora_rank": 0, "n_routed_experts": 2**20, "q_lora_rank": 1.5}
+    with pytest.raises(ValueError) as error:
+        gpt_config({"model_type": "deepseek_v3", **other})
+    assert all(f"{name} is {x!r}; it must be an integer" in str(error.value) for name, x in other.items())
+    lacks = {"attention_bias": True, "scoring_func": "softmax", "num_key_value_heads": 8, "n_shared_experts": 0}
+    with pytest.raises(ValueError) as error:
+        gpt_config({"model_type": "deepseek_v3", **lacks})
+    for words in ("attention_bias=True", "scoring_func='softmax'", "num_key_value_heads=8; it must be 128"):
+        assert words in str(error.value)
+
+
 def test_a_model_that_transformers_lacks_is_refused(tmp_path: pathlib.Path) -> None:
     config = gpt.Config(vocab_size=64, num_layers=1, d_model=32, num_heads=4, mlp="swiglu")
     with pytest.raises(ValueError, match="mlp='swiglu', but a gpt2 has 'gelu'"):
