@@ -168,9 +168,9 @@ def more_experts(args: argparse.Namespace) -> str:
 
 def _many(args: argparse.Namespace, num: int) -> gpt.Config:
     del args
-    experts = moe.Experts(num=num, top_k=1, d_ff=128, route=ROUTE, axes="ep", exchange=layers.AllToAll("ep"))
-    sizes: dict[str, Any] = {"vocab_size": 256, "num_layers": 16, "d_model": 64, "num_heads": 4, "max_len": 32}
-    return gpt.Config.llama_like(d_ff=128, tie_embeddings=True, experts=experts, **sizes)
+    experts = moe.Experts(num=num, top_k=1, d_ff=256, route=ROUTE, axes="ep", exchange=layers.AllToAll("ep"))
+    sizes: dict[str, Any] = {"vocab_size": 256, "num_layers": 16, "d_model": 128, "num_heads": 4, "max_len": 32}
+    return gpt.Config.llama_like(d_ff=256, tie_embeddings=True, experts=experts, **sizes)
 
 
 def _step(config: gpt.Config, host: bool, *, abstract: bool) -> Any:
@@ -179,6 +179,7 @@ def _step(config: gpt.Config, host: bool, *, abstract: bool) -> Any:
     if host:
         for block in specs["blocks"]:
             block |= {n: sf.Sharding(x, "host") for n, x in block.items() if n.startswith("e_")}
+    states: dict[str, Any] = {"grads": "host", "optimizer": "host"} if host else {}
     loss: Any = functools.partial(gpt.loss, config, wrap=sf.remat)
     step = sf.sharded_step(
         sf.jit(loss, backend="graph"),
@@ -186,7 +187,7 @@ def _step(config: gpt.Config, host: bool, *, abstract: bool) -> Any:
         mesh=mesh,
         specs=specs,
         batch=sf.P("ep"),
-        zero=sf.Zero(stage=2, axis="ep"),
+        zero=sf.Zero(stage=2, axis="ep", **states),
     )
     if not abstract:
         return step
@@ -222,7 +223,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--more", type=int, default=100, help="steps after pruning")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--decodes", type=int, nargs="+", default=[1, 4, 16], help="sequences of a decode step")
-    parser.add_argument("--most-experts", type=int, default=8, help="of a layer of the model that fills the device")
+    parser.add_argument("--most-experts", type=int, default=32, help="of a layer of the model that fills the device")
     parser.add_argument("--measure", action="store_true", help="also a step on 4 processes")
     parser.add_argument("--out", default="", help="Markdown file")
     return parser.parse_args()
