@@ -66,6 +66,7 @@ class Op:
             only.
         views: argument that the result is a view of, by the op's schema.
         writes: position and name of the arguments that the op overwrites, by the op's schema.
+        written_from: names of the operands that written values depend on. (): all operands.
         draws: flag. The op draws from torch's generator, by the op's tags.
         pointwise: flag, by the op's tags.
         effects: flag. The op returns nothing and writes nothing, so the op must have another effect.
@@ -97,6 +98,7 @@ class Op:
     sharding: Rule | None = None
     views: int | None = None
     writes: tuple[tuple[int, str], ...] = ()
+    written_from: tuple[str, ...] = ()
     draws: bool = False
     pointwise: bool = False
     effects: bool = False

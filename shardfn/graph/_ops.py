@@ -148,6 +148,7 @@ def _read_record(kernel: KernelOp) -> Op:
         scratch=None if kernel.scratch is None else formulas.kernel_bytes,
         rows=kernel.rows,
         in_place=KERNELS[kernel.in_place].op.default if kernel.in_place else None,
+        written_from=kernel.written_from,
     )
 
 

@@ -209,6 +209,9 @@ class Types:
 
     def _write_operands(self, node: Node, op: Op, type: int) -> None:
         columns = self._columns.get(node)
+        if op.written_from:
+            given = (_argument_of(node, name) for name in op.written_from)
+            type = _join_types(self.seen(x, node) for x in given if isinstance(x, Node))
         for position, name in op.writes:
             value: Any = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
             several = isinstance(value, (list, tuple))

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shardfn import nn
-from shardfn.collectives import all_gather, all_gather_invariant, all_to_all, axis_size, take_own_block
+from shardfn.collectives import all_gather_invariant, all_to_all, axis_size, take_own_block
 from shardfn.core import Axes, P, PyTree, QuantizationPolicy
 from shardfn.kernels import Activations
 from shardfn.models import gpt
@@ -305,7 +305,7 @@ class _HeadExchange(nn.Local):
         }
         q_BTHK = by_heads(q_BTHK, size=self.num if self.num_queries is None else self.num_queries)
         if self.whole_keys:
-            k_BSGK = v_BSGK = all_gather(k_BSGK, self.axis, dim=1, size=self.num)
+            k_BSGK = v_BSGK = all_gather_invariant(k_BSGK, self.axis, dim=1, size=self.num)
         else:
             k_BSGK, v_BSGK = (by_heads(x, size=self.num) for x in (k_BSGK, v_BSGK))
         y_BTHK = self.inner.attend(q_BTHK, k_BSGK, v_BSGK, how._replace(**own), length)

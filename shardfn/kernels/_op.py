@@ -90,6 +90,7 @@ class KernelOp:
         sharding: labels of dims, or a function from the arguments to the labels, or None for whole values only.
         rows: use of values that may lack the last rows, see `graph.exact_rows`. Empty: whole values only.
         in_place: name of the op that writes the result over the first operand.
+        written_from: names of the arguments that the written arguments depend on. (): all arguments.
         chain: function of arguments and results that returns the C++ call in a `KernelChain`, or None.
 
     Raises:
@@ -116,6 +117,7 @@ class KernelOp:
     sharding: DimLabels | Callable[..., DimLabels] | None = None
     rows: str = ""
     in_place: str = ""
+    written_from: tuple[str, ...] = ()
     chain: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:

@@ -568,6 +568,7 @@ RAGGED_ATTENTION = KernelOp(
     triton="_ragged_attention_triton.ragged_attention",
     fast_dtypes=(torch.float32,),
     contiguous=False,
+    written_from=("k", "v", "cache", "slots"),
     no_derivative="call it on q.detach(), k.detach() and v.detach() or under torch.no_grad().",
     flops=_count_flops,
     chain=_make_call,

@@ -156,7 +156,7 @@ def decode(
     x_1TD = (x_TD if enter is None else enter(x_TD))[None]
     common = score_arguments(config, positions_T, x_TD.dtype)
     mask_1T = None if mask_T is None else mask_T[None]
-    common |= {} if config.latent is None else {"absorbed": True}
+    common |= {} if config.latent is None else {"absorbed": True, "cached": True}
     blocks, keys = params["blocks"], SwiftKeys(config, along, params)
     shares_keys = swift is not None and swift.first < config.num_layers
     first = swift.first if swift is not None and shares_keys else config.num_layers - 1

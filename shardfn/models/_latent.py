@@ -125,6 +125,7 @@ def latent_attention(
     table: tuple[Tensor, Tensor] | None = None,
     softcap: float | None = None,
     absorbed: bool = False,
+    cached: bool = False,
     rows_R: Tensor | None = None,
     axis: Axes = None,
     sequence: int | None = None,
@@ -141,6 +142,7 @@ def latent_attention(
         table: cos and sin of R dims, of all tokens. None: the body rotates.
         softcap: see `nn.attention`.
         absorbed: whether queries meet the latent rows.
+        cached: whether the body keeps the latent rows, which are then the same on all ranks, without derivatives.
         rows_R: tokens with wanted results, for a body of these queries. None: all tokens.
         axis: mesh axes along which heads are cut. None means a single device.
         sequence: T where x and the result are the rank's rows of the tokens.
@@ -152,7 +154,8 @@ def latent_attention(
     _check_heads(w.wq, num_heads, K, axis)
     start, stop = nn.rank_range(num_heads, axis)
     c_BTC, r_BTR = nn.linear(x_BTD, w.wkv_a).split([C, R], -1)
-    row_BTC = nn.enter_parallel(torch.cat([_order_pairs(latent, r_BTR), w.norm_keys(c_BTC)], -1), axis, sequence)
+    row_BTC = torch.cat([_order_pairs(latent, r_BTR), w.norm_keys(c_BTC)], -1)
+    row_BTC = row_BTC if cached else nn.enter_parallel(row_BTC, axis, sequence)
     x_BTQ = x_BTD if w.wq_a is None else w.norm_queries(nn.linear(x_BTD, w.wq_a))
     features = num_heads * K if w.wq.ndim == 2 else (num_heads, K)
     own_BTQ = x_BTQ if rows_R is None else x_BTQ[:, rows_R]

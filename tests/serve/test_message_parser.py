@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardfn.serve._message_formats import REASONING_FORMATS, TOOL_FORMATS, find_reasoning_format, find_tool_format
+from shardfn.data import ByteTokenizer
+from shardfn.inference import Compiler, Grammar, detokenizer
+from shardfn.serve._message_formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    AnswerGrammar,
+    find_reasoning_format,
+    find_tool_format,
+)
 from shardfn.serve._message_parser import MessageParser, join_parts
 from shardfn.serve._message_parser import MessagePart as Part
 
@@ -171,3 +179,36 @@ def test_formats_are_found_by_templates() -> None:
     oss = "{{ tools }}<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
     assert find_tool_format("auto", oss) == TOOL_FORMATS["harmony"]
     assert find_reasoning_format("auto", oss) == REASONING_FORMATS["harmony"]
+
+
+def test_a_grammar_of_harmony_has_calls_and_answers_that_parse() -> None:
+    pytest.importorskip("llguidance")
+    one = detokenizer(ByteTokenizer())
+    compiler = Compiler(one, one.size)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    form, thought = TOOL_FORMATS["harmony"], REASONING_FORMATS["harmony"]
+    think = "<|channel|>analysis<|message|>hm <b><|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a":1}'
+    final = "<|channel|>final<|message|>Hi"
+    for forced, answer, text, fits in (
+        (True, None, think + call, True),
+        (True, None, think + think + call, True),
+        (True, None, think + final, False),
+        (False, None, call, True),
+        (False, None, think + final, True),
+        (False, schema, think + final.replace("Hi", '{"a":1}'), True),
+        (False, schema, think + final, False),
+    ):
+        language = AnswerGrammar(form, {"f": schema}, forced=forced, answer=answer, reasoning=thought)
+        matcher, allowed = compiler.compile(Grammar.lark(language.write()), ()), True
+        for token in text.encode():
+            allowed = allowed and bool(matcher.allowed[token])
+            if not allowed:
+                break
+            matcher.take(token)
+        assert allowed == fits, text
