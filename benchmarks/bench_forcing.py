@@ -140,7 +140,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="parts of the training, each on new trajectories")
     parser.add_argument("--rate", type=float, default=1e-3, help="of Jacobi Forcing, and of further text")
     parser.add_argument("--text-weight", type=float, default=10.0, help="of the clean text in Jacobi Forcing")
-    parser.add_argument("--real-weight", type=float, default=0.0, help="of rows of the training text in Jacobi Forcing")
+    parser.add_argument("--real-weight", type=float, default=5.0, help="of rows of the training text in Jacobi Forcing")
     parser.add_argument("--out")
     return parser.parse_args()
 

@@ -2,8 +2,9 @@
 
     python benchmarks/bench_owl.py --out benchmarks/results/owl.md
 
-A copy task: a row repeats a series of 4 to 8 words of a dictionary, letter by letter, over and over. A small GPT is
-trained on rows of 128 letters, then on long rows, so that it copies at all lengths. Then both drafters are trained on
+A copy task: a row repeats a series of 4 to 8 words of a dictionary over and over, token by token. Each word has 3 to 7
+tokens of its own, so that a token gives the rest of its word, and only the text gives the next word. A small GPT is
+trained on rows of 128 tokens, then on long rows, so that it copies at all lengths. Then both drafters are trained on
 rows of 256: OWL's LSTM with its [SPEC] token, and a GPT of two layers that attends to the whole text (`DraftModel`).
 Prompts of all lengths are ends of the same rows, so that all have the same completions. All completions are compared
 with plain greedy decoding. With --keep, models stay in a directory, and a later run begins with them.
@@ -44,25 +45,29 @@ from shardfn.speculators import (
     train,
 )
 
-SHORT, SPACE = 256, 26
-SIZES: dict[str, Any] = {"vocab_size": 27, "d_ff": None, "max_len": 2304, "batch_invariant": True}
+SHORT, VOCAB = 256, 160
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "d_ff": None, "max_len": 2304, "batch_invariant": True}
 TARGET = gpt.Config.llama_like(num_layers=2, d_model=64, num_heads=2, **SIZES)
-DRAFT = gpt.Config.llama_like(num_layers=2, d_model=32, num_heads=2, **SIZES)
+DRAFT = gpt.Config.llama_like(num_layers=2, d_model=48, num_heads=2, **SIZES)
+
+
+def make_words() -> list[list[int]]:
+    """Returns the dictionary: all tokens, cut in words of 3 to 7."""
+    words, at, drawn = list[list[int]](), 0, torch.Generator().manual_seed(0)
+    while at < VOCAB:
+        num = int(torch.randint(3, 8, (1,), generator=drawn))
+        words.append([*range(at, min(at + num, VOCAB))])
+        at += num
+    return words
 
 
 def make_rows(num: int, length: int, drawn: torch.Generator) -> torch.Tensor:
-    """Returns rows of letters. The dictionary of 24 words of 3 to 7 letters is the same in all calls."""
-    of_words = torch.Generator().manual_seed(0)
-
-    def pick(low: int, high: int, by: torch.Generator) -> int:
-        return int(torch.randint(low, high, (1,), generator=by))
-
-    words = [[pick(0, SPACE, of_words) for _ in range(pick(3, 8, of_words))] + [SPACE] for _ in range(24)]
-    rows = []
+    """Returns rows of tokens."""
+    words, rows = make_words(), []
     for _ in range(num):
-        chosen = torch.randperm(len(words), generator=drawn)[: pick(4, 9, drawn)].tolist()
-        series = [letter for i in chosen for letter in words[i]]
-        start = pick(0, len(series), drawn)
+        chosen = torch.randperm(len(words), generator=drawn)[: int(torch.randint(4, 9, (1,), generator=drawn))]
+        series = [token for i in chosen.tolist() for token in words[i]]
+        start = int(torch.randint(len(series), (1,), generator=drawn))
         rows.append((series * (length // len(series) + 2))[start : start + length])
     return torch.tensor(rows)
 
@@ -131,13 +136,13 @@ def main() -> None:
         each = [by_length[x][0] for x in args.lengths]
         ratio = f"{each[-1] / each[args.lengths.index(SHORT)]:.3f}" if each[0] else ""
         lines.append((name, *(f"{x:.3f}" for x in each), ratio))
-    lines[0] = ("copied letters of the model", *right, "")
+    lines[0] = ("copied tokens of the model", *right, "")
     body = (
-        f"Target: {gpt.num_params(TARGET):,} parameters, {args.steps} steps at {SHORT // 2} letters and"
+        f"Target: {gpt.num_params(TARGET):,} parameters, {args.steps} steps at {SHORT // 2} tokens and"
         f" {args.long_steps} at {long}. Draft model: {gpt.num_params(DRAFT):,} parameters, {args.draft_steps}"
         f" steps at {SHORT}. OWL: {args.drafts} drafts, {args.owl_steps} steps at {SHORT}. {args.prompts} prompts of"
-        f" each length, {args.tokens} letters each, greedy; load of the machine {os.getloadavg()[0]:.1f}\n\n"
-        "## Accepted drafts a step by the letters of a prompt\n\n"
+        f" each length, {args.tokens} tokens each, greedy; load of the machine {os.getloadavg()[0]:.1f}\n\n"
+        "## Accepted drafts a step by the tokens of a prompt\n\n"
     )
     head = ("drafter", *args.lengths, f"{args.lengths[-1]} over {SHORT}")
     publish("OWL by context length", body + table(head, lines), out=args.out)
@@ -161,20 +166,20 @@ def _measure(
 
 
 def _count_copied(held: torch.Tensor, drawn: list[list[int]], tokens: int) -> float:
-    """Returns the part of drawn letters that continue the series."""
+    """Returns the part of drawn tokens that continue the series."""
     return float((torch.tensor(drawn) == held[:, -tokens:]).float().mean())
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="of the target, on short rows")
+    parser.add_argument("--steps", type=int, default=1000, help="of the target, on short rows")
     parser.add_argument("--long-steps", type=int, default=120, help="of the target, on long rows")
-    parser.add_argument("--draft-steps", type=int, default=400, help="of the draft model")
-    parser.add_argument("--owl-steps", type=int, default=240)
+    parser.add_argument("--draft-steps", type=int, default=800, help="of the draft model")
+    parser.add_argument("--owl-steps", type=int, default=300)
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=48, help="drawn letters of each prompt")
+    parser.add_argument("--tokens", type=int, default=48, help="drawn tokens of each prompt")
     parser.add_argument("--keep", metavar="DIR", help="directory of the trained models")
     parser.add_argument("--out", help="write the table there")
     return parser.parse_args()
