@@ -281,8 +281,9 @@ def replicas_part(args: argparse.Namespace) -> str:
     """Two replicas beside one."""
     rates, hits = {1: list[float](), 2: list[float]()}, dict[int, float]()
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as held:
-        made("33.7M", pathlib.Path(place))
-        more = {1: (), 2: ("--replicas", "2", "--oversubscribe")}
+        made(args.sizes[0], pathlib.Path(place))
+        few = ("--running", "8", "--budget", "32")  # a server with few graphs starts soon
+        more = {1: few, 2: (*few, "--replicas", "2", "--oversubscribe")}
         servers = {n: held.enter_context(running(pathlib.Path(place), more=more[n])) for n in more}
         for server in servers.values():
             _ask(server, _talks(0, 8))
@@ -298,7 +299,7 @@ def replicas_part(args: argparse.Namespace) -> str:
         for n, server in servers.items():
             before = [server.metric(f"vllm:prefix_cache_{x}_total") for x in ("hits", "queries")]
             for turn in range(3):
-                _ask(server, _talks(turn, 32))
+                _ask(server, _talks(turn, 16))  # fits the cache of one
             after = [server.metric(f"vllm:prefix_cache_{x}_total") for x in ("hits", "queries")]
             hits[n] = (after[0] - before[0]) / (after[1] - before[1])
     ratios = [b / a for a, b in zip(rates[1], rates[2], strict=True)]
@@ -336,7 +337,7 @@ def _talks(turn: int, num: int) -> list[Arrival]:
     made = list[Arrival]()
     for i in range(num):
         begin, own = random.Random(i % 8), random.Random(1000 + i)
-        prompt = [begin.randrange(8192) for _ in range(128)] + [own.randrange(8192) for _ in range(48 * (turn + 1))]
+        prompt = [begin.randrange(256) for _ in range(128)] + [own.randrange(256) for _ in range(48 * (turn + 1))]
         made.append(Arrival(0.05 * i, prompt, 8))
     return made
 
