@@ -11,7 +11,7 @@ from ._completions import completion_positions as completion_positions, logprobs
 from ._completions import completion_values as completion_values, completion_divergences as completion_divergences
 from ._policy import kl as kl, follow_divergence as follow_divergence
 from ._advantages import kl_rewards as kl_rewards, last_values as last_values, pairwise as pairwise
-from ._advantages import bradley_terry as bradley_terry
+from ._advantages import bradley_terry as bradley_terry, process_reward as process_reward
 from ._advantages import decoupled_advantages as decoupled_advantages, gae as gae
 from ._advantages import group_advantages as group_advantages, whiten as whiten
 from ._policy import ppo_policy as ppo_policy, ppo_value as ppo_value, grpo as grpo, rloo as rloo

@@ -139,6 +139,47 @@ def bradley_terry(
     return row_mean(-F.logsigmoid(h_B) + center_rewards_coefficient * (chosen_B + rejected_B) ** 2)
 
 
+def process_reward(
+    logits_BTC: Float[Tensor, "b t c"], labels_BT: Int[Tensor, "b t"], *, ignore_index: int = -100
+) -> WeightedMean:
+    """Returns the loss of a model of the steps of an answer (a process reward model): a mean over steps.
+
+    The value of a step is read at the last token of the step, for example at a line's end. The loss is the cross
+    entropy of the step's label. Equals the loss of TRL's `PRMTrainer`.
+
+    Args:
+        logits_BTC: logits of the labels at each token, for example 2 of a wrong and of a right step.
+        labels_BT: label at the last token of each step, and `ignore_index` at all other tokens.
+        ignore_index: label of tokens that do not count.
+
+    Raises:
+        ValueError: shapes do not fit, or a label is out of range.
+
+    Example:
+        >>> logits = torch.tensor([[[0.0, 2.0], [9.0, 0.0], [1.0, 1.0]]])
+        >>> process_reward(logits, torch.tensor([[1, -100, 0]])).mean()
+        tensor(0.4100)
+
+    References:
+        Uesato et al., Solving math word problems with process- and outcome-based feedback, 2022,
+            https://arxiv.org/abs/2211.14275
+        Lightman et al., Let's verify step by step, 2023, https://arxiv.org/abs/2305.20050
+    """
+    if logits_BTC.shape[:2] != labels_BT.shape:
+        raise ValueError(
+            "process_reward: logits_BTC must have a row for each of labels_BT, got shapes"
+            f" {(*logits_BTC.shape,)} and {(*labels_BT.shape,)}."
+        )
+    counts_BT, num = labels_BT != ignore_index, logits_BTC.shape[2]
+    wrong_BT = counts_BT & ((labels_BT < 0) | (labels_BT >= num))
+    if has_values(labels_BT) and bool(wrong_BT.any()):
+        text = f"process_reward: labels_BT must be from 0 to {num - 1}, or {ignore_index}, got"
+        raise ValueError(f"{text} {int(labels_BT[wrong_BT][0])}.")
+    logits_BTC = widen_floats(logits_BTC)
+    found_BT = logits_BTC.log_softmax(-1).gather(-1, labels_BT.long().masked_fill(~counts_BT, 0)[..., None])[..., 0]
+    return WeightedMean(-masked(found_BT, counts_BT).sum(), counts_BT.sum().to(logits_BTC.dtype))
+
+
 def pairwise(
     chosen_BT: Float[Tensor, "b t"],
     rejected_BT: Float[Tensor, "b t"],

@@ -205,3 +205,22 @@ def test_gradients_are_finite_differences(name: str) -> None:
     loss = functools.partial(f, **MORE.get(name, {}))
     xs = [x.clone().requires_grad_() for x in MANY[: 2 if known else 4]]
     assert torch.autograd.gradcheck(lambda *x: loss(*x).mean(), xs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_loss_of_steps_is_the_cross_entropy_of_torch(dtype: torch.dtype) -> None:
+    """As in the models of transformers for classes of tokens, which TRL's `PRMTrainer` trains."""
+    logits = torch.randn(3, 7, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    labels = torch.full((3, 7), -100)
+    labels[0, [1, 4]], labels[2, 6] = torch.tensor([1, 0]), 1
+    x, y = (logits.clone().requires_grad_() for _ in range(2))
+    found = rl.process_reward(x, labels)
+    want = F.cross_entropy(y.float().view(-1, 2) if dtype != torch.float64 else y.view(-1, 2), labels.view(-1))
+    torch.testing.assert_close(found.mean(), want)
+    torch.testing.assert_close(*(torch.autograd.grad(z, w)[0] for z, w in ((found.mean(), x), (want, y))))
+    assert found.weight == 3
+    labels[1, 1] = 2
+    with pytest.raises(ValueError, match="labels_BT must be from 0 to 1, or -100, got 2"):
+        rl.process_reward(logits, labels)
+    with pytest.raises(ValueError, match="must have a row for each of labels_BT"):
+        rl.process_reward(logits[:, 1:], labels)
