@@ -88,7 +88,7 @@ def write_whisper(folder: pathlib.Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("language", ["en", "de"])
+@pytest.mark.parametrize("language", ["en", pytest.param("de", marks=pytest.mark.nightly)])
 def test_transcripts_are_those_of_transformers(language: str, tmp_path: pathlib.Path) -> None:
     model = write_whisper(tmp_path)
     llm = sf.LLM(str(tmp_path), running=3, buckets=(2, 8))
