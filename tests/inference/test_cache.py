@@ -25,6 +25,7 @@ from shardfn.inference._cache import make_single_bodies
 from shardfn.models import gpt
 from shardfn.testing import distributed
 from tests.inference.stories import VERSIONS, Model, check, run
+from tests.inference.stories import model as make_model
 from tests.inference.test_stories import KINDS, LLAMA, drawn_stories
 
 SIZES: dict[str, Any] = {
@@ -145,3 +146,20 @@ def test_another_dtype_is_refused() -> None:
     config = gpt.Config(**SIZES)
     with pytest.raises(ValueError, match="cache_dtype is 'int4'; it must be one of float32, bfloat16, int8, fp8"):
         limits_of(decoder(config), cache_dtype="int4")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8"])
+def test_latent_rows_in_each_dtype_and_memory(dtype: str) -> None:
+    """Tokens of requests together, on the host, and again from the prefix cache are those of each alone."""
+    changes, limits = KINDS["latent"]
+    one, own = make_model(**changes), replace(limits, cache_dtype=dtype)
+    prompts, how = [[5, 6, 7, 8, 9, 10], [11], [5, 6, 7, 8]], Sampling(max_tokens=8, temperature=1.5, seed=1)
+
+    def draw(memory: str, *given: list[int]) -> list[Any]:
+        engine = Engine(one.decoder, one.params[0], limits=own, cache=memory)
+        assert engine.core.cache[0].shape[1:3] == (1, 1)
+        return [(x.tokens, x.logprobs) for _ in range(2) for x in engine.generate(list(given), how)]
+
+    alone = [draw("device", prompt)[0] for prompt in prompts]
+    assert draw("device", *prompts) == draw("host", *prompts) == alone * 2

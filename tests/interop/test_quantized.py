@@ -302,6 +302,28 @@ def test_an_engine_of_mxfp4_draws_the_tokens_of_the_decoded_floats(tmp_path: pat
         assert torch.equal(a, b)
 
 
+@pytest.mark.nightly
+@distributed(world=[1, 2])
+def test_a_base_in_mxfp4_trains_adapters_as_decoded_floats_do(world: int, tmp_path: pathlib.Path) -> None:
+    mesh, losses = sf.make_mesh({"dp": world}, device="cpu"), list[list[float]]()
+    if mesh.rank == 0:
+        _write_mxfp4(tmp_path)
+    if world > 1:
+        torch.distributed.barrier()
+    tokens = torch.arange(28).view(4, 7) % 61
+    for name in ("floats", "coded"):
+        config, params = gpt_from_hf(tmp_path / name, dtype=torch.float32)
+        lora = sf.lora.LoRA.of(params, ["wq", "wo"], rank=2)
+        loss, zero = lora.adapt(functools.partial(gpt.loss, config)), sf.Zero(stage=3, persist_elements=0)
+        step = sf.sharded_step(loss, sf.optim.adamw(1e-2), mesh=mesh, trainable=lora.trainable, zero=zero)
+        state, found = step.init({"base": params, "lora": lora.init(sf.key(0))}), list[float]()
+        for _ in range(3):
+            state, metrics = step(state, {"tokens": tokens.chunk(world)[mesh.rank]})
+            found.append(float(metrics["loss"]))
+        losses.append(found)
+    assert losses[0] == losses[1] and losses[1][2] < losses[1][0]
+
+
 def test_mxfp4_that_does_not_fit_is_named(tmp_path: pathlib.Path) -> None:
     made = mxfp4(2, 4, 32)
     wrong = {"a_blocks": made["blocks"], "b_scales": made["scales"], "c_blocks": made["blocks"][..., :8].contiguous()}
