@@ -2,7 +2,7 @@
 
     python benchmarks/bench_owl.py --out benchmarks/results/owl.md
 
-A copy task: a row repeats a series of 4 to 8 words of a dictionary over and over, token by token. Each word has 3 to 7
+A copy task: a row repeats a series of 3 to 5 words of a dictionary over and over, token by token. Each word has 3 to 7
 tokens of its own, so that a token gives the rest of its word, and only the text gives the next word. A small GPT is
 trained on rows of 128 tokens, then on long rows, so that it copies at all lengths. Then both drafters are trained on
 rows of 256: OWL's LSTM with its [SPEC] token, and a GPT of two layers that attends to the whole text (`DraftModel`).
@@ -45,7 +45,7 @@ from shardfn.speculators import (
     train,
 )
 
-SHORT, VOCAB = 256, 160
+SHORT, VOCAB = 256, 48
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "d_ff": None, "max_len": 2304, "batch_invariant": True}
 TARGET = gpt.Config.llama_like(num_layers=2, d_model=64, num_heads=2, **SIZES)
 DRAFT = gpt.Config.llama_like(num_layers=2, d_model=48, num_heads=2, **SIZES)
@@ -65,7 +65,7 @@ def make_rows(num: int, length: int, drawn: torch.Generator) -> torch.Tensor:
     """Returns rows of tokens."""
     words, rows = make_words(), []
     for _ in range(num):
-        chosen = torch.randperm(len(words), generator=drawn)[: int(torch.randint(4, 9, (1,), generator=drawn))]
+        chosen = torch.randperm(len(words), generator=drawn)[: int(torch.randint(3, 6, (1,), generator=drawn))]
         series = [token for i in chosen.tolist() for token in words[i]]
         start = int(torch.randint(len(series), (1,), generator=drawn))
         rows.append((series * (length // len(series) + 2))[start : start + length])
@@ -172,9 +172,9 @@ def _count_copied(held: torch.Tensor, drawn: list[list[int]], tokens: int) -> fl
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000, help="of the target, on short rows")
-    parser.add_argument("--long-steps", type=int, default=120, help="of the target, on long rows")
-    parser.add_argument("--draft-steps", type=int, default=800, help="of the draft model")
+    parser.add_argument("--steps", type=int, default=400, help="of the target, on short rows")
+    parser.add_argument("--long-steps", type=int, default=60, help="of the target, on long rows")
+    parser.add_argument("--draft-steps", type=int, default=400, help="of the draft model")
     parser.add_argument("--owl-steps", type=int, default=300)
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048])
