@@ -33,6 +33,14 @@ from shardfn.models import gpt
 LAYER = ((512, 512),) * 4 + ((1408, 512),) * 2 + ((512, 1408),)
 SHAPES = LAYER * 8 + ((8192, 512),)
 CODES: tuple[kernels.Quantization | None, ...] = (None, "int8", "int4")
+PASSES: tuple[kernels.Codes | None, ...] = (*CODES, "int4_wide")
+REPEATS = 10  # passes of a time: clocks of some machines have steps of milliseconds
+# Codes whose values equal those of files.
+FILES = {
+    "int8": "GGUF Q8_0 and Q5_0, AWQ, 8-bit and asymmetric GPTQ and compressed-tensors",
+    "int4": "GGUF Q4_1 and Q4_0, symmetric GPTQ and compressed-tensors in 4 bits",
+    "int4_wide": "GGUF Q4_K",
+}
 
 
 def main() -> None:
@@ -51,12 +59,25 @@ def main() -> None:
 
 def _speed(rounds: int, rows: Sequence[int]) -> list[str]:
     weights = [torch.randn(shape) for shape in SHAPES]
-    packed = {codes: [kernels.pack_rows(w, codes) for w in weights] for codes in CODES}
+    packed = {codes: [_pack(w, codes) for w in weights] for codes in PASSES}
     size = {codes: sum(x.nbytes for x in held) / 1e6 for codes, held in packed.items()}
     lines = [_line(packed, m, rounds) for m in rows]
-    head = ("rows", "float32, ms", "int8, ratio", "quartiles", "int4, ratio", "quartiles")
+    head = ("rows", "float32, ms", *(x for name in PASSES[1:] for x in (f"{name}, ratio", "quartiles")))
     told = ", ".join(f"{name or 'float32'} {mb:.1f} MB" for name, mb in size.items())
-    return [f"{rounds} rounds; a pass over {told}; medians of processor time", table(head, lines)]
+    files = "\n".join(f"- {name}: {about}" for name, about in FILES.items())
+    return [
+        f"{rounds} rounds; a pass over {told}; medians of processor time",
+        table(head, lines),
+        f"Files with the values of codes; weights of other formats are decoded to floats:\n\n{files}",
+    ]
+
+
+def _pack(weight: torch.Tensor, codes: kernels.Codes | None) -> torch.Tensor:
+    if codes != "int4_wide":
+        return kernels.pack_rows(weight, codes)
+    blocks = kernels.quantize_blocks(weight, "int4").view(len(weight), -1, kernels.BLOCK_BYTES["int4"])
+    heads = blocks[..., :4].contiguous().view(torch.float16).float().view(torch.uint8)  # scale and least value
+    return kernels.pack_blocks(torch.cat([heads, blocks[..., 4:]], -1).flatten(1), weight.shape[1])
 
 
 @torch.no_grad()
@@ -96,27 +117,28 @@ def _decoded(engines: Any, m: int, steps: int) -> tuple[str, ...]:
     for engine in engines.values():
         while not engine.idle:
             engine.step()
-    milliseconds, *ratios = _ratios(times)
+    milliseconds, *ratios = _ratios(times, CODES)
     return str(m), milliseconds, f"{m / statistics.median(times[None]):.0f}", *ratios
 
 
 def _line(packed: Any, m: int, rounds: int) -> tuple[str, ...]:
     inputs = {k: torch.randn(m, k) for k in (512, 1408)}
-    times: dict[Any, list[float]] = {codes: [] for codes in CODES}
+    times: dict[Any, list[float]] = {codes: [] for codes in PASSES}
     for turn in range(rounds + 1):
-        for codes in CODES[turn % 3 :] + CODES[: turn % 3]:
+        for codes in PASSES[turn % 4 :] + PASSES[: turn % 4]:
             start = time.process_time()
-            for (n, k), w in zip(SHAPES, packed[codes], strict=True):
-                kernels.row_linear(inputs[k], w, n)
+            for _ in range(REPEATS):
+                for (n, k), w in zip(SHAPES, packed[codes], strict=True):
+                    kernels.row_linear(inputs[k], w, n)
             if turn:
-                times[codes].append(time.process_time() - start)
-    return str(m), *_ratios(times)
+                times[codes].append((time.process_time() - start) / REPEATS)
+    return str(m), *_ratios(times, PASSES)
 
 
-def _ratios(times: dict[Any, list[float]]) -> list[str]:
+def _ratios(times: dict[Any, list[float]], kinds: Sequence[Any]) -> list[str]:
     """Milliseconds in float32, then the ratio of each kind of codes with its quartiles."""
     out = [f"{statistics.median(times[None]) * 1e3:.2f}"]
-    for codes in CODES[1:]:
+    for codes in kinds[1:]:
         low, middle, high = statistics.quantiles([a / b for a, b in zip(times[None], times[codes], strict=True)], n=4)
         out += [f"{middle:.2f}", f"{low:.2f} to {high:.2f}"]
     return out
