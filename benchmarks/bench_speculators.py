@@ -116,7 +116,7 @@ def main() -> None:
     for name, fields in SAMPLINGS.items():
         how = Sampling(max_tokens=args.tokens, **fields)
         runs: dict[str, list[Run]] = {each: [] for each in drafters}
-        many = [*prompts, *prompts][:16]
+        many = (prompts * 16)[:16]
         for _ in range(1 + args.rounds):  # the first round captures graphs
             for each, drafter in drafters.items():
                 engine = Engine(*given_of[each], limits=limits, runner=runners[each], drafter=drafter)
@@ -129,7 +129,7 @@ def main() -> None:
                 together = engine.generate(many, how)
                 taken = time.process_time() - start
                 runs[each].append(Run(seconds, proposals, taken, accepted / steps, steps, found))
-                assert found == runs["none"][0].found and together == [*found, *found][: len(many)], each
+                assert found == runs["none"][0].found and together == (found * 16)[:16], each
         rows = [_row(each, runs[each][1:] or runs[each], runs["none"][1:] or runs["none"]) for each in drafters]
         head = (
             "drafter",
