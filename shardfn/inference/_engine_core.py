@@ -213,6 +213,11 @@ class EngineCore:
         self._versions, self._cache, self._results = {}, [], None
 
     def check_open(self) -> None:
+        """Refuses calls of a closed engine.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
         if self._closed:
             raise RuntimeError("this engine is closed. Make another one.")
 

@@ -181,7 +181,8 @@ class LaneCore:
             ran = self._runner.run_lanes(weights, self._cache, plans, columns, self._carry)
             self._cache, self._carry = ran.cache, ran.carry
             for part in [num - 1] if stages else range(num):
-                if (begun := self._parts[part]) is not None and begun[1].plan is not None:
-                    begun[0].finish(begun[1].plan, ran.results[part])
+                begun, results = self._parts[part], ran.results[part]
+                if begun is not None and begun[1].plan is not None and results is not None:
+                    begun[0].finish(begun[1].plan, results)
         self._turn += 1
         return found

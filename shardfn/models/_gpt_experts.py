@@ -88,7 +88,7 @@ def mixture(
     leaves = {n.removeprefix("e_"): x for n, x in p.items() if n.startswith("e_")}
     leaves = {n if n.startswith("b_") else f"w_{n}": x for n, x in leaves.items()}
     x_SD, shares = x_BTD.flatten(0, 1), _shares_tokens(config.experts, along)
-    if shares:
+    if shares and isinstance(exchange, moe.AllToAll):
         x_SD, *rows = (take_own_block(x, along.axis, dim=0) for x in (x_SD, *routing))
         num, routing = len(x_BTD.flatten(0, 1)), moe.Routing(*rows)
         rest = tuple(x for x in P(exchange.axis).axes if x not in P(along.axis).axes)
