@@ -105,7 +105,7 @@ def main() -> None:
     first, long = functools.partial(gpt.init, TARGET, sf.key(0)), max(args.lengths) + args.tokens
     target = keep(args, "short", lambda: train_gpt(TARGET, first(), args.steps, 16, SHORT // 2, 4e-3))
     start = sf.core.tree_map(torch.clone, target)
-    target = keep(args, "long", lambda: train_gpt(TARGET, start, args.long_steps, 2, long, 2e-3))
+    target = keep(args, "long", lambda: train_gpt(TARGET, start, args.long_steps, 2, long, 1e-3))
     new = functools.partial(gpt.init, DRAFT, sf.key(1))
     draft = keep(args, "draft", lambda: train_gpt(DRAFT, new(), args.draft_steps, 16, SHORT, 4e-3))
     made, rows = decoder(TARGET), make_rows(1024, SHORT, torch.Generator().manual_seed(5))
@@ -173,7 +173,7 @@ def _count_copied(held: torch.Tensor, drawn: list[list[int]], tokens: int) -> fl
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400, help="of the target, on short rows")
-    parser.add_argument("--long-steps", type=int, default=60, help="of the target, on long rows")
+    parser.add_argument("--long-steps", type=int, default=150, help="of the target, on long rows")
     parser.add_argument("--draft-steps", type=int, default=400, help="of the draft model")
     parser.add_argument("--owl-steps", type=int, default=300)
     parser.add_argument("--drafts", type=int, default=4)
