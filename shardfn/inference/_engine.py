@@ -143,11 +143,12 @@ class Engine:
         digest = self.detokenizer.digest if self.detokenizer else b""
         state, *states = [start(limits, digest, drafter) for _ in range(self.runner.num_lanes)]
         how: Any = {"hooks": hooks, "permit": self._constraints.cut, "decisions": decisions}
-        self.core: EngineCore | LaneCore = (
+        cores: Any = (
             LaneCore(self.runner, params, [state, *states], **how)
             if states
             else EngineCore(self.runner, params, state, **how)
         )
+        self.core: EngineCore = cores  # a LaneCore has the same interface
         self._queues = TokenQueues(self.core.step, self.cancel, self.core.__contains__)
         ops = ["row_linear", "ragged_attention", "draw", "row_norm", "pointwise"]  # slow builds first
         ops += ["grouped_product", "gather_rows"] if any(decoder.expert_shape) else []
