@@ -106,7 +106,7 @@ class Collector:
                 handler.send_response(200)
                 handler.end_headers()
 
-            def log_message(handler, *given: Any) -> None:
+            def log_message(handler, format: str, *args: Any) -> None:
                 pass
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
