@@ -355,10 +355,10 @@ def _decode_blocks(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
     lead, groups = blocks.shape[:-1], -(-k // GROUP)
     by_group = blocks.reshape(-1, groups, blocks.shape[-1] // groups)
     wide = by_group.shape[-1] == BLOCK_BYTES["int4_wide"]
-    head, dtype = (4, torch.float32) if wide else (2, torch.float16)
+    head, numbers = (4, torch.float32) if wide else (2, torch.float16)
     if by_group.storage_offset() % head:  # numbers lie at multiples of their size
         by_group = by_group.clone()
-    scale = by_group[..., :head].view(dtype).float()
+    scale = by_group[..., :head].view(numbers).float()
     if by_group.shape[-1] == BLOCK_BYTES["int8"]:
         out = by_group[..., 2:].view(torch.int8).float().mul_(scale)
     else:
@@ -366,7 +366,7 @@ def _decode_blocks(blocks: Tensor, k: int, dtype: torch.dtype) -> Tensor:
         out = torch.empty(*by_group.shape[:-1], GROUP, device=blocks.device)
         out[..., : GROUP // 2], out[..., GROUP // 2 :] = q & 15, q >> 4
         # The products are exact, so the result is the same fused or not.
-        out.mul_(scale).add_(by_group[..., head : 2 * head].view(dtype).float())
+        out.mul_(scale).add_(by_group[..., head : 2 * head].view(numbers).float())
     out = out.view(*lead, groups * GROUP)
     return (out if k == groups * GROUP else out[..., :k]).to(dtype).contiguous()
 

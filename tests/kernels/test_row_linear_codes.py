@@ -26,10 +26,13 @@ def _pack(weight: Tensor, codes: kernels.Codes) -> Tensor:
     if codes != "int4_wide":
         return kernels.pack_rows(weight, codes)
     k = -(-weight.shape[1] // 32) * 32
-    blocks = kernels.quantize_blocks(torch.nn.functional.pad(weight, (0, k - weight.shape[1])), "int4")
-    parts = blocks.view(len(weight), -1, 20)
+    return kernels.pack_blocks(_make_wide(torch.nn.functional.pad(weight, (0, k - weight.shape[1]))), k)
+
+
+def _make_wide(weight: Tensor) -> Tensor:
+    parts = kernels.quantize_blocks(weight, "int4").view(len(weight), -1, 20)
     numbers = parts[..., :4].contiguous().view(torch.float16).float() * torch.tensor([53.0, 61.0]) / 64
-    return kernels.pack_blocks(torch.cat([numbers.view(torch.uint8), parts[..., 4:]], -1).flatten(1), k)
+    return torch.cat([numbers.view(torch.uint8), parts[..., 4:]], -1).flatten(1)
 
 
 def _of_gguf(blocks: Tensor, codes: str) -> Tensor:
@@ -56,6 +59,15 @@ def test_bits_are_those_of_the_decoded_weight(generation: int, shape: tuple[int,
         for rows in (*range(1, 19), 33, 34):  # from 9, 17 or 33 on panels are decoded once
             got = kernels.row_linear(x[:rows], packed, n, chunks=chunks, bias=bias)
             assert torch.equal(got, want[:rows]), (chunks, rows)
+
+
+@pytest.mark.parametrize("codes", [*CODES, "int4_wide"])
+def test_decoded_blocks_have_the_dtype_that_is_asked_for(codes: kernels.Codes) -> None:
+    blocks = _make_wide(_draw(5, 64)) if codes == "int4_wide" else kernels.quantize_blocks(_draw(5, 64), codes)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        with kernels.implemented_by("reference"):
+            want = kernels.dequantize_blocks(blocks, 50, dtype=dtype)
+        assert want.dtype == dtype and torch.equal(kernels.dequantize_blocks(blocks, 50, dtype=dtype), want)
 
 
 @pytest.mark.day("int8-reference", "int8-triton", "int4-reference")
