@@ -74,9 +74,10 @@ def read_wav(source: bytes | str | os.PathLike[str], *, max_seconds: float = 30.
     dtype, centre, largest = _SAMPLES[kind, bits]
     raw = torch.frombuffer(bytearray(content[at + 8 : at + 8 + num * step]), dtype=dtype)
     samples = (raw.view(num, channels).double().mean(1) - centre) / largest
-    if not bool(samples.isfinite().all()):
-        raise ValueError("a WAV file must have finite samples, got inf or nan. Write the file again.")
-    return _resample(samples, rate).float()
+    made = _resample(samples, rate).float()
+    if not bool(made.isfinite().all()):
+        raise ValueError("a WAV file must have finite samples in float32, got inf or nan. Write the file again.")
+    return made
 
 
 def _resample(samples: Tensor, rate: int) -> Tensor:

@@ -104,6 +104,19 @@ def split_source(
     return prompt, more | {"source": (0,) * sources.longest, "features": features}  # type: ignore[return-value]
 
 
+def check_features(sources: SourceEncoder | None, request: Request) -> None:
+    """Refuses a source of token ids where the encoder reads features.
+
+    Raises:
+        ValueError: the request has no features.
+    """
+    if sources is not None and sources.features is not None and request.features is None:
+        shape = list(sources.features)
+        raise ValueError(
+            f"source must be features, float {shape}, got {len(request.source)} token ids. Make them by data.log_mel."
+        )
+
+
 def split_sampling(sampling: Any, num: int) -> list[Sampling]:
     """Returns the sampling of each prompt. A single `Sampling` is for all prompts.
 

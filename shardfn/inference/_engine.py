@@ -4,6 +4,7 @@ The law, for a batch-invariant decoder: however requests are batched, chunked, c
 logits of each token equal, bit for bit, the logits of one forward of the single sequence.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -16,7 +17,15 @@ from torch import Tensor
 from shardfn.core import Axes, Disk, MemoryKind, Mesh, PyTree, explains_keywords
 
 from ._adapters import Adapters, Given, split_adapters
-from ._admission import check_name, choose_limits, make_request, split_images, split_sampling, split_source
+from ._admission import (
+    check_features,
+    check_name,
+    choose_limits,
+    make_request,
+    split_images,
+    split_sampling,
+    split_source,
+)
 from ._beam_search import Beam, BeamSearch, PromptSearch, spell_beam
 from ._checks import MEANT
 from ._constraints import Constraints
@@ -27,6 +36,7 @@ from ._drafters import Drafter
 from ._embed import Embeddings, check_end, check_pooling
 from ._engine_core import Admitted, EngineCore
 from ._expert_recorder import ExpertRecorder
+from ._hooks import EngineHooks
 from ._images import ImageInputs
 from ._lanes import LaneCore
 from ._limits import Limits
@@ -140,6 +150,7 @@ class Engine:
         self._texts = Texts(self.detokenizer, lambda: detokenizer(tokenizer, special=True))
         extras = self._constraints, self._texts, self.embeddings, self.adapters, self.logits_processors
         hooks = [x.hooks for x in (*extras, self._images, *recorders)]
+        hooks.append(EngineHooks(admit=functools.partial(check_features, decoder.sources)))
         digest = self.detokenizer.digest if self.detokenizer else b""
         state, *states = [start(limits, digest, drafter) for _ in range(self.runner.num_lanes)]
         how: Any = {"hooks": hooks, "permit": self._constraints.cut, "decisions": decisions}

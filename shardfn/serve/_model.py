@@ -97,7 +97,14 @@ class Model(NamedTuple):
         return self.limits.source or self.limits.context
 
     def place_prompt(self, ids: Sequence[int]) -> dict[str, Any]:
-        """Returns the fields of a request with a prompt, which is the source of an encoder-decoder model."""
+        """Returns the fields of a request with a prompt, which is the source of an encoder-decoder model.
+
+        Raises:
+            ApiError: the model reads sounds.
+        """
+        if self.text.speech is not None:
+            text = f"model {self.name!r} reads sounds, and no texts. Send them to /v1/audio/transcriptions."
+            raise ApiError(400, text, "model", "unsupported_parameter")
         return {"prompt": tuple(ids)} if self.start is None else {"prompt": (self.start,), "source": tuple(ids)}
 
     def names_variable(self, name: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 import shardfn as sf
 from shardfn.core import tree_map
 from shardfn.data import ByteTokenizer
-from shardfn.inference import BeamSearch, Engine, Sampling, SpeechReader, limits_of, seq2seq_decoder
+from shardfn.inference import BeamSearch, Engine, Request, Sampling, SpeechReader, limits_of, seq2seq_decoder
 from shardfn.models import seq2seq
 from shardfn.serve._app import TRANSCRIPTIONS
 from tests.data.test_audio import draw_sound, write_wav
@@ -153,7 +153,20 @@ def test_transcripts_are_those_of_the_engine(start: Callable[..., Running]) -> N
     drawn = [send_form(server, file=sounds[0], temperature=1.2, seed=4).json["text"] for _ in range(2)]
     assert drawn[0] == drawn[1]
     check_mistakes(server, sounds[0])
+    for path, fields in (
+        ("/v1/completions", {"prompt": "the sea"}),
+        ("/score", {"text_1": "the sea", "choices": ["a"]}),
+    ):
+        answer = server.send(path, {"model": NAME, **fields})
+        assert (answer.status, answer.error["param"]) == (400, "model"), answer.data
+        assert "reads sounds, and no texts" in answer.error["message"]
     server.wait_idle()
+
+
+def test_token_ids_are_no_source_of_a_model_of_features() -> None:
+    engine = hearing_engine()
+    with pytest.raises(ValueError, match=r"source must be features, float \[30, 8\], got 2 token ids"):
+        engine.core.admit(Request((3,), Sampling(max_tokens=2), source=(1, 2)))
 
 
 def check_mistakes(server: Running, sound: bytes) -> None:
