@@ -16,6 +16,7 @@ import hashlib
 import hmac
 import os
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ _MOST = 1 << 28  # bytes of a frame
 _CHUNK = 1 << 16
 _SECONDS = 10.0  # for a proof
 _LEAST_KEY = 32  # bytes
+# A machine that is gone without a word ends its connection within these seconds, also between two requests.
+_SILENCE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 
 
 class JoinError(ConnectionError):
@@ -47,6 +50,11 @@ class _Link:
         self._own, self._other = (b"front", b"joiner") if front else (b"joiner", b"front")
         self._sent = self._received = 0
         self.closed = asyncio.Event()
+        end = writer.get_extra_info("socket")
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _SILENCE.items():
+            if hasattr(socket, name):  # of Linux
+                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     async def prove(self) -> None:
         """Proves that this end has the key, and checks the other end's proof.

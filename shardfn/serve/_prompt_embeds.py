@@ -1,8 +1,8 @@
 """Prompts by their embeddings: tensors in files of `torch.save`, in base64, read without running a pickle.
 
 A file is an archive with a pickle of the tensor's shape, and the numbers. The reader permits only the names that
-`torch.save` writes for a single dense tensor, so that no other function runs. Numbers are stored without compression,
-so that a tensor is never larger than its text.
+`torch.save` writes for a single dense tensor, so that no other function runs. Numbers are stored without compression
+and read once, and no object is changed after it was made, so that a tensor is never larger than its text.
 """
 
 import base64
@@ -11,6 +11,7 @@ import collections
 import io
 import math
 import pickle
+import pickletools
 import zipfile
 from typing import Any
 
@@ -23,6 +24,7 @@ _DTYPES = {
     "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16,
 }
+_MOST_PICKLE = 1 << 12  # bytes of a pickle of a single tensor, usually some 150
 
 
 def read_embeddings(text: str) -> Tensor:
@@ -66,8 +68,14 @@ class _TensorUnpickler(pickle.Unpickler):
     """Reader of a pickle with a single dense tensor."""
 
     def __init__(self, archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo]) -> None:
-        super().__init__(io.BytesIO(archive.read(entries["data.pkl"])))
-        self._archive, self._entries = archive, entries
+        data = archive.read(entries["data.pkl"])
+        if len(data) > _MOST_PICKLE:
+            raise pickle.UnpicklingError(f"its pickle has {len(data)} bytes, more than {_MOST_PICKLE}")
+        # A tensor's __setstate__ would make any size, and a function would keep what is written to it.
+        if any(op.name == "BUILD" for op, *_ in pickletools.genops(data)):
+            raise pickle.UnpicklingError("an object is changed after it was made")
+        super().__init__(io.BytesIO(data))
+        self._archive, self._entries, self._is_read = archive, entries, False
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -82,6 +90,9 @@ class _TensorUnpickler(pickle.Unpickler):
         kind, dtype, key, _, _ = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError("only float tensors are permitted")
+        if self._is_read:
+            raise pickle.UnpicklingError("it has numbers of several tensors")
+        self._is_read = True
         data = bytearray(self._archive.read(self._entries[f"data/{key}"]))
         return torch.frombuffer(data, dtype=dtype) if data else torch.zeros(0, dtype=dtype)
 

@@ -147,6 +147,15 @@ def pack_bomb() -> str:
     return base64.b64encode(packed.getvalue()).decode()
 
 
+class Changed(torch.Tensor):
+    """A tensor whose pickle sets another shape after the tensor was made."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = torch.zeros(2, 32)
+        function, arguments = plain.__reduce_ex__(2)[:2]
+        return function, arguments, (arguments[0], 0, (10**8, 32), (0, 0))
+
+
 WRONG_EMBEDS: list[tuple[Any, str]] = [
     ("", "must be a file of torch.save with a tensor"),
     ("***", "must be base64"),
@@ -159,6 +168,9 @@ WRONG_EMBEDS: list[tuple[Any, str]] = [
     (encode(torch.zeros(1, 32).expand(10**9, 32)), "more elements than the file has numbers"),
     (encode(torch.zeros(2, 32, dtype=torch.int64)), "is not permitted"),
     (pack_bomb(), "without compression"),
+    (encode([torch.zeros(2, 32), torch.ones(2, 32)]), "numbers of several tensors"),
+    (encode(torch.zeros(2, 32).as_subclass(Changed)), "an object is changed after it was made"),
+    (encode(list(range(4000))), "more than 4096"),
     (encode(torch.zeros(2, 31)), "must have shape [P, 32], a row for each token, got [2, 31]"),
     (encode(torch.zeros(0, 32)), "got [0, 32]"),
     (encode(torch.zeros(32)), "got [32]"),
