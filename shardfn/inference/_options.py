@@ -7,6 +7,7 @@ The entry has the default, the check at admission with the type, the argument of
 rule of tokens that a row may not draw, and the kind of the HTTP field, which has the option's name.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -289,11 +290,11 @@ class ReasoningBudget(NamedTuple):
 def _find_end(output: Sequence[int], part: Sequence[int], start: int) -> int:
     """Returns the place after the first occurrence of some tokens, or -1."""
     at, part = start, tuple(part)
-    while part[0] in output[at:]:
-        at = output.index(part[0], at)
-        if tuple(output[at : at + len(part)]) == part:
-            return at + len(part)
-        at += 1
+    with contextlib.suppress(ValueError):  # of `index`, after the last place
+        while True:
+            at = output.index(part[0], at) + 1
+            if tuple(output[at - 1 : at - 1 + len(part)]) == part:
+                return at - 1 + len(part)
     return -1
 
 
