@@ -270,6 +270,8 @@ def _find_problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--decisions {args.decisions} is the log of one replica; leave out --replicas"
     if args.decisions is not None and (args.drafter != "none" or args.draft_model or args.speculator):
         yield f"--decisions {args.decisions} has no drafts; leave out the drafter"
+    if args.decisions is not None and args.enable_prompt_embeds:
+        yield f"--decisions {args.decisions} has only prompts of token ids; leave out --enable-prompt-embeds"
     if args.joined < 0:
         yield f"--joined must be at least 0, got {args.joined}"
     if (args.joined > 0 or args.join is not None) != (args.join_key_file is not None):

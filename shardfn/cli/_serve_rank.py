@@ -60,9 +60,14 @@ def _warm_up(job: ServeJob) -> tuple[Engine, Ready, Classifier | None, Callable[
     mesh = make_mesh({AXIS: ranks} if ranks > 1 else {})
     with waiting("reading", model.model):
         served = load_model(model, mesh)
-    if job.decisions is not None and served.decoder.images is not None:
-        text = "a log of decisions has no images"
-        raise ValueError(f"--decisions {job.decisions}: {text}, got a model of images, {model.model}; leave it out")
+    sources = served.decoder.sources
+    given = {
+        "images": served.decoder.images is not None,
+        "sounds": sources is not None and sources.features is not None,
+    }
+    if job.decisions is not None and (found := [name for name, has in given.items() if has]):
+        text = f"a log of decisions has no {found[0]}, got a model of {found[0]}"
+        raise ValueError(f"--decisions {job.decisions}: {text}, {model.model}; leave it out")
     limits = limits_of(
         served.decoder,
         context=_find_context(job, served.decoder.context),

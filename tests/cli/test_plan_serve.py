@@ -59,7 +59,11 @@ def test_ranks_have_the_log_of_their_front(model: pathlib.Path):
 
 @pytest.mark.parametrize(
     ("words", "text"),
-    [(["--replicas", "2", "--oversubscribe"], "one replica"), (["--drafter", "ngram"], "leave out the drafter")],
+    [
+        (["--replicas", "2", "--oversubscribe"], "one replica"),
+        (["--drafter", "ngram"], "leave out the drafter"),
+        (["--enable-prompt-embeds"], "has only prompts of token ids; leave out --enable-prompt-embeds"),
+    ],
 )
 def test_a_log_that_cannot_be_is_refused(model: pathlib.Path, words: list[str], text: str):
     with pytest.raises(ValueError, match=text):
