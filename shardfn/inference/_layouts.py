@@ -243,6 +243,8 @@ def make_stage_config(config: gpt.Config, axis: str, stages: int) -> gpt.Config:
             f"decoder: pp={axis!r} must be of a batch-invariant model with stacked layers, without experts, images and"
             " SwiftKV. Use Config(batch_invariant=True, stacked=True), and gpt.stack_blocks for parameters by layer."
         )
+    if stages < 1:
+        raise ValueError(f"decoder: pp={axis!r} must have at least 1 stage, got {stages}. Pass its number of ranks.")
     num, rest = divmod(config.num_layers, stages)
     if rest:
         raise ValueError(f"decoder: {stages} stages of {axis!r} must divide the {config.num_layers} layers.")

@@ -131,6 +131,7 @@ def test_lanes_that_do_not_fit_are_refused() -> None:
     for said, call in (
         ("must be of a batch-invariant model with stacked layers", lambda: decoder(exact, pp=("pp", 2))),
         ("3 stages of 'pp' must divide the 4 layers", lambda: decoder(stacked, pp=("pp", 3))),
+        ("pp='pp' must have at least 1 stage, got 0", lambda: decoder(stacked, pp=("pp", 0))),
         ("only one of sp, pp and dp may be given", lambda: decoder(stacked, pp=("pp", 2), dp="dp")),
         ("dp='dp' needs batch-invariant layers", lambda: decoder(gpt.Config(**base), dp="dp")),
         (

@@ -1,5 +1,6 @@
 """Covers experts under tensor and expert parallelism together: dealt tokens, and recomputation that sends nothing."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -73,6 +74,30 @@ def parity(
 def test_dealt_tokens_equal_one_device() -> None:
     with sf.make_mesh({"ep": 2, "tp": 2}, device="cpu") as mesh:
         parity(DEALT, mesh, sequence=False, jit=False, style="gelu")
+
+
+@NIGHT
+@distributed(world=4, timeout=600)
+@pytest.mark.parametrize("capacity", [None, 0.8])
+@pytest.mark.parametrize("kind", [*STYLES, "gpt_oss"])
+def test_experts_on_all_ranks_equal_one_device(kind: str, capacity: float | None) -> None:
+    """Experts over "ep" and "tp": ranks of "tp" have the same tokens, and each sends a part of them."""
+    style = kind if kind in STYLES else "swiglu"
+    more: Any = {"biases": True, "gate": layers.ClampedGate()} if kind == "gpt_oss" else {}
+    both = config(layers.AllToAll(("ep", "tp")), style, capacity=capacity, **more)
+    both = dataclasses.replace(both, experts=dataclasses.replace(both.experts, axes="ep"))  # of the batch
+    alone = config(layers.Local(), style, capacity=capacity, **more)
+    with sf.make_mesh({"ep": 2, "tp": 2}, device="cpu") as mesh:
+        assert_parity(
+            functools.partial(gpt.loss, both, axis="tp"),
+            sf.optim.sgd(0.1, momentum=0.9),
+            params_of(alone),
+            [batch_of(6, seed=1), batch_of(6, seed=2)],
+            reference=functools.partial(gpt.loss, alone),
+            mesh=mesh,
+            specs=gpt.specs(both, tp="tp"),
+            batch=sf.P("ep"),
+        )
 
 
 @NIGHT
