@@ -73,7 +73,7 @@ def make_rows(num: int, length: int, drawn: torch.Generator) -> torch.Tensor:
 
 
 def keep(args: argparse.Namespace, name: str, make: Any) -> Any:
-    """Returns what a function makes, or what an earlier run with the same settings has made."""
+    """Returns the value of a function, or the value that an earlier run with the same settings has kept."""
     if args.keep is None:
         return make()
     path = pathlib.Path(args.keep) / f"{name}.pt"

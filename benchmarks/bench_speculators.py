@@ -249,7 +249,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48, help="drawn tokens of each prompt")
-    parser.add_argument("--length", type=int, help="tokens of a prompt, default: what the model's context leaves")
+    parser.add_argument("--length", type=int, help="tokens of a prompt, default: the rest of the model's context")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--model-steps", type=int, default=600, help="of the small model's training")
     parser.add_argument("--steps", type=int, default=600, help="of each speculator's training, without a model")

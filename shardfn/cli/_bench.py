@@ -67,7 +67,7 @@ def bench_guess(args: argparse.Namespace) -> int:
 def measure_lengths(served: LoadedModel, ids: Sequence[int], args: argparse.Namespace) -> dict[str, dict[int, float]]:
     """Returns the accepted drafts a step by drafter and length.
 
-    Prompts of all lengths end at the same places of the text, so that a length changes only what a drafter reads.
+    Prompts of all lengths end at the same places of the text, so that a length changes only the input of a drafter.
 
     Args:
         served: model.

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardfn import core
+from shardfn import core, waits
 from shardfn.pretrained import AXIS, DTYPES, EVAL_RUNNING, LLM, evaluate_tasks
-from shardfn.waits import end_start, waiting
 
 from ._generate import print_error
 
@@ -40,13 +39,13 @@ def eval_command(args: argparse.Namespace) -> int:
     ranks = core.num_launched()
     try:
         mesh = core.make_mesh({AXIS: ranks} if ranks > 1 else {})
-        with waiting("reading", args.model):
+        with waits.waiting("reading", args.model):
             llm = LLM(
                 *(args.model,),
                 **{"mesh": mesh, "dtype": args.dtype, "quantization": args.weights, "context": args.context},
                 **{"cache_gib": args.cache_gib, "running": EVAL_RUNNING},
             )
-        end_start()
+        waits.end_start()
         found = evaluate_tasks(
             llm,
             [name.strip() for name in args.tasks.split(",") if name.strip()],
@@ -56,7 +55,7 @@ def eval_command(args: argparse.Namespace) -> int:
             _report_results(found, args.output)
         return 0
     except (ValueError, OSError, ImportError) as error:
-        end_start()
+        waits.end_start()
         print_error("eval", error)
         return 2
     finally:

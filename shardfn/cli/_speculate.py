@@ -244,7 +244,7 @@ def speculate(job: SpeculateJob) -> int:
 
         states = HiddenRows(hidden, training)
         how: dict[str, Any] = {"batch_size": job.batch, "learning_rate": job.learning_rate, "seed": job.seed}
-        if job.kind in _WINDOWED:  # of the model's width, a layer learns what the model's head multiplies
+        if job.kind in _WINDOWED:  # of the model's width, a layer learns the inputs of the model's head
             how["shared"] = speculators.find_shared(made, served.params)
         if job.draft_vocab is not None:
             how["shared"] = how.get("shared", {}) | {

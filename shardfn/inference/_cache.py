@@ -97,7 +97,7 @@ def check_memory(kind: MemoryKind) -> MemoryKind:
     return kind
 
 
-class Lanes(NamedTuple):
+class LaneAxis(NamedTuple):
     """Parts of the ranks that run plans of disjoint sequences at the same time.
 
     Attributes:
@@ -128,7 +128,7 @@ class CacheLayout:
         axis: mesh axes that cut the heads.
         cross_layers: number of layers of cross attention.
         parts: 2 of keys and values, or 1 of rows that are both.
-        lanes: parts of the ranks with a separate cache each, or None. Of stages, `layers` is the number of one stage,
+        lanes: parts of the ranks with a separate cache each, or None. With stages, `layers` is the number of one stage,
             and a rank's cache has the blocks of all lanes, one lane after another.
 
     Example:
@@ -144,7 +144,7 @@ class CacheLayout:
     axis: Axes = None
     cross_layers: int = 0
     parts: int = 2
-    lanes: Lanes | None = None
+    lanes: LaneAxis | None = None
 
     @property
     def spec(self) -> P:

@@ -16,7 +16,7 @@ from shardfn.kernels import Activations
 from shardfn.models import gpt
 from shardfn.nn import moe
 
-from ._cache import CacheLayout, Lanes
+from ._cache import CacheLayout, LaneAxis
 from ._image_rows import ImageRule
 from ._layouts import Layout, Outputs, make_group, make_outputs, make_sequence_layout, make_stage
 from ._limits import DEFAULT_LAYOUT
@@ -74,7 +74,7 @@ class Decoder:
             `ImageRule.grid` its positions are int32 [3, T].
         embed_size: width of the embeddings of tokens, which prompts may give through `images=`, or 0 without such
             prompts.
-        list_misfits: function from a mesh to what the mesh cannot cut, as lines of a message.
+        list_misfits: function from a mesh to the parts that the mesh cannot cut, as lines of a message.
         masked: whether `outputs` takes `mask=`, False for padding.
     """
 
@@ -166,7 +166,7 @@ def decoder(
             the number of key heads.
         pp: mesh axis of the stages of a pipeline, and their number. Each stage has some of the layers, and a plan
             travels from stage to stage, next to plans of other sequences. For a batch-invariant model with
-            `stacked=True`, also with `tp`. Sizes of `Limits` are those of one of as many lanes as stages.
+            `stacked=True`, also with `tp`. Sizes of `Limits` are those of one lane of a stage.
         dp: mesh axis of groups of ranks with plans of their own (attention in data parallelism). Experts lie on all
             ranks of `dp` and `tp`, and tokens are sent to their experts. A group without a plan takes part without
             tokens. For a batch-invariant model. Sizes of `Limits` are those of one group.
@@ -282,7 +282,7 @@ def _make_groups(
     return Decoder(
         vocab=config.vocab_size,
         context=config.max_len,
-        cache=CacheLayout(config.num_cache_layers, config.kv_heads, config.head_dim, tp, lanes=Lanes(dp)),
+        cache=CacheLayout(config.num_cache_layers, config.kv_heads, config.head_dim, tp, lanes=LaneAxis(dp)),
         specs=layout.specs,
         outputs=layout.outputs,
         pack=lambda params: check_coded(layout.pack(params), activations, "decoder"),
@@ -320,7 +320,7 @@ def _make_stages(
     return Decoder(
         vocab=config.vocab_size,
         context=config.max_len,
-        cache=CacheLayout(num, config.kv_heads, config.head_dim, tp, lanes=Lanes(axis, stages=True)),
+        cache=CacheLayout(num, config.kv_heads, config.head_dim, tp, lanes=LaneAxis(axis, stages=True)),
         specs=layout.specs,
         outputs=layout.outputs,
         pack=lambda params: check_coded(layout.pack(params), activations, "decoder"),
@@ -348,7 +348,7 @@ def _check_shift(config: gpt.Config, tp: str | None, sp: str) -> None:
 
 
 def _list_uncut(config: gpt.Config, axes: Axes, mesh: Mesh) -> list[str]:
-    """Returns what the ranks of a mesh cannot cut of a batch-invariant model, whose sums go by one tree."""
+    """Returns the parts of a batch-invariant model that the ranks of a mesh cannot cut. Its sums go by one tree."""
     ranks = mesh.axis_size(axes)
     num, rest = divmod(config.chunks, ranks)
     if ranks == 1 or not config.batch_invariant:

@@ -250,7 +250,7 @@ class Engine:
             **more: `priority`, `deadline` or `salt`, as of a `Request`, or `adapter`, the name of an adapter, or
                 `image_features`, float [N, D], a row for each image token of the prompt, for a model with images, and
                 `image_grids`, rows and columns of each image, where the model wants them. For an encoder-decoder model
-                the prompt is the encoder's, and with `source`, token ids, the decoder's. Of a model of features, such
+                the prompt is the encoder's, and with `source`, token ids, the decoder's. For a model of features, such
                 as Whisper, the encoder's are float [F, M].
 
         Returns:

@@ -12,7 +12,7 @@ import torch
 from shardfn.collectives import GlobalTensor, all_gather_invariant, take_own_block
 from shardfn.core import Mesh, P, PyTree, tree_map
 
-from ._cache import Lanes
+from ._cache import LaneAxis
 from ._limits import Limits
 from ._plan import StepPlan, make_padding, widen_plan
 from ._tensors import StepTensors, make_tensors
@@ -41,7 +41,7 @@ def widen_plans(plans: Sequence[LanePlan], limits: Limits) -> list[StepPlan]:
 
 
 def make_lane_tensors(
-    plans: Sequence[LanePlan], wide: Sequence[StepPlan], limits: Limits, device: torch.device, lanes: Lanes
+    plans: Sequence[LanePlan], wide: Sequence[StepPlan], limits: Limits, device: torch.device, lanes: LaneAxis
 ) -> list[StepTensors]:
     """Returns the tensors of each part's plan. In stages, the lanes of a cache have separate blocks."""
     grammars, made = any(x.allowed is not None for x in plans), list[StepTensors]()
@@ -59,17 +59,19 @@ def stack_steps(steps: Sequence[StepTensors]) -> PyTree:
     return tree_map(lambda *each: torch.stack(each), *steps)
 
 
-def take_step(steps: PyTree, lanes: Lanes) -> StepTensors:
+def take_step(steps: PyTree, lanes: LaneAxis) -> StepTensors:
     """Returns the tensors of this rank's part."""
     return tree_map(lambda x: take_own_block(x, lanes.axis, dim=0)[0], steps)
 
 
-def gather_parts(results: PyTree, lanes: Lanes, num: int) -> PyTree:
+def gather_parts(results: PyTree, lanes: LaneAxis, num: int) -> PyTree:
     """Returns the results of all parts, with the parts along the first dim."""
     return tree_map(lambda x: all_gather_invariant(x[None], lanes.axis, dim=0, size=num), results)
 
 
-def make_carry(carry: GlobalTensor | None, rows: int, width: int, dtype: torch.dtype, lanes: Lanes, mesh: Mesh) -> Any:
+def make_carry(
+    carry: GlobalTensor | None, rows: int, width: int, dtype: torch.dtype, lanes: LaneAxis, mesh: Mesh
+) -> Any:
     """Returns the states that come from the part before, for a number of rows. Rows beyond are of no plan."""
     block = torch.zeros(rows, width, dtype=dtype, device=mesh.device)
     if carry is not None:
@@ -84,7 +86,7 @@ def split_part(results: PyTree, part: int) -> PyTree:
     return tree_map(lambda x: x[part], results)
 
 
-def list_moves(plan: LanePlan, limits: Limits, lanes: Lanes) -> list[tuple[int, int]]:
+def list_moves(plan: LanePlan, limits: Limits, lanes: LaneAxis) -> list[tuple[int, int]]:
     """Returns the moves of slots of a part's plan, in the cache of the part."""
     first = plan.lane * limits.blocks * limits.block if lanes.stages else 0
     return [] if plan.plan is None else [(first + old, first + new) for old, new in plan.plan.moves]

@@ -148,7 +148,7 @@ def make_stage(
 ) -> Layout:
     """Returns the layout of a pipeline: each rank of the axis has a stage, with equally many layers.
 
-    Each stage embeds its tokens and computes logits, of which the first stage's and the last stage's count. The slowest
+    Each stage embeds its tokens and computes logits. Those of the first and the last stage count. The slowest
     stage is the last one, whose work does not grow by it.
 
     Args:

@@ -13,7 +13,7 @@ from shardfn import kernels
 from shardfn.collectives import ppermute
 from shardfn.core import PyTree
 
-from ._cache import CacheLayout, Lanes
+from ._cache import CacheLayout, LaneAxis
 from ._decoder import Decoder, SourceEncoder
 from ._draw_rows import draw_tokens, find_top
 from ._image_rows import ImageRule
@@ -56,7 +56,7 @@ def run_step(
 
 
 def run_part(
-    lanes: Lanes,
+    lanes: LaneAxis,
     num: int,
     run: Callable[..., Any],
     weights: PyTree,

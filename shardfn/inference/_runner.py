@@ -30,7 +30,7 @@ from shardfn.engine import BoundCall, Donated, Lowered, Sharded, reshard, sharde
 from shardfn.graph import MemoryAnalysis
 from shardfn.transforms import jit
 
-from ._cache import Lanes, check_memory
+from ._cache import LaneAxis, check_memory
 from ._checks import check_cache, check_decoder, check_same_model
 from ._decoder import Decoder
 from ._draw_rows import LogitsEdit, Top, draw_tokens, edit_logits, read_tops
@@ -132,7 +132,7 @@ class Runner:
         # The work of a batch-invariant decoder is in kernels.
         self._threads = kernels.threads_for_kernels if decoder.batch_invariant else contextlib.nullcontext
         self._layouts = find_layouts(decoder, limits)
-        # Layouts that pack alike share one copy of the weights: the name of the first such layout.
+        # Layouts with equal `pack` share one copy of the weights: the name of the first such layout.
         packs = {x.pack: name for name, x in reversed(self._layouts.items())}
         self._source = {name: packs[x.pack] for name, x in self._layouts.items()}
         if self._by_leaf and len(packs) > 1:
@@ -183,7 +183,7 @@ class Runner:
         return made
 
     @property
-    def lanes(self) -> Lanes:
+    def lanes(self) -> LaneAxis:
         """Returns the lanes of the decoder, which has several."""
         assert self._decoder.cache.lanes is not None
         return self._decoder.cache.lanes
@@ -431,7 +431,7 @@ class Runner:
         columns: Sequence[dict[str, Any]],
         carry: GlobalTensor | None,
     ) -> "TurnResults":
-        """Returns the results of the plans of all parts of the ranks, of which each runs at the same time.
+        """Returns the results of the plans of all parts of the ranks, which run at the same time.
 
         Args:
             weights: weights of each part's plan.
@@ -518,7 +518,7 @@ class TurnResults(NamedTuple):
     """Results of a turn of several lanes.
 
     Attributes:
-        results: results of each part's plan. Of stages only the last part has results.
+        results: results of each part's plan. With stages only the last part has results.
         cache: caches in place of the given caches.
         carry: states for the next part, of stages.
     """

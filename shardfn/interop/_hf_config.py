@@ -182,14 +182,14 @@ _MAY_BE_NONE = (
 )
 # Fields that do not change the computed values, and are no part of a file.
 _OURS = ("stacked", "per_head", "attention", "loss_tile", "dropout", "attention_dropout", "batch_invariant", "chunks")
-# Settings of experts of which only some are computed.
+# Settings of experts that each rank computes in part.
 _DESCRIBED = ("experts",)
 # Fields with several values for one model, compared by what they mean.
 _MEANT = ("num_kv_heads", "d_ff", "d_head", "window", "rope", "rope_base")
 
 
 def _read_fields(told: Mapping[str, Any], family: Family, refused: list[str]) -> dict[str, Any]:
-    """Returns the fields of sizes and numbers, and adds what the model lacks to `refused`."""
+    """Returns the fields of sizes and numbers, and adds missing parts of the model to `refused`."""
     fields = dict(family.settings)
     for name, keys in family.keys.items():
         fields[name] = next((told[key] for key in keys if key in told and told[key] is not None), None)

@@ -16,7 +16,7 @@ _BIAS_RATE = 1e-3
 
 
 def read_parts(kind: str, told: Told, refused: list[str]) -> dict[str, Any]:
-    """Returns the fields of `Config` for latent attention and experts, and adds what the model lacks to `refused`.
+    """Returns fields of `Config` for latent attention and experts, and adds missing parts of the model to `refused`.
 
     Args:
         kind: model type.
@@ -36,7 +36,7 @@ def write_parts(c: gpt.Config, kind: str) -> dict[str, Any]:
 
 
 def describe_experts(c: gpt.Config) -> Any:
-    """Returns what experts compute, without losses and the places of experts. Equal descriptions compute alike."""
+    """Returns the settings of a computation of experts, without losses and places. Equal settings compute alike."""
     e = c.experts
     if e is None or not c.expert_layers:
         return None

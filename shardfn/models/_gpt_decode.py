@@ -492,7 +492,7 @@ def _make_batch_invariant_weights(
 
 
 def _flatten_span(shape: Sequence[int], starts: Sequence[int]) -> tuple[int, int]:
-    """Returns the start and stop of a block among elements of dims of which only the first is cut."""
+    """Returns the start and stop of a block among elements of dims. Only the first dim is cut."""
     start = starts[0] * math.prod(shape[1:])
     return start, start + math.prod(shape)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from shardfn import nn
 
+from . import _gpt_leaves as leaves
 from ._gpt_block import Along, norm
 from ._gpt_config import Config
-from ._gpt_leaves import Params, specs, unstack_blocks, weight
 from ._swift import Swift
 
 
@@ -30,7 +30,7 @@ class SwiftKeys:
         params: parameters.
     """
 
-    def __init__(self, config: Config, along: Along, params: Params) -> None:
+    def __init__(self, config: Config, along: Along, params: leaves.Params) -> None:
         self._config, self._along, self._params = config, along, params
         self._source_BTD: Tensor | None = None
         self._keys: nn.KeyValues | None = None
@@ -50,14 +50,14 @@ class SwiftKeys:
             self._source_BTD = norm(config, along, x_BTD, self._params["s_norm_w"], self._params.get("s_norm_b"))
         if swift.is_leader(layer):
             p = self._params["blocks"][layer]
-            wq, wk, wv, wo = (weight(config, p[name]) for name in ("s_wq", "s_wk", "s_wv", "wo"))
+            wq, wk, wv, wo = (leaves.weight(config, p[name]) for name in ("s_wq", "s_wk", "s_wv", "wo"))
             w = nn.AttentionWeights(wq, wk, wv, wo, None, p.get("s_bk"), p.get("s_bv"))
             heads = nn.Heads(config.num_heads, config.kv_heads, config.head_dim)
             self._keys = nn.project_keys(self._source_BTD, w, heads, table=table.get("table"), **along._asdict())
         return table | {"keys": self._keys}
 
 
-def add_swift_kv(config: Config, params: Params, *, first: int, group: int = 1) -> tuple[Config, Params]:
+def add_swift_kv(config: Config, params: leaves.Params, *, first: int, group: int = 1) -> tuple[Config, leaves.Params]:
     """Returns the model with SwiftKV, and its weights at the start of their training.
 
     Queries begin as the layer's, keys and values as the mean over their group, and the norm as the first norm of layer
@@ -82,7 +82,7 @@ def add_swift_kv(config: Config, params: Params, *, first: int, group: int = 1) 
     """
     swift = Swift(first, group)
     made = dataclasses.replace(config, stacked=False, swift=swift)
-    params = unstack_blocks(config, params)
+    params = leaves.unstack_blocks(config, params)
     layers = [dict(p) for p in params["blocks"]]
     for i in range(first, config.num_layers):
         of_group = params["blocks"][i : i + group]
@@ -95,7 +95,7 @@ def add_swift_kv(config: Config, params: Params, *, first: int, group: int = 1) 
     return made, {**params, **norms, "blocks": layers}
 
 
-def drop_swift_kv(config: Config, params: Params) -> tuple[Config, Params]:
+def drop_swift_kv(config: Config, params: leaves.Params) -> tuple[Config, leaves.Params]:
     """Returns the model without SwiftKV: the inverse of `add_swift_kv`. Leaves are not copied.
 
     Example:
@@ -118,7 +118,7 @@ def swift_trainable(config: Config) -> Any:
         >>> swift_trainable(config)["embed"]
         False
     """
-    tree: Any = specs(config)
+    tree: Any = leaves.specs(config)
     own = {name: name.startswith("s_") for name in tree if name != "blocks"}
     blocks = tree["blocks"]
     if isinstance(blocks, dict):

@@ -269,7 +269,7 @@ def _begin_half(
 
 
 def _embed_features(p: Params, features_BFM: Tensor) -> Tensor:
-    """Returns the states of a source's frames: two convolutions, of which the second takes every second frame."""
+    """Returns the states of a source's frames: two convolutions. The second takes every second frame."""
     x_BFD = F.gelu(_convolve(features_BFM, p["conv1_w"], p["conv1_b"]))
     x_BSD = F.gelu(_convolve(x_BFD, p["conv2_w"], p["conv2_b"], stride=2))
     return x_BSD + p["position"][: x_BSD.shape[1]]

@@ -12,7 +12,7 @@ from ._fields import SAMPLING, TEMPLATE
 from ._model import Model
 from ._request_tracker import Chunk, ClientRequest, RequestTracker
 
-# Fields that mean for beams what they mean for draws.
+# Fields that have the same meaning for beams and for draws.
 _SHARED = frozenset(
     "model prompt messages n best_of max_tokens max_completion_tokens use_beam_search length_penalty stop_token_ids"
     " ignore_eos skip_special_tokens seed cache_salt tool_choice parallel_tool_calls include_reasoning".split()

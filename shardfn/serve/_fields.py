@@ -135,7 +135,7 @@ COMPLETIONS: Mapping[str, FieldKind] = {
     "parallel_tool_calls": ignored_kind(FLAG),
     "reasoning_effort": neutral_kind("none"),
 }
-# Fields of a form with a sound, apart from the sound.
+# Fields of a form with a sound, except the sound.
 TRANSCRIPTIONS: Mapping[str, FieldKind] = {
     "model": TEXT,
     "language": TEXT,

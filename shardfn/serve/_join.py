@@ -35,7 +35,7 @@ class JoinError(ConnectionError):
     """The other end has not proved that it has the key, or a frame is not its own."""
 
 
-class _Link:
+class _JoinLink:
     """A connection whose ends have proved that they have the key.
 
     Args:
@@ -152,7 +152,7 @@ class Joins:
 
     def __init__(self, key: bytes, report: Callable[[str], None]) -> None:
         self._key, self._report = key, report
-        self._links = asyncio.Queue[_Link]()
+        self._links = asyncio.Queue[_JoinLink]()
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int) -> int:
@@ -160,7 +160,7 @@ class Joins:
         self._server = await asyncio.start_server(self._take, host, port)
         return self._server.sockets[0].getsockname()[1]
 
-    async def get(self) -> _Link:
+    async def get(self) -> _JoinLink:
         """Returns the next group's connection."""
         while (link := await self._links.get()).closed.is_set():
             pass
@@ -174,7 +174,7 @@ class Joins:
             self._links.get_nowait().close()
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link, peer = _Link(reader, writer, self._key, front=True), writer.get_extra_info("peername")
+        link, peer = _JoinLink(reader, writer, self._key, front=True), writer.get_extra_info("peername")
         try:
             await link.prove()
         except JoinError as error:
@@ -195,7 +195,7 @@ class JoinedWorkers:
 
     def __init__(self, joins: Joins, report: Callable[[str], None]) -> None:
         self._joins, self._report = joins, report
-        self._link: _Link | None = None
+        self._link: _JoinLink | None = None
         self._stream = asyncio.StreamReader()
         self._pump: asyncio.Future[None] | None = None
 
@@ -204,7 +204,7 @@ class JoinedWorkers:
         self._link = await self._joins.get()
         self._pump = asyncio.ensure_future(self._feed(self._link))
 
-    async def _feed(self, link: _Link) -> None:
+    async def _feed(self, link: _JoinLink) -> None:
         try:
             while data := await link.receive():
                 self._stream.feed_data(data)
@@ -261,7 +261,7 @@ async def join_front(host: str, port: int, key: bytes, workers: WorkerProcesses,
     Raises:
         OSError: the front cannot be reached, or has another key.
     """
-    link = _Link(*await asyncio.open_connection(host, port), key, front=False)
+    link = _JoinLink(*await asyncio.open_connection(host, port), key, front=False)
     try:
         await link.prove()
         report(f"shardfn serve: has joined {host}:{port}")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from shardfn.inference import Classes, Compiler, Detokenizer, ImageReader, Limits, SpeechReader
+from shardfn import inference
 
 from ._errors import ApiError
 from ._message_formats import ReasoningFormat, ToolFormat
@@ -35,8 +35,8 @@ class Text(NamedTuple):
     plain: Callable[[str], list[int]] | None = None
     template: str = ""
     pair: Callable[[str, str], list[int]] | None = None
-    images: ImageReader | None = None
-    speech: SpeechReader | None = None
+    images: inference.ImageReader | None = None
+    speech: inference.SpeechReader | None = None
 
 
 class Model(NamedTuple):
@@ -67,12 +67,12 @@ class Model(NamedTuple):
 
     name: str
     text: Text
-    spelling: Detokenizer
-    limits: Limits
+    spelling: inference.Detokenizer
+    limits: inference.Limits
     ends: frozenset[int]
     max_choices: int
-    compiler: Compiler | None
-    texts: Detokenizer
+    compiler: inference.Compiler | None
+    texts: inference.Detokenizer
     adapters: tuple[str, ...] = ()
     width: int = 0
     processors: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class Model(NamedTuple):
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     pooling: str = "last"
-    classes: Classes | None = None
+    classes: inference.Classes | None = None
     generates: bool = True
     start: int | None = None
     embed_size: int = 0
@@ -119,7 +119,7 @@ class Model(NamedTuple):
         return ids[0] if len(ids) == 1 and self.texts.bytes_of(ids[0]) is None else None
 
 
-def find_longest(spelling: Detokenizer) -> int:
+def find_longest(spelling: inference.Detokenizer) -> int:
     """Returns the bytes of the longest token, also of special tokens, or 0 where single tokens have no bytes.
 
     Example:

@@ -20,7 +20,7 @@ from shardfn import core, interop
 from shardfn.checkpoint import save
 from shardfn.models import gpt
 from shardfn.serve import check_join_key
-from shardfn.serve._join import JoinError, Joins, _Link
+from shardfn.serve._join import JoinError, Joins, _JoinLink
 
 ROOT = pathlib.Path(__file__).parents[2]
 KEY = b"0123456789abcdef" * 2
@@ -31,7 +31,7 @@ CONFIG = gpt.Config.llama_like(vocab_size=256, num_layers=1, d_model=32, num_hea
 @contextlib.asynccontextmanager
 async def connect(
     lines: list[str], key: bytes = KEY, change: Callable[[bytes], bytes] = bytes
-) -> AsyncIterator[tuple[Joins, _Link]]:
+) -> AsyncIterator[tuple[Joins, _JoinLink]]:
     """A front and a link to it, whose bytes to the front pass through `change`."""
     joins, writers = Joins(KEY, lines.append), list[asyncio.StreamWriter]()
     port = await joins.listen("127.0.0.1", 0)
@@ -49,7 +49,7 @@ async def connect(
         await asyncio.gather(copy(reader, up_writer, change), copy(up_reader, writer, bytes))
 
     relayed = await asyncio.start_server(relay, "127.0.0.1", 0)
-    link = _Link(*await asyncio.open_connection(*relayed.sockets[0].getsockname()), key, front=False)
+    link = _JoinLink(*await asyncio.open_connection(*relayed.sockets[0].getsockname()), key, front=False)
     try:
         yield joins, link
     finally:
