@@ -85,6 +85,7 @@ def test_experts_on_all_ranks_equal_one_device(kind: str, capacity: float | None
     style = kind if kind in STYLES else "swiglu"
     more: Any = {"biases": True, "gate": layers.ClampedGate()} if kind == "gpt_oss" else {}
     both = config(layers.AllToAll(("ep", "tp")), style, capacity=capacity, **more)
+    assert both.experts is not None
     both = dataclasses.replace(both, experts=dataclasses.replace(both.experts, axes="ep"))  # of the batch
     alone = config(layers.Local(), style, capacity=capacity, **more)
     with sf.make_mesh({"ep": 2, "tp": 2}, device="cpu") as mesh:
