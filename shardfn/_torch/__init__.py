@@ -24,6 +24,7 @@ from ._names import (
     OpOverload as OpOverload,
     PROXY as PROXY,
     ProxyTensor as ProxyTensor,
+    REBUILD_TENSOR as REBUILD_TENSOR,
     TorchDispatchMode as TorchDispatchMode,
     TracingContext as TracingContext,
     caches_parametrizations as caches_parametrizations,

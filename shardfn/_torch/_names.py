@@ -166,6 +166,8 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 # The names of modules that other code may have imported.
 DYNAMO, CHECKPOINT = "torch._dynamo", "torch.distributed._composable.checkpoint_activation"
 # The function that runs checkpoints. In torch 2.14 it takes the arguments separately, as a tuple and a dict.
+# The function in the pickle of each tensor of torch.save.
+REBUILD_TENSOR = "torch._utils", "_rebuild_tensor_v2"
 CHECKPOINT_APART: bool = hasattr(torch_checkpoint, "_checkpoint_without_reentrant_generator_impl")
 CHECKPOINT_GENERATOR: str = "_checkpoint_without_reentrant_generator" + ("_impl" if CHECKPOINT_APART else "")
 

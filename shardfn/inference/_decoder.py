@@ -180,8 +180,7 @@ def decoder(
 
     Raises:
         ValueError: tokens of the model look ahead, or its masks need whole sequences, or codes, rounded activations or
-            `sp` of layers that are not exact, or `sp` of a model with experts, images or latent
-            attention.
+            `sp` of layers that are not exact, or `sp` of a model with experts, images or latent attention.
 
     Example:
         >>> decoder(gpt.Config(vocab_size=64, num_layers=2, d_model=32, num_heads=4)).cache

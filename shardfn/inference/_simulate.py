@@ -98,7 +98,7 @@ class SimulatedEngine:
         >>> from shardfn.inference import Limits, Request, Sampling
         >>> limits = Limits(vocab=100, context=8, blocks=5, block=4, buckets=(4, 8), running=2)
         >>> engine = SimulatedEngine(limits, lambda plan: 0.5)
-        >>> engine.add(TimedRequest(1.0, Request((7, 8, 9), Sampling(max_tokens=2)), (50, 51)))
+        >>> name = engine.add(TimedRequest(1.0, Request((7, 8, 9), Sampling(max_tokens=2)), (50, 51)))
         >>> engine.run()
         >>> engine.result().latencies
         (SimulatedLatency(first=1.0, gaps=(0.5,), whole=1.5),)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardfn import core
-from shardfn.interop.leaves import Archive, ArchiveWriter, WrittenByFirst, gather_leaf, parameter_names
-from shardfn.interop.quantized import QuantizedArchive, open_archive
+from shardfn.interop.leaves import ArchiveWriter, WrittenByFirst, gather_leaf, parameter_names
+from shardfn.interop.quantized import OpenedArchive, open_archive
 
 _Box = Sequence[tuple[int, int]]
 
@@ -105,7 +105,7 @@ class ConvertedArchive(Mapping[str, _Kept]):
         ValueError: parts of a leaf do not fit together. The message lists all.
     """
 
-    def __init__(self, archive: Archive | QuantizedArchive, conversions: Iterable[WeightConversion]) -> None:
+    def __init__(self, archive: OpenedArchive, conversions: Iterable[WeightConversion]) -> None:
         self.directory, self._archive = archive.directory, archive
         self._kept: dict[str, _Kept] = {}
         self._made_by: dict[str, WeightConversion] = {}
@@ -155,9 +155,7 @@ class ConvertedArchive(Mapping[str, _Kept]):
         return self._archive.box(name, [(0, n) for n in self._archive[name].shape])
 
 
-def as_module(
-    archive: Archive | QuantizedArchive, module: nn.Module, known: Iterable[str]
-) -> Archive | QuantizedArchive | ConvertedArchive:
+def as_module(archive: OpenedArchive, module: nn.Module, known: Iterable[str]) -> OpenedArchive | ConvertedArchive:
     """Returns the archive under the names of the module: unchanged where the files have the same names.
 
     Args:
@@ -224,7 +222,7 @@ def _table_of_saving(module: Any) -> list[Any]:
 
 
 def _find_conversions(
-    archive: Archive | QuantizedArchive, module: Any, known: Mapping[str, bool], table: Sequence[Any]
+    archive: OpenedArchive, module: Any, known: Mapping[str, bool], table: Sequence[Any]
 ) -> Iterator[WeightConversion]:
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -249,7 +247,7 @@ def _find_conversions(
         yield WeightConversion(key, of_pattern[next(iter(sources))], sources, module)
 
 
-def _meta_tensor(archive: Archive | QuantizedArchive, name: str) -> Tensor:
+def _meta_tensor(archive: OpenedArchive, name: str) -> Tensor:
     kept = archive[name]
     return torch.empty(kept.shape, dtype=kept.dtype, device="meta")
 
@@ -523,7 +521,7 @@ def module_to_hf(
 
 def _archive_of(
     module: nn.Module, directory: str | os.PathLike[str]
-) -> tuple[Archive | QuantizedArchive | ConvertedArchive, dict[str, str | None]]:
+) -> tuple[OpenedArchive | ConvertedArchive, dict[str, str | None]]:
     """Returns the tensors of files by the module's names, and each parameter's name in the files."""
     names = parameter_names(module)
     every_name = {name for every in names.values() for name in every} | {name for name, _ in core.named_buffers(module)}
@@ -537,14 +535,12 @@ def _is_dropped(module: nn.Module, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in (*patterns, *_OLD))
 
 
-def _expert_note(archive: Archive | QuantizedArchive | ConvertedArchive, name: str, shape: tuple[int, ...]) -> str:
+def _expert_note(archive: OpenedArchive | ConvertedArchive, name: str, shape: tuple[int, ...]) -> str:
     num = archive.num_experts(name) if isinstance(archive, ConvertedArchive) else None
     return "" if num is None or num == shape[0] else f": the files have {num} experts, and the module {shape[0]}"
 
 
-def _defer_leaf(
-    archive: Archive | QuantizedArchive | ConvertedArchive, name: str, dtype: torch.dtype | None
-) -> core.Draw:
+def _defer_leaf(archive: OpenedArchive | ConvertedArchive, name: str, dtype: torch.dtype | None) -> core.Draw:
     kept = archive[name]
     to = dtype or (torch.float32 if kept.dtype in (torch.bfloat16, torch.float16) else kept.dtype)
 

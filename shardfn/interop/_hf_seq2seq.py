@@ -137,7 +137,7 @@ def _bart_config(told: Told, changes: Told) -> seq2seq.Config:
             "num_heads": told[f"{name}_attention_heads"],
             "d_ff": told[f"{name}_ffn_dim"],
             "max_len": told[_LENGTHS[name] if whisper else "max_position_embeddings"],
-            "mlp": _BART_ACTS[told["activation_function"]],
+            "mlp": _BART_ACTS[str(told["activation_function"])],
             "embedding_scale": told["d_model"] ** 0.5 if told.get("scale_embedding") and not whisper else None,
         }
         style: dict[str, Any] = {"tie_embeddings": True}

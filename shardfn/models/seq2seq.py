@@ -148,11 +148,10 @@ def loss(
         config: shape.
         params: parameters as from `init`.
         batch: {"source": int64 [B, S], or features, float [B, F, M], "targets": int64 [B, T]}, with -100 for targets
-            that do not count. The decoder's
-            inputs are `config.start` and the targets without the last, or "tokens", int64 [B, T]. Or {"source",
-            "tokens"} with tokens [B, T + 1] that begin with `config.start`. "source_mask", bool [B, S], is False
-            for padding of sources, and "mask", shaped as "tokens", for padding of targets. Padding gets no expert.
-            Where dropout is on also "index": int64 [B], global sample numbers.
+            that do not count. The decoder's inputs are `config.start` and the targets without the last, or "tokens",
+            int64 [B, T]. Or {"source", "tokens"} with tokens [B, T + 1] that begin with `config.start`. "source_mask",
+            bool [B, S], is False for padding of sources, and "mask", shaped as "tokens", for padding of targets.
+            Padding gets no expert. Where dropout is on also "index": int64 [B], global sample numbers.
         key: key that turns dropout on.
         wrap: function applied to the function of a layer.
         axis: mesh axes along which `specs(config, tp=axis)` cuts the leaves. None is a single device.

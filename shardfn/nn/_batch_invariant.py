@@ -228,7 +228,7 @@ def linears_of(x: Tensor, weights: Sequence[AnyWeight], biases: Sequence[Tensor 
     In a single call if all are packed, with equal bits.
     """
     packed = [w for w in weights if isinstance(w, BatchInvariantWeight) and w.source is None and w.ndim == 2]
-    alike = {(w.chunks, w.activations) for w in packed}
+    alike: set[tuple[int, kernels.Activations | None]] = {(w.chunks, w.activations) for w in packed}
     if len(packed) < len(weights) or len(alike) > 1 or x.dtype not in kernels.EXACT:
         return [linear_of(x, w, b) for w, b in zip(weights, biases, strict=True)]
     nums, [(chunks, activations)] = [w.skipped + w.shape[0] for w in packed], alike

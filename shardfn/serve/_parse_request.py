@@ -172,7 +172,7 @@ def parse_chat(body: Mapping[str, Any], model: Model) -> ParsedRequest:
         if tools is not None:
             raise ApiError(400, "regex cannot be combined with tools. Give one of them.", "regex")
         rules = MessageRules()
-    placed = model.place_prompt(prompt.ids) | {"images": prompt.images}
+    placed: dict[str, Any] = model.place_prompt(prompt.ids) | {"images": prompt.images}
     rest = max(1, model.limits.context - len(placed["prompt"]))
     most = given.get("max_completion_tokens", given.get("max_tokens", rest))
     plain = rules.tools is None and rules.reasoning is None

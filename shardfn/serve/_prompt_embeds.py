@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn._torch import REBUILD_TENSOR
+
 _DTYPES = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -78,7 +80,7 @@ class _TensorUnpickler(pickle.Unpickler):
         self._archive, self._entries, self._is_read = archive, entries, False
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+        if (module, name) == REBUILD_TENSOR:
             return _make_tensor
         if (module, name) == ("collections", "OrderedDict"):
             return collections.OrderedDict

@@ -156,7 +156,7 @@ def test_latent_rows_in_each_dtype_and_memory(dtype: str) -> None:
     one, own = make_model(**changes), replace(limits, cache_dtype=dtype)
     prompts, how = [[5, 6, 7, 8, 9, 10], [11], [5, 6, 7, 8]], Sampling(max_tokens=8, temperature=1.5, seed=1)
 
-    def draw(memory: str, *given: list[int]) -> list[Any]:
+    def draw(memory: Any, *given: list[int]) -> list[Any]:
         engine = Engine(one.decoder, one.params[0], limits=own, cache=memory)
         assert engine.core.cache[0].shape[1:3] == (1, 1)
         return [(x.tokens, x.logprobs) for _ in range(2) for x in engine.generate(list(given), how)]

@@ -172,6 +172,7 @@ def test_a_step_may_have_another_layout(world: int) -> None:
 
 
 @distributed(world=[2, 3])
+@pytest.mark.nightly
 def test_later_layers_of_swift_kv_have_only_wanted_tokens_in_each_layout(world: int) -> None:
     changes, limits = KINDS["swift"]
     changes = changes | {

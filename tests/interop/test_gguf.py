@@ -236,6 +236,7 @@ def test_blocks_of_q4_k_become_blocks_with_the_same_values() -> None:
     assert torch.equal(kernels.dequantize_blocks(widen_q4_k(blocks), 512), want)
 
 
+@pytest.mark.nightly
 def test_a_file_of_q4_k_is_served_with_the_tokens_and_logits_of_the_decoded_weights(tmp_path: pathlib.Path) -> None:
     fields, tensors = quantized_parts(random.Random(3))
     draw = torch.Generator().manual_seed(5)

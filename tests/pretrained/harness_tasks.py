@@ -78,7 +78,12 @@ def write_model(folder: pathlib.Path, texts: list[str], vocab: int = 300, **size
     fast.pad_token = "</s>"
     fast.save_pretrained(folder)
     transformers.set_seed(4)
-    more = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     more |= {"initializer_range": 0.2} | sizes
     config = transformers.LlamaConfig(bos_token_id=0, eos_token_id=1, pad_token_id=1, vocab_size=len(fast), **more)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)

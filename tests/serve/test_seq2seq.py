@@ -136,6 +136,7 @@ def send_form(server: Running, headers: Any = None, body: bytes = b"", **fields:
     return server.send(TRANSCRIPTIONS, body or made, headers=kind | (headers or {}))
 
 
+@pytest.mark.nightly
 def test_transcripts_are_those_of_the_engine(start: Callable[..., Running]) -> None:
     server = start(engine=hearing_engine, adapters=(), text=WORDS._replace(speech=SPEECH))
     sounds, engine = [write_wav(draw_sound(3000 + 500 * i, i)) for i in range(3)], hearing_engine()

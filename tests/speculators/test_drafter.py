@@ -185,7 +185,8 @@ def test_a_trained_speculator_is_right_more_often(kind: Any) -> None:
     assert losses[-1] < 0.5 * losses[0] and found[1] > found[0] + 0.2
 
 
-@pytest.mark.parametrize("kind", ["lstm", pytest.param("eagle3", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["lstm", "eagle3"])
+@pytest.mark.nightly
 def test_a_vocabulary_for_drafts_is_trained_and_kept(kind: Any, tmp_path: pathlib.Path) -> None:
     one = large()
     rows = torch.tensor([(*prompt, *tokens) for prompt, tokens in answers()])

@@ -2,6 +2,7 @@
 
 from ._archive import (
     CodedArchive as CodedArchive,
+    OpenedArchive as OpenedArchive,
     QuantizedArchive as QuantizedArchive,
     QuantizedEntry as QuantizedEntry,
     open_archive as open_archive,

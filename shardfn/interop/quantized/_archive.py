@@ -17,7 +17,7 @@ from torch import Tensor
 from shardfn.checkpoint import SafetensorsEntry
 from shardfn.core import did_you_mean, raise_all
 from shardfn.interop.leaves import Archive
-from shardfn.kernels import BLOCK_BYTES, Codes
+from shardfn.kernels import BLOCK_BYTES, Codes, Quantization
 
 from ._formats import Finder, LayerTensors, find_awq, find_bytes, find_fp8, find_gptq, find_packed
 from ._mxfp4 import MXFP4Archive
@@ -193,7 +193,7 @@ class QuantizedArchive(Mapping[str, SafetensorsEntry | QuantizedEntry]):
 
     def __init__(self, archive: Archive, settings: Mapping[str, Any]) -> None:
         self.directory, self._archive = archive.directory, archive
-        self._codes: dict[str, Codes] | None = None
+        self._codes: dict[str, Quantization] | None = None
         self._weights, taken = find_weights(archive, settings)
         self._plain = [name for name in archive if name not in taken and not name.endswith(_ACTIVATIONS)]
 
@@ -229,14 +229,14 @@ class QuantizedArchive(Mapping[str, SafetensorsEntry | QuantizedEntry]):
         return decoded.as_strided(sizes, [n * width for n in strides[:split]] + strides[split:]).clone()
 
     @property
-    def codes(self) -> dict[str, Codes]:
+    def codes(self) -> dict[str, Quantization]:
         """Returns the codes that hold a weight exactly, by name: see `CodedArchive`.
 
         Symmetric weights of 4 bits are held by "int4", and other integers of up to 8 bits by "int8", where the scales
         are exact in float16 and groups are multiples of 32 consecutive inputs.
         """
         if self._codes is None:
-            codes: dict[str, Codes] = {}
+            codes: dict[str, Quantization] = {}
             for name, weight in self._weights.items():
                 if (code := weight.find_codes()) is not None:
                     codes[name] = code
@@ -251,7 +251,10 @@ class QuantizedArchive(Mapping[str, SafetensorsEntry | QuantizedEntry]):
         return self._weights[name].blocks(codes, rows, groups)
 
 
-def open_archive(directory: str | os.PathLike[str]) -> Archive | QuantizedArchive | MXFP4Archive:
+OpenedArchive = Archive | QuantizedArchive | MXFP4Archive
+
+
+def open_archive(directory: str | os.PathLike[str]) -> OpenedArchive:
     """Returns the tensors of a directory, decoded where `config.json` has a `quantization_config`.
 
     Raises:
