@@ -82,10 +82,11 @@ def configs(args):
     experts = moe.Experts(num=args.experts, top_k=args.top_k, d_ff=args.width // args.top_k, route=route, **how)
     models = {"dense": dense, f"{args.experts} experts": dataclasses.replace(dense, experts=experts)}
     names = dict(zip(("dense", "moe"), models, strict=True)) | {"pr-moe": "PR-MoE"} | STUDENTS
-    if {"pr-moe", *STUDENTS} & set(args.models):
+    if "pr-moe" in args.models:
         route = functools.partial(layers.top_k, renormalise=False)
         pyramid = moe.Experts(num=tuple(args.pyramid), top_k=1, route=route, residual=True, **how)
         models["PR-MoE"] = dataclasses.replace(dense, experts=pyramid)
+    if STUDENTS.keys() & set(args.models):
         small, _ = moe.student(models["PR-MoE"], gpt.init(models["PR-MoE"], sf.key(0)))
         models |= dict.fromkeys(STUDENTS.values(), small)
     return {name: models[name] for name in (names[x] for x in names if x in args.models)}
