@@ -278,23 +278,8 @@ def _make_groups(
     if not config.batch_invariant:
         raise ValueError(f"decoder: dp={dp!r} needs batch-invariant layers. Use Config(batch_invariant=True).")
     layout = make_group(config, dp, tp, quantization, activations)
-    return Decoder(
-        vocab=config.vocab_size,
-        context=config.max_len,
-        cache=CacheLayout(config.num_cache_layers, config.kv_heads, config.head_dim, tp, lanes=LaneAxis(dp)),
-        specs=layout.specs,
-        outputs=layout.outputs,
-        pack=lambda params: check_coded(layout.pack(params), activations, "decoder"),
-        packed=layout.packed,
-        batch_invariant=True,
-        num_layers=config.num_layers,
-        hidden_size=config.d_model,
-        digest=_digest_config(config),
-        name_weights=functools.partial(_name_weights, config),
-        config=config,
-        list_misfits=functools.partial(_list_uncut, config, tp),
-        masked=layout.masked,
-    )
+    cache = CacheLayout(config.num_cache_layers, config.kv_heads, config.head_dim, tp, lanes=LaneAxis(dp))
+    return _make_laned(config, layout, cache, activations, functools.partial(_list_uncut, config, tp))
 
 
 def _make_stages(
@@ -316,10 +301,22 @@ def _make_stages(
         )
         return ([] if ranks == stages else [wrong]) + _list_uncut(config, tp, mesh)
 
+    cache = CacheLayout(num, config.kv_heads, config.head_dim, tp, lanes=LaneAxis(axis, stages=True))
+    return _make_laned(config, layout, cache, activations, list_misfits)
+
+
+def _make_laned(
+    config: gpt.Config,
+    layout: Layout,
+    cache: CacheLayout,
+    activations: Activations | None,
+    list_misfits: Callable[[Mesh], list[str]],
+) -> Decoder:
+    """Returns a decoder with lanes, which has a single layout."""
     return Decoder(
         vocab=config.vocab_size,
         context=config.max_len,
-        cache=CacheLayout(num, config.kv_heads, config.head_dim, tp, lanes=LaneAxis(axis, stages=True)),
+        cache=cache,
         specs=layout.specs,
         outputs=layout.outputs,
         pack=lambda params: check_coded(layout.pack(params), activations, "decoder"),
@@ -331,6 +328,7 @@ def _make_stages(
         name_weights=functools.partial(_name_weights, config),
         config=config,
         list_misfits=list_misfits,
+        masked=layout.masked,
     )
 
 

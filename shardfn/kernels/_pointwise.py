@@ -43,10 +43,7 @@ def gated_silu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> 
         >>> gated_silu(torch.tensor([0.0, 100.0]), torch.tensor([2.0, 3.0]))
         tensor([  0., 300.])
     """
-    GATED_SILU.check_dtype("gate", gate)
-    check_dtype("up", up, gate.dtype)
-    check_shape("up", up, tuple(gate.shape), "that of gate")
-    return GATED_SILU(gate, up)
+    return _apply_gate(GATED_SILU, gate, up)
 
 
 def gated_sigmoid(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) -> Float[Tensor, "*shape"]:
@@ -65,10 +62,7 @@ def gated_sigmoid(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*factors"]) 
         >>> gated_sigmoid(torch.tensor([0.0, 100.0]), torch.tensor([2.0, 3.0]))
         tensor([1., 3.])
     """
-    GATED_SIGMOID.check_dtype("gate", gate)
-    check_dtype("up", up, gate.dtype)
-    check_shape("up", up, tuple(gate.shape), "that of gate")
-    return GATED_SIGMOID(gate, up)
+    return _apply_gate(GATED_SIGMOID, gate, up)
 
 
 def gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -149,6 +143,13 @@ def gated_silu_gradient(x: Float[Tensor, "*rows i"], dy: Float[Tensor, "*rows f"
 
 
 # The definitions. Each operation is rounded once.
+
+
+def _apply_gate(op: KernelOp, gate: Tensor, up: Tensor) -> Tensor:
+    op.check_dtype("gate", gate)
+    check_dtype("up", up, gate.dtype)
+    check_shape("up", up, tuple(gate.shape), "that of gate")
+    return op(gate, up)
 
 
 def _gate_by_torch(gate: Tensor, up: Tensor) -> Tensor:
